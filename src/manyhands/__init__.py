@@ -1,0 +1,30 @@
+"""Train a PyTorch model on as many ordinary machines as there are: the same model, sooner, and no work lost."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+# Imported when first asked for, so that the command line starts without torch.
+_PUBLIC = {
+    "DDP": "manyhands.config.strategies",
+    "Data": "manyhands.data.data",
+    "EarlyStopping": "manyhands.config.stopping",
+    "Single": "manyhands.config.strategies",
+    "Snapshots": "manyhands.config.snapshots",
+    "Trainer": "manyhands.training.trainer",
+}
+
+__all__ = ["DDP", "Data", "EarlyStopping", "Single", "Snapshots", "Trainer", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module 'manyhands' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

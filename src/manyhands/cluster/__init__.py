@@ -1,0 +1,1 @@
+"""What machines there are: the place of this process among them."""

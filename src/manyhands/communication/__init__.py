@@ -1,0 +1,1 @@
+"""What workers say to each other, and who they are."""

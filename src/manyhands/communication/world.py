@@ -1,0 +1,168 @@
+"""The workers that train together, and this one's place among them.
+
+One `World` lives as long as the worker. Its members may change (a worker dies, another joins), so whoever talks to the
+others holds the world and asks it, and never keeps a rank or a size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from manyhands.cluster.place import Place
+from manyhands.errors import CommunicationError, ConfigError
+
+Work = dist.Work | None
+
+
+class World:
+    """`size` workers, of which this is number `rank`. With one worker nothing is sent and no group is made."""
+
+    def __init__(self, place: Place, *, backend: str | None = None, timeout_s: float = 600) -> None:
+        """Join the group that `place` names.
+
+        Raises:
+            ConfigError: the backend cannot work here.
+            CommunicationError: the others could not be reached in `timeout_s` seconds.
+        """
+        self.place = place
+        self.device = _device(place)
+        self.backend = backend or ("nccl" if self.device.type == "cuda" else "gloo")
+        self.timeout_s = timeout_s
+        if self.backend == "nccl" and self.device.type != "cuda":
+            raise ConfigError(
+                "backend is 'nccl', but this worker has no GPU",
+                where=f"rank {place.rank}",
+                fix="leave backend out: Gloo carries the data between CPUs",
+            )
+        self.exposed_s = 0.0
+        """Seconds this worker has waited in collectives, all in all."""
+        self.bytes_sent = 0
+        """Payload this worker has handed to collectives, all in all."""
+        if self.size > 1 and not dist.is_initialized():
+            self._join()
+
+    @property
+    def rank(self) -> int:
+        """This worker's number, from 0."""
+        return self.place.rank
+
+    @property
+    def size(self) -> int:
+        """How many workers there are."""
+        return self.place.size
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this is the worker that writes and reports for all."""
+        return self.rank == 0
+
+    def _join(self) -> None:
+        place = self.place
+        try:
+            dist.init_process_group(
+                self.backend,
+                init_method=f"tcp://{place.head_address}:{place.head_port}" if not _agent_store() else "env://",
+                rank=place.rank,
+                world_size=place.size,
+                timeout=timedelta(seconds=self.timeout_s),
+                device_id=self.device if self.backend == "nccl" else None,
+            )
+        except (RuntimeError, ValueError) as cause:
+            raise CommunicationError(
+                f"rank {place.rank} of {place.size} could not meet the others: {first_line(cause)}",
+                where=f"store at {place.head_address}:{place.head_port}",
+                fix="see that every worker was started with the same address and that no firewall is between them",
+            ) from cause
+
+    def leave(self) -> None:
+        """Take the group down. Safe to call twice."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """Replace `tensor` on every worker by the sum (or what `op` says) over all, and give it back."""
+        if self.size > 1:
+            self.bytes_sent += tensor.numel() * tensor.element_size()
+            dist.all_reduce(tensor, op=op)
+        return tensor
+
+    def start_all_reduce(self, tensor: Tensor) -> Work:
+        """Begin to sum `tensor` over all workers, in place; `wait()` on what comes back before it is read."""
+        if self.size == 1:
+            return None
+        self.bytes_sent += tensor.numel() * tensor.element_size()
+        return dist.all_reduce(tensor, async_op=True)
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """Replace `tensor` on every worker by that of `source`, and give it back."""
+        if self.size > 1:
+            if self.rank == source:
+                self.bytes_sent += tensor.numel() * tensor.element_size()
+            dist.broadcast(tensor, src=source)
+        return tensor
+
+    def barrier(self) -> None:
+        """Wait until every worker is here."""
+        if self.size > 1:
+            self.all_reduce(torch.zeros(1, device=self.device))
+
+    def agree(self, value: float) -> float:
+        """The leader's `value`, on every worker: for decisions that must fall alike, such as a limit on time."""
+        if self.size == 1:
+            return value
+        return float(self.broadcast(torch.tensor([value], dtype=torch.float64, device=self.device)).item())
+
+    def any(self, flag: bool) -> bool:
+        """Whether `flag` is true on at least one worker."""
+        if self.size == 1:
+            return flag
+        return bool(self.all_reduce(torch.tensor([float(flag)], device=self.device), dist.ReduceOp.MAX).item())
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """The tensors of all workers by rank, on every worker. Shapes may differ in the first dim, the rest may not.
+
+        A worker without data gives a tensor with 0 rows, of the same dtype.
+        """
+        if self.size == 1:
+            return [tensor]
+        rows = torch.zeros(self.size, dtype=torch.int64, device=self.device)
+        rows[self.rank] = tensor.shape[0]
+        counts: Sequence[int] = self.all_reduce(rows).tolist()
+        longest = max(counts)
+        padded = tensor.new_zeros((longest, *tensor.shape[1:]))
+        padded[: tensor.shape[0]] = tensor
+        gathered = [torch.empty_like(padded) for _ in counts]
+        self.bytes_sent += padded.numel() * padded.element_size()
+        dist.all_gather(gathered, padded.contiguous())
+        return [part[:count] for part, count in zip(gathered, counts, strict=True)]
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, without the C++ frames that PyTorch appends."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _device(place: Place) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if place.local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"worker {place.local_rank} of this host finds {torch.cuda.device_count()} GPUs",
+            where=f"rank {place.rank}",
+            fix=f"start at most {torch.cuda.device_count()} workers per host, or hide the GPUs with CUDA_VISIBLE_DEVICES=",
+        )
+    torch.cuda.set_device(place.local_rank)
+    return torch.device("cuda", place.local_rank)
+
+
+def _agent_store() -> bool:
+    """Whether the store is kept by the launcher, so that no worker may open one (torch reads this variable too)."""
+    import os
+
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

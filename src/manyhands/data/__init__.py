@@ -1,0 +1,1 @@
+"""Which samples each step takes, and how they are fetched."""

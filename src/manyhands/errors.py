@@ -1,0 +1,88 @@
+"""The errors that manyhands raises on purpose.
+
+ManyhandsError                exit code 1
+├── ConfigError           2   a setting is missing, unknown or contradicts another
+├── DataError             2   a dataset cannot be read, or is not the one that the run began with
+├── SnapshotError         2   a snapshot is incomplete, damaged, too new, or of another model
+├── TrainingError         1   the numbers went wrong: a loss that is NaN or infinite
+├── ScriptError           1   the user's script failed on some worker
+├── LaunchError           3   a host or a scheduler could not be reached, or refused
+└── CommunicationError    4   a collective failed or ran past its time
+    └── RankLost          4   a worker or its host went away
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class ManyhandsError(Exception):
+    """Base of every error raised on purpose.
+
+    `what` states the fact with its values, `where` names the key, file, host or rank,
+    `fix` is the next thing the reader can do. Printed as up to three lines.
+    """
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
+        super().__init__(what)
+        self.what, self.where, self.fix = what, where, fix
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        if self.where:
+            lines.append(f"  where: {self.where}")
+        if self.fix:
+            lines.append(f"  fix:   {self.fix}")
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Errors cross process borders by pickle, and pickle drops keyword-only arguments.
+        return (_rebuild, (type(self), self.what, self.where, self.fix))
+
+
+def _rebuild(kind: type[ManyhandsError], what: str, where: str, fix: str) -> ManyhandsError:
+    return kind(what, where=where, fix=fix)
+
+
+class ConfigError(ManyhandsError):
+    """A setting is missing, unknown or contradicts another."""
+
+    exit_code = 2
+
+
+class DataError(ManyhandsError):
+    """A dataset cannot be read, or is not the one that the run began with."""
+
+    exit_code = 2
+
+
+class SnapshotError(ManyhandsError):
+    """A snapshot is incomplete, damaged, too new, or of another model."""
+
+    exit_code = 2
+
+
+class TrainingError(ManyhandsError):
+    """The numbers went wrong: a loss that is NaN or infinite."""
+
+
+class ScriptError(ManyhandsError):
+    """The user's script failed on some worker."""
+
+
+class LaunchError(ManyhandsError):
+    """A host or a scheduler could not be reached, or refused."""
+
+    exit_code = 3
+
+
+class CommunicationError(ManyhandsError):
+    """A collective failed or ran past its time."""
+
+    exit_code = 4
+
+
+class RankLost(CommunicationError):
+    """A worker or its host went away."""

@@ -1,0 +1,193 @@
+"""What happened in a run, told to whoever listens: frozen news that nobody can change.
+
+The loop of `training.loop` with each event in its place:
+
+    RunStarted
+    while no stop rule gives a reason:
+        StepDone                        after every optimizer step
+        [EpochDone]                     when the step was the last one of its epoch
+        [ValidationDone]                when `validate_every` is due
+        [SnapshotSaved]                 when `snapshots.every` is due
+    RunEnded
+    [TestDone]                          when the user calls `trainer.test()`
+
+A listener is anything callable with one event. Listeners hear events on the leader (rank 0) only, and cannot change
+training: the order in which they are told never matters, and one that fails is named and dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTiming:
+    """Where the wall time of one optimizer step went, in seconds. The parts add up to `total`."""
+
+    total: float
+    compute: float
+    """Forward, backward, clipping and update."""
+    communication_exposed: float
+    """Waiting for other workers or for bytes that no computation hid."""
+    data_wait: float
+    """Waiting for the next batch."""
+    snapshot_stall: float = 0.0
+    other: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunStarted:
+    """Training begins, or goes on from a snapshot at `step` > 0."""
+
+    step: int
+    epoch: int
+    steps_per_epoch: int | None
+    """None where the training set is a stream, whose length nobody knows."""
+    total_steps: int | None
+    """None where the duration is a time."""
+    time: float
+    resumed_from: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepDone:
+    """One optimizer step. `loss` is the mean over the global batch."""
+
+    step: int
+    epoch: int
+    """The epoch that the step belongs to, from 0."""
+    loss: float
+    lr: float
+    samples: int
+    """Samples in the global batch."""
+    gradient_norm: float | None
+    """Before clipping; None where gradients are not clipped."""
+    timing: StepTiming
+    bytes_sent: int
+    """Payload handed to the network by this worker in this step."""
+    time: float
+    """Seconds since the Unix epoch."""
+    values: Mapping[str, float] = field(default_factory=dict)
+    """What a `step` function of the user returned beside the loss: means over the global batch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpochDone:
+    """Every sample of the training set was seen once more."""
+
+    step: int
+    epoch: int
+    train_loss: float
+    """Mean over the samples of this epoch."""
+    seconds: float
+    samples: int
+    time: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValidationDone:
+    """The whole validation set was evaluated, each sample once. `values` holds `loss` and every metric."""
+
+    step: int
+    epoch: int
+    values: Mapping[str, float]
+    best: bool
+    """The watched metric was never better."""
+    seconds: float
+    time: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SnapshotSaved:
+    """A snapshot is whole and has its name."""
+
+    step: int
+    path: Path
+    bytes: int
+    seconds: float
+    """From the copy out of the model to the rename."""
+    stall_seconds: float
+    """How long training stood still for it."""
+    time: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SnapshotSkipped:
+    """A snapshot could not be written, or could not be read and the one before it was taken."""
+
+    step: int
+    path: Path
+    reason: str
+    time: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recovered:
+    """Training went on after a failure, with what that cost."""
+
+    step: int
+    reason: str
+    """What failed, in one sentence with host and rank."""
+    how: str
+    """How it went on: from a snapshot, or with the workers that were left."""
+    steps_redone: int
+    seconds_lost: float
+    time: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Note:
+    """Something worth saying once, such as which BatchNorm is in use."""
+
+    text: str
+    step: int
+    time: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunEnded:
+    """Training is over; `status` and `reason` are those of `summary.json`."""
+
+    step: int
+    epoch: int
+    status: str
+    reason: str
+    weights_sha256: str
+    time: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TestDone:
+    """The whole test set was evaluated, each sample once."""
+
+    step: int
+    values: Mapping[str, float]
+    seconds: float
+    time: float
+
+
+Event = (
+    RunStarted
+    | StepDone
+    | EpochDone
+    | ValidationDone
+    | SnapshotSaved
+    | SnapshotSkipped
+    | Recovered
+    | Note
+    | RunEnded
+    | TestDone
+)
+
+
+class Listener(Protocol):
+    """Anything that can be told an event."""
+
+    def __call__(self, event: Event) -> None:
+        """Take note of `event`."""
+
+
+Listeners = Sequence[Listener]

@@ -1,0 +1,1 @@
+"""Those who are told what happens in a run: progress, metrics, TensorBoard."""

@@ -1,0 +1,1 @@
+"""What happened: the files of a run directory, readable without torch."""

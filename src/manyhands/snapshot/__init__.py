@@ -1,0 +1,1 @@
+"""Everything a run needs to go on, on disk, whole or absent."""

@@ -1,0 +1,1 @@
+"""Ways to spread one optimizer step over workers."""

@@ -1,0 +1,45 @@
+# Two commands on a fresh machine: `make train` and `make test`. Everything lives in .venv; nothing else is touched.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+SOURCES := src tests examples benchmarks
+
+.PHONY: train test test-all check format clean
+
+train: .venv/runtime-installed ## train the digits example with two workers
+	$(BIN)/manyhands run --workers 2 examples/digits.py
+
+test: .venv/dev-installed ## run the tests
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: .venv/dev-installed ## run the tests, the slow ones too
+	$(BIN)/python -m pytest
+
+check: .venv/dev-installed ## format, lint, types, floors, documents
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/unit/test_floors.py tests/docs -m "not slow"
+
+format: .venv/dev-installed ## bring every file into the common format
+	$(BIN)/ruff format $(SOURCES)
+	$(BIN)/ruff check --fix $(SOURCES)
+
+clean: ## remove what `make` has made, but no runs
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build src/*.egg-info
+
+# Files that say what is installed: newer than what asked for it, so that nothing is installed twice.
+.venv/runtime-installed: requirements/runtime.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "manyhands needs Python 3.11 or newer; give one with: make PYTHON=/path/to/python3.11 ..." >&2; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@torch=$$(grep '^torch==' requirements/runtime.txt | cut -d= -f3); \
+	if nvidia-smi -L >/dev/null 2>&1; then echo "NVIDIA GPU found: installing torch $$torch with CUDA"; \
+	else echo "no NVIDIA GPU found: installing torch $$torch as pinned, the build for CPUs where there is one"; fi
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/runtime.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
+
+.venv/dev-installed: .venv/runtime-installed requirements/dev.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/dev.txt
+	@touch $@

@@ -1,0 +1,91 @@
+"""Hygiene: a test that leaves an environment variable, a process, a port or a process group behind fails, by name."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+
+SESSION = "MANYHANDS_TEST_SESSION"  # inherited by everything that a test starts, also by what leaves its parent
+GRACE_S = 5.0  # for processes that are just ending
+os.environ[SESSION] = str(os.getpid())
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind() -> Iterator[None]:
+    """Compare what there is before a test with what there is after it, take down the rest, and say what it was."""
+    variables, ports, processes = dict(os.environ), listening_ports(), living_processes()
+    yield
+    left = [*variables_changed_since(variables), *process_groups_open()]
+    for pid, words in still_there(lambda: living_processes().items() - processes.items()):
+        left.append(f"process {pid}: {words}")
+        psutil.Process(pid).kill()
+    left += [f"listening port {port}" for port in still_there(lambda: listening_ports() - ports)]
+    assert not left, "left behind: " + "; ".join(left)
+
+
+def variables_changed_since(before: dict[str, str]) -> list[str]:
+    """Environment variables that are new, gone or different; put back as they were."""
+    after = dict(os.environ)
+    changed = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
+    changed = [key for key in changed if key != "PYTEST_CURRENT_TEST"]  # pytest's own
+    for key in changed:
+        os.environ.pop(key, None)
+        if key in before:
+            os.environ[key] = before[key]
+    return [f"environment variable {key}" for key in changed]
+
+
+def process_groups_open() -> list[str]:
+    """The process group of torch.distributed, if somebody has joined one and not left it; left now."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return []
+    words = f"process group of {distributed.get_world_size()} on {distributed.get_backend()}"
+    distributed.destroy_process_group()
+    return [words]
+
+
+def living_processes() -> dict[int, str]:
+    """Every process that this session started and that still runs, but for Python's own servants."""
+    servants = {
+        multiprocessing.forkserver._forkserver._forkserver_pid,  # the fork server of `ranks`: lives for the session
+        multiprocessing.resource_tracker._resource_tracker._pid,
+        os.getpid(),
+    }
+    started = {process.pid: process for process in psutil.Process().children(recursive=True)}
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(SESSION) == os.environ.get(SESSION):
+                started[process.pid] = process
+        except (psutil.Error, OSError):
+            continue  # of another user, or gone while we looked
+    found = {}
+    for pid in started.keys() - servants:
+        try:
+            if started[pid].status() != psutil.STATUS_ZOMBIE:
+                found[pid] = " ".join(started[pid].cmdline())[:200]
+        except psutil.Error:
+            continue
+    return found
+
+
+def listening_ports() -> set[int]:
+    """Ports that this process listens on. (Those of a process left behind are found with it.)"""
+    return {c.laddr.port for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+
+
+def still_there(look: Callable[[], set]) -> list:
+    """What `look` finds, after those that are just ending had time to do so."""
+    deadline = time.monotonic() + GRACE_S
+    while (found := look()) and time.monotonic() < deadline:
+        gc.collect()  # a loader's processes and a store's port go with the object that holds them
+        time.sleep(0.05)
+    return sorted(found)

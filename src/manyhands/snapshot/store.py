@@ -1,0 +1,302 @@
+"""A folder of snapshots, each either whole or absent, written beside training by all workers together.
+
+store.save(state, facts)          returns when what may change is copied; copying the rest, hashing and writing go on
+... forward and backward pass
+store.before_update()             waits until the rest is copied, too: usually not at all
+... the optimizer changes the parameters
+store.finished()                  tells what became of it
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from torch import Tensor
+
+from manyhands.cluster.place import Place
+from manyhands.communication.world import World
+from manyhands.errors import SnapshotError
+from manyhands.events import SnapshotSaved, SnapshotSkipped
+from manyhands.records.manifest import NAME, Facts, FileRecord, Manifest
+from manyhands.snapshot import tensors as tensor_files
+from manyhands.snapshot.commit import Part, discard, hear, put_in_place, remove_halves, remove_words, tell
+from manyhands.snapshot.copy import Copying, CopySpace
+from manyhands.snapshot.disk import Disk
+from manyhands.snapshot.load import Fits, Loaded, everything_fits, newest
+from manyhands.snapshot.prune import surplus
+from manyhands.snapshot.share import share_out
+from manyhands.snapshot.skeleton import take_apart
+
+__all__ = ["Facts", "Loaded", "Store"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Task:
+    """All that the writing thread needs; nothing in it changes any more when `copying` is done."""
+
+    path: Path
+    half: Path
+    facts: Facts
+    copying: Copying
+    texts: Mapping[str, str]
+    """Files that are text: name → content."""
+    tensors: Mapping[str, Mapping[str, str]]
+    """Files of tensors: file name → name of the tensor in the file → name of its copy."""
+    rank: int
+    size: int
+    begin: float
+
+
+class Store:
+    """Snapshots of a run, the newest `keep` of them, in `folder`, which all workers of `world` share."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep: int,
+        world: World | None = None,
+        disk: Disk | None = None,
+        patience_s: float = 600,
+    ) -> None:
+        """`patience_s`: how long the leader, done with its own part, waits for those of the others."""
+        self.folder = folder
+        self.keep = keep
+        self.stalled_s = 0.0
+        """Seconds that training has stood still for snapshots, all in all."""
+        self._world = world or World(Place())
+        self._disk = disk or Disk()
+        self._patience_s = patience_s
+        self._space = CopySpace(self._world.device)
+        self._copying: Copying | None = None
+        self._thread: threading.Thread | None = None
+        self._stall_s = 0.0  # of the snapshot under way
+        self._gave_up = False
+        self._news: SimpleQueue[SnapshotSaved | SnapshotSkipped] = SimpleQueue()
+        self._crash: BaseException | None = None
+        self._passed_over: set[Path] = set()
+
+    def save(
+        self,
+        state: Mapping[str, Any],
+        facts: Facts,
+        *,
+        own: Mapping[str, Any] | None = None,
+        unchanged_until_update: Iterable[Tensor] = (),
+    ) -> None:
+        """Begin to write `state` as the snapshot of `facts.step`. Every worker calls this, at the same step.
+
+        `state` is equal on all workers; each writes its share of the tensors. `own` is this worker's alone; those of
+        all workers are kept. What shares memory with one of the tensors `unchanged_until_update` (parameters,
+        optimizer state) is copied beside what comes next, and `before_update` must be called before it changes;
+        everything else is copied before this returns. Where a snapshot is still being written, this waits for it.
+
+        What the disk refuses costs this snapshot and nothing else: `finished` tells it.
+
+        Raises:
+            SnapshotError: a value in `state` or `own` is of a kind that cannot be kept.
+        """
+        self.save_as(
+            self.folder / f"step-{facts.step:08d}",
+            state,
+            facts,
+            own=own,
+            unchanged_until_update=unchanged_until_update,
+        )
+
+    def save_as(
+        self,
+        path: Path,
+        state: Mapping[str, Any],
+        facts: Facts,
+        *,
+        own: Mapping[str, Any] | None = None,
+        unchanged_until_update: Iterable[Tensor] = (),
+    ) -> None:
+        """The same under another name (`best`, say), in place of what is there: at no moment is there none."""
+        begin = time.perf_counter()
+        self.wait()
+        world = self._world
+        # The leader draws a number for this try, so that nothing left over from another can get into it.
+        token = f"{int(world.agree(float(int.from_bytes(os.urandom(6), 'big')))):012x}"
+        texts: dict[str, str] = {}
+        originals: dict[str, Tensor] = {}
+        files: dict[str, dict[str, str]] = {}
+
+        def add(prefix: str, kept: Mapping[str, Tensor], file: str) -> None:
+            files[file] = {name: f"{prefix}{name}" for name in kept}
+            originals.update({f"{prefix}{name}": tensor for name, tensor in kept.items()})
+
+        shared = take_apart(state)
+        if world.is_leader:
+            texts["state.json"] = _json(shared.nodes)
+        mine = share_out(shared.tensors, world.size)[world.rank]
+        add("state:", mine, f"tensors-{world.rank:05d}-of-{world.size:05d}.safetensors")
+        if own:
+            apart = take_apart(own)
+            texts[f"own-{world.rank:05d}.json"] = _json(apart.nodes)
+            add("own:", apart.tensors, f"own-{world.rank:05d}.safetensors")
+        self._copying = self._space.begin(originals, unchanged_until_update)
+        task = _Task(
+            path=path,
+            half=path.with_name(f"{path.name}.{token}.half"),
+            facts=facts,
+            copying=self._copying,
+            texts=texts,
+            tensors=files,
+            rank=world.rank,
+            size=world.size,
+            begin=begin,
+        )
+        self._gave_up = False
+        self._stall_s = 0.0
+        self._thread = threading.Thread(target=self._run, args=(task,), name="manyhands-snapshot", daemon=True)
+        self._thread.start()
+        self._count_stall(begin)
+
+    def before_update(self) -> None:
+        """Wait until the parameters may change: usually not at all. Call it right before anything changes them."""
+        copying = self._copying
+        if copying is None:
+            return
+        begin = time.perf_counter()
+        copying.done.wait()
+        self._copying = None
+        self._count_stall(begin)
+
+    def _count_stall(self, begin: float) -> None:
+        seconds = time.perf_counter() - begin
+        self._stall_s += seconds
+        self.stalled_s += seconds
+
+    def finished(self) -> list[SnapshotSaved | SnapshotSkipped]:
+        """What became of the snapshots whose writing ended since the last call. Never waits.
+
+        The leader hears of each; another worker only of those in which its own part failed.
+        """
+        self._raise_crash()
+        news = []
+        while True:
+            try:
+                news.append(self._news.get_nowait())
+            except Empty:
+                return news
+
+    def wait(self) -> None:
+        """Wait until nothing is being written."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._copying = None
+        self._raise_crash()
+
+    def abandon(self) -> None:
+        """Give up what is being written: the workers changed, and the parts of those that went will not come."""
+        self._gave_up = True
+
+    def latest(self, fits: Fits = everything_fits) -> Loaded | None:
+        """The newest snapshot that is whole and fits, the same on every worker; None where there never was one.
+
+        `fits` looks at a manifest and says why not, or nothing. Every worker calls this. Those that were passed over
+        are named in `skipped`.
+
+        Raises:
+            SnapshotError: there are snapshots, and none can be gone on from; each is named with its reason.
+        """
+        self.wait()
+        loaded = newest(self.folder, fits, self._world)
+        if loaded is not None:
+            self._passed_over = {skipped.path for skipped in loaded.skipped}
+        return loaded
+
+    def _raise_crash(self) -> None:
+        if self._crash is not None:
+            crash, self._crash = self._crash, None
+            raise crash
+
+    # What follows runs on the writing thread.
+
+    def _run(self, task: _Task) -> None:
+        try:
+            task.copying.finish()
+            self._write(task)
+        except (OSError, SnapshotError) as trouble:
+            news = SnapshotSkipped(step=task.facts.step, path=task.path, reason=_sentence(trouble), time=time.time())
+            self._news.put(news)
+        except BaseException as crash:  # a fault of ours: raised again where training sees it
+            self._crash = crash
+
+    def _write(self, task: _Task) -> None:
+        leads = task.rank == 0
+        try:
+            if leads:
+                remove_halves(task.path.parent, self._disk, but=task.half)
+            self._disk.make_folder(task.half)
+            tell(task.half, task.rank, Part(self._write_files(task)), self._disk)
+            if leads:
+                self._commit(task)
+        except Exception as trouble:
+            self._clean_up(task, trouble)
+            raise
+
+    def _write_files(self, task: _Task) -> dict[str, FileRecord]:
+        records = {}
+        for name, parts in task.tensors.items():
+            copies = {inside: task.copying.copies[copy] for inside, copy in parts.items()}
+            records[name] = tensor_files.write(task.half / name, copies, self._disk)
+        for name, text in task.texts.items():
+            records[name] = tensor_files.write_text(task.half / name, text, self._disk)
+        return records
+
+    def _commit(self, task: _Task) -> None:
+        ranks = range(task.size)
+        parts = hear(task.half, ranks, self._patience_s, lambda: self._gave_up)
+        files = {name: file for rank in ranks for name, file in sorted(parts[rank].files.items())}
+        manifest = Manifest(facts=task.facts, world_size=task.size, files=files, time=time.time())
+        remove_words(task.half, ranks, self._disk)
+        self._disk.write_file(task.half / NAME, [manifest.to_text().encode()])
+        put_in_place(task.half, task.path, self._disk)
+        self._news.put(
+            SnapshotSaved(
+                step=task.facts.step,
+                path=task.path,
+                bytes=manifest.bytes,
+                seconds=time.perf_counter() - task.begin,
+                stall_seconds=self._stall_s,
+                time=manifest.time,
+            )
+        )
+        self._passed_over.discard(task.path)
+        if task.path.parent == self.folder:
+            for path in surplus(self.folder, keep=self.keep, newest=task.facts.step, bad=self._passed_over):
+                discard(path, self._disk)
+
+    def _clean_up(self, task: _Task, trouble: Exception) -> None:
+        """Leave nothing half behind. The disk is in trouble already, so more of it here is no news."""
+        try:
+            if task.rank == 0:
+                self._disk.remove_folder(task.half)
+            else:
+                tell(task.half, task.rank, Part(failure=_sentence(trouble)), self._disk)
+        except OSError:
+            return
+
+
+def _json(nodes: Any) -> str:
+    return json.dumps(nodes, indent=1, allow_nan=False) + "\n"
+
+
+def _sentence(trouble: Exception) -> str:
+    """`No space left on device: tensors-00000-of-00002.safetensors`."""
+    if not isinstance(trouble, OSError):
+        return trouble.what if isinstance(trouble, SnapshotError) else f"{type(trouble).__name__}: {trouble}"
+    words = trouble.strerror or str(trouble) or type(trouble).__name__
+    return f"{words}: {Path(trouble.filename).name}" if isinstance(trouble.filename, str | Path) else words

@@ -1,0 +1,105 @@
+"""`--set key=value`: every key checked, every value read as its setting's type."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from manyhands.config import overrides
+from manyhands.config.settings import Settings
+from manyhands.config.snapshots import Snapshots
+from manyhands.config.stopping import EarlyStopping
+from manyhands.config.strategies import DDP
+from manyhands.errors import ConfigError
+
+PLAIN = Settings(batch_size=32)
+
+
+def changed(*words: str, to: Settings = PLAIN) -> Settings:
+    return overrides.apply(to, overrides.parse(words))
+
+
+@pytest.mark.parametrize(
+    ("word", "key", "value"),
+    [
+        ("batch_size=512", "batch_size", 512),
+        ("lr=0.01", "lr", 0.01),
+        ("lr=1e-3", "lr", 1e-3),
+        ("seed=7", "seed", 7),
+        ("precision=bf16", "precision", "bf16"),
+        ("duration=3 epochs or 2h", "duration", "3 epochs or 2h"),
+        ("compile=yes", "compile", True),
+        ("shuffle=off", "shuffle", False),
+        ("micro_batch_size=none", "micro_batch_size", None),
+        ("snapshots.every=5 steps", "snapshots", Snapshots(every="5 steps")),
+        ("snapshots.keep=9", "snapshots", Snapshots(keep=9)),
+        ("early_stopping.patience=8", "early_stopping", EarlyStopping(patience=8)),
+        ("strategy=ddp", "strategy", DDP()),
+    ],
+)
+def test_word_changes_its_setting_and_no_other(word: str, key: str, value: Any) -> None:
+    after = changed(word)
+    assert getattr(after, key) == value
+    assert {field for field in PLAIN.__slots__ if getattr(after, field) != getattr(PLAIN, field)} <= {key}
+
+
+def test_field_of_a_strategy_is_known_by_its_own_name() -> None:
+    assert changed("strategy=ddp", "bucket_mb=5").strategy == DDP(bucket_mb=5)
+    assert changed("bucket_mb=5", to=Settings(batch_size=32, strategy=DDP())).strategy == DDP(bucket_mb=5)
+
+
+def test_field_of_another_strategy_names_the_one_that_has_it() -> None:
+    with pytest.raises(ConfigError, match="no setting of the strategy 'single'") as refused:
+        changed("bucket_mb=5")
+    assert "ddp" in refused.value.fix
+
+
+def test_section_keeps_what_the_script_said_of_the_rest() -> None:
+    mine = Settings(batch_size=32, early_stopping=EarlyStopping("accuracy", mode="max", patience=2))
+    after = changed("early_stopping.patience=9", to=mine)
+    assert after.early_stopping == EarlyStopping("accuracy", mode="max", patience=9)
+
+
+def test_one_kind_of_batch_size_replaces_the_other() -> None:
+    after = changed("batch_size_per_worker=8")
+    assert (after.batch_size, after.batch_size_per_worker) == (None, 8)
+
+
+def test_unknown_key_is_refused_with_the_nearest_and_all_known() -> None:
+    with pytest.raises(ConfigError) as refused:
+        overrides.parse(["batchsize=3"])
+    assert refused.value.what == "there is no setting named 'batchsize'"
+    assert refused.value.fix.startswith("did you mean 'batch_size'?")
+    assert all(key in refused.value.fix for key in overrides.known_keys())
+
+
+@pytest.mark.parametrize(
+    "word", ["batch_size=many", "batch_size=1.5", "lr=fast", "compile=perhaps", "precision=fp8", "batch_size=0"]
+)
+def test_value_that_does_not_fit_is_refused(word: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        changed(word)
+    assert word.partition("=")[0] in refused.value.what
+    assert refused.value.fix
+
+
+def test_word_without_a_sign_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cannot read 'lr'"):
+        overrides.parse(["lr"])
+
+
+def test_value_may_hold_the_sign_itself() -> None:
+    assert overrides.parse(["duration=a=b"]) == {"duration": "a=b"}
+
+
+def test_overrides_travel_through_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, value in overrides.to_environment({"lr": "0.01", "duration": "3 epochs"}).items():
+        monkeypatch.setenv(key, value)
+    assert overrides.from_environment() == {"lr": "0.01", "duration": "3 epochs"}
+
+
+def test_nothing_to_override_sets_no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(overrides.VARIABLE, raising=False)
+    assert overrides.to_environment({}) == {}
+    assert overrides.from_environment() == {}

@@ -1,0 +1,46 @@
+"""Errors carry what, where and fix, and keep them on the way between processes."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+
+from manyhands import errors
+from manyhands.errors import CommunicationError, ManyhandsError, RankLost
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def below(kind: type[ManyhandsError]) -> list[type[ManyhandsError]]:
+    return [kind, *(found for child in kind.__subclasses__() for found in below(child))]
+
+
+OURS = [kind for kind in below(ManyhandsError) if kind.__module__ == "manyhands.errors"]
+
+
+@pytest.mark.parametrize("kind", OURS, ids=lambda kind: kind.__name__)
+def test_error_survives_the_trip_between_processes(kind: type[ManyhandsError]) -> None:
+    error = pickle.loads(pickle.dumps(kind("gone", where="node-2", fix="look")))
+    assert (type(error), error.what, error.where, error.fix) == (kind, "gone", "node-2", "look")
+    assert str(error) == "gone\n  where: node-2\n  fix:   look"
+
+
+def test_error_without_place_or_remedy_is_one_line() -> None:
+    assert str(ManyhandsError("gone")) == "gone"
+
+
+def test_lost_rank_is_a_failure_of_communication() -> None:
+    assert issubclass(RankLost, CommunicationError)
+    assert RankLost.exit_code == 4
+
+
+@pytest.mark.parametrize("kind", OURS, ids=lambda kind: kind.__name__)
+def test_tree_in_the_docstring_tells_name_exit_code_and_meaning(kind: type[ManyhandsError]) -> None:
+    line = next(line for line in (errors.__doc__ or "").splitlines() if re.search(rf"\b{kind.__name__}\b", line))
+    if kind is ManyhandsError:
+        return
+    assert re.search(rf"{kind.__name__}\s+{kind.exit_code}\b", line), line
+    assert line.split("  ")[-1].strip().lower() in (kind.__doc__ or "").lower()

@@ -1,0 +1,192 @@
+"""The house rules that a program can check: which way imports run, what stays light, what every file begins with."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import manyhands
+from manyhands.table import Table
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "src" / "manyhands"
+FILES = sorted(PACKAGE.rglob("*.py"))
+OTHER_FILES = [path for folder in ("tests", "examples", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
+
+FLOORS = [  # from the ground up
+    ["errors"],  # the ground's own ground: those beside it in the design raise them
+    ["events", "units", "table"],
+    ["config", "cluster", "records"],
+    ["communication", "data", "launchers", "listeners", "analysis"],
+    ["strategies", "snapshot", "planner", "study", "lab"],
+    ["training", "export", "doctor", "tune"],
+    ["serve"],
+    ["cli"],
+]
+FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
+WITHOUT_TORCH = ["errors", "events", "units", "table", "cli", "config", "cluster", "records", "launchers", "listeners"]
+"""Import torch late, if at all: they answer on login nodes, and at once."""
+TEMPLATE = "launchers/template.py"
+"""The process that workers are forked from exists to have torch loaded. It is started, never imported."""
+
+
+def parts_named_in(source: str, module: str) -> set[str]:
+    """The folders of manyhands that a file imports, late and for types too, or names in a string to be imported."""
+    named = [name.split(".") for name in _names_in(ast.parse(source), module)]
+    return {words[1] for words in named if words[0] == "manyhands" and len(words) > 1} - {"__version__"}
+
+
+def _names_in(tree: ast.Module, module: str) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = module.split(".")[: -node.level] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"manyhands(\.\w+)+(:\w+)?", str(node.value)):
+            yield str(node.value).partition(":")[0]
+
+
+def module_of(path: Path) -> str:
+    """`manyhands.data.order`; a folder's `__init__` keeps that word, so that relative imports count right."""
+    return ".".join(["manyhands", *path.relative_to(PACKAGE).with_suffix("").parts])
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def in_package(path: Path) -> str:
+    return str(path.relative_to(PACKAGE))
+
+
+@pytest.mark.parametrize("path", FILES, ids=in_package)
+def test_every_file_imports_downward_only(path: Path) -> None:
+    part = part_of(path)
+    if part == "__init__":
+        return  # the face: it names everything, and imports it when asked
+    assert part in FLOOR_OF, f"{part} stands on no floor: give it one, or a place in a folder that has one"
+    others = parts_named_in(path.read_text(), module_of(path)) - {part}
+    assert others <= FLOOR_OF.keys(), f"{part} names {sorted(others - FLOOR_OF.keys())}, which stand on no floor"
+    upward = {other for other in others if FLOOR_OF[other] >= FLOOR_OF[part]}
+    assert not upward, f"{part} (floor {FLOOR_OF[part]}) may not import {sorted(upward)}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from manyhands import training",
+        "from manyhands.training.trainer import Trainer",
+        "from ..training import trainer",
+        "from .. import training",
+        "def late():\n    import manyhands.training.loop",
+        "if TYPE_CHECKING:\n    from manyhands.training import Trainer",
+        "PLACES = {'trainer': 'manyhands.training.trainer:Trainer'}",
+    ],
+)
+def test_no_way_of_importing_is_overlooked(source: str) -> None:
+    assert parts_named_in(source, "manyhands.data.order") == {"training"}
+
+
+def test_light_parts_start_without_torch() -> None:
+    light = [path for path in FILES if part_of(path) in WITHOUT_TORCH and in_package(path) != TEMPLATE]
+    names = [module_of(path).removesuffix(".__init__") for path in light]
+    code = f"import sys, importlib\nfor name in {names}:\n    importlib.import_module(name)\n"
+    code += "    assert 'torch' not in sys.modules, f'{name} imports torch'"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "launchers").rglob("*.py")), ids=in_package)
+def test_launchers_never_import_torch_not_even_late(path: Path) -> None:
+    if in_package(path) == TEMPLATE:
+        return
+    names = list(_names_in(ast.parse(path.read_text()), module_of(path)))
+    assert not [name for name in names if name.split(".")[0] == "torch"]
+
+
+@pytest.mark.parametrize("path", FILES + OTHER_FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_first_line_says_what_the_file_is(path: Path) -> None:
+    first = path.read_text().partition("\n")[0]
+    assert first.startswith('"""'), "the first line is no docstring"
+    assert first.removesuffix('"""').endswith((".", ":", "?")), "the first line is no whole sentence"
+    assert not re.match(r'"""this (module|file)', first, re.IGNORECASE)
+
+
+@pytest.mark.parametrize("path", FILES + OTHER_FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_asserts_and_exemptions_give_their_reason(path: Path) -> None:
+    source = path.read_text()
+    if path in FILES:
+        mute = [node.lineno for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Assert) and not node.msg]
+        assert not mute, f"asserts without words in lines {mute}"
+    for number, line in enumerate(source.splitlines(), start=1):
+        if path == Path(__file__):
+            break
+        assert not re.search(r"\b(TODO|FIXME|XXX)\b", line), f"line {number}: an unfinished thing"
+        for exemption in re.findall(r"#\s*(type: ignore\S*|noqa\S*( [A-Z]+\d+)?)", line):
+            assert re.search(r"type: ignore\[|noqa: ?", exemption[0]), f"line {number}: {exemption[0]} without its code"
+
+
+def test_no_file_is_named_after_nothing() -> None:
+    empty = {"utils", "util", "common", "helpers", "helper", "misc", "tools"}
+    assert not [path for path in FILES + OTHER_FILES if empty & {path.stem, *path.relative_to(ROOT).parts}]
+
+
+def test_public_names_are_sorted_and_importable() -> None:
+    assert manyhands.__all__ == sorted(manyhands.__all__)
+    for name in manyhands.__all__:
+        assert getattr(manyhands, name) is not None, name
+    assert dir(manyhands) == manyhands.__all__
+
+
+def test_unknown_public_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Trainr'"):
+        manyhands.Trainr  # noqa: B018
+
+
+def tables() -> list[tuple[str, Table, str]]:
+    """Every name of every table, with the module that holds the table."""
+    found = []
+    for path in FILES:
+        if "Table(" in path.read_text() and part_of(path) != "table":
+            module = importlib.import_module(module_of(path).removesuffix(".__init__"))
+            held = {id(value): value for value in vars(module).values() if isinstance(value, Table)}
+            found += [(module.__name__, table, name) for table in held.values() for name in table.names()]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("module", "table", "name"), [pytest.param(*row, id=f"{row[1].kind}-{row[2]}") for row in tables()]
+)
+def test_every_name_of_every_table_leads_to_code(module: str, table: Table, name: str) -> None:
+    try:
+        assert table.load(name) is not None
+    except ModuleNotFoundError as missing:
+        if (missing.name or "").split(".")[0] == "manyhands":
+            raise
+        pytest.skip(f"{table.kind} {name!r} of {module} needs the extra that brings {missing.name}")
+
+
+def test_everything_that_is_asked_for_is_pinned() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pinned = {}
+    for file in ("runtime.txt", "dev.txt"):
+        for line in (ROOT / "requirements" / file).read_text().splitlines():
+            if not line.startswith("#"):
+                name, _, version = line.partition("==")
+                assert version, f"{file}: {line!r} has no exact version"
+                pinned[name.lower()] = version
+    asked = [*project["dependencies"], *project["optional-dependencies"]["examples"]]
+    asked += project["optional-dependencies"]["dev"]
+    for requirement in asked:
+        name = re.split(r"[<>=!~\[; ]", requirement)[0].lower()
+        assert name in pinned, f"{name} is in pyproject.toml and in no file of requirements/"

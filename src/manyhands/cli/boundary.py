@@ -1,0 +1,43 @@
+"""Errors at the border of the command line: what, where and fix on stderr, and an exit code."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+
+import click
+
+from manyhands.errors import ManyhandsError
+
+
+def exit_code_of(error: BaseException, *, trace: bool = False) -> int:
+    """Print `error` for a person and return the exit code that it stands for. `trace` shows where it was raised.
+
+    Raises:
+        BaseException: `error` itself, where it is none that was raised on purpose: a fault of ours, to be seen whole.
+    """
+    if isinstance(error, click.exceptions.Exit):
+        return int(error.exit_code)
+    if isinstance(error, KeyboardInterrupt | click.Abort):
+        return 130
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if isinstance(error, click.ClickException):
+        _print("manyhands", error.format_message(), _fix(error))
+        return 2
+    if not isinstance(error, ManyhandsError):
+        raise error
+    if trace:
+        traceback.print_exception(error)
+    print(f"manyhands: {error}", file=sys.stderr, flush=True)
+    return error.exit_code
+
+
+def _print(name: str, what: str, fix: str) -> None:
+    print(f"{name}: {what}\n  fix:   {fix}", file=sys.stderr, flush=True)
+
+
+def _fix(error: click.ClickException) -> str:
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else "manyhands"
+    return f"`{path} --help` lists what it takes"

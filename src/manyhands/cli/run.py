@@ -1,0 +1,135 @@
+"""`manyhands run`: starts a script on one or many workers."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import click
+
+from manyhands.config import overrides
+from manyhands.errors import ConfigError
+from manyhands.launchers import scripts
+from manyhands.launchers.display import Display, PlainDisplay
+from manyhands.launchers.job import Job
+from manyhands.launchers.launcher import LAUNCHERS
+
+
+@click.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
+@click.option("--on", "target", default="local", show_default=True, metavar="TARGET", help="Where to run it.")
+@click.option(
+    "--workers",
+    type=int,
+    metavar="N",
+    help="Workers on this machine.  [default: one per GPU, or 1 where there is none]",
+)
+@click.option("--nodes", type=int, default=1, show_default=True, metavar="N", help="Hosts; several are rehearsed here.")
+@click.option("--workers-per-node", type=int, metavar="M", help="Workers on each host.")
+@click.option("--restarts", type=int, default=0, show_default=True, metavar="N", help="Start again after a failure.")
+@click.option("--env", multiple=True, metavar="K=V", help="A variable that all workers get.")
+@click.option("--set", "settings", multiple=True, metavar="K=V", help="A setting of mh.Trainer or mh.Data, overridden.")
+@click.option("--run-dir", metavar="DIR", help="Where the record is kept.  [default: runs/SCRIPT-TIME]")
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as in `python -m`.")
+@click.option("--no-python", is_flag=True, help="SCRIPT is an executable, started as it is.")
+@click.option("--dry-run", is_flag=True, help="Print what would be started, and start nothing.")
+@click.option("--trace", is_flag=True, help="Show where in manyhands an error was raised.")
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS]...")
+def run(**options: Any) -> int:
+    """Start SCRIPT on one or many workers: any script that runs under torchrun, unchanged.
+
+    Everything after SCRIPT is the script's own. Each worker's output is kept in DIR/logs. The cores of a host are
+    shared out between its workers (OMP_NUM_THREADS), unless that variable is set.
+
+    Ctrl-C asks the workers to end; once more ends them at once.
+    """
+    asked = _Asked(**options)
+    launcher = LAUNCHERS.load(asked.target)()
+    plan = launcher.plan(_job(asked))
+    if asked.dry_run:
+        print(plan)
+        return 0
+    display = _display()
+    try:
+        return launcher.submit(plan, display)
+    finally:
+        display.close()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Asked:
+    """The words of the command line."""
+
+    target: str
+    workers: int | None
+    nodes: int
+    workers_per_node: int | None
+    restarts: int
+    env: Sequence[str]
+    settings: Sequence[str]
+    run_dir: str | None
+    module: bool
+    no_python: bool
+    dry_run: bool
+    trace: bool
+    script: str
+    arguments: Sequence[str]
+
+
+def _job(asked: _Asked) -> Job:
+    if asked.workers is not None and asked.workers_per_node is not None:
+        raise ConfigError("both --workers and --workers-per-node are given", where="--workers", fix="give one of them")
+    kind = scripts.kind_of(module=asked.module, no_python=asked.no_python)
+    scripts.check(asked.script, kind)
+    changed = overrides.parse(asked.settings)
+    counts = (asked.workers, asked.workers_per_node)
+    job = Job(
+        program=asked.script,
+        kind=kind,
+        arguments=tuple(asked.arguments),
+        folder=Path.cwd(),
+        run_dir=Path(asked.run_dir).absolute() if asked.run_dir else _new_run_dir(asked.script),
+        nodes=asked.nodes,
+        workers_per_node=next((count for count in counts if count is not None), max(1, _gpus())),
+        restarts=asked.restarts,
+        environment={**_pairs(asked.env), **overrides.to_environment(changed)},
+        overrides=changed,
+        preload=scripts.preload(asked.script, kind),
+    )
+    scripts.check_run_dir(job)
+    return job
+
+
+def _new_run_dir(script: str) -> Path:
+    stem = Path(script).stem.rpartition(".")[2] or "run"
+    return Path.cwd() / "runs" / f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def _pairs(words: Sequence[str]) -> dict[str, str]:
+    for word in words:
+        if not word.partition("=")[0] or "=" not in word:
+            raise ConfigError(f"cannot read {word!r}", where="--env", fix="write it as --env NAME=value")
+    return dict(word.split("=", 1) for word in words)
+
+
+def _gpus() -> int:
+    """How many NVIDIA GPUs the workers may use, as the driver and the environment say, without loading torch."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return len([device for device in chosen.split(",") if device.strip() not in ("", "-1")])
+    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+
+
+def _display() -> Display:
+    """The live display on a terminal, where it is installed; plain lines elsewhere."""
+    if importlib.util.find_spec("manyhands.listeners.terminal") is not None:
+        from manyhands.listeners.terminal import display
+
+        return display(sys.stdout)
+    return PlainDisplay(sys.stdout, sys.stderr)

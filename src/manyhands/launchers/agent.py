@@ -1,0 +1,239 @@
+"""The agent: one process per host that starts the workers there, watches them, and tells the head. It needs no torch.
+
+Messages, one JSON object per line, over one connection that the agent opens.
+
+From the agent:
+
+    hello     token, node, host, address, process, cores, python, torch (or null), manyhands
+    store     generation, port, shared                     the answer to `open_store`
+    output    rank, generation, stream ("out", "err"), lines
+    report    rank, generation, kind, fields               what a worker said through `cluster.reports`
+    ended     rank, generation, code, signal, finished, error, out_of_memory
+    trouble   text                                         this host can do no more
+    alive                                                  every `HEARTBEAT_S` seconds
+
+From the head:
+
+    prepare     command, preload, environment, run_dir, workers   once: load what the workers will need
+    open_store  generation, address
+    start       generation, workers: [{rank, local_rank, environment}]
+    end         generation, grace_s              SIGTERM to all the workers have started, SIGKILL when the time is over
+    signal      generation, signal, farewell_s   to the workers themselves; SIGKILL when the time is over
+    leave                                        end everything
+
+When the head is gone, everything this host runs is ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from manyhands import __version__
+from manyhands.cluster import reports
+from manyhands.launchers import variables
+from manyhands.launchers.loop import Channel, Loop, Message
+from manyhands.launchers.nursery import Nursery
+from manyhands.launchers.processes import adopt_orphans, kill_descendants
+from manyhands.launchers.watch import ReportDesk, WatchedWorker
+
+TOKEN = "MANYHANDS_TOKEN"  # noqa: S105  # the name of the variable, not a secret
+HEARTBEAT_S = 1.0
+_MOST_BACKLOG_BYTES = 4 << 20
+
+
+class Agent:
+    """Everything of a run that happens on this host."""
+
+    def __init__(self, loop: Loop, connection: socket.socket, *, node: int, token: str) -> None:
+        self._loop = loop
+        self._head = Channel(loop, connection, self._obey, self.leave)
+        self._workers: dict[str, WatchedWorker] = {}
+        self._nursery: Nursery | None = None
+        self._scratch = Path(tempfile.mkdtemp(prefix="manyhands-"))  # only this user may look into it
+        self._desk = ReportDesk(loop, self._scratch / "agent", self._pass_on)
+        self._paused = False
+        self.done = False
+        self._node = node
+        self._host = socket.gethostname()
+        self._head.send(
+            "hello",
+            token=token,
+            node=node,
+            host=self._host,
+            address=connection.getsockname()[0],
+            process=os.getpid(),
+            cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            python=platform.python_version(),
+            torch=_version("torch"),
+            manyhands=__version__,
+        )
+        loop.every(HEARTBEAT_S, lambda: self._head.send("alive"))
+        loop.every(0.05, self._breathe)
+
+    def leave(self) -> None:
+        """End everything on this host. Called when the head says so, and when it is gone."""
+        if self.done:
+            return
+        self.done = True
+        if self._nursery is not None:
+            self._nursery.close()
+        kill_descendants()
+        shutil.rmtree(self._scratch, ignore_errors=True)
+        self._head.close()
+
+    def _obey(self, message: Message) -> None:
+        match message["message"]:
+            case "prepare":
+                self._prepare(message)
+            case "open_store":
+                self._open_store(message["generation"], message["address"])
+            case "start":
+                for worker in message["workers"]:
+                    self._start(worker, message["generation"])
+            case "end":
+                self._signal(message["generation"], signal.SIGTERM, group=True)
+                self._kill_later(message["generation"], message["grace_s"])
+            case "signal":
+                self._signal(message["generation"], message["signal"], group=False)
+                self._kill_later(message["generation"], message["farewell_s"])
+            case "leave":
+                self.leave()
+
+    def _prepare(self, message: Message) -> None:
+        """Start the template, so that it loads torch while the head still waits for other hosts."""
+        self._command: dict[str, Any] = message["command"]
+        self._host = message.get("host") or self._host
+        self._logs = Path(message["run_dir"]) / "logs"
+        environment = {**os.environ, **message["environment"]}
+        environment.pop(TOKEN, None)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        environment |= variables.of_host(environment, cores=cores, workers=message["workers"])
+        self._nursery = Nursery(
+            self._loop,
+            preload=message["preload"],
+            environment=environment,
+            folder=self._command["folder"],
+            on_event=self._hear_of_process,
+            on_end=self._lose_nursery,
+        )
+
+    def _open_store(self, generation: int, address: str) -> None:
+        listening = socket.create_server((address, 0), backlog=4096)  # a free port that nobody else can take meanwhile
+        assert self._nursery is not None, "the head says `prepare` first"
+        self._nursery.ask("signal", name=f"store {generation - 1}", signal=signal.SIGKILL, group=True)
+        self._nursery.ask("store", [listening.fileno()], name=f"store {generation}")
+        self._head.send("store", generation=generation, port=listening.getsockname()[1], shared=bool(_version("torch")))
+        listening.close()
+
+    def _start(self, worker: dict[str, Any], generation: int) -> None:
+        assert self._nursery is not None, "the head says `prepare` first"
+        rank, local_rank = worker["rank"], worker["local_rank"]
+        error_file = self._logs / f"{self._host}-{rank}-error-{generation}.json"
+        error_file.unlink(missing_ok=True)
+        watched = WatchedWorker(
+            self._loop,
+            rank=rank,
+            local_rank=local_rank,
+            generation=generation,
+            log=self._logs / f"{self._host}-{rank}.log",
+            error_file=error_file,
+            tell=self._head.send,
+        )
+        self._workers[watched.name] = watched
+        environment = {
+            **worker["environment"],
+            reports.VARIABLE: str(self._desk.address),
+            "TORCHELASTIC_ERROR_FILE": str(error_file),
+        }
+        ends = watched.open_pipes()
+        self._nursery.ask("worker", ends, name=watched.name, environment=environment, **self._command)
+        for end in ends:
+            os.close(end)
+
+    def _hear_of_process(self, event: dict[str, Any]) -> None:
+        worker = self._workers.get(event["name"])
+        if worker is None:
+            return
+        if event["event"] == "started":
+            worker.process = event["process"]
+        elif event["event"] == "ended":
+            worker.end(event["code"], event["signal"])
+
+    def _lose_nursery(self) -> None:
+        """The template was killed, and its workers with it."""
+        kill_descendants()
+        for worker in self._workers.values():
+            worker.end(0, signal.SIGKILL)
+        self._head.send("trouble", text="the process that workers are forked from was killed")
+
+    def _pass_on(self, local_rank: int, kind: str, fields: dict[str, Any]) -> None:
+        """A report that a worker has sent."""
+        current = [worker for worker in self._workers.values() if worker.local_rank == local_rank]
+        if current:
+            newest = max(current, key=lambda worker: worker.generation)
+            self._head.send("report", rank=newest.rank, generation=newest.generation, kind=kind, fields=fields)
+
+    def _signal(self, generation: int, number: int, *, group: bool) -> None:
+        for worker in self._workers.values():
+            if worker.generation == generation and not worker.ended and self._nursery is not None:
+                self._nursery.ask("signal", name=worker.name, signal=number, group=group)
+
+    def _kill_later(self, generation: int, seconds: float) -> None:
+        self._loop.after(seconds, lambda: self._signal(generation, signal.SIGKILL, group=True))
+
+    def _breathe(self) -> None:
+        """Stop reading from workers while the head does not keep up, so that they wait and no memory fills."""
+        too_much = self._head.backlog_bytes > _MOST_BACKLOG_BYTES
+        if too_much != self._paused:
+            self._paused = too_much
+            for worker in self._workers.values():
+                worker.pause(too_much)
+
+
+def _version(package: str) -> str | None:
+    """The version of `package` on this host, without importing it."""
+    if importlib.util.find_spec(package) is None:
+        return None
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def main(words: list[str] | None = None) -> int:
+    """`python -m manyhands.launchers.agent --head HOST:PORT --node N`, with the run's token in the environment."""
+    parser = argparse.ArgumentParser(prog="manyhands agent")
+    parser.add_argument("--head", required=True, help="host:port")
+    parser.add_argument("--node", type=int, required=True, help="this host's number, from 0")
+    asked = parser.parse_args(words)
+    host, _, port = asked.head.rpartition(":")
+    adopt_orphans()
+    loop = Loop()
+    try:
+        connection = socket.create_connection((host, int(port)), timeout=30)
+    except OSError as error:
+        sys.stderr.write(f"manyhands: this host cannot reach the head at {asked.head}: {error}\n")
+        return 3
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    agent = Agent(loop, connection, node=asked.node, token=os.environ.pop(TOKEN, ""))
+    loop.on_signals([signal.SIGTERM, signal.SIGINT, signal.SIGHUP], lambda _: agent.leave())
+    try:
+        loop.run(until=lambda: agent.done)
+    finally:
+        agent.leave()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+"""Where the words of a run appear: the workers' lines, progress, and what the launcher itself has to say."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any, Protocol, TextIO
+
+
+class Display(Protocol):
+    """A terminal, a file, or a test."""
+
+    def line(self, text: str, prefix: str, is_error: bool) -> None:
+        """Show one line of a worker's output. `prefix` names the worker, and is empty where there is only one."""
+
+    def progress(self, fields: Mapping[str, Any]) -> None:
+        """Show how far training is; each call replaces the one before."""
+
+    def say(self, text: str) -> None:
+        """Show lines that belong to the run as a whole, and stay."""
+
+    def close(self) -> None:
+        """Leave the terminal as it was found."""
+
+
+class PlainDisplay:
+    """Prints lines and no progress. Where nobody reads any more, it goes on in silence."""
+
+    def __init__(self, out: TextIO, err: TextIO) -> None:
+        self._out, self._err = out, err
+
+    def line(self, text: str, prefix: str, is_error: bool) -> None:
+        """Print `text` behind `prefix`."""
+        self._print(self._err if is_error else self._out, f"{prefix} {text}" if prefix else text)
+
+    def progress(self, fields: Mapping[str, Any]) -> None:
+        """Print nothing: lines cannot be replaced here."""
+
+    def say(self, text: str) -> None:
+        """Print `text`."""
+        self._print(self._out, text)
+
+    def close(self) -> None:
+        """Nothing to undo."""
+
+    def _print(self, stream: TextIO, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # a pipe that was closed, a terminal that is gone
+            stream.write(text + "\n")
+            stream.flush()

@@ -1,0 +1,341 @@
+"""The head: knows all agents of a run, says who is which rank, and tells the user what happens. One per run."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import secrets
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from manyhands.errors import LaunchError, ManyhandsError
+from manyhands.launchers import variables
+from manyhands.launchers.display import Display
+from manyhands.launchers.failures import Failure, first, signal_name
+from manyhands.launchers.job import Job
+from manyhands.launchers.loop import Channel, Loop, Message
+from manyhands.launchers.tracebacks import is_native_frame, without_native_frames
+
+_JOIN_LIMIT_S = 60.0
+_FIRST_CAUSE_S = 2.0
+"""How long a failure that looks like the consequence of another one waits for that other one to be heard of."""
+_STRANGER_LIMIT_S = 10.0
+_GOODBYE_LIMIT_S = 5.0
+
+StartAgent = Callable[[int, str, str], subprocess.Popen[bytes]]
+"""Starts the agent of a node, given the head's address (host:port) and the run's token."""
+
+
+@dataclass(slots=True)
+class _Node:
+    """One host of the run, as the head sees it."""
+
+    name: str
+    agent: subprocess.Popen[bytes]
+    channel: Channel | None = None
+    facts: Message = field(default_factory=dict)
+    leaving: bool = False
+
+
+class Head:
+    """Runs one job on agents that `start_agent` starts, until all workers are done, failed too often or interrupted."""
+
+    def __init__(
+        self, job: Job, hosts: Sequence[str], start_agent: StartAgent, display: Display, *, address: str = "127.0.0.1"
+    ) -> None:
+        """`hosts` are the names of the nodes in order; `address` is where agents can reach this process."""
+        self._job, self._display, self._start_agent, self._address = job, display, start_agent, address
+        self._loop = Loop()
+        self._token = secrets.token_hex(16)
+        self._listening = socket.create_server((address, 0))
+        self._loop.watch(self._listening, self._accept)
+        self._nodes = [_Node(name, self._begin_agent(node)) for node, name in enumerate(hosts)]
+        self._strangers: set[Channel] = set()
+        self._generation = 0
+        self._running: set[int] = set()
+        self._failures: list[Failure] = []
+        self._ending = False
+        self._interrupted = 0
+        self._result: int | ManyhandsError | None = None
+        self._trainer_seen = False
+        self._loop.after(_JOIN_LIMIT_S, self._give_up_joining)
+
+    def run(self) -> int:
+        """Returns 0, or 130 if it was interrupted.
+
+        Raises:
+            LaunchError: an agent did not start.
+            ManyhandsError: workers failed; the error is that of the worker that failed first.
+        """
+        with contextlib.suppress(ValueError):  # outside the main thread whoever called this hears of signals
+            self._loop.on_signals([signal.SIGINT, signal.SIGTERM, signal.SIGHUP], self._interrupt)
+        try:
+            self._loop.run(until=lambda: self._result is not None)
+        finally:
+            self._say_goodbye()
+        if isinstance(self._result, ManyhandsError):
+            raise self._result
+        if self._job.overrides and not self._trainer_seen and self._result == 0:
+            self._display.say("manyhands: --set had no effect, because the script made no mh.Trainer")
+        return self._result or 0
+
+    # Agents come and go.
+
+    def _begin_agent(self, node: int) -> subprocess.Popen[bytes]:
+        host, port = self._listening.getsockname()[:2]
+        return self._start_agent(node, f"{host}:{port}", self._token)
+
+    def _accept(self) -> None:
+        connection, _ = self._listening.accept()
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        channel = Channel(
+            self._loop, connection, lambda message: self._admit(channel, message), lambda: self._forget(channel)
+        )
+        channel.longest_line = 1 << 16  # until it has shown that it belongs to us
+        self._strangers.add(channel)
+        self._loop.after(_STRANGER_LIMIT_S, lambda: self._forget(channel))
+
+    def _forget(self, channel: Channel) -> None:
+        if channel in self._strangers:
+            self._strangers.discard(channel)
+            channel.close()
+
+    def _admit(self, channel: Channel, message: Message) -> None:
+        """The first message of a connection: whoever does not know the token is not listened to any further."""
+        number = message.get("node")
+        known = hmac.compare_digest(str(message.get("token", "")), self._token)
+        if not known or message["message"] != "hello" or not isinstance(number, int):
+            self._forget(channel)
+            return
+        if not 0 <= number < len(self._nodes) or self._nodes[number].channel is not None:
+            self._forget(channel)
+            return
+        self._strangers.discard(channel)
+        channel.longest_line = 64 << 20
+        node = self._nodes[number]
+        node.channel, node.facts = channel, message
+        channel.on_message = lambda heard: self._hear(number, heard)
+        channel.on_end = lambda: self._lose_agent(number)
+        self._prepare(node)
+        if all(each.channel is not None for each in self._nodes):
+            self._open_store()
+
+    def _prepare(self, node: _Node) -> None:
+        job = self._job
+        assert node.channel is not None, "a node is prepared when it has said hello"
+        node.channel.send(
+            "prepare",
+            host=node.name,
+            command={"kind": job.kind, "program": job.program, "arguments": job.arguments, "folder": str(job.folder)},
+            preload=job.preload,
+            environment={**job.environment, variables.RUN_DIR: str(job.run_dir)},
+            run_dir=str(job.run_dir),
+            workers=job.workers_per_node,
+        )
+
+    def _give_up_joining(self) -> None:
+        missing = [node.name for node in self._nodes if node.channel is None]
+        if missing and self._result is None:
+            self._result = LaunchError(
+                f"{len(missing)} of {len(self._nodes)} agents did not report within {_JOIN_LIMIT_S:.0f} s",
+                where=", ".join(missing),
+                fix=f"see that these hosts can open a connection to {self._address}",
+            )
+
+    def _lose_agent(self, number: int) -> None:
+        node = self._nodes[number]
+        node.channel = None
+        if node.leaving or self._result is not None:
+            return
+        ranks = self._ranks(number)
+        for rank in sorted(ranks & self._running):
+            self._running.discard(rank)
+            self._failures.append(Failure(rank=rank, host=node.name, agent_lost=True))
+        self._consider()
+
+    def _ranks(self, node: int) -> set[int]:
+        per_node = self._job.workers_per_node
+        return set(range(node * per_node, (node + 1) * per_node))
+
+    # Workers start and end.
+
+    def _open_store(self) -> None:
+        self._broadcast_to([self._nodes[0]], "open_store", generation=self._generation, address=self._address)
+
+    def _start_workers(self, port: int, shared: bool) -> None:
+        """Start every worker of this generation, now that there is a store for them to meet at."""
+        job = self._job
+        self._running = set(range(job.workers))
+        self._failures.clear()
+        self._ending = False
+        for number, node in enumerate(self._nodes):
+            workers = []
+            for local_rank in range(job.workers_per_node):
+                environment = variables.of_worker(
+                    job,
+                    node=number,
+                    local_rank=local_rank,
+                    generation=self._generation,
+                    store=(self._address, port),
+                    agent_store=shared,
+                )
+                rank = int(environment["RANK"])
+                workers.append({"rank": rank, "local_rank": local_rank, "environment": environment})
+            self._broadcast_to([node], "start", generation=self._generation, workers=workers)
+
+    def _hear(self, number: int, message: Message) -> None:
+        if message.get("generation", self._generation) != self._generation:
+            return  # news of workers that were given up
+        match message["message"]:
+            case "store":
+                self._start_workers(message["port"], message["shared"])
+            case "output":
+                self._show(self._nodes[number], message)
+            case "report":
+                self._take_report(message["rank"], message["kind"], message["fields"])
+            case "ended":
+                self._note_end(self._nodes[number], message)
+            case "trouble":
+                pass  # its workers' ends say the rest
+
+    def _show(self, node: _Node, message: Message) -> None:
+        rank = message["rank"]
+        for line in message["lines"]:
+            if not is_native_frame(line):
+                self._display.line(line, self._prefix(node, rank), message["stream"] == "err")
+
+    def _prefix(self, node: _Node, rank: int) -> str:
+        if self._job.workers == 1:
+            return ""
+        return f"[{rank}]" if len(self._nodes) == 1 else f"[{node.name} {rank}]"
+
+    def _take_report(self, rank: int, kind: str, fields: dict[str, Any]) -> None:
+        if kind == "progress" and rank == 0:
+            self._display.progress(fields)
+        elif kind == "say":
+            self._display.say(str(fields.get("text", "")))
+        elif kind == "trainer":
+            self._trainer_seen = True
+
+    def _note_end(self, node: _Node, message: Message) -> None:
+        rank = message["rank"]
+        self._running.discard(rank)
+        code, number = message["code"], message["signal"]
+        if message["finished"] or (code == 0 and number == 0):
+            # A script whose main module came to its end has succeeded, whatever its destructors do then.
+            if not self._running and not self._failures:
+                self._result = 130 if self._interrupted else 0
+            else:
+                self._consider()
+            return
+        self._failures.append(
+            Failure(
+                rank=rank,
+                host=node.name,
+                code=code,
+                signal=number,
+                error=message["error"],
+                out_of_memory=message["out_of_memory"],
+                log=str(self._job.run_dir / "logs" / f"{node.name}-{rank}.log"),
+            )
+        )
+        self._consider()
+
+    # Failure, and what follows from it.
+
+    def _consider(self) -> None:
+        """A worker has ended in one way or another while something is wrong: decide what comes next."""
+        if self._interrupted or self._ending or not self._failures:
+            if not self._running:
+                self._conclude()
+            return
+        if first(self._failures).may_be_consequence and self._running:
+            generation = self._generation
+            self._loop.after(_FIRST_CAUSE_S, lambda: self._end_workers(generation))
+            return
+        self._end_workers(self._generation)
+
+    def _end_workers(self, generation: int) -> None:
+        """End the workers that are left after a failure."""
+        if self._ending or generation != self._generation or self._result is not None:
+            return
+        self._ending = True
+        self._others = len(self._running) + sum(failure.may_be_consequence for failure in self._failures)
+        self._others -= first(self._failures).may_be_consequence
+        self._broadcast_to(self._nodes, "end", generation=generation, grace_s=self._job.grace_s)
+        if not self._running:
+            self._conclude()
+
+    def _conclude(self) -> None:
+        """Nothing runs any more."""
+        if self._interrupted:
+            self._result = 130
+            return
+        failure = first(self._failures)
+        error = failure.told(self._others)
+        for line in without_native_frames(failure.traceback).splitlines():
+            self._display.line(line, "", is_error=True)
+        wrong_request = error.exit_code == 2  # starting again would not change it
+        if self._generation >= self._job.restarts or wrong_request:
+            self._result = error
+            return
+        self._generation += 1
+        self._display.say(
+            f"manyhands: {error.what}\nmanyhands: starting all workers again"
+            f" (restart {self._generation} of {self._job.restarts})"
+        )
+        for number, node in enumerate(self._nodes):
+            if node.channel is None:
+                node.agent.kill()
+                node.agent.wait()
+                node.agent = self._begin_agent(number)
+        if all(node.channel is not None for node in self._nodes):
+            self._open_store()  # else when the last agent has joined
+        else:
+            self._loop.after(_JOIN_LIMIT_S, self._give_up_joining)
+
+    def _interrupt(self, number: signal.Signals) -> None:
+        """Ctrl-C and the like: the first asks workers to end, the second does not ask."""
+        self._interrupted += 1
+        if self._interrupted > 1 or not self._running:
+            self._result = 130
+            return
+        self._display.say(f"manyhands: {signal_name(number)}: the workers are ending; once more ends them at once")
+        self._broadcast_to(
+            self._nodes,
+            "signal",
+            generation=self._generation,
+            signal=int(signal.SIGTERM),
+            farewell_s=self._job.farewell_s,
+        )
+
+    def _broadcast_to(self, nodes: Sequence[_Node], kind: str, **fields: Any) -> None:
+        for node in nodes:
+            if node.channel is not None:
+                node.channel.send(kind, **fields)
+
+    def _say_goodbye(self) -> None:
+        """Have every agent end what is left, and see that it has gone."""
+        for node in self._nodes:
+            node.leaving = True
+        self._broadcast_to(self._nodes, "leave")
+        for node in self._nodes:
+            if node.channel is not None:
+                node.channel.flush(timeout_s=1)
+            else:
+                node.agent.terminate()
+        for node in self._nodes:
+            try:
+                node.agent.wait(timeout=_GOODBYE_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                node.agent.kill()
+                node.agent.wait()
+            if node.channel is not None:
+                node.channel.close()
+        self._loop.unwatch(self._listening)
+        self._listening.close()
+        self._loop.close()

@@ -1,0 +1,91 @@
+"""What to run, in words that every launcher understands, and what a launcher makes of it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from manyhands.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One start of the user's program on `nodes` hosts with `workers_per_node` workers each.
+
+    Raises:
+        ConfigError: a number is below what makes sense.
+    """
+
+    program: str
+    """A script's path, a module's name, or an executable: `kind` says which."""
+    kind: Literal["script", "module", "executable"] = "script"
+    arguments: tuple[str, ...] = ()
+    folder: Path
+    """Working directory of the workers, absolute."""
+    run_dir: Path
+    """Where the run's record is kept, absolute."""
+    nodes: int = 1
+    workers_per_node: int = 1
+    restarts: int = 0
+    """How often all workers are started anew after a failure."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that the workers get beside those of their host."""
+    overrides: Mapping[str, str] = field(default_factory=dict)
+    """What `--set` asked for; already part of `environment`, kept to notice that nobody heard it."""
+    preload: tuple[str, ...] = ()
+    """Modules that a host imports once, before its workers are forked."""
+    grace_s: float = 5
+    """Seconds that workers get to end by themselves when another one failed."""
+    farewell_s: float = 30
+    """Seconds that workers get after Ctrl-C or SIGTERM, to save what they have."""
+
+    def __post_init__(self) -> None:
+        for name, count, least in (
+            ("--workers", self.workers_per_node, 1),
+            ("--nodes", self.nodes, 1),
+            ("--restarts", self.restarts, 0),
+        ):
+            if count < least:
+                raise ConfigError(f"{name} is {count}", where=name, fix=f"give {least} or more")
+
+    @property
+    def workers(self) -> int:
+        """Workers on all nodes together."""
+        return self.nodes * self.workers_per_node
+
+    @property
+    def run_id(self) -> str:
+        """A name of the run that is no secret."""
+        return self.run_dir.name
+
+    def command(self) -> list[str]:
+        """What one would type to run the program alone."""
+        start = {"script": ["python"], "module": ["python", "-m"], "executable": []}[self.kind]
+        return [*start, self.program, *self.arguments]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """All that `submit` will do, known without touching anything; `--dry-run` prints it."""
+
+    job: Job
+    hosts: tuple[str, ...]
+    """By node."""
+    agents: tuple[tuple[str, ...], ...]
+    """The command that starts the agent of each node."""
+    workers: tuple[Mapping[str, str], ...]
+    """By rank: the variables that differ from worker to worker."""
+
+    def __str__(self) -> str:
+        job = self.job
+        shared = [f"    {name}={value}" for name, value in sorted(job.environment.items())]
+        lines = [f"$ {shlex.join(job.command())}", f"  in {job.folder}", f"  record in {job.run_dir}"]
+        lines += ["  every worker, beside what its host has:", *shared] if shared else []
+        for node, (host, agent) in enumerate(zip(self.hosts, self.agents, strict=True)):
+            lines += [f"node {node}: {host}", f"  $ {shlex.join(agent)}"]
+            for rank in range(node * job.workers_per_node, (node + 1) * job.workers_per_node):
+                lines += [f"  rank {rank}:", *(f"    {name}={value}" for name, value in self.workers[rank].items())]
+        return "\n".join(lines)

@@ -1,0 +1,31 @@
+"""What every launcher can do, and which there are."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from manyhands.launchers.display import Display
+from manyhands.launchers.job import Job, Plan
+from manyhands.table import Table
+
+
+class Launcher(Protocol):
+    """One way to start a job on hosts."""
+
+    def plan(self, job: Job) -> Plan:
+        """Decide everything, touch nothing: same job, same plan, on any machine."""
+
+    def submit(self, plan: Plan, display: Display) -> int:
+        """Carry `plan` out, to its end. Returns the exit code: 0, or 130 if it was interrupted.
+
+        Raises:
+            LaunchError: a host could not be reached, or refused.
+            ManyhandsError: workers failed; the error is that of the one that failed first.
+        """
+
+
+LAUNCHERS: Table[type[Launcher]] = Table(
+    kind="target",
+    group="manyhands.launchers",
+    own={"local": "manyhands.launchers.local:Local"},
+)

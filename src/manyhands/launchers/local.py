@@ -1,0 +1,62 @@
+"""Workers on this machine, on one node or on several that are rehearsed here."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+from manyhands.launchers import variables
+from manyhands.launchers.agent import TOKEN
+from manyhands.launchers.display import Display
+from manyhands.launchers.head import Head
+from manyhands.launchers.job import Job, Plan
+
+_ADDRESS = "127.0.0.1"
+
+
+class Local:
+    """Starts one agent per node, all of them here."""
+
+    def plan(self, job: Job) -> Plan:
+        """One agent per node; several nodes are named node0, node1, …"""
+        hosts = [f"node{node}" for node in range(job.nodes)] if job.nodes > 1 else [socket.gethostname().split(".")[0]]
+        workers = []
+        for rank in range(job.workers):
+            node, local_rank = divmod(rank, job.workers_per_node)
+            store = (_ADDRESS, variables.CHOSEN_AT_START)
+            workers.append(variables.of_worker(job, node=node, local_rank=local_rank, generation=0, store=store))
+        return Plan(
+            job=job,
+            hosts=tuple(hosts),
+            agents=tuple(_agent_command(node, f"{_ADDRESS}:PORT") for node in range(job.nodes)),
+            workers=tuple(workers),
+        )
+
+    def submit(self, plan: Plan, display: Display) -> int:
+        """Run the job to its end, with this process as the head."""
+        return Head(plan.job, plan.hosts, _start_agent, display, address=_ADDRESS).run()
+
+
+def run(job: Job, display: Display) -> int:
+    """Run `job` on this machine. Returns 0, or 130 if it was interrupted.
+
+    Raises:
+        ManyhandsError: workers failed; the error is that of the one that failed first.
+    """
+    launcher = Local()
+    return launcher.submit(launcher.plan(job), display)
+
+
+def _agent_command(node: int, head: str) -> tuple[str, ...]:
+    return (sys.executable, "-P", "-m", "manyhands.launchers.agent", "--head", head, "--node", str(node))
+
+
+def _start_agent(node: int, head: str, token: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        _agent_command(node, head),
+        env={**os.environ, **variables.of_one_machine(os.environ), TOKEN: token},
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C reaches the head alone, which then asks the workers
+    )

@@ -1,0 +1,230 @@
+"""One thread that waits for sockets, signals and the clock, and calls back: what the head and the agents run in."""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import json
+import os
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any, Protocol
+
+Message = dict[str, Any]
+"""One JSON object on one line; `message` says which kind."""
+
+_MOST_BYTES_OF_A_LINE = 64 << 20
+
+
+class Readable(Protocol):
+    """A socket, a pipe: anything that the system can wait for."""
+
+    def fileno(self) -> int:
+        """The number that the system knows it by."""
+
+
+class Loop:
+    """Calls whoever waits for something that has come."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._cancelled: set[int] = set()
+        self._numbers = itertools.count()
+        self._undo: list[Callable[[], None]] = []
+
+    def watch(self, source: Readable | int, on_readable: Callable[[], None]) -> None:
+        """Call `on_readable` whenever `source` has something to read, or has ended."""
+        self._selector.register(source, selectors.EVENT_READ, (on_readable, None))
+
+    def watch_writing(self, source: Readable | int, on_writable: Callable[[], None] | None) -> None:
+        """Call `on_writable` too whenever `source`, which is watched already, takes bytes again; None ends it."""
+        on_readable, _ = self._selector.get_key(source).data
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if on_writable else 0)
+        self._selector.modify(source, events, (on_readable, on_writable))
+
+    def unwatch(self, source: Readable | int) -> None:
+        """Wait for `source` no longer. It may be unknown or closed already."""
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(source)
+
+    def after(self, seconds: float, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call `callback` once, `seconds` from now. What comes back cancels that."""
+        number = next(self._numbers)
+        heapq.heappush(self._timers, (time.monotonic() + seconds, number, callback))
+        return lambda: self._cancelled.add(number)
+
+    def every(self, seconds: float, callback: Callable[[], None]) -> None:
+        """Call `callback` again and again."""
+
+        def again() -> None:
+            callback()
+            self.after(seconds, again)
+
+        self.after(seconds, again)
+
+    def on_signals(self, signals: Iterable[signal.Signals], callback: Callable[[signal.Signals], None]) -> None:
+        """Call `callback` for each of `signals` that comes, from the loop.
+
+        Raises:
+            ValueError: this is not the main thread, which alone hears of signals.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            raise ValueError("signals reach the main thread only")
+        waiting: list[signal.Signals] = []
+        reading, writing = os.pipe()
+        os.set_blocking(reading, False)
+        os.set_blocking(writing, False)
+        before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+
+        def note(number: int, _: FrameType | None) -> None:
+            waiting.append(signal.Signals(number))
+
+        def drain() -> None:
+            with contextlib.suppress(BlockingIOError):
+                while os.read(reading, 512):
+                    pass
+            while waiting:
+                callback(waiting.pop(0))
+
+        old = {number: signal.signal(number, note) for number in signals}
+        self.watch(reading, drain)
+
+        def undo() -> None:
+            signal.set_wakeup_fd(before)
+            for number, handler in old.items():
+                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+            os.close(reading)
+            os.close(writing)
+
+        self._undo.append(undo)
+
+    def run(self, until: Callable[[], bool]) -> None:
+        """Call back until `until()` is true."""
+        while not until():
+            self._call_timers()
+            if until():
+                return
+            for key, events in self._selector.select(self._pause()):
+                if self._selector.get_map().get(key.fd) is not key:
+                    continue  # an earlier callback of this round has stopped waiting for it, or waits otherwise
+                on_readable, on_writable = key.data
+                if events & selectors.EVENT_WRITE and on_writable is not None:
+                    on_writable()
+                if events & selectors.EVENT_READ and self._selector.get_map().get(key.fd) is not None:
+                    on_readable()
+
+    def close(self) -> None:
+        """Give signals back to whoever had them."""
+        self._selector.close()
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+
+    def _call_timers(self) -> None:
+        while self._timers and self._timers[0][0] <= time.monotonic():
+            _, number, callback = heapq.heappop(self._timers)
+            if number in self._cancelled:
+                self._cancelled.discard(number)
+            else:
+                callback()
+
+    def _pause(self) -> float | None:
+        return max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
+
+
+class Channel:
+    """Messages over a stream socket, both ways, without ever waiting."""
+
+    def __init__(
+        self, loop: Loop, connection: socket.socket, on_message: Callable[[Message], None], on_end: Callable[[], None]
+    ) -> None:
+        """Read `connection` from now on; `on_end` is called once when the other side is gone or speaks nonsense."""
+        self._loop, self._socket = loop, connection
+        self.on_message, self.on_end = on_message, on_end
+        self.longest_line = _MOST_BYTES_OF_A_LINE
+        self._came = bytearray()
+        self._unsent = bytearray()
+        self._open = True
+        connection.setblocking(False)
+        loop.watch(connection, self._read)
+
+    @property
+    def backlog_bytes(self) -> int:
+        """What is still to be sent."""
+        return len(self._unsent)
+
+    def send(self, kind: str, /, **fields: Any) -> None:
+        """Send one message. After the end of the channel it is dropped."""
+        if not self._open:
+            return
+        idle = not self._unsent
+        self._unsent += json.dumps({"message": kind, **fields}).encode() + b"\n"
+        if idle:
+            self._write()
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait until everything is sent, for at most `timeout_s` seconds: before a process ends."""
+        deadline = time.monotonic() + timeout_s
+        while self._open and self._unsent and time.monotonic() < deadline:
+            self._write()
+            time.sleep(0.001 if self._unsent else 0)
+
+    def close(self) -> None:
+        """End it without a word to `on_end`."""
+        if self._open:
+            self._open = False
+            self._loop.unwatch(self._socket)
+            self._socket.close()
+
+    def _read(self) -> None:
+        try:
+            chunk = self._socket.recv(1 << 18)
+        except BlockingIOError:
+            return
+        except OSError:
+            chunk = b""
+        if not chunk:
+            self._end()
+            return
+        self._came += chunk
+        if b"\n" not in chunk:
+            if len(self._came) > self.longest_line:
+                self._end()
+            return
+        *lines, rest = self._came.split(b"\n")
+        self._came = bytearray(rest)
+        for line in lines:
+            try:
+                message = json.loads(line)
+            except ValueError:
+                message = None
+            if not isinstance(message, dict):
+                self._end()
+                return
+            self.on_message(message)
+            if not self._open:
+                return
+
+    def _write(self) -> None:
+        try:
+            while self._unsent:
+                del self._unsent[: self._socket.send(self._unsent)]
+        except BlockingIOError:
+            self._loop.watch_writing(self._socket, self._write)
+            return
+        except OSError:
+            self._unsent.clear()  # the end shows itself when we read
+            return
+        self._loop.watch_writing(self._socket, None)
+
+    def _end(self) -> None:
+        if self._open:
+            self.close()
+            self.on_end()

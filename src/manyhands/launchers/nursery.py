@@ -1,0 +1,77 @@
+"""An agent's view of its template process: starts it, asks it for workers, hears how they end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from manyhands.launchers.loop import Loop
+from manyhands.launchers.template import START
+
+
+class Nursery:
+    """The template process of one host."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        *,
+        preload: Sequence[str],
+        environment: Mapping[str, str],
+        folder: str,
+        on_event: Callable[[dict[str, Any]], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        """Start it. Requests wait while it loads `preload`; `on_end` is called if it ends unasked."""
+        self._loop, self._on_event, self._on_end = loop, on_event, on_end
+        self._socket, theirs = socket.socketpair()
+        self._came = bytearray()
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", START, str(theirs.fileno()), json.dumps(list(preload))],
+            pass_fds=[theirs.fileno()],
+            env=dict(environment),
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+        )
+        theirs.close()
+        loop.watch(self._socket, self._read)
+
+    def ask(self, do: str, descriptors: Sequence[int] = (), **fields: Any) -> None:
+        """Send one request, with the descriptors it needs. They stay open here."""
+        line = json.dumps({"do": do, **fields}).encode() + b"\n"
+        with contextlib.suppress(OSError):  # its end is noticed when we read
+            sent = socket.send_fds(self._socket, [line], list(descriptors)) if descriptors else 0
+            self._socket.sendall(line[sent:])
+
+    def close(self) -> None:
+        """End it, and with it every worker."""
+        self._loop.unwatch(self._socket)
+        self._socket.close()
+        try:
+            self._process.wait(timeout=2)
+        except subprocess.TimeoutExpired:  # still loading, or stopped
+            self._process.send_signal(signal.SIGKILL)
+            self._process.wait()
+
+    def _read(self) -> None:
+        try:
+            chunk = os.read(self._socket.fileno(), 1 << 16)
+        except OSError:
+            chunk = b""
+        self._came += chunk
+        *lines, rest = self._came.split(b"\n")
+        self._came = bytearray(rest)
+        for line in lines:
+            self._on_event(json.loads(line))
+        if not chunk:
+            self._loop.unwatch(self._socket)
+            self._process.send_signal(signal.SIGKILL)
+            self._process.wait()
+            self._on_end()

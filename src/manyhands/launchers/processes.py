@@ -1,0 +1,65 @@
+"""What the operating system offers to end processes for certain."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def die_with_parent(number: int) -> None:
+    """Get signal `number` when the parent process ends, however it ends; 0 takes that back. Linux only."""
+    _prctl(_PR_SET_PDEATHSIG, number)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent ends, so that it can still be found. Linux only."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def descendants(of: int) -> list[int]:
+    """Process ids of all children of `of`, and theirs. Linux only; empty elsewhere."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            parent = int(entry.read_text(errors="replace").rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(entry.parent.name))
+    found, waiting = [], [of]
+    while waiting:
+        below = children.get(waiting.pop(), [])
+        found += below
+        waiting += below
+    return found
+
+
+def kill_descendants() -> None:
+    """End whatever this process has started and not seen end, by SIGKILL."""
+    for process in descendants(os.getpid()):
+        with contextlib.suppress(OSError):
+            os.kill(process, signal.SIGKILL)
+
+
+def kill_group(leader: int, number: int) -> None:
+    """Send signal `number` to a process group, which may be gone."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, number)
+
+
+def out_of_memory_kills() -> int:
+    """How often the kernel has ended a process of this machine for want of memory; 0 where it does not say."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)

@@ -1,0 +1,177 @@
+"""The process that workers are forked from: one per host, with torch loaded once for all of them.
+
+It must never touch CUDA, run a torch operation or start a thread: whatever it has, every worker has. Its agent talks to
+it over a socket, one JSON line per request, with the descriptors that a request needs sent along:
+
+    worker    fork a worker; descriptors: its stdout, its stderr, its line to the agent
+    store     fork the process that keeps the store; descriptor: the socket it listens on
+    signal    send a signal to a worker, or to all that it has started
+
+and hears: `started`, `ended`. When the agent is gone, all workers are killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from typing import Any, NoReturn
+
+from manyhands.launchers import worker
+from manyhands.launchers.processes import die_with_parent, kill_group
+
+START = """
+import sys
+if not sys.flags.safe_path:
+    del sys.path[0]
+from manyhands.launchers.template import main
+main()
+"""
+"""Python's argument for `-c`: the folder of the script takes the place in `sys.path` that is freed here."""
+
+_DESCRIPTORS = {"worker": 3, "store": 1, "signal": 0}
+
+
+def main() -> None:
+    """Load what `sys.argv` names, then fork on request until the agent is gone."""
+    die_with_parent(signal.SIGKILL)
+    agent = socket.socket(fileno=int(sys.argv[1]))
+    _load(json.loads(sys.argv[2]))
+    die_with_parent(0)  # from here on the end of the agent is noticed, and the workers' children are ended too
+    Template(agent).serve()
+
+
+def _load(modules: list[str]) -> None:
+    """Import `modules`. One that cannot be imported is left to the script, whose traceback will say why."""
+    gc.disable()
+    for name in modules:
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # what stands here is never looked at again, so that its memory stays shared with the workers
+
+
+class Template:
+    """Forks workers and tells the agent how they ended."""
+
+    def __init__(self, agent: socket.socket) -> None:
+        self._agent = agent
+        self._process = os.getpid()
+        self._came = bytearray()
+        self._descriptors: list[int] = []
+        self._names: dict[int, str] = {}
+        """Process id → the agent's name for it."""
+        self._wake, self._woken = os.pipe()
+        for end in (self._wake, self._woken):
+            os.set_blocking(end, False)
+
+    def serve(self) -> None:
+        """Answer the agent until it is gone, then kill every worker."""
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda *_: None)  # the agent decides when this process ends
+        signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
+        try:
+            while self._wait():
+                pass
+        finally:
+            for process in self._names:
+                kill_group(process, signal.SIGKILL)
+
+    def _wait(self) -> bool:
+        """Do what there is to do; False when the agent is gone."""
+        readable, _, _ = select.select([self._agent.fileno(), self._wake], [], [])
+        if self._wake in readable:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._wake, 512)
+            self._reap()
+        return self._agent.fileno() not in readable or self._listen()
+
+    def _listen(self) -> bool:
+        try:
+            chunk, descriptors, _, _ = socket.recv_fds(self._agent, 1 << 16, 64)
+        except OSError:
+            return False
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, False)
+        self._descriptors += descriptors
+        self._came += chunk
+        *lines, rest = self._came.split(b"\n")
+        self._came = bytearray(rest)
+        for line in lines:
+            request = json.loads(line)
+            count = _DESCRIPTORS[request["do"]]
+            mine, self._descriptors = self._descriptors[:count], self._descriptors[count:]
+            self._obey(request, mine)
+        return bool(chunk)
+
+    def _obey(self, request: dict[str, Any], descriptors: list[int]) -> None:
+        if request["do"] == "signal":
+            for process, name in self._names.items():
+                if name == request["name"] and request["group"]:
+                    kill_group(process, request["signal"])
+                elif name == request["name"]:
+                    os.kill(process, request["signal"])
+            return
+        process = os.fork()
+        if process == 0:
+            self._become(request, descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        self._names[process] = request["name"]
+        self._tell("started", name=request["name"], process=process)
+
+    def _become(self, request: dict[str, Any], descriptors: list[int]) -> NoReturn:
+        """In the child: forget the template and be the worker, or the store."""
+        status = 70
+        try:
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            os.setsid()
+            die_with_parent(signal.SIGKILL)
+            self._agent.close()
+            os.close(self._wake)
+            os.close(self._woken)
+            if os.getppid() == self._process:  # else the template ended before that could be noticed
+                gc.enable()
+                status = keep_store(descriptors[0]) if request["do"] == "store" else worker.be(request, descriptors)
+        finally:
+            os._exit(status)
+
+    def _reap(self) -> None:
+        """Find who has ended. The group is ended first, while its number still belongs to it."""
+        for process in list(self._names):
+            found = os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if found is None:
+                continue
+            kill_group(process, signal.SIGKILL)
+            _, status = os.waitpid(process, 0)
+            code = os.waitstatus_to_exitcode(status)
+            self._tell("ended", name=self._names.pop(process), code=max(code, 0), signal=max(-code, 0))
+
+    def _tell(self, event: str, **fields: Any) -> None:
+        with contextlib.suppress(OSError):
+            self._agent.sendall(json.dumps({"event": event, **fields}).encode() + b"\n")
+
+
+def keep_store(listening: int) -> int:
+    """Serve the store that workers meet at, on a socket that listens already, until this process is killed.
+
+    torch is loaded when the first worker knocks, if it is not there yet: a program that never asks costs nothing.
+    """
+    select.select([listening], [], [])
+    from torch.distributed.distributed_c10d import TCPStore
+
+    address, port = socket.socket(fileno=os.dup(listening)).getsockname()[:2]
+    store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening)
+    while store:
+        signal.pause()
+    return 0

@@ -1,0 +1,50 @@
+"""Tracebacks as their reader needs them: the user's frames, without ours and without C++."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from pathlib import Path
+
+_OURS = (str(Path(__file__).parent), "<frozen runpy>", "<frozen importlib._bootstrap>")
+_NATIVE = re.compile(
+    r"^\s*(frame #\d+: .*|Exception raised from .*\(most recent call first\):|C\+\+ CapturedTraceback:"
+    r"|#\d+ .* from .*:\d+)$"
+)
+
+
+def text(error: BaseException) -> str:
+    """The traceback of `error` and of the errors behind it, as Python prints them."""
+    told = traceback.TracebackException.from_exception(error)
+    _strip(told)
+    return without_native_frames("".join(told.format()).rstrip())
+
+
+def summary(error: BaseException) -> str:
+    """`ValueError: what it says`, one line."""
+    kind = type(error)
+    name = (
+        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+    )
+    said = next((line for line in str(error).splitlines() if line.strip()), "")
+    return f"{name}: {said}" if said else name
+
+
+def without_native_frames(text: str) -> str:
+    """`text` without the lines in which C++ says where it was."""
+    return "\n".join(line for line in text.splitlines() if not is_native_frame(line))
+
+
+def is_native_frame(line: str) -> bool:
+    """Whether `line` is one of a C++ backtrace."""
+    return _NATIVE.match(line) is not None
+
+
+def _strip(told: traceback.TracebackException | None) -> None:
+    if told is None:
+        return
+    told.stack[:] = [frame for frame in told.stack if not frame.filename.startswith(_OURS)]
+    _strip(told.__cause__)
+    _strip(told.__context__)
+    for inner in getattr(told, "exceptions", None) or ():
+        _strip(inner)

@@ -1,0 +1,170 @@
+"""One worker as its agent sees it: its pipes, its log, its end; and the desk where workers hand in their reports."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from manyhands.launchers.loop import Channel, Loop, Message
+from manyhands.launchers.output import Lines
+from manyhands.launchers.processes import out_of_memory_kills
+
+_DRAIN_S = 1.0
+"""How long the pipes of a worker that has ended may stay open: something that it started may have left its group."""
+_GLIMPSE_S = 10.0
+
+
+class Tell(Protocol):
+    """Sends a message to the head."""
+
+    def __call__(self, kind: str, /, **fields: Any) -> None:
+        """Send it."""
+
+
+class WatchedWorker:
+    """Reads what a worker writes until it has ended and everything is read; then tells the head."""
+
+    def __init__(
+        self, loop: Loop, *, rank: int, local_rank: int, generation: int, log: Path, error_file: Path, tell: Tell
+    ) -> None:
+        self._loop, self._tell, self._error_file = loop, tell, error_file
+        self.rank, self.local_rank, self.generation = rank, local_rank, generation
+        self.name = f"worker {generation} {local_rank}"
+        self.process = 0
+        self.ended = False
+        self._status: tuple[int, int] | None = None
+        self._finished = False
+        self._error: dict[str, Any] | None = None
+        self._lines = {"out": Lines(), "err": Lines()}
+        self._records = b""
+        self._pipes: dict[str, int] = {}
+        self._out_of_memory_before = out_of_memory_kills()
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._log = log.open("ab", buffering=0)
+        loop.after(_GLIMPSE_S, self._glimpse)
+
+    def open_pipes(self) -> list[int]:
+        """Start to listen. Returns the worker's ends: stdout, stderr, its line to the agent."""
+        theirs = []
+        for stream in ("out", "err", "line"):
+            reading, writing = os.pipe()
+            self._pipes[stream] = reading
+            theirs.append(writing)
+            self._watch(stream)
+        return theirs
+
+    def pause(self, paused: bool) -> None:
+        """Leave output in its pipe for now, or read on."""
+        for stream in ("out", "err"):
+            if stream in self._pipes and paused:
+                self._loop.unwatch(self._pipes[stream])
+            elif stream in self._pipes:
+                self._watch(stream)
+
+    def end(self, code: int, number: int) -> None:
+        """The process has ended, with an exit code or by a signal. What is still in its pipes is read first."""
+        if self._status is None:
+            self._status = (code, number)
+            self._conclude()
+            self._loop.after(_DRAIN_S, self._close_pipes)
+
+    def _watch(self, stream: str) -> None:
+        self._loop.watch(self._pipes[stream], lambda: self._read(stream))
+
+    def _read(self, stream: str) -> None:
+        chunk = os.read(self._pipes[stream], 1 << 16)
+        if not chunk:
+            self._close(stream)
+            self._conclude()
+        elif stream == "line":
+            *records, self._records = (self._records + chunk).split(b"\n")
+            for record in records:
+                self._note(json.loads(record))
+        else:
+            self._show(stream, self._lines[stream].feed(chunk))
+
+    def _note(self, record: dict[str, Any]) -> None:
+        if record["record"] == "finished":
+            self._finished = record["code"] == 0
+        elif record["record"] == "failed":
+            self._error = record
+            self._keep(record.get("text", "").splitlines())
+
+    def _show(self, stream: str, lines: list[str]) -> None:
+        if lines:
+            self._keep(lines)
+            self._tell("output", rank=self.rank, generation=self.generation, stream=stream, lines=lines)
+
+    def _keep(self, lines: list[str]) -> None:
+        with contextlib.suppress(OSError):  # a full disk must not stop training
+            self._log.write("".join(line + "\n" for line in lines).encode())
+
+    def _glimpse(self) -> None:
+        if not self.ended:
+            for stream, lines in self._lines.items():
+                self._show(stream, lines.glimpse())
+            self._loop.after(_GLIMPSE_S, self._glimpse)
+
+    def _close(self, stream: str) -> None:
+        if stream in self._pipes:
+            pipe = self._pipes.pop(stream)
+            self._loop.unwatch(pipe)
+            os.close(pipe)
+            if stream in self._lines:
+                self._show(stream, self._lines[stream].end())
+
+    def _close_pipes(self) -> None:
+        for stream in ("out", "err", "line"):
+            self._close(stream)
+        self._conclude()
+
+    def _conclude(self) -> None:
+        if self._pipes or self._status is None or self.ended:
+            return
+        self.ended = True
+        self._log.close()
+        code, number = self._status
+        self._tell(
+            "ended",
+            rank=self.rank,
+            generation=self.generation,
+            code=code,
+            signal=number,
+            finished=self._finished,
+            error=self._error or self._error_in_file(),
+            out_of_memory=out_of_memory_kills() > self._out_of_memory_before,
+        )
+
+    def _error_in_file(self) -> dict[str, Any] | None:
+        """What a program that was not forked by us has written about its end (torchelastic's `record` does)."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            message = json.loads(self._error_file.read_text())["message"]
+            return {"summary": message["message"], "text": message["extraInfo"]["py_callstack"]}
+        return None
+
+
+class ReportDesk:
+    """The Unix socket to which workers send their reports."""
+
+    def __init__(self, loop: Loop, address: Path, on_report: Callable[[int, str, dict[str, Any]], None]) -> None:
+        self.address = address
+        self._loop, self._on_report = loop, on_report
+        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listening.bind(str(address))
+        self._listening.listen(128)
+        self._channels: set[Channel] = set()
+        loop.watch(self._listening, self._accept)
+
+    def _accept(self) -> None:
+        connection, _ = self._listening.accept()
+        channel = Channel(self._loop, connection, self._take, lambda: self._channels.discard(channel))
+        self._channels.add(channel)
+
+    def _take(self, message: Message) -> None:
+        with contextlib.suppress(KeyError, TypeError, ValueError):  # a worker that speaks nonsense harms only itself
+            self._on_report(int(message["worker"]), str(message["kind"]), dict(message["fields"]))

@@ -1,0 +1,52 @@
+"""Numbers as the terminal shows them: short, with their unit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+_SHARES = ("accuracy", "precision", "recall", "f1", "specificity")
+
+
+def number(value: float) -> str:
+    """Four digits that matter: `0.0612`, `12.35`, `1.2e-05`, `nan`."""
+    if not math.isfinite(value) or value == 0:
+        return f"{value:g}"
+    if 1e-3 <= abs(value) < 1e5:
+        return f"{value:.{max(0, min(4, 3 - math.floor(math.log10(abs(value)))))}f}"
+    return f"{value:.2g}"
+
+
+def figure(name: str, value: float) -> str:
+    """A value by its name: `loss 0.0612`, `accuracy 98.33 %`."""
+    if 0 <= value <= 1 and any(share in name.lower() for share in _SHARES):
+        return f"{name} {100 * value:.2f} %"
+    return f"{name} {number(value)}"
+
+
+def figures(values: Mapping[str, float], between: str) -> str:
+    """All values, the loss last: what people look for comes first."""
+    names = sorted(values, key=lambda name: name == "loss")
+    return between.join(figure(name, values[name]) for name in names)
+
+
+def rate(per_second: float) -> str:
+    """Samples in a second: `512 samples/s`, `30.5k samples/s`."""
+    if per_second >= 1e6:
+        return f"{per_second / 1e6:.1f}M samples/s"
+    if per_second >= 1e4:
+        return f"{per_second / 1e3:.1f}k samples/s"
+    return f"{per_second:.0f} samples/s" if per_second >= 10 else f"{per_second:.2g} samples/s"
+
+
+def clock(seconds: float) -> str:
+    """Time to go, as a clock shows it: `0:42`, `12:05`, `3:07:33`."""
+    whole = max(0, round(seconds))
+    if whole >= 3600:
+        return f"{whole // 3600}:{whole % 3600 // 60:02d}:{whole % 60:02d}"
+    return f"{whole // 60}:{whole % 60:02d}"
+
+
+def amount(count: int, thing: str) -> str:
+    """`1 restart`, `23 steps`, `1,797 samples`."""
+    return f"{count:,} {thing}{'' if count == 1 else 's'}"

@@ -1,0 +1,36 @@
+"""The listeners that every run has on its leader."""
+
+from __future__ import annotations
+
+from manyhands.cluster.place import Place
+from manyhands.events import Event, Listener, RunEnded
+from manyhands.listeners.last_screen import last_screen, test_row
+from manyhands.listeners.metrics_file import WriteMetrics
+from manyhands.listeners.progress import ShowProgress
+from manyhands.listeners.summary import WriteSummary
+from manyhands.listeners.tensorboard import WriteTensorBoard
+from manyhands.listeners.voice import Voice, voice
+from manyhands.records.metrics import MetricsFile
+from manyhands.records.run_directory import RunDirectory
+from manyhands.records.run_record import RunRecord
+from manyhands.records.summary import Summary
+
+
+def standard(run: RunDirectory, record: RunRecord, to: Voice | None = None) -> list[Listener]:
+    """Metrics file, TensorBoard, progress and summary, for a `Broadcast`.
+
+    `to` is where they speak: where it is left out, the head of `manyhands run`, or this process's output. The progress
+    comes before the summary, so that its last line stands above the last screen.
+    """
+    to = to or voice()
+    metrics = MetricsFile(run.metrics)
+
+    def show(summary: Summary, event: Event) -> None:
+        to.say(last_screen(summary, run.path) if isinstance(event, RunEnded) else test_row(summary.test))
+
+    return [
+        WriteMetrics(metrics),
+        WriteTensorBoard(run.tensorboard),
+        ShowProgress(to, record, run.path, restarts=Place.from_environment().restart),
+        WriteSummary(run.summary, metrics, record, show),
+    ]

@@ -6,6 +6,7 @@ others holds the world and asks it, and never keeps a rank or a size.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -40,7 +41,8 @@ class World:
                 fix="leave backend out: Gloo carries the data between CPUs",
             )
         self.exposed_s = 0.0
-        """Seconds this worker has waited in collectives, all in all."""
+        """Seconds this worker has waited in collectives, all in all; on a GPU see `take_waits`."""
+        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self.bytes_sent = 0
         """Payload this worker has handed to collectives, all in all."""
         if self.size > 1 and not dist.is_initialized():
@@ -66,7 +68,7 @@ class World:
         try:
             dist.init_process_group(
                 self.backend,
-                init_method=f"tcp://{place.head_address}:{place.head_port}" if not _agent_store() else "env://",
+                init_method="env://",  # honours TORCHELASTIC_USE_AGENT_STORE: a store kept by the launcher
                 rank=place.rank,
                 world_size=place.size,
                 timeout=timedelta(seconds=self.timeout_s),
@@ -88,7 +90,7 @@ class World:
         """Replace `tensor` on every worker by the sum (or what `op` says) over all, and give it back."""
         if self.size > 1:
             self.bytes_sent += tensor.numel() * tensor.element_size()
-            dist.all_reduce(tensor, op=op)
+            self.wait(dist.all_reduce(tensor, op=op, async_op=True))
         return tensor
 
     def start_all_reduce(self, tensor: Tensor) -> Work:
@@ -96,7 +98,28 @@ class World:
         if self.size == 1:
             return None
         self.bytes_sent += tensor.numel() * tensor.element_size()
-        return dist.all_reduce(tensor, async_op=True)
+        work: Work = dist.all_reduce(tensor, async_op=True)
+        return work
+
+    def wait(self, work: Work) -> None:
+        """Wait for what `start_all_reduce` began. On a GPU it is the stream that waits, not this thread."""
+        if work is None:
+            return
+        if self.device.type == "cuda":
+            before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            before.record()
+            work.wait()
+            after.record()
+            self._waits.append((before, after))
+            return
+        begin = time.perf_counter()
+        work.wait()
+        self.exposed_s += time.perf_counter() - begin
+
+    def take_waits(self) -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
+        """The waits of this worker's GPU since the last call: what stands between two events is exposed time."""
+        waits, self._waits = self._waits, []
+        return waits
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Replace `tensor` on every worker by that of `source`, and give it back."""
@@ -123,6 +146,15 @@ class World:
             return flag
         return bool(self.all_reduce(torch.tensor([float(flag)], device=self.device), dist.ReduceOp.MAX).item())
 
+    def stack(self, tensor: Tensor) -> Tensor:
+        """The tensors of all workers, of one shape and dtype, stacked by rank in a new first dim."""
+        if self.size == 1:
+            return tensor[None]
+        self.bytes_sent += tensor.numel() * tensor.element_size()
+        stacked = tensor.new_empty((self.size, *tensor.shape))
+        self.wait(dist.all_gather_into_tensor(stacked, tensor.contiguous(), async_op=True))
+        return stacked
+
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all workers by rank, on every worker. Shapes may differ in the first dim, the rest may not.
 
@@ -133,13 +165,9 @@ class World:
         rows = torch.zeros(self.size, dtype=torch.int64, device=self.device)
         rows[self.rank] = tensor.shape[0]
         counts: Sequence[int] = self.all_reduce(rows).tolist()
-        longest = max(counts)
-        padded = tensor.new_zeros((longest, *tensor.shape[1:]))
+        padded = tensor.new_zeros((max(counts), *tensor.shape[1:]))
         padded[: tensor.shape[0]] = tensor
-        gathered = [torch.empty_like(padded) for _ in counts]
-        self.bytes_sent += padded.numel() * padded.element_size()
-        dist.all_gather(gathered, padded.contiguous())
-        return [part[:count] for part, count in zip(gathered, counts, strict=True)]
+        return [part[:count] for part, count in zip(self.stack(padded), counts, strict=True)]
 
 
 def first_line(error: BaseException) -> str:
@@ -155,14 +183,7 @@ def _device(place: Place) -> torch.device:
         raise ConfigError(
             f"worker {place.local_rank} of this host finds {torch.cuda.device_count()} GPUs",
             where=f"rank {place.rank}",
-            fix=f"start at most {torch.cuda.device_count()} workers per host, or hide the GPUs with CUDA_VISIBLE_DEVICES=",
+            fix="start at most one worker per GPU, or hide the GPUs with CUDA_VISIBLE_DEVICES=",
         )
     torch.cuda.set_device(place.local_rank)
     return torch.device("cuda", place.local_rank)
-
-
-def _agent_store() -> bool:
-    """Whether the store is kept by the launcher, so that no worker may open one (torch reads this variable too)."""
-    import os
-
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

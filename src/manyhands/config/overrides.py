@@ -120,7 +120,7 @@ def _section_type(section: str) -> type:
 def _replace(section: S, texts: Mapping[str, str], prefix: str) -> S:
     types_of = typing.get_type_hints(type(section))
     values = {key: _read(text, types_of[key], prefix + key) for key, text in texts.items()}
-    return typing.cast(S, dataclasses.replace(section, **values))  # type: ignore[type-var]  # every section is a dataclass
+    return dataclasses.replace(section, **values)  # type: ignore[type-var]  # every section is a dataclass
 
 
 def _read(text: str, kind: Any, key: str) -> Any:
@@ -141,5 +141,7 @@ def _read(text: str, kind: Any, key: str) -> Any:
             return kind(text)
         except ValueError as cause:
             words = "a whole number" if kind is int else "a number"
-            raise ConfigError(f"{key} is {text!r}, which is not {words}", where="--set", fix=f"write --set {key}=…") from cause
+            raise ConfigError(
+                f"{key} is {text!r}, which is not {words}", where="--set", fix=f"write --set {key}=…"
+            ) from cause
     return text

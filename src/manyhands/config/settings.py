@@ -54,10 +54,18 @@ class Settings:
     """Write which samples each step took, by index, to `logs/samples-<rank>.jsonl`."""
 
     def __post_init__(self) -> None:
-        for key in ("batch_size", "batch_size_per_worker", "micro_batch_size", "evaluation_batch_size", "virtual_workers"):
+        for key in (
+            "batch_size",
+            "batch_size_per_worker",
+            "micro_batch_size",
+            "evaluation_batch_size",
+            "virtual_workers",
+        ):
             _positive(key, getattr(self, key))
         if self.loader_workers < 0:
-            raise ConfigError(f"loader_workers is {self.loader_workers}", where="loader_workers", fix="set it to 0 or more")
+            raise ConfigError(
+                f"loader_workers is {self.loader_workers}", where="loader_workers", fix="set it to 0 or more"
+            )
         _one_of("precision", self.precision, ("fp32", "bf16", "fp16"))
         _one_of("batch_norm", self.batch_norm, ("global", "local"))
         _one_of("lr_scaling", self.lr_scaling, ("sqrt", "linear", None))

@@ -7,11 +7,13 @@ A strategy is told nothing of schedules, snapshots or logs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+
+from manyhands.communication.world import Work, World
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +48,47 @@ class Piece:
 class StepOutcome:
     """What `forward_backward` found, over all workers; tensors stay on their device and are not waited for."""
 
-    loss: Tensor
-    """The mean over the global batch, shape (), float32, equal on all workers."""
-    values: Mapping[str, Tensor] = field(default_factory=dict)
-    """Further values of the user's step, likewise."""
+    values: Mapping[str, Tensor]
+    """`loss` and what else the user's step returned: means over the global batch, shape (), equal on all workers."""
+    riders: Sequence[float] | Tensor
+    """The sums over all workers of the riders that each was given."""
+
+
+class Tally:
+    """Sums the weighted values of a step, over pieces and then over workers.
+
+    Riders are small numbers that travel with the loss and are summed over the workers: a clock, a wish to stop. They
+    are for decisions that all workers must take alike, and cost no exchange of their own.
+    """
+
+    def __init__(self, riders: Sequence[float]) -> None:
+        self.riders: Sequence[float] | Tensor = riders
+        self.values: dict[str, Tensor] = {}
+
+    def add(self, values: Mapping[str, Tensor], weight: float) -> Tensor:
+        """Add one piece's means. Returns its weighted loss, from which to go backward."""
+        for name, value in values.items():
+            part = value.detach() if weight == 1 else value.detach().double() * weight
+            self.values[name] = self.values[name] + part if name in self.values else part
+        return values["loss"] if weight == 1 else values["loss"] * weight
+
+    def start_sum(self, world: World) -> Work:
+        """Begin to sum over the workers; nothing may be read before the wait for it is over."""
+        if world.size == 1:
+            return None
+        names = list(self.values) or ["loss"]  # a worker without samples takes part; it has no other values by contract
+        own = [value.double().reshape(1) for value in self.values.values()]
+        own = own or [torch.zeros(1, dtype=torch.float64, device=world.device)]
+        riders = torch.tensor(self.riders, dtype=torch.float64).to(world.device, non_blocking=True)
+        vector = torch.cat([*own, riders])
+        work = world.start_all_reduce(vector)
+        self.values = dict(zip(names, vector, strict=False))
+        self.riders = vector[len(names) :]
+        return work
+
+    def outcome(self) -> StepOutcome:
+        """What was found."""
+        return StepOutcome(self.values, self.riders)
 
 
 Compute = Callable[[nn.Module, Piece], Mapping[str, Tensor]]
@@ -57,6 +96,14 @@ Compute = Callable[[nn.Module, Piece], Mapping[str, Tensor]]
 
 Returns `{"loss": …}` and whatever else the user's step wants logged: means over the piece's samples, shape ().
 """
+
+
+class Steppable(Protocol):
+    """An optimizer, or what stands before one."""
+
+    def step(self) -> Any:
+        """Change the parameters by one step."""
+
 
 Scale = Callable[[Tensor], Tensor]
 """What multiplies the loss before the backward pass (fp16), or the identity."""
@@ -74,17 +121,19 @@ class Strategy(Protocol):
         Called before the optimizer is made, so parameters may be replaced.
         """
 
-    def forward_backward(self, model: nn.Module, pieces: Sequence[Piece], compute: Compute, scale: Scale) -> StepOutcome:
+    def forward_backward(
+        self, model: nn.Module, pieces: Sequence[Piece], compute: Compute, scale: Scale, riders: Sequence[float]
+    ) -> StepOutcome:
         """Fill the gradients of one optimizer step: the mean over the global batch, on every worker.
 
         One call takes all pieces, not one call each: a pipeline interleaves them, and data parallelism exchanges
-        gradients once, while the last piece's backward pass runs.
+        gradients once, while the last piece's backward pass runs. `riders` are summed over the workers (see `Tally`).
         """
 
     def clip_gradients(self, model: nn.Module, max_norm: float) -> Tensor:
         """Scale the gradients to a global norm of at most `max_norm`. Returns the norm before, shape ()."""
 
-    def update(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def update(self, model: nn.Module, optimizer: Steppable) -> None:
         """Change the parameters by one step, and exchange them where the strategy does so."""
 
     def state_dict(self) -> dict[str, Any]:

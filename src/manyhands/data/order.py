@@ -1,0 +1,70 @@
+"""The one order of the samples, and how a global batch is cut: both know nothing of workers, loaders or restarts.
+
+Epoch e of seed s is one permutation. Step k takes the next `batch` samples of it, the last partial batch included. The
+samples of a step are cut into contiguous parts, as evenly as integers allow: the first ones get one more. Contiguous,
+because then the parts of W workers are unions of the parts of any multiple of W, which is what lets virtual workers
+move between real ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """How far the data was read: `sample` samples of epoch `epoch`, both counted from 0."""
+
+    epoch: int = 0
+    sample: int = 0
+
+
+def permutation(length: int, *, seed: int, epoch: int, shuffle: bool = True) -> Indices:
+    """The order of `length` samples in `epoch`; shape `(length,)`.
+
+    Made by NumPy's legacy generator, whose stream NumPy has promised never to change (NEP 19): a run can be resumed
+    and reproduced under a newer version.
+    """
+    if not shuffle:
+        return np.arange(length, dtype=np.int64)
+    generator = np.random.RandomState([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, epoch])
+    return generator.permutation(length).astype(np.int64)
+
+
+def bounds(count: int, parts: int, index: int) -> tuple[int, int]:
+    """Begin and end of part `index` of `count` things cut into `parts`, sizes differing by at most one."""
+    size, rest = divmod(count, parts)
+    begin = index * size + min(index, rest)
+    return begin, begin + size + (index < rest)
+
+
+class Order:
+    """Which samples each step takes, for a dataset of known length."""
+
+    def __init__(self, length: int, *, batch: int, seed: int, shuffle: bool = True, drop_last: bool = False) -> None:
+        self.length = length
+        self.batch = batch
+        self.seed = seed
+        self.shuffle = shuffle
+        self.used = length // batch * batch if drop_last else length
+        """Samples of an epoch that are taken."""
+        self.steps_per_epoch = -(-self.used // batch)
+        self._epoch = -1
+        self._permutation: Indices = np.empty(0, dtype=np.int64)
+
+    def at(self, position: Position) -> Indices:
+        """The samples of the step that begins at `position`; shape `(batch,)`, or fewer at the end of an epoch."""
+        if position.epoch != self._epoch:
+            self._permutation = permutation(self.length, seed=self.seed, epoch=position.epoch, shuffle=self.shuffle)
+            self._epoch = position.epoch
+        return self._permutation[position.sample : min(position.sample + self.batch, self.used)]
+
+    def after(self, position: Position) -> Position:
+        """Where the step that begins at `position` ends; the end of an epoch is the beginning of the next."""
+        sample = position.sample + self.batch
+        return Position(position.epoch, sample) if sample < self.used else Position(position.epoch + 1, 0)

@@ -1,0 +1,69 @@
+"""Random numbers that have an address: drawn from where they are used, not from how many were drawn before.
+
+Augmentation draws from (seed, epoch, sample), dropout from (seed, step, part, micro-batch). So they are the same on any
+number of workers and loader processes, and after a resume.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+SAMPLE, COMPUTE, MODEL, EVALUATION = range(4)
+"""What a random number is for: the first part of its address, so that no two purposes share a stream."""
+
+
+def seed_at(*address: int) -> int:
+    """A seed of 63 bits for `address`, well mixed: neighbours have nothing in common."""
+    packed = struct.pack(f"<{len(address)}q", *address)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
+
+
+def seed_torch(*address: int) -> None:
+    """Set torch's generators, of the CPU and of the current GPU, to `address`."""
+    seed = seed_at(*address)
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(seed)
+
+
+def seed_all(*address: int) -> None:
+    """Set the generators of torch (CPU), NumPy and Python to `address`."""
+    seed = seed_at(*address)
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    random.seed(seed)
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """Give the generators of torch (CPU), NumPy and Python back as they were."""
+    before = states()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        np.random.set_state(before[1])
+        random.setstate(before[2])
+
+
+def states() -> tuple[torch.Tensor, tuple[str, np.ndarray, int, int, float], tuple[object, ...]]:
+    """The states of the generators of torch (CPU), NumPy and Python."""
+    return torch.get_rng_state(), np.random.get_state(), random.getstate()  # type: ignore[return-value]  # legacy=True
+
+
+def drawn_since(before: tuple[torch.Tensor, tuple[str, np.ndarray, int, int, float], tuple[object, ...]]) -> bool:
+    """Whether anybody drew a random number since `before = states()`."""
+    torch_state, numpy_state, python_state = states()
+    return not (
+        python_state == before[2]
+        and numpy_state[2] == before[1][2]
+        and np.array_equal(numpy_state[1], before[1][1])
+        and torch.equal(torch_state, before[0])
+    )

@@ -1,0 +1,200 @@
+"""The parts of a run, made in the order in which they need each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torchmetrics import Metric
+
+from manyhands.communication.batch_norm import Membership, make_global
+from manyhands.communication.world import World
+from manyhands.config.settings import Settings
+from manyhands.config.strategies import Single
+from manyhands.data import randomness
+from manyhands.data.data import Data
+from manyhands.data.fetch import Fetcher
+from manyhands.data.steps import Cut
+from manyhands.errors import ConfigError
+from manyhands.strategies.ddp import DataParallel
+from manyhands.strategies.single import SingleProcess
+from manyhands.strategies.strategy import Strategy
+from manyhands.training import learning_rate
+from manyhands.training.compute import ForwardPass, Loss, UserStep
+from manyhands.training.evaluate import Evaluation
+from manyhands.training.precision import Precision
+from manyhands.training.source import Source, make_source
+
+ModelOrMaker = nn.Module | Callable[[], nn.Module]
+MakeOptimizer = Callable[[Sequence[nn.Parameter]], Optimizer]
+MakeSchedule = Callable[[Optimizer], LRScheduler]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """What the loop works with, each ready for use."""
+
+    world: World
+    strategy: Strategy
+    model: nn.Module
+    membership: Membership | None
+    """What the BatchNorm layers over the global batch share; None where there are none."""
+    optimizer: Optimizer
+    schedule: LRScheduler | None
+    warmup: learning_rate.WarmUp
+    precision: Precision
+    compute: ForwardPass
+    source: Source
+    batch: int
+    """The global batch."""
+
+
+def batch_of(settings: Settings, world: World) -> int:
+    """The global batch."""
+    if settings.batch_size is not None:
+        return settings.batch_size
+    assert settings.batch_size_per_worker is not None, "Settings has checked that one of the two is there"
+    return settings.batch_size_per_worker * world.size
+
+
+def make_strategy(settings: Settings, world: World) -> Strategy:
+    """The strategy that `settings` names.
+
+    Raises:
+        ConfigError: it cannot work with this many workers.
+    """
+    if world.size == 1:
+        return SingleProcess(world)
+    if isinstance(settings.strategy, Single):
+        raise ConfigError(
+            f"strategy 'single' trains in one process, but there are {world.size} workers",
+            where="strategy",
+            fix='leave strategy out, or choose "ddp"',
+        )
+    return DataParallel(settings.strategy, world)
+
+
+def make_model(model: ModelOrMaker, settings: Settings) -> nn.Module:
+    """The model itself; one that is yet to be made is made under the run's seed, the same on every worker.
+
+    Raises:
+        ConfigError: what was given is no model and makes none.
+    """
+    if not isinstance(model, nn.Module):
+        with randomness.kept():
+            randomness.seed_all(settings.seed, randomness.MODEL)
+            model = model()
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"the model is a {type(model).__name__}, not a torch.nn.Module",
+            where="mh.Trainer(model=…)",
+            fix="give a module, or a callable that makes one",
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(
+            "the model has no parameter that could be trained",
+            where="mh.Trainer(model=…)",
+            fix="set requires_grad on those that should change",
+        )
+    return model
+
+
+def build(  # the one place where everything the user gave comes together
+    *,
+    settings: Settings,
+    world: World,
+    data: Data,
+    model: ModelOrMaker,
+    loss: Loss | None,
+    step: UserStep | None,
+    optimizer: MakeOptimizer,
+    schedule: MakeSchedule | None,
+) -> Parts:
+    """Make everything that `fit` needs."""
+    strategy = make_strategy(settings, world)
+    made = make_model(model, settings)
+    # One worker is its own global batch: its BatchNorm layers stay PyTorch's.
+    membership = make_global(made, world) if settings.batch_norm == "global" and world.size > 1 else None
+    placed = strategy.place(made)
+    if settings.compile:
+        placed.compile()  # in place, so that names in snapshots stay the same
+    made_optimizer = make_optimizer(placed, optimizer, settings, world)
+    precision = Precision(settings.precision, world.device)
+    shard = strategy.shard()
+    batch = batch_of(settings, world)
+    # A user's step may return values whose names a worker learns only by computing one piece.
+    level = shard.count > 1 and (membership is not None or step is not None)
+    cut = Cut(shard.count, shard.index, shard.index + 1, settings.micro_batch_size, level)
+    source = make_source(data, settings, batch=batch, cut=cut, world=world)
+    return Parts(
+        world=world,
+        strategy=strategy,
+        model=placed,
+        membership=membership,
+        optimizer=made_optimizer,
+        schedule=None if schedule is None else schedule(made_optimizer),
+        warmup=learning_rate.WarmUp(learning_rate.warmup_steps(settings.warmup, source.steps_per_epoch)),
+        precision=precision,
+        compute=ForwardPass(loss, step, seed=settings.seed, context=precision.context, membership=membership),
+        source=source,
+        batch=batch,
+    )
+
+
+def make_optimizer(model: nn.Module, make: MakeOptimizer, settings: Settings, world: World) -> Optimizer:
+    """The user's optimizer over the placed parameters, with the learning rate that `settings` ask for.
+
+    Raises:
+        ConfigError: `make` gave something else.
+    """
+    made = make([parameter for parameter in model.parameters() if parameter.requires_grad])
+    if not isinstance(made, Optimizer):
+        raise ConfigError(
+            f"optimizer gave a {type(made).__name__}, not a torch.optim.Optimizer",
+            where="mh.Trainer(optimizer=…)",
+            fix="write optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)",
+        )
+    factor = learning_rate.scale(settings.lr_scaling, world.size)
+    for group in made.param_groups:
+        group["lr"] = (group["lr"] if settings.lr is None else settings.lr) * factor
+        # PyTorch's fused kernels do a step in one pass over the memory of a GPU; others are as the user made them.
+        if world.device.type == "cuda" and "fused" in group and group["fused"] is None and not group.get("foreach"):
+            group["fused"] = True
+    return made
+
+
+def make_evaluation(  # made in one place, by name
+    name: str,
+    dataset: Any,
+    *,
+    data: Data,
+    settings: Settings,
+    world: World,
+    loss: Loss | None,
+    step: UserStep | None,
+    metrics: Mapping[str, Metric],
+) -> Evaluation:
+    """What evaluates models on `dataset`, the validation or the test set."""
+    fetcher = Fetcher(
+        dataset,
+        seed=randomness.seed_at(settings.seed, randomness.EVALUATION),
+        name=name,
+        collate=data.collate,
+    )
+    # A pure function of the settings, never of the number of workers: the forward passes must be the same.
+    batch = settings.evaluation_batch_size or settings.micro_batch_size or settings.batch_size
+    return Evaluation(
+        fetcher,
+        len(cast(Any, dataset)),
+        batch=batch or cast(int, settings.batch_size_per_worker),
+        loader_workers=settings.loader_workers,
+        world=world,
+        loss=loss,
+        step=step,
+        metrics=metrics,
+        context=Precision(settings.precision, world.device).context,
+    )

@@ -1,0 +1,177 @@
+"""What a run keeps on disk to go on from: snapshots of everything, and the best model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from manyhands.config.stopping import EarlyStopping
+from manyhands.data import randomness
+from manyhands.errors import ConfigError
+from manyhands.events import SnapshotSaved, SnapshotSkipped
+from manyhands.records.manifest import Facts
+from manyhands.records.run_directory import RunDirectory
+from manyhands.snapshot.fingerprint import fingerprint
+from manyhands.snapshot.load import Loaded, same_model
+from manyhands.snapshot.store import Store
+from manyhands.training.build import Parts
+from manyhands.training.state import RunState
+
+
+class Keeping:
+    """Saves and restores the parts of a run."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        directory: RunDirectory,
+        *,
+        keep: int,
+        strategy: str,
+        rule: EarlyStopping,
+        tell: Callable[[SnapshotSaved | SnapshotSkipped], None],
+    ) -> None:
+        self.parts, self.directory, self.strategy, self.tell = parts, directory, strategy, tell
+        self.rule = rule
+        """Which metric is watched, and what is better."""
+        self.store = Store(directory.snapshots, keep=keep, world=parts.world)
+        self.newest: SnapshotSaved | None = None
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds that training has stood still for snapshots."""
+        return self.store.stalled_s
+
+    def watched(self, values: dict[str, float]) -> float:
+        """The value of the watched metric.
+
+        Raises:
+            ConfigError: nobody reports it.
+        """
+        if self.rule.metric not in values:
+            raise ConfigError(
+                f"early stopping watches {self.rule.metric!r}, which nobody reports",
+                where="early_stopping.metric",
+                fix=f"choose one of {', '.join(values)}, or add it to mh.Trainer(metrics=…)",
+            )
+        return values[self.rule.metric]
+
+    def save(self, state: RunState) -> None:
+        """Begin a snapshot of everything."""
+        parts = self.parts
+        everything = {
+            "model": dict(parts.model.state_dict()),
+            "optimizer": parts.optimizer.state_dict(),
+            "schedule": {} if parts.schedule is None else _plain(parts.schedule.state_dict()),
+            "scaler": parts.precision.state_dict(),
+            "run": state.to_dict(),
+            "random": _random_states(),
+        }
+        own = {"strategy": parts.strategy.state_dict(), "stream": dict(state.stream)}
+        self.store.save(
+            everything,
+            self._facts(state),
+            own=own if any(own.values()) else None,
+            unchanged_until_update=[*parts.model.parameters(), *_tensors(parts.optimizer.state)],
+        )
+        self.listen()
+
+    def save_best(self, state: RunState) -> None:
+        """Begin to write the model as the best one."""
+        self.store.save_as(
+            self.directory.best,
+            {"model": dict(self.parts.model.state_dict())},
+            self._facts(state),
+            unchanged_until_update=self.parts.model.parameters(),
+        )
+
+    def before_update(self) -> None:
+        """Wait until a snapshot under way has copied what the update will change."""
+        self.store.before_update()
+        self.listen()
+
+    def listen(self) -> None:
+        """Tell what became of snapshots whose writing has ended."""
+        for news in self.store.finished():
+            if isinstance(news, SnapshotSaved) and news.path.parent == self.directory.snapshots:
+                self.newest = news
+            self.tell(news)
+
+    def finish(self) -> None:
+        """Wait until everything is written."""
+        self.store.wait()
+        self.listen()
+
+    def last_good(self) -> str:
+        """The newest snapshot, in a sentence."""
+        self.finish()
+        if self.newest is None:
+            return "There is no snapshot yet."
+        return f"The last good snapshot is {self.newest.path}."
+
+    def restore(self) -> tuple[RunState, Loaded | None]:
+        """Take up the newest snapshot that fits; a fresh state where there is none.
+
+        Raises:
+            SnapshotError: there are snapshots, and none can be gone on from.
+        """
+        loaded = self.store.latest(same_model(fingerprint(self.parts.model)))
+        if loaded is None:
+            return RunState(), None
+        parts, kept = self.parts, loaded.state
+        load_model(parts.model, kept["model"])
+        parts.optimizer.load_state_dict(kept["optimizer"])
+        if parts.schedule is not None:
+            parts.schedule.load_state_dict(kept["schedule"])
+        parts.precision.load_state_dict(kept["scaler"])
+        rank = parts.world.rank
+        own = (loaded.owns[rank] if rank < len(loaded.owns) else None) or {}
+        parts.strategy.load_state_dict(own.get("strategy", {}))
+        torch.set_rng_state(kept["random"]["torch"])
+        self.newest = SnapshotSaved(
+            step=loaded.facts.step,
+            path=loaded.path,
+            bytes=0,
+            seconds=0.0,
+            stall_seconds=0.0,
+            time=loaded.manifest.time,
+        )
+        return RunState.from_dict(kept["run"], own.get("stream", {})), loaded
+
+    def _facts(self, state: RunState) -> Facts:
+        position = state.position
+        return Facts(
+            step=state.step,
+            epoch=position.epoch,
+            position={"epoch": position.epoch, "sample": position.sample},
+            strategy=self.strategy,
+            model=fingerprint(self.parts.model),
+        )
+
+
+@torch.no_grad()
+def load_model(model: nn.Module, weights: dict[str, Any]) -> None:
+    """Put `weights` into `model`, in place, so that whoever holds its tensors sees them."""
+    model.load_state_dict(weights)
+
+
+def _tensors(state: Any) -> list[torch.Tensor]:
+    """The tensors of an optimizer's state."""
+    return [value for values in state.values() for value in values.values() if isinstance(value, torch.Tensor)]
+
+
+def _plain(state: dict[str, Any]) -> dict[str, Any]:
+    """A schedule's state without what cannot be kept: functions, which the script makes anew."""
+    return {key: value for key, value in state.items() if not callable(value) and not _has_callable(value)}
+
+
+def _has_callable(value: Any) -> bool:
+    return isinstance(value, list) and any(callable(item) for item in value)
+
+
+def _random_states() -> dict[str, Any]:
+    torch_state, _, _ = randomness.states()
+    return {"torch": torch_state}

@@ -1,0 +1,273 @@
+"""The training loop: what happens in a step, and what is due after it."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from manyhands.config.settings import Settings
+from manyhands.data.steps import Step, mapped
+from manyhands.errors import TrainingError
+from manyhands.events import EpochDone, Event, StepDone, StepTiming, ValidationDone
+from manyhands.strategies.strategy import Piece, StepOutcome
+from manyhands.training.build import Parts
+from manyhands.training.evaluate import Evaluation
+from manyhands.training.keeping import Keeping
+from manyhands.training.marks import Mark, due, reached
+from manyhands.training.numbers import HostTiming, Numbers, StepFacts, StepNumbers
+from manyhands.training.state import RunState
+from manyhands.training.wishes import Wishes
+from manyhands.units import Duration
+
+Tell = Callable[[Event], None]
+
+
+class Loop:
+    """Trains `parts` until a rule gives a reason to stop."""
+
+    def __init__(  # noqa: PLR0913  # made in one place, by name
+        self,
+        parts: Parts,
+        *,
+        settings: Settings,
+        state: RunState,
+        validation: Evaluation | None,
+        keeping: Keeping,
+        wishes: Wishes,
+        tell: Tell,
+        flush: Callable[[], None],
+        note_samples: Callable[[int, Sequence[int]], None] | None,
+    ) -> None:
+        self.parts, self.settings, self.state = parts, settings, state
+        self.validation, self.keeping, self.wishes, self.tell, self.flush = validation, keeping, wishes, tell, flush
+        self.note_samples = note_samples
+        self.limit = Duration.parse(settings.duration, where="fit(…)")
+        self.validate_every = Duration.parse(settings.validate_every, where="validate_every")
+        self.snapshot_every = Duration.parse(settings.snapshots.every, where="snapshots.every")
+        self.numbers = Numbers(parts.world.device)
+        self.before = self.mark()
+        self.began = time.perf_counter() - state.seconds
+        self.on_cpu = parts.world.device.type == "cpu"
+
+    def run(self) -> str:
+        """Train from where the state stands. Returns why it ended."""
+        self.parts.model.train()
+        self.before = self.mark()
+        steps = self.parts.source.steps(self.state.position, self.state.stream)
+        while not (reason := self.reason_to_stop()):
+            self.before = self.mark()
+            step = self.take(steps)
+            if step.ends_epoch:
+                self.end_epoch()
+            if self.validation is not None and due(self.validate_every, self.before, self.mark()):
+                self.validate()
+            if due(self.snapshot_every, self.before, self.mark()):
+                self.save()
+        self.read_numbers(all_of_them=True)
+        return reason
+
+    def mark(self) -> Mark:
+        """How far the run has come, in numbers that are equal on all workers."""
+        state = self.state
+        return Mark(state.step, self.parts.source.epochs(state.position), state.seconds)
+
+    def reason_to_stop(self) -> str:
+        """Why to stop now; empty where there is no reason."""
+        return self.wishes.granted or self.state.ended or reached(self.limit, self.mark())
+
+    def take(self, steps: Iterator[Step]) -> Step:
+        """One optimizer step, from waiting for its samples to telling its numbers."""
+        world, state = self.parts.world, self.state
+        begin, exposed, sent, stalled = time.perf_counter(), world.exposed_s, world.bytes_sent, self.keeping.stalled_s
+        step = next(steps)
+        fetched = time.perf_counter()
+        lr = self.parts.optimizer.param_groups[0]["lr"] * self.parts.warmup.factor(state.step)
+        outcome, norm = self.train_step(step)
+        end = time.perf_counter()
+        state.step += 1
+        state.position, state.stream = step.after, step.stream
+        stall = self.keeping.stalled_s - stalled
+        timing = HostTiming(end - begin, fetched - begin, world.exposed_s - exposed, stall, end - fetched - stall)
+        facts = StepFacts(
+            step=state.step,
+            epoch=step.epoch,
+            lr=lr,
+            samples=step.samples,
+            bytes_sent=world.bytes_sent - sent,
+            timing=timing,
+            time=time.time(),
+            indices=_indices(step),
+        )
+        self.numbers.add(facts, outcome.values, norm, outcome.riders, world.take_waits())
+        self.read_numbers()
+        return step
+
+    def train_step(self, step: Step) -> tuple[StepOutcome, Any]:
+        """The arithmetic of one optimizer step. Returns what it found, and the gradient's norm where it is clipped."""
+        parts = self.parts
+        outcome = parts.strategy.forward_backward(
+            parts.model, self.pieces(step), parts.compute, parts.precision.scale, self.riders()
+        )
+        norm = None
+        if self.settings.clip_gradients is not None:
+            parts.precision.unscale(parts.optimizer)
+            norm = parts.strategy.clip_gradients(parts.model, self.settings.clip_gradients)
+        self.keeping.before_update()
+        if self.state.step < parts.warmup.steps:
+            with parts.warmup.over(parts.optimizer, self.state.step):
+                parts.strategy.update(parts.model, parts.precision.stepper(parts.optimizer))
+        else:
+            parts.strategy.update(parts.model, parts.precision.stepper(parts.optimizer))
+        advance(parts.schedule)
+        return outcome, norm
+
+    def pieces(self, step: Step) -> list[Piece]:
+        """The step's pieces on this worker's device."""
+        device = self.parts.world.device
+        return [
+            Piece(
+                batch=loaded.batch
+                if self.on_cpu
+                else mapped(loaded.batch, lambda tensor: tensor.to(device, non_blocking=True)),
+                samples=len(loaded.plan.indices),
+                weight=loaded.plan.weight,
+                address=(self.state.step, loaded.plan.part, loaded.plan.micro),
+            )
+            for loaded in step.pieces
+        ]
+
+    def riders(self) -> tuple[float, float]:
+        """The leader's clock, and whether this worker was asked to stop."""
+        clock = time.perf_counter() - self.began if self.parts.world.is_leader else 0.0
+        return clock, float(self.wishes.asked)
+
+    def read_numbers(self, *, all_of_them: bool = False) -> None:
+        """Tell the steps whose numbers have come, and take from them what the workers decide together."""
+        for numbers in self.numbers.read(all_of_them=all_of_them):
+            self.check(numbers)
+            clock, asked = numbers.riders
+            state, facts = self.state, numbers.facts
+            state.seconds = clock
+            self.wishes.hear(asked)
+            state.epoch_loss += numbers.values["loss"] * facts.samples
+            state.epoch_samples += facts.samples
+            state.epoch_seconds += facts.timing.total
+            if self.note_samples is not None:
+                self.note_samples(facts.step, facts.indices)
+            if self.parts.world.is_leader:
+                self.tell(step_done(numbers))
+
+    def check(self, numbers: StepNumbers) -> None:
+        """Raise where the loss is no number: every worker sees the same one, so all raise."""
+        loss = numbers.values["loss"]
+        if math.isfinite(loss):
+            return
+        facts = numbers.facts
+        shown = ", ".join(map(str, facts.indices[:16])) + (", …" if len(facts.indices) > 16 else "")
+        raise TrainingError(
+            f"the loss is {loss} in step {facts.step}",
+            where=f"epoch {facts.epoch}, samples [{shown}] of rank {self.parts.world.rank}",
+            fix=f"{self.keeping.last_good()} Look at those samples, lower the learning rate, or set clip_gradients",
+        )
+
+    def end_epoch(self) -> None:
+        """Tell the epoch's sums and begin new ones."""
+        self.read_numbers(all_of_them=True)
+        state = self.state
+        self.tell(
+            EpochDone(
+                step=state.step,
+                epoch=state.position.epoch - 1,
+                train_loss=state.epoch_loss / state.epoch_samples,
+                seconds=state.epoch_seconds,
+                samples=state.epoch_samples,
+                time=time.time(),
+            )
+        )
+        state.epoch_loss, state.epoch_samples, state.epoch_seconds = 0.0, 0, 0.0
+
+    def validate(self) -> None:
+        """Evaluate, keep the model if it is the best, and let early stopping and a plateau schedule judge."""
+        assert self.validation is not None, "validate() is called where there is a validation set"
+        self.read_numbers(all_of_them=True)
+        begin = time.perf_counter()
+        state, rule = self.state, self.keeping.rule
+        state.validation = self.validation(self.parts.model)
+        state.validated_at = state.step
+        value = self.keeping.watched(state.validation)
+        best = rule.better(value, state.best)
+        if best:
+            state.best, state.best_step, state.validations_without_gain = value, state.step, 0
+            self.keeping.save_best(state)
+        else:
+            state.validations_without_gain += 1
+        if self.settings.early_stopping is not None and state.validations_without_gain >= rule.patience:
+            state.ended = f"{rule.metric} has not become better for {rule.patience} validations"
+        if isinstance(self.parts.schedule, ReduceLROnPlateau):
+            self.parts.schedule.step(value)
+        now = time.perf_counter()
+        self.tell(
+            ValidationDone(
+                step=state.step,
+                epoch=self.epoch(),
+                values=state.validation,
+                best=best,
+                seconds=now - begin,
+                time=time.time(),
+            )
+        )
+
+    def epoch(self) -> int:
+        """The epoch that the last step belongs to."""
+        position = self.state.position
+        return position.epoch if position.sample else max(position.epoch - 1, 0)
+
+    def save(self) -> None:
+        """Make a snapshot of everything."""
+        self.read_numbers(all_of_them=True)
+        self.flush()
+        self.keeping.save(self.state)
+
+
+def advance(schedule: LRScheduler | None) -> None:
+    """One step of the schedule; a plateau schedule moves after validations instead."""
+    if schedule is None or isinstance(schedule, ReduceLROnPlateau):
+        return
+    with warnings.catch_warnings():
+        # fp16 leaves out steps whose gradients overflow; the schedule goes on all the same, on every worker.
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+        schedule.step()
+
+
+def step_done(numbers: StepNumbers) -> StepDone:
+    """The news of one step."""
+    facts, host = numbers.facts, numbers.facts.timing
+    return StepDone(
+        step=facts.step,
+        epoch=facts.epoch,
+        loss=numbers.values["loss"],
+        lr=facts.lr,
+        samples=facts.samples,
+        gradient_norm=numbers.gradient_norm,
+        timing=StepTiming(
+            total=host.total,
+            compute=host.work - numbers.exposed,
+            communication_exposed=numbers.exposed,
+            data_wait=host.data_wait,
+            snapshot_stall=host.snapshot_stall,
+            other=host.total - host.work - host.data_wait - host.snapshot_stall,
+        ),
+        bytes_sent=facts.bytes_sent,
+        time=facts.time,
+        values={name: value for name, value in numbers.values.items() if name != "loss"},
+    )
+
+
+def _indices(step: Step) -> list[int]:
+    """The samples that this worker computed in a step, ghosts left out."""
+    return [index for piece in step.pieces if piece.plan.weight for index in piece.plan.indices.tolist()]

@@ -1,0 +1,58 @@
+"""Where a run stands: everything beside model and optimizer that it needs to go on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from manyhands.data.order import Position
+
+
+@dataclass(slots=True)
+class RunState:
+    """Changed by the loop alone; kept whole in every snapshot."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    position: Position = field(default_factory=Position)
+    stream: Mapping[str, Any] = field(default_factory=dict)
+    """What this worker's stream needs beside the position; empty for map-style datasets."""
+    seconds: float = 0.0
+    """Time spent, over all restarts, by the leader's clock."""
+    epoch_loss: float = 0.0
+    """Sum of the losses of the samples of the epoch under way."""
+    epoch_samples: int = 0
+    epoch_seconds: float = 0.0
+    validation: dict[str, float] = field(default_factory=dict)
+    """The last validation's values."""
+    validated_at: int = -1
+    best: float | None = None
+    best_step: int = -1
+    validations_without_gain: int = 0
+    ended: str = ""
+    """Why early stopping ended the run; empty while it has not."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for a snapshot; `stream`, which differs from worker to worker, is kept apart."""
+        return {
+            "step": self.step,
+            "epoch": self.position.epoch,
+            "sample": self.position.sample,
+            "seconds": self.seconds,
+            "epoch_loss": self.epoch_loss,
+            "epoch_samples": self.epoch_samples,
+            "epoch_seconds": self.epoch_seconds,
+            "validation": dict(self.validation),
+            "validated_at": self.validated_at,
+            "best": self.best,
+            "best_step": self.best_step,
+            "validations_without_gain": self.validations_without_gain,
+            "ended": self.ended,
+        }
+
+    @classmethod
+    def from_dict(cls, kept: Mapping[str, Any], stream: Mapping[str, Any]) -> RunState:
+        """What `to_dict` gave."""
+        plain = {key: value for key, value in kept.items() if key not in ("epoch", "sample")}
+        return cls(position=Position(kept["epoch"], kept["sample"]), stream=stream, **plain)

@@ -1,0 +1,273 @@
+"""The trainer: what a person's script makes, and calls `fit`, `validate` and `test` on."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from torch import nn
+from torchmetrics import Metric, MetricCollection
+
+from manyhands.cluster.place import Place
+from manyhands.cluster.reports import Reporter
+from manyhands.communication.gathering import gather_words
+from manyhands.communication.world import World
+from manyhands.config import overrides
+from manyhands.config.settings import Settings
+from manyhands.config.snapshots import Snapshots
+from manyhands.config.stopping import EarlyStopping
+from manyhands.config.strategies import DDP, Strategy, named
+from manyhands.data.data import Data
+from manyhands.errors import ConfigError
+from manyhands.events import Listener, TestDone
+from manyhands.records.run_directory import RunDirectory
+from manyhands.snapshot.fingerprint import fingerprint
+from manyhands.snapshot.load import load, same_model
+from manyhands.training.build import MakeOptimizer, MakeSchedule, ModelOrMaker, Parts, build, make_evaluation
+from manyhands.training.compute import Loss, UserStep
+from manyhands.training.evaluate import Evaluation, flattened
+from manyhands.training.keeping import load_model
+from manyhands.training.result import Result
+from manyhands.training.run import Run
+from manyhands.training.weights import load_initial
+
+_made_here = 0
+"""Trainers made in this process: each has a run directory of its own."""
+
+
+class Trainer:
+    """Trains a model on any number of workers.
+
+    Args:
+        model: a module, or a callable that makes one (under the run's seed, the same on every worker).
+        loss: `loss(model(inputs), targets)`, the mean over the samples it is given.
+        optimizer: makes the optimizer of a list of parameters; called after the strategy has placed the model.
+        data: the datasets and the size of the batch.
+        metrics: names and torchmetrics metrics, computed over the whole validation or test set.
+        step: in place of `loss`: `step(model, batch) -> loss`, or a mapping with `loss` and values to log. With metrics
+            it also gives `outputs` and `targets`.
+        schedule: makes a learning-rate scheduler of the optimizer; stepped once per optimizer step.
+        strategy: how a step is spread over the workers: a name, or a value such as `mh.DDP()`.
+        precision: `"fp32"`, `"bf16"` or `"fp16"`, by autocast.
+        micro_batch_size: most samples in one forward pass; gradients add up.
+        clip_gradients: largest norm of the gradient over all parameters.
+        snapshots: when a snapshot is made, and how many are kept.
+        validate_every: how often `fit` validates.
+        early_stopping: when `fit` ends before its duration is over.
+        listeners: anything callable with one event; called on the leader.
+        init_from: weights to begin with: a snapshot, a run directory, a `.safetensors` or a `.pt` file.
+        seed: behind the order of the samples, augmentation, dropout, and a model that is made by a callable.
+        virtual_workers: cut each batch into so many parts, whoever computes them.
+        batch_norm: `"global"`: BatchNorm sees the batch of all workers; `"local"`: each worker's own part.
+        lr_scaling, warmup: what the learning rate does when `batch_size_per_worker` lets the batch grow.
+        compile: run the model through `torch.compile`.
+        backend: `"gloo"` or `"nccl"`; by the device where it is not given.
+        record_samples: write which samples each step took to `logs/samples-<rank>.jsonl`.
+        run_dir: where everything of the run goes; `manyhands run --run-dir` overrules it.
+
+    Every one that is a plain value can be changed by `manyhands run --set key=value`.
+
+    Raises:
+        ConfigError: settings that make no sense, alone or together.
+    """
+
+    def __init__(  # noqa: PLR0913  # the user's whole vocabulary, by name only
+        self,
+        *,
+        model: ModelOrMaker,
+        optimizer: MakeOptimizer,
+        data: Data,
+        loss: Loss | None = None,
+        step: UserStep | None = None,
+        metrics: Mapping[str, Metric | MetricCollection] | None = None,
+        schedule: MakeSchedule | None = None,
+        strategy: str | Strategy | None = None,
+        precision: Literal["fp32", "bf16", "fp16"] = "fp32",
+        micro_batch_size: int | None = None,
+        clip_gradients: float | None = None,
+        snapshots: Snapshots | None = None,
+        validate_every: str = "1 epoch",
+        early_stopping: EarlyStopping | None = None,
+        listeners: Sequence[Listener] = (),
+        init_from: str | Path | None = None,
+        seed: int = 0,
+        virtual_workers: int | None = None,
+        batch_norm: Literal["global", "local"] = "global",
+        lr_scaling: Literal["sqrt", "linear"] | None = None,
+        warmup: str | None = None,
+        compile: bool = False,
+        backend: Literal["gloo", "nccl"] | None = None,
+        record_samples: bool = False,
+        run_dir: str | Path | None = None,
+    ) -> None:
+        self.reporter = Reporter.from_environment()
+        if self.reporter is not None:
+            self.reporter.send("trainer")
+        if (loss is None) == (step is None):
+            raise ConfigError(
+                "both loss and step are given" if loss is not None else "neither loss nor step is given",
+                where="mh.Trainer(…)",
+                fix="give loss=nn.CrossEntropyLoss() for (inputs, targets) batches, else step=function(model, batch)",
+            )
+        self.settings = overrides.apply(
+            Settings(
+                batch_size=data.batch_size,
+                batch_size_per_worker=data.batch_size_per_worker,
+                micro_batch_size=micro_batch_size,
+                evaluation_batch_size=data.evaluation_batch_size,
+                drop_last=data.drop_last,
+                shuffle=data.shuffle,
+                loader_workers=data.loader_workers,
+                lr_scaling=lr_scaling,
+                warmup=warmup,
+                strategy=DDP() if strategy is None else named(strategy),
+                precision=precision,
+                clip_gradients=clip_gradients,
+                batch_norm=batch_norm,
+                snapshots=snapshots or Snapshots(),
+                validate_every=validate_every,
+                early_stopping=early_stopping,
+                seed=seed,
+                virtual_workers=virtual_workers,
+                compile=compile,
+                backend=backend,
+                record_samples=record_samples,
+            ),
+            overrides.from_environment(),
+        )
+        self.data = data
+        self.metrics = flattened(metrics or {})
+        self._check_watched(data)
+        self.loss, self.step = loss, step
+        self.listeners = list(listeners)
+        self.world = World(Place.from_environment(), backend=self.settings.backend)
+        atexit.register(self.world.leave)
+        global _made_here
+        _made_here += 1
+        self._number = _made_here
+        self._run_dir = run_dir
+        self._run: Run | None = None
+        self.parts: Parts = build(
+            settings=self.settings,
+            world=self.world,
+            data=data,
+            model=model,
+            loss=loss,
+            step=step,
+            optimizer=optimizer,
+            schedule=schedule,
+        )
+        if init_from is not None:
+            load_initial(self.parts.model, Path(init_from))
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, as the strategy has placed it."""
+        return self.parts.model
+
+    def fit(self, duration: str | None = None) -> Result:
+        """Train until the run is `duration` long: `"20 epochs"`, `"500 steps"`, `"2h30m"`, `"20 epochs or 2h"`.
+
+        A run directory that holds snapshots is gone on with; what it has behind it counts.
+
+        Raises:
+            ManyhandsError: see `manyhands.errors`; nothing that is on disk is lost by it.
+        """
+        settings = self.settings
+        if duration is not None and "duration" not in overrides.from_environment():
+            settings = dataclasses.replace(settings, duration=duration)
+        if self._run is not None:
+            self._run.close()
+        self._run = Run(
+            parts=self.parts,
+            settings=settings,
+            directory=self._directory(),
+            script=_script(),
+            validation=self._evaluation("validation"),
+            listeners=self.listeners,
+            reporter=self.reporter,
+        )
+        return self._run.fit()
+
+    def validate(self) -> dict[str, float]:
+        """`loss` and every metric over the whole validation set, with the weights as they are now.
+
+        Raises:
+            ConfigError: there is no validation set.
+        """
+        evaluation = self._evaluation("validation")
+        if evaluation is None:
+            raise ConfigError("there is no validation set", where="mh.Data(validation=…)", fix="give one")
+        return evaluation(self.model)
+
+    def test(self, *, weights: Literal["best", "last"] = "best") -> dict[str, float]:
+        """`loss` and every metric over the whole test set, each sample once.
+
+        `weights="best"`: those of the best validation, where `fit` has kept them; `"last"`: those of now.
+
+        Raises:
+            ConfigError: there is no test set.
+        """
+        evaluation = self._evaluation("test")
+        if evaluation is None:
+            raise ConfigError("there is no test set", where="mh.Data(test=…)", fix="give one")
+        begin = time.perf_counter()
+        best = self._run.directory.best if self._run is not None and weights == "best" else None
+        if best is not None and best.exists():
+            now = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+            load_model(self.model, load(best, same_model(fingerprint(self.model))).state["model"])
+            try:
+                values = evaluation(self.model)
+            finally:
+                load_model(self.model, now)
+        else:
+            values = evaluation(self.model)
+        if self._run is not None:
+            step = self._run.state.step
+            self._run.tell(TestDone(step=step, values=values, seconds=time.perf_counter() - begin, time=time.time()))
+        return values
+
+    def _evaluation(self, name: Literal["validation", "test"]) -> Evaluation | None:
+        dataset = getattr(self.data, name)
+        if dataset is None:
+            return None
+        return make_evaluation(
+            name,
+            dataset,
+            data=self.data,
+            settings=self.settings,
+            world=self.world,
+            loss=self.loss,
+            step=self.step,
+            metrics=self.metrics,
+        )
+
+    def _check_watched(self, data: Data) -> None:
+        rule = self.settings.early_stopping
+        if rule is None:
+            return
+        if data.validation is None:
+            raise ConfigError(
+                f"early stopping watches {rule.metric!r}, but there is no validation set",
+                where="early_stopping",
+                fix="give mh.Data(validation=…), or leave early_stopping out",
+            )
+
+    def _directory(self) -> RunDirectory:
+        """The run directory, the same on every worker."""
+        directory = None
+        if self.world.is_leader:
+            directory = RunDirectory.choose(_script()) if self._run_dir is None else RunDirectory(Path(self._run_dir))
+        [path, *_] = gather_words(self.world, str(directory.path.absolute()) if directory else "")
+        return RunDirectory(Path(path) if self._number == 1 else Path(path, f"trainer-{self._number}"))
+
+
+def _script() -> Path:
+    """The script that the user started."""
+    main = sys.modules.get("__main__")
+    return Path(getattr(main, "__file__", None) or sys.argv[0] or "interactive")

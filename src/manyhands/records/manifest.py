@@ -22,6 +22,7 @@ from manyhands.errors import SnapshotError
 
 FORMAT_VERSION = 1
 NAME = "manifest.json"
+_HASH_KEY = ',\n "sha256": "'
 _CHUNK_BYTES = 4 << 20
 _FOLDER = re.compile(r"(?:step-(?P<step>\d{8,})|best)(?:\.(?P<how>new|old|[0-9a-f]+\.half|half))?")
 _GO_ON = "delete the folder, or leave it: a run goes on from the newest snapshot that is whole"
@@ -83,7 +84,8 @@ class Manifest:
             "model": {name: f"{dtype}{list(shape)}" for name, (dtype, shape) in facts.model.items()},
             "files": {name: {"bytes": file.bytes, "sha256": file.sha256} for name, file in self.files.items()},
         }
-        return json.dumps({**content, "sha256": _hash_of(content)}, indent=1) + "\n"
+        head = json.dumps(content, indent=1).removesuffix("\n}")
+        return f'{head}{_HASH_KEY}{_hash_of(head)}"\n}}\n'
 
     @classmethod
     def from_text(cls, text: str, *, where: str) -> Manifest:
@@ -99,7 +101,6 @@ class Manifest:
         except (ValueError, KeyError) as cause:
             raise SnapshotError(f"{NAME} is damaged: {cause}", where=where, fix=_GO_ON) from cause
         version = content["format_version"]
-        own_hash = content.pop("sha256", None)
         # A newer format may hash itself otherwise, so its number is believed before its hash is looked at.
         if version > FORMAT_VERSION:
             raise SnapshotError(
@@ -107,7 +108,8 @@ class Manifest:
                 where=where,
                 fix="install a newer manyhands: pip install -U manyhands",
             )
-        if own_hash != _hash_of(content):
+        head, _, tail = text.rpartition(_HASH_KEY)
+        if tail != f'{_hash_of(head)}"\n}}\n':
             raise SnapshotError(f"{NAME} is damaged: its content is not what its hash says", where=where, fix=_GO_ON)
         return _from_content(content)
 
@@ -135,8 +137,8 @@ def _dtype_and_shape(words: str) -> tuple[str, tuple[int, ...]]:
     return dtype, tuple(int(side) for side in sides.split(",") if side)
 
 
-def _hash_of(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+def _hash_of(head: str) -> str:
+    return hashlib.sha256(head.encode()).hexdigest()
 
 
 def read(folder: Path) -> Manifest:
@@ -146,7 +148,7 @@ def read(folder: Path) -> Manifest:
         SnapshotError: there is none, it is damaged, or of a newer format.
     """
     try:
-        text = (folder / NAME).read_text(encoding="utf-8")
+        text = (folder / NAME).read_bytes().decode()
     except FileNotFoundError as cause:
         raise SnapshotError(f"it has no {NAME}", where=str(folder), fix=_GO_ON) from cause
     except (OSError, UnicodeDecodeError) as cause:

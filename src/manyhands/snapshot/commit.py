@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from manyhands.errors import SnapshotError
 from manyhands.records.manifest import FileRecord, found_in
@@ -33,13 +32,6 @@ class Part:
     failure: str = ""
 
 
-class GaveUp(Protocol):
-    """Whether nobody waits for this snapshot any more."""
-
-    def __call__(self) -> bool:
-        """True from the moment on that the workers changed."""
-
-
 def tell(half: Path, rank: int, part: Part, disk: Disk) -> None:
     """Leave word for the leader that worker `rank` is done.
 
@@ -47,7 +39,7 @@ def tell(half: Path, rank: int, part: Part, disk: Disk) -> None:
         OSError: the disk would not have it.
     """
     if part.failure:
-        # A full disk still takes an empty file, and its name says the most important thing.
+        # A disk that is full again may still take an empty file, and its name says the most important thing.
         with disk.create(half / _failure_name(rank)) as file, suppress(OSError):
             disk.write(file, memoryview(part.failure.encode()))
         return
@@ -57,11 +49,11 @@ def tell(half: Path, rank: int, part: Part, disk: Disk) -> None:
     disk.rename(unready, half / _record_name(rank))
 
 
-def hear(half: Path, ranks: Sequence[int], patience_s: float, gave_up: GaveUp) -> dict[int, Part]:
+def hear(half: Path, ranks: Sequence[int], patience_s: float, gave_up: Callable[[], str]) -> dict[int, Part]:
     """Wait until all of `ranks` have left word.
 
     Raises:
-        SnapshotError: one of them failed, or was silent for `patience_s` seconds, or nobody waits any more.
+        SnapshotError: one of them failed, or was silent for `patience_s` seconds, or `gave_up` gave a reason.
     """
     heard: dict[int, Part] = {}
     deadline = time.monotonic() + patience_s
@@ -76,8 +68,8 @@ def hear(half: Path, ranks: Sequence[int], patience_s: float, gave_up: GaveUp) -
         silent = [rank for rank in ranks if rank not in heard]
         if not silent:
             return heard
-        if gave_up():
-            raise SnapshotError("the workers changed while it was being written", where=str(half))
+        if reason := gave_up():
+            raise SnapshotError(reason, where=str(half))
         if time.monotonic() > deadline:
             raise SnapshotError(
                 f"no part came from worker {', '.join(map(str, silent))} in {patience_s:g} s",
@@ -116,21 +108,32 @@ def put_in_place(half: Path, path: Path, disk: Disk) -> None:
     Not every file system can exchange two folders in one stroke, so where `path` is taken already there are three
     renames. `.new` is never older than `path`, and `.old` never newer: readers try them in the order new, path, old.
     """
-    new, old = path.with_name(f"{path.name}.new"), path.with_name(f"{path.name}.old")
     disk.sync_folder(half)
-    if path.exists() or old.exists():
-        discard(new, disk)
+    _settle(path, disk)
     if path.exists():
-        disk.rename(half, new)
+        disk.rename(half, _new(path))
         disk.sync_folder(path.parent)
-        discard(old, disk)
-        disk.rename(path, old)
-        disk.rename(new, path)
     else:
         disk.rename(half, path)
+    _settle(path, disk)
     disk.sync_folder(path.parent)
-    discard(new, disk)
-    discard(old, disk)
+
+
+def _settle(path: Path, disk: Disk) -> None:
+    """Let the newest whole one have the name `path`: the end of a replacement, or of one that was cut short."""
+    new, old = _new(path), path.with_name(f"{path.name}.old")
+    if new.exists():
+        if path.exists():
+            discard(old, disk)
+            disk.rename(path, old)
+        disk.rename(new, path)
+        disk.sync_folder(path.parent)
+    if path.exists():
+        discard(old, disk)
+
+
+def _new(path: Path) -> Path:
+    return path.with_name(f"{path.name}.new")
 
 
 def discard(folder: Path, disk: Disk) -> None:

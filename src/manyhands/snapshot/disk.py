@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -47,7 +48,8 @@ class Disk:
 
     def remove_folder(self, path: Path) -> None:
         """Remove a folder with all that is in it. No error where it is gone already."""
-        shutil.rmtree(path, ignore_errors=not path.exists())
+        with suppress(FileNotFoundError):
+            shutil.rmtree(path)
 
     def write_file(self, path: Path, pieces: Iterable[memoryview | bytes]) -> None:
         """A whole file, on the disk when this returns."""

@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -79,7 +80,8 @@ class Store:
         self._copying: Copying | None = None
         self._thread: threading.Thread | None = None
         self._stall_s = 0.0  # of the snapshot under way
-        self._gave_up = False
+        self._gave_up = ""  # why nobody waits for the parts of the others any more
+        self._failed = False  # whether the last part of this worker failed
         self._news: SimpleQueue[SnapshotSaved | SnapshotSkipped] = SimpleQueue()
         self._crash: BaseException | None = None
         self._passed_over: set[Path] = set()
@@ -123,7 +125,7 @@ class Store:
     ) -> None:
         """The same under another name (`best`, say), in place of what is there: at no moment is there none."""
         begin = time.perf_counter()
-        self.wait()
+        self._make_way()
         world = self._world
         # The leader draws a number for this try, so that nothing left over from another can get into it.
         token = f"{int(world.agree(float(int.from_bytes(os.urandom(6), 'big')))):012x}"
@@ -156,7 +158,7 @@ class Store:
             size=world.size,
             begin=begin,
         )
-        self._gave_up = False
+        self._gave_up = ""
         self._stall_s = 0.0
         self._thread = threading.Thread(target=self._run, args=(task,), name="manyhands-snapshot", daemon=True)
         self._thread.start()
@@ -171,6 +173,18 @@ class Store:
         copying.done.wait()
         self._copying = None
         self._count_stall(begin)
+
+    def _make_way(self) -> None:
+        """Wait for the snapshot before this one, but not for a part that will not come.
+
+        A worker whose part failed says so in the folder; where its disk refused even that, here.
+        """
+        if not self._world.is_leader:
+            self.wait()
+        if self._world.any(self._failed):
+            self._gave_up = "another worker could not write its part, nor say why"
+        self.wait()
+        self._failed = False
 
     def _count_stall(self, begin: float) -> None:
         seconds = time.perf_counter() - begin
@@ -200,7 +214,7 @@ class Store:
 
     def abandon(self) -> None:
         """Give up what is being written: the workers changed, and the parts of those that went will not come."""
-        self._gave_up = True
+        self._gave_up = "the workers changed while it was being written"
 
     def latest(self, fits: Fits = everything_fits) -> Loaded | None:
         """The newest snapshot that is whole and fits, the same on every worker; None where there never was one.
@@ -230,6 +244,7 @@ class Store:
             self._write(task)
         except (OSError, SnapshotError) as trouble:
             news = SnapshotSkipped(step=task.facts.step, path=task.path, reason=_sentence(trouble), time=time.time())
+            self._failed = True
             self._news.put(news)
         except BaseException as crash:  # a fault of ours: raised again where training sees it
             self._crash = crash
@@ -238,7 +253,8 @@ class Store:
         leads = task.rank == 0
         try:
             if leads:
-                remove_halves(task.path.parent, self._disk, but=task.half)
+                with suppress(OSError):  # what clings to the disk takes room, and no more
+                    remove_halves(task.path.parent, self._disk, but=task.half)
             self._disk.make_folder(task.half)
             tell(task.half, task.rank, Part(self._write_files(task)), self._disk)
             if leads:
@@ -276,8 +292,9 @@ class Store:
         )
         self._passed_over.discard(task.path)
         if task.path.parent == self.folder:
-            for path in surplus(self.folder, keep=self.keep, newest=task.facts.step, bad=self._passed_over):
-                discard(path, self._disk)
+            with suppress(OSError):  # the snapshot is whole all the same; the next one tries again
+                for path in surplus(self.folder, keep=self.keep, newest=task.facts.step, bad=self._passed_over):
+                    discard(path, self._disk)
 
     def _clean_up(self, task: _Task, trouble: Exception) -> None:
         """Leave nothing half behind. The disk is in trouble already, so more of it here is no news."""
@@ -285,6 +302,9 @@ class Store:
             if task.rank == 0:
                 self._disk.remove_folder(task.half)
             else:
+                for name in (*task.tensors, *task.texts):  # makes room to say so
+                    if (task.half / name).exists():
+                        self._disk.remove_file(task.half / name)
                 tell(task.half, task.rank, Part(failure=_sentence(trouble)), self._disk)
         except OSError:
             return

@@ -1,0 +1,180 @@
+"""Disks that fail: the operations of the real one, with a power cut, a full disk or a closed gate at a chosen call."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from manyhands.snapshot.disk import Disk
+
+
+class PowerCut(BaseException):
+    """Stands for a host that loses power: no Exception, so nothing on the way catches it."""
+
+
+class CountingDisk(Disk):
+    """Counts the calls that change the disk, and lets a test step in before each."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.log: list[str] = []
+
+    def about_to(self, operation: str, path: Path | str) -> None:
+        self.calls += 1
+        self.log.append(f"{operation} {Path(path).name}")
+
+    def make_folder(self, path: Path) -> None:
+        self.about_to("make", path)
+        super().make_folder(path)
+
+    def create(self, path: Path) -> BinaryIO:
+        self.about_to("create", path)
+        return super().create(path)
+
+    def write(self, file: BinaryIO, data: memoryview) -> None:
+        self.about_to("write", file.name)
+        super().write(file, data)
+
+    def sync(self, file: BinaryIO) -> None:
+        self.about_to("sync", file.name)
+
+    def sync_folder(self, path: Path) -> None:
+        self.about_to("sync folder", path)
+
+    def rename(self, source: Path, target: Path) -> None:
+        self.about_to("rename", source)
+        super().rename(source, target)
+
+    def remove_file(self, path: Path) -> None:
+        self.about_to("remove", path)
+        super().remove_file(path)
+
+    def remove_folder(self, path: Path) -> None:
+        self.about_to("remove folder", path)
+        super().remove_folder(path)
+
+
+class FullDisk(CountingDisk):
+    """Has no room from call number `full_from` on, until something is removed."""
+
+    def __init__(self, full_from: int | None) -> None:
+        super().__init__()
+        self.full_from = full_from
+
+    def about_to(self, operation: str, path: Path | str) -> None:
+        super().about_to(operation, path)
+        if operation.startswith("remove"):
+            self.full_from = None
+        needs_room = operation in ("make", "create", "write", "sync", "sync folder", "rename")
+        if needs_room and self.full_from is not None and self.calls >= self.full_from:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+class GatedDisk(CountingDisk):
+    """Lets nothing through until the gate is opened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+
+    def about_to(self, operation: str, path: Path | str) -> None:
+        if not self.gate.wait(timeout=30):
+            raise TimeoutError("nobody opened the gate")
+        super().about_to(operation, path)
+
+
+@dataclass
+class _Change:
+    """A change to names in `folder` that is not safe yet, and how a power cut takes it back."""
+
+    folder: Path
+    take_back: Callable[[], None]
+
+
+class CutDisk(CountingDisk):
+    """Loses power right before call number `cut_at`, and then whatever was not synced.
+
+    Content that was written and not synced comes back torn: half of it is gone. With `loses_names` also new names,
+    renames and removals are taken back, newest first, unless their folder was synced.
+    """
+
+    def __init__(self, grave: Path, cut_at: int | None, *, loses_names: bool) -> None:
+        super().__init__()
+        self.grave, self.cut_at, self.loses_names = grave, cut_at, loses_names
+        self.unsafe_files: list[Path] = []
+        self.unsafe_changes: list[_Change] = []
+
+    def about_to(self, operation: str, path: Path | str) -> None:
+        super().about_to(operation, path)
+        if self.calls == self.cut_at:
+            self.lose()
+            raise PowerCut(self.log[-1])
+
+    def lose(self) -> None:
+        for path in self.unsafe_files:
+            if path.exists():
+                os.truncate(path, path.stat().st_size // 2)
+        if self.loses_names:
+            for change in reversed(self.unsafe_changes):
+                change.take_back()
+
+    def make_folder(self, path: Path) -> None:
+        was_there = path.exists()
+        super().make_folder(path)
+        if not was_there:
+            self.unsafe_changes.append(_Change(path.parent, lambda: shutil.rmtree(path, ignore_errors=True)))
+
+    def create(self, path: Path) -> BinaryIO:
+        file = super().create(path)
+        self.unsafe_files.append(path)
+        self.unsafe_changes.append(_Change(path.parent, lambda: path.unlink(missing_ok=True)))
+        return file
+
+    def write(self, file: BinaryIO, data: memoryview) -> None:
+        self.about_to("write", file.name)
+        Disk.write(self, file, data[: len(data) // 2])
+        self.about_to("write the rest of", file.name)
+        Disk.write(self, file, data[len(data) // 2 :])
+
+    def sync(self, file: BinaryIO) -> None:
+        super().sync(file)
+        self.unsafe_files.remove(Path(file.name))
+
+    def sync_folder(self, path: Path) -> None:
+        super().sync_folder(path)
+        self.unsafe_changes = [change for change in self.unsafe_changes if change.folder != path]
+
+    def rename(self, source: Path, target: Path) -> None:
+        super().rename(source, target)
+        self.unsafe_files = [_moved(path, source, target) for path in self.unsafe_files]
+        self.unsafe_changes.append(
+            _Change(source.parent, lambda: os.replace(target, source) if target.exists() else None)
+        )
+
+    def remove_file(self, path: Path) -> None:
+        self.about_to("remove", path)
+        self._bury(path)
+
+    def remove_folder(self, path: Path) -> None:
+        if not path.exists():
+            return
+        for file in sorted(path.iterdir()):  # one by one, so that a cut may come in the middle
+            self.remove_file(file)
+        self.about_to("remove folder", path)
+        self._bury(path)
+
+    def _bury(self, path: Path) -> None:
+        self.grave.mkdir(exist_ok=True)
+        rest = self.grave / str(self.calls)
+        os.replace(path, rest)
+        self.unsafe_changes.append(_Change(path.parent, lambda: os.replace(rest, path)))
+
+
+def _moved(path: Path, source: Path, target: Path) -> Path:
+    return target / path.relative_to(source) if path.is_relative_to(source) else path

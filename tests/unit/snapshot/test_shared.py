@@ -1,0 +1,258 @@
+"""Several workers that write one snapshot together; here threads of one process stand for the workers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from disks import CountingDisk, FullDisk
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manyhands.errors import SnapshotError
+from manyhands.events import SnapshotSaved, SnapshotSkipped
+from manyhands.records.manifest import found_in
+from manyhands.snapshot.commit import Part, hear, tell
+from manyhands.snapshot.disk import Disk
+from manyhands.snapshot.share import share_out
+from manyhands.snapshot.store import Facts, Store
+
+
+class Crew:
+    """Workers on threads that can agree as those of a real `World` do."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.barrier = threading.Barrier(size, timeout=20)
+        self.words: dict[int, float] = {}
+
+    def exchange(self, rank: int, word: float) -> dict[int, float]:
+        self.words[rank] = word
+        self.barrier.wait()
+        heard = dict(self.words)
+        self.barrier.wait()
+        return heard
+
+    def run(self, work: Callable[[Worker], Any]) -> list[Any]:
+        with ThreadPoolExecutor(self.size) as threads:
+            return list(threads.map(work, [Worker(self, rank) for rank in range(self.size)]))
+
+
+class Worker:
+    """One of a crew: what the store asks of a world."""
+
+    def __init__(self, crew: Crew, rank: int) -> None:
+        self.crew, self.rank, self.size = crew, rank, crew.size
+        self.is_leader = rank == 0
+        self.device = torch.device("cpu")
+
+    def agree(self, value: float) -> float:
+        return self.crew.exchange(self.rank, value)[0]
+
+    def any(self, flag: bool) -> bool:
+        return any(self.crew.exchange(self.rank, float(flag)).values())
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"step": step, "tensors": [torch.full((index,), float(step)) for index in range(1, 12)]}
+
+
+def facts(step: int) -> Facts:
+    return Facts(step=step, epoch=0, position={}, strategy="ddp", model={})
+
+
+def come_to_the_save(world: Worker) -> None:
+    """What a worker still does that dies before its thread has written anything."""
+    world.any(False)
+    world.agree(0)
+
+
+def save(world: Any, folder: Path, step: int, disk: Disk | None = None, patience_s: float = 20) -> Store:
+    store = Store(folder, keep=2, world=world, disk=disk, patience_s=patience_s)
+    store.save(state(step), facts(step), own={"rank": world.rank, "residual": torch.full((2,), float(world.rank))})
+    store.wait()
+    return store
+
+
+@pytest.mark.parametrize("writers", [1, 2, 3])
+@pytest.mark.parametrize("readers", [1, 2, 4])
+def test_what_some_workers_saved_another_number_reads(tmp_path: Path, writers: int, readers: int) -> None:
+    stores = Crew(writers).run(lambda world: save(world, tmp_path, 5))
+    assert [[type(event) for event in store.finished()] for store in stores] == [[SnapshotSaved], *[[]] * (writers - 1)]
+    for loaded in Crew(readers).run(lambda world: Store(tmp_path, keep=2, world=world).latest()):
+        assert loaded.facts == facts(5)
+        assert loaded.manifest.world_size == writers
+        assert loaded.state["step"] == 5
+        assert all(torch.equal(one, two) for one, two in zip(loaded.state["tensors"], state(5)["tensors"], strict=True))
+        assert [own["rank"] for own in loaded.owns] == list(range(writers))
+        assert [own["residual"].tolist() for own in loaded.owns] == [[rank, rank] for rank in range(writers)]
+
+
+def test_every_worker_writes_its_share_and_the_folder_holds_no_more(tmp_path: Path) -> None:
+    Crew(2).run(lambda world: save(world, tmp_path, 5))
+    assert sorted(path.name for path in (tmp_path / "step-00000005").iterdir()) == [
+        "manifest.json",
+        "own-00000.json",
+        "own-00000.safetensors",
+        "own-00001.json",
+        "own-00001.safetensors",
+        "state.json",
+        "tensors-00000-of-00002.safetensors",
+        "tensors-00001-of-00002.safetensors",
+    ]
+
+
+@given(sizes=st.lists(st.integers(0, 1000), max_size=40), workers=st.integers(1, 9))
+def test_each_tensor_has_one_writer_and_no_worker_has_much_more_than_another(sizes: list[int], workers: int) -> None:
+    tensors = {str(index): torch.empty(size, dtype=torch.uint8) for index, size in enumerate(sizes)}
+    shares = share_out(tensors, workers)
+    assert sorted(name for share in shares for name in share) == sorted(tensors)
+    loads = [sum(tensor.nbytes for tensor in share.values()) for share in shares]
+    assert max(loads) - min(loads) <= max(sizes, default=0)
+
+
+@pytest.mark.parametrize("sick", [0, 1, 2])
+def test_full_disk_of_one_worker_is_told_by_the_leader_and_the_next_one_succeeds(tmp_path: Path, sick: int) -> None:
+    Crew(3).run(lambda world: save(world, tmp_path, 1))
+    disks = [FullDisk(4 if rank == sick else None) for rank in range(3)]
+    stores = Crew(3).run(lambda world: save(world, tmp_path, 2, disks[world.rank]))
+    [event] = stores[0].finished()
+    assert isinstance(event, SnapshotSkipped)
+    assert "No space left on device" in event.reason
+    assert (f"worker {sick}" in event.reason) == (sick > 0)
+    loaded = Store(tmp_path, keep=2).latest()
+    assert loaded is not None
+    assert loaded.facts.step == 1
+
+    Crew(3).run(lambda world: save(world, tmp_path, 3))
+    assert [found.path.name for found in found_in(tmp_path)] == ["step-00000003", "step-00000001"]
+
+
+def test_worker_that_cannot_even_say_that_it_failed_holds_nobody_up(tmp_path: Path) -> None:
+    disks = [Disk(), FullDisk(1)]
+
+    def work(world: Worker) -> Store:
+        store = Store(tmp_path, keep=2, world=world, disk=disks[world.rank])  # patient for ten minutes
+        store.save(state(1), facts(1))
+        store.wait() if world.rank == 1 else store.before_update()
+        disks[world.rank].full_from = None
+        store.save(state(2), facts(2))
+        store.wait()
+        return store
+
+    leader, sick = Crew(2).run(work)
+    skipped, saved = leader.finished()
+    assert skipped.reason == "another worker could not write its part, nor say why"
+    assert (saved.step, type(saved)) == (2, SnapshotSaved)
+    assert sick.finished()[0].reason.startswith("No space left on device: step-00000001.")
+
+
+def test_worker_that_never_writes_is_named(tmp_path: Path) -> None:
+    def work(world: Worker) -> Store:
+        if world.rank == 1:
+            come_to_the_save(world)
+            return Store(tmp_path, keep=2)
+        return save(world, tmp_path, 1, patience_s=0.1)
+
+    leader, _ = Crew(2).run(work)
+    [event] = leader.finished()
+    assert isinstance(event, SnapshotSkipped)
+    assert event.reason == "no part came from worker 1 in 0.1 s"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_snapshot_is_given_up_at_once_when_the_workers_change(tmp_path: Path) -> None:
+    def work(world: Worker) -> Store | None:
+        if world.rank == 1:
+            come_to_the_save(world)
+            return None
+        store = Store(tmp_path, keep=2, world=world)  # patient for ten minutes
+        store.save(state(1), facts(1))
+        store.abandon()
+        store.wait()
+        return store
+
+    leader, _ = Crew(2).run(work)
+    [event] = leader.finished()
+    assert isinstance(event, SnapshotSkipped)
+    assert event.reason == "the workers changed while it was being written"
+
+
+def test_parts_of_an_earlier_try_do_not_get_into_a_snapshot(tmp_path: Path) -> None:
+    """A try that was cut short leaves a part record of the same step and rank behind."""
+    stale = tmp_path / "step-00000001.0123456789ab.half"
+    stale.mkdir()
+    tell(stale, 1, Part(), Disk())
+
+    def work(world: Worker) -> Store:
+        if world.rank == 1:
+            come_to_the_save(world)
+            return Store(tmp_path, keep=2)
+        return save(world, tmp_path, 1, patience_s=0.1)
+
+    [event] = Crew(2).run(work)[0].finished()
+    assert isinstance(event, SnapshotSkipped)
+
+
+def test_what_one_worker_cannot_read_none_of_them_takes(tmp_path: Path) -> None:
+    """Hosts may see a shared folder at different moments, or have a bad disk each."""
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        for step in (1, 2):
+            Crew(1).run(lambda world, folder=folder, step=step: save(world, folder, step))
+    (folders[1] / "step-00000002" / "state.json").write_text("{}")
+    one, two = Crew(2).run(lambda world: Store(folders[world.rank], keep=2, world=world).latest())
+    assert (one.facts.step, two.facts.step) == (1, 1)
+    assert one.skipped[0].reason == "another worker could not read it"
+    assert two.skipped[0].reason.startswith("state.json has ")
+
+
+def test_no_worker_is_left_waiting_when_none_fits(tmp_path: Path) -> None:
+    Crew(2).run(lambda world: save(world, tmp_path, 1))
+
+    def work(world: Worker) -> str:
+        with pytest.raises(SnapshotError) as caught:
+            Store(tmp_path, keep=2, world=world).latest(lambda manifest: "it is of last year")
+        return caught.value.what
+
+    assert all("step-00000001: it is of last year" in what for what in Crew(2).run(work))
+
+
+def test_failure_of_a_worker_is_heard_before_the_others_are_done(tmp_path: Path) -> None:
+    tell(tmp_path, 2, Part(failure="its disk caught fire"), Disk())
+    begin = time.monotonic()
+    with pytest.raises(SnapshotError, match="worker 2 could not write its part: its disk caught fire"):
+        hear(tmp_path, range(3), patience_s=60, gave_up=str)
+    assert time.monotonic() - begin < 30
+
+
+def test_full_disk_that_takes_only_an_empty_file_still_says_who_failed(tmp_path: Path) -> None:
+    disk = FullDisk(2)  # `create` goes through, `write` does not
+    tell(tmp_path, 1, Part(failure="No space left on device"), disk)
+    with pytest.raises(SnapshotError, match="worker 1 could not write its part: its disk is full"):
+        hear(tmp_path, [1], patience_s=60, gave_up=str)
+
+
+def test_a_save_waits_for_the_one_before_it(tmp_path: Path) -> None:
+    """Never two at once: the order of the calls to the disk shows it."""
+
+    class SlowDisk(CountingDisk):
+        def sync(self, file: Any) -> None:
+            time.sleep(0.01)
+            super().sync(file)
+
+    disk = SlowDisk()
+    store = Store(tmp_path, keep=9, disk=disk)
+    for step in (1, 2, 3):
+        store.save(state(step), facts(step))
+    store.wait()
+    made = [place for place, call in enumerate(disk.log) if call.startswith("make step-")]
+    named = [place for place, call in enumerate(disk.log) if call.startswith("rename step-")]
+    assert sorted(made + named) == [place for pair in zip(made, named, strict=True) for place in pair]
+    assert [event.step for event in store.finished()] == [1, 2, 3]

@@ -152,7 +152,7 @@ class World:
             return tensor[None]
         self.bytes_sent += tensor.numel() * tensor.element_size()
         stacked = tensor.new_empty((self.size, *tensor.shape))
-        self.wait(dist.all_gather_into_tensor(stacked, tensor.contiguous(), async_op=True))
+        self.wait(dist.all_gather(list(stacked.unbind(0)), tensor.contiguous(), async_op=True))
         return stacked
 
     def gather(self, tensor: Tensor) -> list[Tensor]:

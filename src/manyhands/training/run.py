@@ -124,6 +124,9 @@ class Run:
         except ManyhandsError as error:
             self.end("failed", error.what)
             raise
+        except Exception as error:
+            self.end("failed", f"{type(error).__name__}: {error}")
+            raise
         except KeyboardInterrupt:
             self.end("interrupted", "a second signal, obeyed at once")
             raise

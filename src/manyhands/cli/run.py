@@ -20,6 +20,9 @@ from manyhands.launchers.display import Display, PlainDisplay
 from manyhands.launchers.job import Job
 from manyhands.launchers.launcher import LAUNCHERS
 
+_TRAINING = ("manyhands.training.trainer", "manyhands.data.data")
+"""Loaded once per host for scripts that import manyhands."""
+
 
 @click.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
 @click.option("--on", "target", default="local", show_default=True, metavar="TARGET", help="Where to run it.")
@@ -100,7 +103,7 @@ def _job(asked: _Asked) -> Job:
         restarts=asked.restarts,
         environment={**_pairs(asked.env), **overrides.to_environment(changed)},
         overrides=changed,
-        preload=scripts.preload(asked.script, kind),
+        preload=scripts.preload(asked.script, kind, own=_TRAINING),
     )
     scripts.check_run_dir(job)
     return job
@@ -131,5 +134,5 @@ def _display() -> Display:
     if importlib.util.find_spec("manyhands.listeners.terminal") is not None:
         from manyhands.listeners.terminal import display
 
-        return display(sys.stdout)
+        return display(sys.stdout, sys.stderr)
     return PlainDisplay(sys.stdout, sys.stderr)

@@ -9,7 +9,7 @@ From the agent:
     output    rank, generation, stream ("out", "err"), lines
     report    rank, generation, kind, fields               what a worker said through `cluster.reports`
     ended     rank, generation, code, signal, finished, error, out_of_memory
-    trouble   text                                         this host can do no more
+    trouble   text, early                                  the template was killed; early: before it could fork anyone
     alive                                                  every `HEARTBEAT_S` seconds
 
 From the head:
@@ -50,6 +50,7 @@ from manyhands.launchers.watch import ReportDesk, WatchedWorker
 TOKEN = "MANYHANDS_TOKEN"  # noqa: S105  # the name of the variable, not a secret
 HEARTBEAT_S = 1.0
 _MOST_BACKLOG_BYTES = 4 << 20
+_WAY_OUT_S = 3.0
 
 
 class Agent:
@@ -119,25 +120,32 @@ class Agent:
         environment.pop(TOKEN, None)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         environment |= variables.of_host(environment, cores=cores, workers=message["workers"])
-        self._nursery = Nursery(
-            self._loop,
-            preload=message["preload"],
-            environment=environment,
-            folder=self._command["folder"],
-            on_event=self._hear_of_process,
-            on_end=self._lose_nursery,
-        )
+        self._environment, self._preload = environment, message["preload"]
+        self._open_nursery()
+
+    def _open_nursery(self) -> Nursery:
+        """The template process; a new one where the last was killed."""
+        if self._nursery is None:
+            self._nursery = Nursery(
+                self._loop,
+                preload=self._preload,
+                environment=self._environment,
+                folder=self._command["folder"],
+                scratch=self._scratch,
+                on_event=self._hear_of_process,
+                on_end=self._lose_nursery,
+            )
+        return self._nursery
 
     def _open_store(self, generation: int, address: str) -> None:
         listening = socket.create_server((address, 0), backlog=4096)  # a free port that nobody else can take meanwhile
-        assert self._nursery is not None, "the head says `prepare` first"
-        self._nursery.ask("signal", name=f"store {generation - 1}", signal=signal.SIGKILL, group=True)
-        self._nursery.ask("store", [listening.fileno()], name=f"store {generation}")
+        nursery = self._open_nursery()
+        nursery.ask("signal", name=f"store {generation - 1}", signal=signal.SIGKILL, group=True)
+        nursery.ask("store", [listening.fileno()], name=f"store {generation}")
         self._head.send("store", generation=generation, port=listening.getsockname()[1], shared=bool(_version("torch")))
         listening.close()
 
     def _start(self, worker: dict[str, Any], generation: int) -> None:
-        assert self._nursery is not None, "the head says `prepare` first"
         rank, local_rank = worker["rank"], worker["local_rank"]
         error_file = self._logs / f"{self._host}-{rank}-error-{generation}.json"
         error_file.unlink(missing_ok=True)
@@ -149,6 +157,7 @@ class Agent:
             log=self._logs / f"{self._host}-{rank}.log",
             error_file=error_file,
             tell=self._head.send,
+            on_failure=self._end_soon,
         )
         self._workers[watched.name] = watched
         environment = {
@@ -157,7 +166,7 @@ class Agent:
             "TORCHELASTIC_ERROR_FILE": str(error_file),
         }
         ends = watched.open_pipes()
-        self._nursery.ask("worker", ends, name=watched.name, environment=environment, **self._command)
+        self._open_nursery().ask("worker", ends, name=watched.name, environment=environment, **self._command)
         for end in ends:
             os.close(end)
 
@@ -172,10 +181,13 @@ class Agent:
 
     def _lose_nursery(self) -> None:
         """The template was killed, and its workers with it."""
-        kill_descendants()
+        early = self._nursery is not None and not self._nursery.ready
+        self._nursery = None
+        kill_descendants()  # what the workers have started
+        what = "could not load what the script needs" if early else "was killed"
+        self._head.send("trouble", text=f"the process that its workers are forked from {what}", early=early)
         for worker in self._workers.values():
             worker.end(0, signal.SIGKILL)
-        self._head.send("trouble", text="the process that workers are forked from was killed")
 
     def _pass_on(self, local_rank: int, kind: str, fields: dict[str, Any]) -> None:
         """A report that a worker has sent."""
@@ -183,6 +195,14 @@ class Agent:
         if current:
             newest = max(current, key=lambda worker: worker.generation)
             self._head.send("report", rank=newest.rank, generation=newest.generation, kind=kind, fields=fields)
+
+    def _end_soon(self, worker: WatchedWorker) -> None:
+        """A worker has said that it failed; what it does on its way out must not keep the others waiting."""
+        self._loop.after(_WAY_OUT_S, lambda: self._kill(worker))
+
+    def _kill(self, worker: WatchedWorker) -> None:
+        if not worker.ended and self._nursery is not None:
+            self._nursery.ask("signal", name=worker.name, signal=signal.SIGKILL, group=True)
 
     def _signal(self, generation: int, number: int, *, group: bool) -> None:
         for worker in self._workers.values():

@@ -11,7 +11,7 @@ class Display(Protocol):
     """A terminal, a file, or a test."""
 
     def line(self, text: str, prefix: str, is_error: bool) -> None:
-        """Show one line of a worker's output. `prefix` names the worker, and is empty where there is only one."""
+        """Show one line of a worker's output. `prefix` names the worker; empty for the only one."""
 
     def progress(self, fields: Mapping[str, Any]) -> None:
         """Show how far training is; each call replaces the one before."""
@@ -30,8 +30,8 @@ class PlainDisplay:
         self._out, self._err = out, err
 
     def line(self, text: str, prefix: str, is_error: bool) -> None:
-        """Print `text` behind `prefix`."""
-        self._print(self._err if is_error else self._out, f"{prefix} {text}" if prefix else text)
+        """Print it."""
+        self._print(self._err if is_error else self._out, prefix + text)
 
     def progress(self, fields: Mapping[str, Any]) -> None:
         """Print nothing: lines cannot be replaced here."""

@@ -44,7 +44,8 @@ class Failure:
     """What the worker said about it: `summary`, `text` (the traceback), `words` (of an error raised on purpose)."""
     out_of_memory: bool = False
     log: str = ""
-    agent_lost: bool = False
+    lost: str = ""
+    """Why nothing is known of its end, where its host is the reason."""
 
     @property
     def may_be_consequence(self) -> bool:
@@ -66,11 +67,11 @@ class Failure:
         rest = ""
         if others_ended:
             rest = f"; {others_ended} other worker{'s were' if others_ended > 1 else ' was'} ended"
-        if self.agent_lost:
+        if self.lost:
             return RankLost(
-                f"host {self.host} was lost: its agent is gone, and rank {self.rank} with it{rest}",
-                where=self.host,
-                fix="see whether the host is up and reachable, then start the same command again",
+                f"{who} was lost: {self.lost}{rest}",
+                where=self.log,
+                fix="see whether that host is up, reachable and has memory left; then start the same command again",
             )
         if self.error is not None and (words := self.error.get("words")):
             return _rebuilt(words)

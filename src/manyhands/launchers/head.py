@@ -25,6 +25,9 @@ _FIRST_CAUSE_S = 2.0
 """How long a failure that looks like the consequence of another one waits for that other one to be heard of."""
 _STRANGER_LIMIT_S = 10.0
 _GOODBYE_LIMIT_S = 5.0
+_LOOK_S = 0.2
+
+_SEE_ABOVE = "what was printed above may say why"
 
 StartAgent = Callable[[int, str, str], subprocess.Popen[bytes]]
 """Starts the agent of a node, given the head's address (host:port) and the run's token."""
@@ -59,10 +62,12 @@ class Head:
         self._running: set[int] = set()
         self._failures: list[Failure] = []
         self._ending = False
+        self._others_ended = 0
+        self._trouble: dict[str, str] = {}
         self._interrupted = 0
         self._result: int | ManyhandsError | None = None
         self._trainer_seen = False
-        self._loop.after(_JOIN_LIMIT_S, self._give_up_joining)
+        self._expect_agents()
 
     def run(self) -> int:
         """Returns 0, or 130 if it was interrupted.
@@ -137,29 +142,35 @@ class Head:
             workers=job.workers_per_node,
         )
 
-    def _give_up_joining(self) -> None:
-        missing = [node.name for node in self._nodes if node.channel is None]
-        if missing and self._result is None:
+    def _expect_agents(self, waited_s: float = 0) -> None:
+        """Look now and then whether the agents that have not said hello are still on their way."""
+        missing = [node for node in self._nodes if node.channel is None]
+        if not missing or self._result is not None:
+            return
+        dead = [node for node in missing if node.agent.poll() is not None]
+        if dead or waited_s > _JOIN_LIMIT_S:
+            why = "ended before it said a word" if dead else f"did not report within {_JOIN_LIMIT_S:.0f} s"
             self._result = LaunchError(
-                f"{len(missing)} of {len(self._nodes)} agents did not report within {_JOIN_LIMIT_S:.0f} s",
-                where=", ".join(missing),
-                fix=f"see that these hosts can open a connection to {self._address}",
+                f"the agent {why}",
+                where="host " + ", ".join(node.name for node in dead or missing),
+                fix=f"see what it printed above, and that it can open a connection to {self._address}",
             )
+        self._loop.after(_LOOK_S, lambda: self._expect_agents(waited_s + _LOOK_S))
 
     def _lose_agent(self, number: int) -> None:
         node = self._nodes[number]
         node.channel = None
         if node.leaving or self._result is not None:
             return
-        ranks = self._ranks(number)
-        for rank in sorted(ranks & self._running):
+        first_rank = number * self._job.workers_per_node
+        lost = sorted(self._running & set(range(first_rank, first_rank + self._job.workers_per_node)))
+        if not self._running:
+            self._result = LaunchError("the agent ended while it prepared", where=f"host {node.name}", fix=_SEE_ABOVE)
+        for rank in lost:
             self._running.discard(rank)
-            self._failures.append(Failure(rank=rank, host=node.name, agent_lost=True))
-        self._consider()
-
-    def _ranks(self, node: int) -> set[int]:
-        per_node = self._job.workers_per_node
-        return set(range(node * per_node, (node + 1) * per_node))
+            self._failures.append(Failure(rank=rank, host=node.name, lost="its agent is gone"))
+        if lost:
+            self._consider()
 
     # Workers start and end.
 
@@ -171,6 +182,7 @@ class Head:
         job = self._job
         self._running = set(range(job.workers))
         self._failures.clear()
+        self._trouble.clear()
         self._ending = False
         for number, node in enumerate(self._nodes):
             workers = []
@@ -200,7 +212,7 @@ class Head:
             case "ended":
                 self._note_end(self._nodes[number], message)
             case "trouble":
-                pass  # its workers' ends say the rest
+                self._take_trouble(self._nodes[number], message)
 
     def _show(self, node: _Node, message: Message) -> None:
         rank = message["rank"]
@@ -211,7 +223,7 @@ class Head:
     def _prefix(self, node: _Node, rank: int) -> str:
         if self._job.workers == 1:
             return ""
-        return f"[{rank}]" if len(self._nodes) == 1 else f"[{node.name} {rank}]"
+        return f"[{rank}] " if len(self._nodes) == 1 else f"[{node.name} {rank}] "
 
     def _take_report(self, rank: int, kind: str, fields: dict[str, Any]) -> None:
         if kind == "progress" and rank == 0:
@@ -220,6 +232,12 @@ class Head:
             self._display.say(str(fields.get("text", "")))
         elif kind == "trainer":
             self._trainer_seen = True
+
+    def _take_trouble(self, node: _Node, message: Message) -> None:
+        """The template of a host was killed; the ends of its workers follow, if it had any."""
+        self._trouble[node.name] = message["text"]
+        if message["early"]:
+            self._result = LaunchError(str(message["text"]), where=f"host {node.name}", fix=_SEE_ABOVE)
 
     def _note_end(self, node: _Node, message: Message) -> None:
         rank = message["rank"]
@@ -240,6 +258,7 @@ class Head:
                 signal=number,
                 error=message["error"],
                 out_of_memory=message["out_of_memory"],
+                lost=self._trouble.get(node.name, ""),
                 log=str(self._job.run_dir / "logs" / f"{node.name}-{rank}.log"),
             )
         )
@@ -264,8 +283,7 @@ class Head:
         if self._ending or generation != self._generation or self._result is not None:
             return
         self._ending = True
-        self._others = len(self._running) + sum(failure.may_be_consequence for failure in self._failures)
-        self._others -= first(self._failures).may_be_consequence
+        self._others_ended = len(self._running) + len(self._failures) - 1
         self._broadcast_to(self._nodes, "end", generation=generation, grace_s=self._job.grace_s)
         if not self._running:
             self._conclude()
@@ -276,7 +294,7 @@ class Head:
             self._result = 130
             return
         failure = first(self._failures)
-        error = failure.told(self._others)
+        error = failure.told(self._others_ended)
         for line in without_native_frames(failure.traceback).splitlines():
             self._display.line(line, "", is_error=True)
         wrong_request = error.exit_code == 2  # starting again would not change it
@@ -294,9 +312,9 @@ class Head:
                 node.agent.wait()
                 node.agent = self._begin_agent(number)
         if all(node.channel is not None for node in self._nodes):
-            self._open_store()  # else when the last agent has joined
+            self._open_store()
         else:
-            self._loop.after(_JOIN_LIMIT_S, self._give_up_joining)
+            self._expect_agents()  # the store is opened when the last one has joined
 
     def _interrupt(self, number: signal.Signals) -> None:
         """Ctrl-C and the like: the first asks workers to end, the second does not ask."""

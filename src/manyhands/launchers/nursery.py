@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from manyhands.launchers.loop import Loop
@@ -26,6 +27,7 @@ class Nursery:
         preload: Sequence[str],
         environment: Mapping[str, str],
         folder: str,
+        scratch: Path,
         on_event: Callable[[dict[str, Any]], None],
         on_end: Callable[[], None],
     ) -> None:
@@ -33,12 +35,15 @@ class Nursery:
         self._loop, self._on_event, self._on_end = loop, on_event, on_end
         self._socket, theirs = socket.socketpair()
         self._came = bytearray()
+        self.ready = False
+        """Whether it has loaded what it was to load."""
         self._process = subprocess.Popen(
-            [sys.executable, "-c", START, str(theirs.fileno()), json.dumps(list(preload))],
+            [sys.executable, "-c", START, str(theirs.fileno()), json.dumps(list(preload)), str(scratch)],
             pass_fds=[theirs.fileno()],
             env=dict(environment),
             cwd=folder,
             stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
         )
         theirs.close()
         loop.watch(self._socket, self._read)
@@ -69,7 +74,11 @@ class Nursery:
         *lines, rest = self._came.split(b"\n")
         self._came = bytearray(rest)
         for line in lines:
-            self._on_event(json.loads(line))
+            event = json.loads(line)
+            if event["event"] == "ready":
+                self.ready = True
+            else:
+                self._on_event(event)
         if not chunk:
             self._loop.unwatch(self._socket)
             self._process.send_signal(signal.SIGKILL)

@@ -46,9 +46,12 @@ def kill_descendants() -> None:
 
 
 def kill_group(leader: int, number: int) -> None:
-    """Send signal `number` to a process group, which may be gone."""
+    """Send signal `number` to a process group that may be gone, or whose leader was forked a moment ago."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(leader, number)
+        try:
+            os.killpg(leader, number)
+        except ProcessLookupError:
+            os.kill(leader, number)
 
 
 def out_of_memory_kills() -> int:

@@ -7,6 +7,7 @@ import contextlib
 import json
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +18,6 @@ Kind = Literal["script", "module", "executable"]
 
 TORCH = ("torch", "torch.distributed", "torch.utils.data", "torch.nn.parallel", "torch.optim", "torch._dynamo")
 """What a first training step needs; the last alone takes 0.9 s when the first optimizer drags it in."""
-TRAINER = ("manyhands.training.trainer", "manyhands.data.data", "manyhands.listeners.standard")
 
 
 def kind_of(*, module: bool, no_python: bool) -> Kind:
@@ -85,8 +85,8 @@ def _same_script(recorded: Path, asked: Path) -> bool:
     return not there.exists() or there.samefile(asked)
 
 
-def preload(program: str, kind: Kind) -> tuple[str, ...]:
-    """The modules that a host should load once for all workers of `program`.
+def preload(program: str, kind: Kind, own: Sequence[str] = ()) -> tuple[str, ...]:
+    """The modules that a host should load once for all workers of `program`: torch, and `own` if it uses manyhands.
 
     Nothing for an executable, and for a script that imports the standard library alone.
     """
@@ -98,7 +98,7 @@ def preload(program: str, kind: Kind) -> tuple[str, ...]:
         return ()
     if imported <= sys.stdlib_module_names:
         return ()
-    return (*TORCH, *TRAINER) if "manyhands" in imported else TORCH
+    return (*TORCH, *own) if "manyhands" in imported else TORCH
 
 
 def _imports(source: str) -> set[str]:

@@ -7,7 +7,7 @@ it over a socket, one JSON line per request, with the descriptors that a request
     store     fork the process that keeps the store; descriptor: the socket it listens on
     signal    send a signal to a worker, or to all that it has started
 
-and hears: `started`, `ended`. When the agent is gone, all workers are killed.
+and hears `ready`, once, and then `started` and `ended` of each fork. When the agent is gone, everything is killed.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ import importlib
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
 from typing import Any, NoReturn
 
 from manyhands.launchers import worker
-from manyhands.launchers.processes import die_with_parent, kill_group
+from manyhands.launchers.processes import adopt_orphans, die_with_parent, kill_descendants, kill_group
 
 START = """
 import sys
@@ -36,15 +37,22 @@ main()
 """Python's argument for `-c`: the folder of the script takes the place in `sys.path` that is freed here."""
 
 _DESCRIPTORS = {"worker": 3, "store": 1, "signal": 0}
+_QUIET = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""The agent alone decides when the template ends."""
 
 
 def main() -> None:
     """Load what `sys.argv` names, then fork on request until the agent is gone."""
     die_with_parent(signal.SIGKILL)
+    adopt_orphans()
     agent = socket.socket(fileno=int(sys.argv[1]))
     _load(json.loads(sys.argv[2]))
     die_with_parent(0)  # from here on the end of the agent is noticed, and the workers' children are ended too
-    Template(agent).serve()
+    try:
+        Template(agent).serve()
+    finally:
+        kill_descendants()
+        shutil.rmtree(sys.argv[3], ignore_errors=True)  # the agent's scratch folder, where it could not do so itself
 
 
 def _load(modules: list[str]) -> None:
@@ -72,17 +80,13 @@ class Template:
             os.set_blocking(end, False)
 
     def serve(self) -> None:
-        """Answer the agent until it is gone, then kill every worker."""
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, lambda *_: None)  # the agent decides when this process ends
+        """Answer the agent until it is gone."""
+        for number in (signal.SIGCHLD, *_QUIET):
+            signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
-        try:
-            while self._wait():
-                pass
-        finally:
-            for process in self._names:
-                kill_group(process, signal.SIGKILL)
+        self._tell("ready")
+        while self._wait():
+            pass
 
     def _wait(self) -> bool:
         """Do what there is to do; False when the agent is gone."""
@@ -119,9 +123,11 @@ class Template:
                 elif name == request["name"]:
                     os.kill(process, request["signal"])
             return
+        signal.pthread_sigmask(signal.SIG_BLOCK, _QUIET)  # until the child no longer ignores them
         process = os.fork()
         if process == 0:
             self._become(request, descriptors)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _QUIET)
         for descriptor in descriptors:
             os.close(descriptor)
         self._names[process] = request["name"]
@@ -136,6 +142,7 @@ class Template:
                 signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             os.setsid()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _QUIET)
             die_with_parent(signal.SIGKILL)
             self._agent.close()
             os.close(self._wake)
@@ -148,14 +155,15 @@ class Template:
 
     def _reap(self) -> None:
         """Find who has ended. The group is ended first, while its number still belongs to it."""
-        for process in list(self._names):
-            found = os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if found is None:
-                continue
-            kill_group(process, signal.SIGKILL)
-            _, status = os.waitpid(process, 0)
-            code = os.waitstatus_to_exitcode(status)
-            self._tell("ended", name=self._names.pop(process), code=max(code, 0), signal=max(-code, 0))
+        with contextlib.suppress(ChildProcessError):
+            while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                if found.si_pid in self._names:
+                    kill_group(found.si_pid, signal.SIGKILL)
+                _, status = os.waitpid(found.si_pid, 0)
+                name = self._names.pop(found.si_pid, None)  # else an orphan that we have adopted
+                code = os.waitstatus_to_exitcode(status)
+                if name is not None:
+                    self._tell("ended", name=name, code=max(code, 0), signal=max(-code, 0))
 
     def _tell(self, event: str, **fields: Any) -> None:
         with contextlib.suppress(OSError):
@@ -168,7 +176,7 @@ def keep_store(listening: int) -> int:
     torch is loaded when the first worker knocks, if it is not there yet: a program that never asks costs nothing.
     """
     select.select([listening], [], [])
-    from torch.distributed.distributed_c10d import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch names it public all the same
 
     address, port = socket.socket(fileno=os.dup(listening)).getsockname()[:2]
     store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening)

@@ -30,9 +30,19 @@ class WatchedWorker:
     """Reads what a worker writes until it has ended and everything is read; then tells the head."""
 
     def __init__(
-        self, loop: Loop, *, rank: int, local_rank: int, generation: int, log: Path, error_file: Path, tell: Tell
+        self,
+        loop: Loop,
+        *,
+        rank: int,
+        local_rank: int,
+        generation: int,
+        log: Path,
+        error_file: Path,
+        tell: Tell,
+        on_failure: Callable[[WatchedWorker], None],
     ) -> None:
-        self._loop, self._tell, self._error_file = loop, tell, error_file
+        """`on_failure` is called when the worker says that its program has failed, before its process ends."""
+        self._loop, self._tell, self._error_file, self._on_failure = loop, tell, error_file, on_failure
         self.rank, self.local_rank, self.generation = rank, local_rank, generation
         self.name = f"worker {generation} {local_rank}"
         self.process = 0
@@ -91,6 +101,8 @@ class WatchedWorker:
     def _note(self, record: dict[str, Any]) -> None:
         if record["record"] == "finished":
             self._finished = record["code"] == 0
+            if not self._finished:
+                self._on_failure(self)
         elif record["record"] == "failed":
             self._error = record
             self._keep(record.get("text", "").splitlines())

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from manyhands.listeners.figures import amount, figure, figures, rate
-from manyhands.listeners.paint import Colour, bar, bare, paint
+from manyhands.listeners.paint import Colour, bar, paint
 from manyhands.records.summary import Summary
 from manyhands.units import bytes_in_words, seconds_in_words
 
@@ -42,7 +42,7 @@ def last_screen(summary: Summary, folder: Path) -> str:
     if summary.restarts:
         cost = f"{amount(summary.steps_redone, 'step')} redone, {seconds_in_words(summary.seconds_lost)} lost"
         rows.append(_row("restarts", f"{summary.restarts}   {cost}"))
-    rows.append(_row("run", str(folder)))
+    rows.append(_row("run", str(_from_here(folder))))
     return "\n".join(rows)
 
 
@@ -59,6 +59,12 @@ def _head(summary: Summary) -> str:
     middle = f"─ {reason} "
     rule = "─" * max(1, _COLUMNS - len(summary.status) - len(middle) - len(who) - 2)
     return f"{paint(summary.status, 'bold', colour)} {middle}{paint(rule, 'dim')} {who}"
+
+
+def _from_here(folder: Path) -> Path:
+    """`folder` as it is typed in the working directory, where it stands below it."""
+    here = Path.cwd()
+    return folder.relative_to(here) if folder.is_relative_to(here) else folder
 
 
 def _shown(values: Mapping[str, float]) -> str:
@@ -91,5 +97,4 @@ def _where_it_went(step_seconds: Mapping[str, float]) -> list[str]:
 
 
 def _row(label: str, text: str) -> str:
-    row = f"  {paint(label.ljust(_LABEL), 'dim')}{text}"
-    return row if len(bare(row)) > len(label) else ""
+    return f"  {paint(label.ljust(_LABEL), 'dim')}{text}"

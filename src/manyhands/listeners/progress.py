@@ -41,7 +41,8 @@ class ShowProgress:
         self._restarts = restarts
         self._start: RunStarted | None = None
         self._first: StepDone | None = None
-        self._recent: deque[StepDone] = deque()
+        self._recent: deque[tuple[float, int, float]] = deque()
+        """Of each time it was told new steps: when, their samples, and the seconds they took."""
         self._epoch: EpochDone | None = None
         self._aside: Aside[Event] = Aside(self._tell, every_s=_EVERY_S, name="shows progress")
 
@@ -63,11 +64,12 @@ class ShowProgress:
     def _tell(self, events: Sequence[Event]) -> None:
         new_steps: list[StepDone] = []
         for event in events:
-            if isinstance(event, StepDone):
-                new_steps.append(event)
             if self._epoch is not None and not isinstance(event, ValidationDone):
                 self._say_epoch(None)
-            self._say(event)
+            if isinstance(event, StepDone):
+                new_steps.append(event)
+            else:
+                self._say(event)
         if new_steps:
             self._voice.progress(self._fields(new_steps))
         if events and isinstance(events[-1], RunEnded):
@@ -91,8 +93,6 @@ class ShowProgress:
                 self._voice.say(paint(f"went on {event.how} after {event.reason}: {cost}", "yellow"))
             case Note():
                 self._voice.say(event.text)
-            case _:
-                pass
 
     def _headline(self, event: RunStarted) -> str:
         record = self._record
@@ -128,11 +128,11 @@ class ShowProgress:
     def _fields(self, new_steps: Sequence[StepDone]) -> Fields:
         last = new_steps[-1]
         self._first = self._first or new_steps[0]
-        self._recent.extend(new_steps)
-        while self._recent[0].time < last.time - _RECENT_S and len(self._recent) > 1:
+        samples, seconds = sum(step.samples for step in new_steps), sum(step.timing.total for step in new_steps)
+        self._recent.append((last.time, samples, seconds))
+        while self._recent[0][0] < last.time - _RECENT_S and len(self._recent) > 1:
             self._recent.popleft()
-        seconds = sum(step.timing.total for step in self._recent)
-        samples = sum(step.samples for step in new_steps)
+        recent_samples, recent_seconds = (sum(column) for column in list(zip(*self._recent, strict=True))[1:])
         left = self._seconds_left(last)
         fields: dict[str, float | int | None] = {
             "epoch": last.epoch + 1,
@@ -140,7 +140,7 @@ class ShowProgress:
             "step": last.step,
             "total_steps": self._start.total_steps if self._start else None,
             "loss": sum(step.loss * step.samples for step in new_steps) / samples if samples else last.loss,
-            "samples_per_second": sum(step.samples for step in self._recent) / seconds if seconds > 0 else None,
+            "samples_per_second": recent_samples / recent_seconds if recent_seconds > 0 else None,
             "seconds_left": left,
             "fraction": self._fraction(last, left),
             "restarts": self._restarts,

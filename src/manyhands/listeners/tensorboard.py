@@ -51,7 +51,7 @@ class WriteTensorBoard:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._writer = EventFileWriter(str(self.folder))
         steps: list[StepDone] = []
-        size = -(-sum(isinstance(event, StepDone) for event in events) // _MOST_POINTS)
+        size = -(-len(events) // _MOST_POINTS)
         for event in events:
             if isinstance(event, StepDone):
                 steps.append(event)
@@ -59,7 +59,8 @@ class WriteTensorBoard:
                     continue
             self._draw_steps(steps)
             steps = []
-            self._draw_other(event)
+            if not isinstance(event, StepDone):
+                self._draw_other(event)
         self._draw_steps(steps)
 
     def _draw_steps(self, steps: Sequence[StepDone]) -> None:

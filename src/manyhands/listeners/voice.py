@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
 from typing import Protocol
 
@@ -46,6 +47,7 @@ class ToTerminal:
 
     def __init__(self, shown: Display) -> None:
         self._shown = shown
+        atexit.register(shown.close)  # a script that fails leaves no live line behind
 
     def say(self, text: str) -> None:
         """Lines that stay."""

@@ -28,6 +28,10 @@ _FOLDER = re.compile(r"(?:step-(?P<step>\d{8,})|best)(?:\.(?P<how>new|old|[0-9a-
 _GO_ON = "delete the folder, or leave it: a run goes on from the newest snapshot that is whole"
 
 
+class NewerFormat(SnapshotError):
+    """The snapshot may well be whole, but it takes a newer manyhands to know."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
     """Where in a run a snapshot stands. Plain values only."""
@@ -103,7 +107,7 @@ class Manifest:
         version = content["format_version"]
         # A newer format may hash itself otherwise, so its number is believed before its hash is looked at.
         if version > FORMAT_VERSION:
-            raise SnapshotError(
+            raise NewerFormat(
                 f"it has format {version}, and this manyhands reads formats up to {FORMAT_VERSION}",
                 where=where,
                 fix="install a newer manyhands: pip install -U manyhands",
@@ -156,8 +160,8 @@ def read(folder: Path) -> Manifest:
     return Manifest.from_text(text, where=str(folder))
 
 
-def verify(folder: Path) -> Manifest:
-    """Read every file of the snapshot in `folder` and compare it with what the manifest says.
+def verify(folder: Path, *, content: bool = True) -> Manifest:
+    """Compare every file of the snapshot in `folder` with what the manifest says; its size only where not `content`.
 
     Raises:
         SnapshotError: something is missing or not as it was written; the first such file is named.
@@ -167,7 +171,7 @@ def verify(folder: Path) -> Manifest:
         path = folder / name
         try:
             size = path.stat().st_size
-            found = file_sha256(path) if size == file.bytes else ""
+            found = file_sha256(path) if content and size == file.bytes else file.sha256
         except FileNotFoundError as cause:
             raise SnapshotError(f"{name} is missing", where=str(folder), fix=_GO_ON) from cause
         except OSError as cause:

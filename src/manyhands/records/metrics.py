@@ -65,6 +65,7 @@ _ORDERLY = frozenset({"completed", "stopped early", "interrupted"})
 """How a run ends when nothing failed."""
 _TEXTS = frozenset({"event", "text", "reason", "how", "path", "resumed_from", "status", "weights_sha256"})
 
+# what `line_of` makes of a step, three times as fast: a thread that writes takes its time from the loop
 _STEP = (
     '{"event": "step", "step": %d, "epoch": %d, "time": %.6f, "loss": %r, "lr": %r, "samples": %d, '
     '"gradient_norm": %s, "bytes_sent": %d, "seconds": %.6f, "compute": %.6f, "communication_exposed": %.6f, '
@@ -138,13 +139,14 @@ def stream(path: Path) -> Iterator[Line]:
 
 def text_of(event: Event) -> str:
     """The line that `event` becomes, with its end."""
-    if isinstance(event, StepDone) and not event.values and math.isfinite(event.loss + (event.gradient_norm or 0.0)):
+    if isinstance(event, StepDone) and not event.values:
         timing, norm = event.timing, event.gradient_norm
-        return _STEP % (
-            *(event.step, event.epoch, event.time, float(event.loss), float(event.lr), event.samples),
-            *("null" if norm is None else repr(float(norm)), event.bytes_sent, timing.total, timing.compute),
-            *(timing.communication_exposed, timing.data_wait, timing.snapshot_stall, timing.other),
-        )
+        if math.isfinite(event.loss + event.lr + (norm or 0.0) + timing.total):
+            return _STEP % (
+                *(event.step, event.epoch, event.time, float(event.loss), float(event.lr), event.samples),
+                *("null" if norm is None else repr(float(norm)), event.bytes_sent, timing.total, timing.compute),
+                *(timing.communication_exposed, timing.data_wait, timing.snapshot_stall, timing.other),
+            )
     return json.dumps(line_of(event), allow_nan=False) + "\n"
 
 

@@ -12,7 +12,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from manyhands.config.settings import Settings
 from manyhands.errors import ConfigError
 from manyhands.records.whole_file import read_json, write_json_whole
 
@@ -68,10 +67,15 @@ class RunRecord:
         return cls(**{name: value for name, value in fields.items() if name in known})
 
 
-def plain_settings(settings: Settings) -> dict[str, Any]:
-    """`settings` as nested plain values, with the strategy's name beside its own settings."""
-    plain = dataclasses.asdict(settings)
-    plain["strategy"] = {"name": settings.strategy.name, **plain["strategy"]}
+def plain_settings(settings: Any) -> dict[str, Any]:
+    """Settings, a frozen dataclass, as nested plain values; a section that has a name (the strategy) keeps it.
+
+    Floors: what was asked (`config`) is not known here, so this takes any dataclass.
+    """
+    plain: dict[str, Any] = {"name": settings.name} if isinstance(getattr(type(settings), "name", None), str) else {}
+    for entry in dataclasses.fields(settings):
+        value = getattr(settings, entry.name)
+        plain[entry.name] = plain_settings(value) if dataclasses.is_dataclass(value) else value
     return plain
 
 

@@ -22,20 +22,37 @@ class CopySpace:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._space: dict[str, Tensor] = {}
+        self._most_bytes = 0
 
     def begin(self, tensors: Mapping[str, Tensor], unchanged: Iterable[Tensor]) -> Copying:
         """Start to copy `tensors`. What shares memory with one of `unchanged` may be copied by `finish` only.
 
         The copy before this one must not be in use any more: its memory is taken.
         """
-        kept, self._space = self._space, {}
+        self._make_room(tensors)
         for name, tensor in tensors.items():
-            space = kept.pop(name, None)
-            if space is None or space.shape != tensor.shape or space.dtype != tensor.dtype:
-                del space  # before there is another: at no time two copies
-                space = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            self._space[name] = space
-        return Copying(tensors, self._space, {_memory(tensor) for tensor in unchanged}, self._device)
+            if name not in self._space:
+                self._space[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        copies = {name: self._space[name] for name in tensors}
+        return Copying(tensors, copies, {_memory(tensor) for tensor in unchanged}, self._device)
+
+    def _make_room(self, tensors: Mapping[str, Tensor]) -> None:
+        """Let go of what does not fit, and of what is not needed now beyond one copy of the largest state so far.
+
+        A small state between two large ones (the best model between two snapshots) so leaves the space as it is.
+        """
+        for name, tensor in tensors.items():
+            space = self._space.get(name)
+            if space is not None and (space.shape != tensor.shape or space.dtype != tensor.dtype):
+                del self._space[name]
+        needed = sum(tensor.nbytes for tensor in tensors.values())
+        self._most_bytes = max(self._most_bytes, needed)
+        idle = [name for name in self._space if name not in tensors]
+        spare = self._most_bytes - needed
+        for name in idle:
+            spare -= self._space[name].nbytes
+            if spare < 0:
+                spare += self._space.pop(name).nbytes
 
 
 class Copying:

@@ -1,0 +1,119 @@
+"""Evaluation counts each sample once, and gives the same bits on any number of workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from runs import images_and_labels, network
+from torch import nn
+from torch.utils.data import TensorDataset
+from torchmetrics import MeanSquaredError, Metric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassConfusionMatrix
+
+from manyhands.cluster.place import Place
+from manyhands.communication.world import World
+from manyhands.data.fetch import Fetcher
+from manyhands.training.compute import autocast
+from manyhands.training.evaluate import Evaluation, flattened
+
+pytestmark = pytest.mark.multiprocess
+SIZES = (1, 2, 7, 21, 150)
+
+
+class Confidence(Metric):
+    """A metric whose state is a float that does not add up alike in every order."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+        self.add_state("highest", torch.zeros(()), dist_reduce_fx="max")
+
+    def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
+        self.total += outputs.softmax(1).amax(1).sum()
+        self.highest = torch.maximum(self.highest, outputs.amax())
+
+    def compute(self) -> dict[str, torch.Tensor]:
+        return {"total": self.total, "highest": self.highest}
+
+
+def evaluate(rank: int) -> dict[int, dict[str, float]]:
+    world = World(Place.from_environment())
+    torch.manual_seed(5)
+    model = network()
+    found = {}
+    for size in SIZES:
+        dataset = TensorDataset(*images_and_labels(size))
+        metrics = flattened(
+            {
+                "all": MetricCollection([MulticlassAccuracy(10), MulticlassConfusionMatrix(10)]),
+                "confidence": Confidence(),
+                "auroc": MulticlassAUROC(10, thresholds=None),
+            }
+        )
+        evaluation = Evaluation(
+            Fetcher(dataset, seed=0, name="test"),
+            size,
+            batch=8,
+            loader_workers=0,
+            world=world,
+            loss=nn.CrossEntropyLoss(),
+            step=None,
+            metrics=metrics,
+            context=autocast("fp32", world.device),
+        )
+        evaluation(model)  # twice, because nothing of the first time may be left in the second
+        found[size] = evaluation(model)
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[int, dict[str, float]]:
+    [answer] = run_ranks(1, evaluate)
+    return answer
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_one_process_agrees_with_a_plain_loop(alone: Any) -> None:
+    torch.manual_seed(5)
+    model = network()
+    for size in SIZES:
+        images, labels = images_and_labels(size)
+        outputs = model(images).detach()
+        assert alone[size]["loss"] == pytest.approx(nn.functional.cross_entropy(outputs, labels).item(), rel=1e-6)
+        expected = MulticlassAccuracy(10)(outputs, labels).item()
+        assert alone[size]["MulticlassAccuracy"] == pytest.approx(expected, rel=1e-6)
+        counted = sum(value for name, value in alone[size].items() if name.startswith("MulticlassConfusionMatrix"))
+        assert counted == size
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_metrics_are_exactly_those_of_one_process(workers: int, alone: Any) -> None:
+    for answer in run_ranks(workers, evaluate):
+        assert answer == alone
+
+
+def test_mean_squared_error_is_not_thrown_off_by_uneven_shares() -> None:
+    """21 samples on two workers: padding would count one of them twice."""
+    assert run_ranks(2, error_of_21) == [10.0, 10.0]
+
+
+def error_of_21(rank: int) -> float:
+    world = World(Place.from_environment())
+    values = torch.arange(21.0)[:, None]
+    evaluation = Evaluation(
+        Fetcher(TensorDataset(values, values), seed=0, name="test"),
+        21,
+        batch=8,
+        loader_workers=0,
+        world=world,
+        loss=lambda outputs, targets: targets.mean(),
+        step=None,
+        metrics={"error": MeanSquaredError()},
+        context=autocast("fp32", world.device),
+    )
+    return evaluation(nn.Identity())["loss"]

@@ -1,0 +1,123 @@
+"""Small training runs on real digits, for tests that compare one run with another."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from ranks import run_ranks
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
+
+import manyhands as mh
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One training run, in plain values that travel to other processes."""
+
+    samples: int = 203
+    batch: int = 50  # 203 = 4 x 50 + 3: the last batch is smaller than four workers
+    duration: str = "2 epochs"
+    batch_norm: bool = False
+    dropout: float = 0.0
+    augment: bool = False
+    schedule: bool = False
+    trainer: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, Any] = field(default_factory=dict)
+    threads: int = 1
+
+
+def images_and_labels(samples: int, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    digits = load_digits()
+    chosen = slice(first, first + samples)
+    return torch.tensor(digits.images[chosen], dtype=torch.float32)[:, None] / 16, torch.tensor(digits.target[chosen])
+
+
+def network(*, batch_norm: bool = False, dropout: float = 0.0) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1),
+        *([nn.BatchNorm2d(8)] if batch_norm else []),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        *([nn.Dropout(dropout)] if dropout else []),
+        nn.Linear(8 * 16, 10),
+    )
+
+
+class Noisy(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Digits that look different every time they are read."""
+
+    def __init__(self, samples: int) -> None:
+        self.images, self.labels = images_and_labels(samples)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.images[index] + 0.1 * torch.randn(1, 8, 8), self.labels[index]
+
+
+def make_trainer(recipe: Recipe, run_dir: Path, **more: Any) -> mh.Trainer:
+    torch.set_num_threads(recipe.threads)
+    train = Noisy(recipe.samples) if recipe.augment else TensorDataset(*images_and_labels(recipe.samples))
+    schedule = (lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 30)) if recipe.schedule else None
+    return mh.Trainer(
+        model=lambda: network(batch_norm=recipe.batch_norm, dropout=recipe.dropout),
+        loss=nn.CrossEntropyLoss(),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+        schedule=schedule,
+        data=mh.Data(
+            train=train,
+            validation=TensorDataset(*images_and_labels(101, first=1000)),
+            batch_size=recipe.batch,
+            **recipe.data,
+        ),
+        metrics={"accuracy": MulticlassAccuracy(num_classes=10, average="micro")},
+        record_samples=True,
+        run_dir=run_dir,
+        **{**recipe.trainer, **more},
+    )
+
+
+def run_recipe(rank: int, recipe: Recipe, run_dir: Path) -> dict[str, Any]:
+    trainer = make_trainer(recipe, run_dir)
+    result = trainer.fit(recipe.duration)
+    return {
+        "weights": {name: value.detach().numpy() for name, value in trainer.model.state_dict().items()},
+        "result": {**asdict(result), "run_dir": str(result.run_dir)},
+    }
+
+
+def trained(workers: int, recipe: Recipe, run_dir: Path) -> list[dict[str, Any]]:
+    """What `recipe` gave on `workers` workers, by rank."""
+    return run_ranks(workers, run_recipe, recipe, run_dir)
+
+
+def samples_by_step(run_dir: Path) -> dict[int, list[int]]:
+    """Which samples each step took, over all workers, sorted."""
+    steps: dict[int, list[int]] = {}
+    for path in sorted((run_dir / "logs").glob("samples-*.jsonl")):
+        for line in path.read_text().splitlines():
+            taken = json.loads(line)
+            steps.setdefault(taken["step"], []).extend(taken["indices"])
+    return {step: sorted(indices) for step, indices in sorted(steps.items())}
+
+
+def step_lines(run_dir: Path) -> list[dict[str, Any]]:
+    """The step lines of `metrics.jsonl`."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["event"] == "step"]
+
+
+def recipe_in_environment() -> Recipe:
+    """For scripts: the recipe that a test has put into `RECIPE`."""
+    return Recipe(**json.loads(os.environ["RECIPE"]))

@@ -45,7 +45,7 @@ from manyhands.launchers import variables
 from manyhands.launchers.loop import Channel, Loop, Message
 from manyhands.launchers.nursery import Nursery
 from manyhands.launchers.processes import adopt_orphans, kill_descendants
-from manyhands.launchers.watch import ReportDesk, WatchedWorker
+from manyhands.launchers.watch import ReportDesk, Seat, WatchedWorker
 
 TOKEN = "MANYHANDS_TOKEN"  # noqa: S105  # the name of the variable, not a secret
 HEARTBEAT_S = 1.0
@@ -146,27 +146,26 @@ class Agent:
         listening.close()
 
     def _start(self, worker: dict[str, Any], generation: int) -> None:
-        rank, local_rank = worker["rank"], worker["local_rank"]
-        error_file = self._logs / f"{self._host}-{rank}-error-{generation}.json"
+        seat = Seat(rank=worker["rank"], local_rank=worker["local_rank"], generation=generation)
+        error_file = self._logs / f"{self._host}-{seat.rank}-error-{generation}.json"
         error_file.unlink(missing_ok=True)
         watched = WatchedWorker(
             self._loop,
-            rank=rank,
-            local_rank=local_rank,
-            generation=generation,
-            log=self._logs / f"{self._host}-{rank}.log",
+            seat,
+            log=self._logs / f"{self._host}-{seat.rank}.log",
             error_file=error_file,
             tell=self._head.send,
             on_failure=self._end_soon,
+            before_end=self._desk.drain,
         )
-        self._workers[watched.name] = watched
+        self._workers[seat.name] = watched
         environment = {
             **worker["environment"],
             reports.VARIABLE: str(self._desk.address),
             "TORCHELASTIC_ERROR_FILE": str(error_file),
         }
         ends = watched.open_pipes()
-        self._open_nursery().ask("worker", ends, name=watched.name, environment=environment, **self._command)
+        self._open_nursery().ask("worker", ends, name=seat.name, environment=environment, **self._command)
         for end in ends:
             os.close(end)
 
@@ -191,9 +190,9 @@ class Agent:
 
     def _pass_on(self, local_rank: int, kind: str, fields: dict[str, Any]) -> None:
         """A report that a worker has sent."""
-        current = [worker for worker in self._workers.values() if worker.local_rank == local_rank]
-        if current:
-            newest = max(current, key=lambda worker: worker.generation)
+        seats = [worker.seat for worker in self._workers.values() if worker.seat.local_rank == local_rank]
+        if seats:
+            newest = max(seats, key=lambda seat: seat.generation)
             self._head.send("report", rank=newest.rank, generation=newest.generation, kind=kind, fields=fields)
 
     def _end_soon(self, worker: WatchedWorker) -> None:
@@ -202,12 +201,12 @@ class Agent:
 
     def _kill(self, worker: WatchedWorker) -> None:
         if not worker.ended and self._nursery is not None:
-            self._nursery.ask("signal", name=worker.name, signal=signal.SIGKILL, group=True)
+            self._nursery.ask("signal", name=worker.seat.name, signal=signal.SIGKILL, group=True)
 
     def _signal(self, generation: int, number: int, *, group: bool) -> None:
         for worker in self._workers.values():
-            if worker.generation == generation and not worker.ended and self._nursery is not None:
-                self._nursery.ask("signal", name=worker.name, signal=number, group=group)
+            if worker.seat.generation == generation and not worker.ended and self._nursery is not None:
+                self._nursery.ask("signal", name=worker.seat.name, signal=number, group=group)
 
     def _kill_later(self, generation: int, seconds: float) -> None:
         self._loop.after(seconds, lambda: self._signal(generation, signal.SIGKILL, group=True))

@@ -39,7 +39,7 @@ class Loop:
         self._numbers = itertools.count()
         self._undo: list[Callable[[], None]] = []
 
-    def watch(self, source: Readable | int, on_readable: Callable[[], None]) -> None:
+    def watch(self, source: Readable | int, on_readable: Callable[[], object]) -> None:
         """Call `on_readable` whenever `source` has something to read, or has ended."""
         self._selector.register(source, selectors.EVENT_READ, (on_readable, None))
 
@@ -153,7 +153,7 @@ class Channel:
         self._unsent = bytearray()
         self._open = True
         connection.setblocking(False)
-        loop.watch(connection, self._read)
+        loop.watch(connection, self.read)
 
     @property
     def backlog_bytes(self) -> int:
@@ -183,21 +183,28 @@ class Channel:
             self._loop.unwatch(self._socket)
             self._socket.close()
 
-    def _read(self) -> None:
+    def read(self) -> bool:
+        """Take what has come, if anything has. Returns whether more may be there already."""
+        if not self._open:
+            return False
         try:
             chunk = self._socket.recv(1 << 18)
         except BlockingIOError:
-            return
+            return False
         except OSError:
             chunk = b""
         if not chunk:
             self._end()
-            return
+            return False
         self._came += chunk
-        if b"\n" not in chunk:
-            if len(self._came) > self.longest_line:
-                self._end()
-            return
+        if b"\n" in chunk:
+            self._split()
+        elif len(self._came) > self.longest_line:
+            self._end()
+        return self._open
+
+    def _split(self) -> None:
+        """Hand out every whole line that has come."""
         *lines, rest = self._came.split(b"\n")
         self._came = bytearray(rest)
         for line in lines:

@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.launchers.loop import Loop
-from manyhands.launchers.template import START
+
+_START = """
+import sys
+if not sys.flags.safe_path:
+    del sys.path[0]
+from manyhands.launchers.template import main
+main()
+"""
+"""Python's argument for `-c`: the folder of the script takes the place in `sys.path` that is freed here."""
 
 
 class Nursery:
@@ -38,7 +46,7 @@ class Nursery:
         self.ready = False
         """Whether it has loaded what it was to load."""
         self._process = subprocess.Popen(
-            [sys.executable, "-c", START, str(theirs.fileno()), json.dumps(list(preload)), str(scratch)],
+            [sys.executable, "-c", _START, str(theirs.fileno()), json.dumps(list(preload)), str(scratch)],
             pass_fds=[theirs.fileno()],
             env=dict(environment),
             cwd=folder,

@@ -27,15 +27,6 @@ from typing import Any, NoReturn
 from manyhands.launchers import worker
 from manyhands.launchers.processes import adopt_orphans, die_with_parent, kill_descendants, kill_group
 
-START = """
-import sys
-if not sys.flags.safe_path:
-    del sys.path[0]
-from manyhands.launchers.template import main
-main()
-"""
-"""Python's argument for `-c`: the folder of the script takes the place in `sys.path` that is freed here."""
-
 _DESCRIPTORS = {"worker": 3, "store": 1, "signal": 0}
 _QUIET = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """The agent alone decides when the template ends."""

@@ -7,6 +7,7 @@ import json
 import os
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,25 +27,42 @@ class Tell(Protocol):
         """Send it."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seat:
+    """What one worker of a host was started as."""
+
+    rank: int
+    local_rank: int
+    generation: int
+    """How often the workers had been started before."""
+
+    @property
+    def name(self) -> str:
+        """What the template calls it."""
+        return f"worker {self.generation} {self.local_rank}"
+
+
 class WatchedWorker:
     """Reads what a worker writes until it has ended and everything is read; then tells the head."""
 
     def __init__(
         self,
         loop: Loop,
+        seat: Seat,
         *,
-        rank: int,
-        local_rank: int,
-        generation: int,
         log: Path,
         error_file: Path,
         tell: Tell,
         on_failure: Callable[[WatchedWorker], None],
+        before_end: Callable[[], None],
     ) -> None:
-        """`on_failure` is called when the worker says that its program has failed, before its process ends."""
-        self._loop, self._tell, self._error_file, self._on_failure = loop, tell, error_file, on_failure
-        self.rank, self.local_rank, self.generation = rank, local_rank, generation
-        self.name = f"worker {generation} {local_rank}"
+        """`on_failure` is called when the worker says that its program has failed, before its process ends.
+
+        `before_end` is called when it has ended, before the head is told.
+        """
+        self._loop, self._tell, self._error_file = loop, tell, error_file
+        self._on_failure, self._before_end = on_failure, before_end
+        self.seat = seat
         self.process = 0
         self.ended = False
         self._status: tuple[int, int] | None = None
@@ -110,7 +128,7 @@ class WatchedWorker:
     def _show(self, stream: str, lines: list[str]) -> None:
         if lines:
             self._keep(lines)
-            self._tell("output", rank=self.rank, generation=self.generation, stream=stream, lines=lines)
+            self._tell("output", rank=self.seat.rank, generation=self.seat.generation, stream=stream, lines=lines)
 
     def _keep(self, lines: list[str]) -> None:
         with contextlib.suppress(OSError):  # a full disk must not stop training
@@ -140,11 +158,12 @@ class WatchedWorker:
             return
         self.ended = True
         self._log.close()
+        self._before_end()
         code, number = self._status
         self._tell(
             "ended",
-            rank=self.rank,
-            generation=self.generation,
+            rank=self.seat.rank,
+            generation=self.seat.generation,
             code=code,
             signal=number,
             finished=self._finished,
@@ -169,11 +188,23 @@ class ReportDesk:
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listening.bind(str(address))
         self._listening.listen(128)
+        self._listening.setblocking(False)
         self._channels: set[Channel] = set()
         loop.watch(self._listening, self._accept)
 
+    def drain(self) -> None:
+        """Take everything that has been handed in: a worker that has ended must not have its last words lost."""
+        self._accept()
+        for channel in list(self._channels):
+            while channel.read():
+                pass
+
     def _accept(self) -> None:
-        connection, _ = self._listening.accept()
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self._add(self._listening.accept()[0])
+
+    def _add(self, connection: socket.socket) -> None:
         channel = Channel(self._loop, connection, self._take, lambda: self._channels.discard(channel))
         self._channels.add(channel)
 

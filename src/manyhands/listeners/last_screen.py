@@ -46,7 +46,7 @@ def last_screen(summary: Summary, folder: Path) -> str:
     return "\n".join(rows)
 
 
-def test_row(values: Mapping[str, float]) -> str:
+def row_of_test(values: Mapping[str, float]) -> str:
     """The row that `test` adds to the screen above it."""
     return _row("test", _shown(values))
 

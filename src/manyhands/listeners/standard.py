@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from manyhands.cluster.place import Place
 from manyhands.events import Event, Listener, RunEnded
-from manyhands.listeners.last_screen import last_screen, test_row
+from manyhands.listeners.last_screen import last_screen, row_of_test
 from manyhands.listeners.metrics_file import WriteMetrics
 from manyhands.listeners.progress import ShowProgress
 from manyhands.listeners.summary import WriteSummary
@@ -26,7 +26,7 @@ def standard(run: RunDirectory, record: RunRecord, to: Voice | None = None) -> l
     metrics = MetricsFile(run.metrics)
 
     def show(summary: Summary, event: Event) -> None:
-        to.say(last_screen(summary, run.path) if isinstance(event, RunEnded) else test_row(summary.test))
+        to.say(last_screen(summary, run.path) if isinstance(event, RunEnded) else row_of_test(summary.test))
 
     return [
         WriteMetrics(metrics),

@@ -193,7 +193,8 @@ class _Story:
     def _clock(self, kind: str, time: float) -> None:
         """Count from each start, or what led to it, to the end; a run that broke off goes on counting."""
         if self._running_since is not None:
-            self.seconds += max(0.0, time - self._running_since)
+            time = max(time, self._running_since)  # what was written beside the loop may be told late
+            self.seconds += time - self._running_since
         elif kind != "start":
             return
         self._running_since = None if kind == "end" else time

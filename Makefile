@@ -15,11 +15,11 @@ test: .venv/dev-installed ## run the tests
 test-all: .venv/dev-installed ## run the tests, the slow ones too
 	$(BIN)/python -m pytest
 
-check: .venv/dev-installed ## format, lint, types, floors, documents
+check: .venv/dev-installed ## format, lint, types, floors, documents (whose blocks `make test` runs)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/unit/test_floors.py tests/docs -m "not slow"
+	$(BIN)/python -m pytest tests/unit/test_floors.py tests/docs -m "not multiprocess"
 
 format: .venv/dev-installed ## bring every file into the common format
 	$(BIN)/ruff format $(SOURCES)

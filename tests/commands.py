@@ -1,0 +1,76 @@
+"""Starts `manyhands run` for tests, and kills it without mercy."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import psutil
+from runs import Recipe
+
+SCRIPT = Path(__file__).parent / "multiprocess" / "recipe_script.py"
+
+
+def start(workers: int, run_dir: Path, recipe: Recipe, options: Sequence[str] = ()) -> subprocess.Popen[str]:
+    """`manyhands run` with the script of `recipe`, in a process group of its own."""
+    words = ["run", "--workers", str(workers), "--run-dir", str(run_dir), *options, str(SCRIPT)]
+    return subprocess.Popen(
+        [sys.executable, "-m", "manyhands.cli.main", *words],
+        env={
+            **os.environ,
+            "RECIPE": json.dumps(asdict(recipe)),
+            "PYTHONPATH": str(SCRIPT.parents[1]),
+            "OMP_NUM_THREADS": "1",
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], timeout_s: float = 120) -> str:
+    """What it printed, once it has ended."""
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        kill_all(process)
+        raise
+    return output
+
+
+def steps_done(run_dir: Path) -> int:
+    """The last step that has a line on the disk."""
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    return max((json.loads(line)["step"] for line in lines if b'"step"' in line), default=0)
+
+
+def kill_all(process: subprocess.Popen[str]) -> None:
+    """A power cut: SIGKILL to the command and to everything that came from it."""
+    family = [psutil.Process(process.pid)]
+    family += family[0].children(recursive=True)
+    for one in family:
+        if one.is_running():
+            os.kill(one.pid, signal.SIGKILL)
+    process.communicate()
+    psutil.wait_procs(family, timeout=10)
+
+
+def wait_for_step(process: subprocess.Popen[str], run_dir: Path, step: int) -> None:
+    """Until `step` has a line on the disk, or the command has ended."""
+    deadline = time.monotonic() + 60
+    while steps_done(run_dir) < step and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def summary(run_dir: Path) -> dict[str, object]:
+    found: dict[str, object] = json.loads((run_dir / "summary.json").read_text())
+    return found

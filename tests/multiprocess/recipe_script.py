@@ -1,0 +1,13 @@
+"""A training script for tests: the recipe comes from the environment, the rest is as a user would write it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from runs import make_trainer, recipe_in_environment
+
+if __name__ == "__main__":
+    recipe = recipe_in_environment()
+    trainer = make_trainer(recipe, Path(os.environ.get("MANYHANDS_RUN_DIR", "run")))
+    trainer.fit(recipe.duration)

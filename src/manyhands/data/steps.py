@@ -89,9 +89,7 @@ class Loader:
     def batches(self, requests: Iterator[tuple[int, Indices]]) -> Iterator[Any]:
         """The batch of each (epoch, indices), in order. With loader processes, `requests` is read ahead."""
         if not self.processes:
-            for epoch, indices in requests:
-                batch = self.fetcher(epoch, indices)
-                yield pinned(batch) if self.pin else batch
+            yield from (self._fetch(epoch, indices) for epoch, indices in requests)
             return
         loader: DataLoader[Any] = DataLoader(
             _Requested(self.fetcher),  # type: ignore[arg-type]  # map-style by its __getitems__
@@ -105,6 +103,10 @@ class Loader:
 
     def steps(self, order: Order, cut: Cut, position: Position) -> Iterator[Step]:
         """Every step from `position` on, epoch after epoch without end."""
+        if not self.processes:
+            for epoch, samples, after, pieces in _walk(order, cut, position):
+                loaded = [LoadedPiece(piece, self._fetch(epoch, piece.indices)) for piece in pieces]
+                yield Step(epoch, samples, after, after.epoch > epoch, loaded)
         # The plan is walked twice: once ahead, for the fetching, and once as steps are taken. So a step in which this
         # worker has no piece is taken without waiting for the first batch of a later one.
         batches = self.batches(
@@ -113,6 +115,10 @@ class Loader:
         for epoch, samples, after, pieces in _walk(order, cut, position):
             loaded = [LoadedPiece(piece, next(batches)) for piece in pieces]
             yield Step(epoch, samples, after, after.epoch > epoch, loaded)
+
+    def _fetch(self, epoch: int, indices: Indices) -> Any:
+        batch = self.fetcher(epoch, indices)
+        return pinned(batch) if self.pin else batch
 
 
 def _walk(order: Order, cut: Cut, position: Position) -> Iterator[tuple[int, int, Position, list[PiecePlan]]]:

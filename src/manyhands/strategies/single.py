@@ -16,6 +16,7 @@ class SingleProcess:
 
     def __init__(self, world: World) -> None:
         self.world = world
+        self.parameters: list[nn.Parameter] = []
 
     def shard(self) -> Shard:
         """Everything."""
@@ -23,13 +24,15 @@ class SingleProcess:
 
     def place(self, model: nn.Module) -> nn.Module:
         """Move `model` to this worker's device."""
-        return model.to(self.world.device)
+        model = model.to(self.world.device)
+        self.parameters = list(model.parameters())  # to walk through the modules in every step costs 30 µs
+        return model
 
     def forward_backward(
         self, model: nn.Module, pieces: Sequence[Piece], compute: Compute, scale: Scale, riders: Sequence[float]
     ) -> StepOutcome:
         """Accumulate the gradients of all pieces."""
-        for parameter in model.parameters():
+        for parameter in self.parameters:
             parameter.grad = None
         tally = Tally(riders)
         for piece in pieces:

@@ -61,7 +61,8 @@ class Head:
         self._generation = 0
         self._running: set[int] = set()
         self._failures: list[Failure] = []
-        self._ending = False
+        self._culprit: Failure | None = None
+        """Whose failure the others are being ended for. How they end then says nothing."""
         self._others_ended = 0
         self._trouble: dict[str, str] = {}
         self._interrupted = 0
@@ -183,7 +184,7 @@ class Head:
         self._running = set(range(job.workers))
         self._failures.clear()
         self._trouble.clear()
-        self._ending = False
+        self._culprit = None
         for number, node in enumerate(self._nodes):
             workers = []
             for local_rank in range(job.workers_per_node):
@@ -268,7 +269,7 @@ class Head:
 
     def _consider(self) -> None:
         """A worker has ended in one way or another while something is wrong: decide what comes next."""
-        if self._interrupted or self._ending or not self._failures:
+        if self._interrupted or self._culprit or not self._failures:
             if not self._running:
                 self._conclude()
             return
@@ -280,9 +281,9 @@ class Head:
 
     def _end_workers(self, generation: int) -> None:
         """End the workers that are left after a failure."""
-        if self._ending or generation != self._generation or self._result is not None:
+        if self._culprit or generation != self._generation or self._result is not None:
             return
-        self._ending = True
+        self._culprit = first(self._failures)
         self._others_ended = len(self._running) + len(self._failures) - 1
         self._broadcast_to(self._nodes, "end", generation=generation, grace_s=self._job.grace_s)
         if not self._running:
@@ -290,10 +291,10 @@ class Head:
 
     def _conclude(self) -> None:
         """Nothing runs any more."""
-        if self._interrupted:
+        if self._interrupted or self._culprit is None:
             self._result = 130
             return
-        failure = first(self._failures)
+        failure = self._culprit
         error = failure.told(self._others_ended)
         for line in without_native_frames(failure.traceback).splitlines():
             self._display.line(line, "", is_error=True)

@@ -15,13 +15,7 @@ from typing import Any
 
 from manyhands.launchers.loop import Loop
 
-_START = """
-import sys
-if not sys.flags.safe_path:
-    del sys.path[0]
-from manyhands.launchers.template import main
-main()
-"""
+_START = "import sys; sys.flags.safe_path or sys.path.pop(0); from manyhands.launchers.template import main; main()"
 """Python's argument for `-c`: the folder of the script takes the place in `sys.path` that is freed here."""
 
 

@@ -40,7 +40,6 @@ def be(request: Request, descriptors: list[int]) -> int:
     sys.argv = [request["program"], *request["arguments"]]
     sys.orig_argv = [sys.executable, *(["-m"] if request["kind"] == "module" else []), *sys.argv]
     _freshen()
-    hook = sys.excepthook
     code = 0
     try:
         _run_main(request["program"], request["kind"])
@@ -48,7 +47,7 @@ def be(request: Request, descriptors: list[int]) -> int:
         code = _exit_code(ended)
     except BaseException as error:
         code = 1
-        _tell(line, "failed", **_account(error, hook))
+        _tell(line, "failed", **_account(error))
     if code == 0:
         faulthandler.disable()  # the work is done: an abort on the way out is no news
     _tell(line, "finished", code=code)
@@ -125,7 +124,7 @@ def _exit_code(ended: SystemExit) -> int:
     return 1
 
 
-def _account(error: BaseException, own_hook: Any) -> dict[str, Any]:
+def _account(error: BaseException) -> dict[str, Any]:
     """Everything the head needs to tell of `error`."""
     account: dict[str, Any] = {"summary": tracebacks.summary(error), "monotonic_s": time.monotonic()}
     if isinstance(error, ManyhandsError):
@@ -133,9 +132,10 @@ def _account(error: BaseException, own_hook: Any) -> dict[str, Any]:
         account["words"] = {**words, "exit_code": error.exit_code, "type": type(error).__name__}
     account["text"] = tracebacks.text(error)
     _write_error_file(account)
-    if sys.excepthook is not own_hook and not isinstance(error, ManyhandsError):
+    put_in_by_script = str(getattr(sys.excepthook, "__module__", "")).partition(".")[0] not in ("sys", "torch")
+    if put_in_by_script and not isinstance(error, ManyhandsError):
         with contextlib.suppress(Exception):
-            sys.excepthook(type(error), error, error.__traceback__)  # the script has put in its own
+            sys.excepthook(type(error), error, error.__traceback__)
     return account
 
 

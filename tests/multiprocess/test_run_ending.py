@@ -1,0 +1,207 @@
+"""However a run is ended, no process of it stays, and its ports are free again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+from launching import agents, alive, family, start, templates, wait_until, workers
+
+pytestmark = pytest.mark.multiprocess
+
+SLEEP = """
+import os, time
+print("up", flush=True)
+open("up-" + os.environ["RANK"], "w").close()
+time.sleep(600)
+"""
+
+WITH_CHILDREN = """
+import multiprocessing, os, subprocess, time
+multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,)).start()
+subprocess.Popen(["sleep", "600"])
+subprocess.Popen(["sleep", "600"], start_new_session=True)  # has left the group of its worker
+open("up-" + os.environ["RANK"], "w").close()
+time.sleep(600)
+"""
+
+WITH_STORE = """
+import os, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+open("up-" + os.environ["RANK"], "w").close()
+dist.barrier() if dist.get_rank() == 0 else time.sleep(600)
+"""
+
+SCRATCH = "manyhands-*"
+
+
+def start_and_wait(folder: Path, source: str, *options: str, ranks: int = 2) -> subprocess.Popen[str]:
+    head = start(folder, source, *options)
+    wait_until(lambda: len(list(folder.glob("up-*"))) == ranks or head.poll() is not None, "all workers are up")
+    assert head.poll() is None, head.communicate()
+    return head
+
+
+def one_of_ours(name: str, processes: list[psutil.Process]) -> psutil.Process:
+    return {"head": processes[:1], "agent": agents(processes), "template": templates(processes)}[name][0]
+
+
+def ports_of(processes: list[psutil.Process]) -> list[int]:
+    connections = [c for process in processes for c in process.net_connections("tcp")]
+    return [c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN]
+
+
+def listened_to(ports: list[int]) -> list[int]:
+    found = {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    return [port for port in ports if port in found]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("source", [WITH_CHILDREN, WITH_STORE], ids=["with_children", "in_a_collective"])
+def test_signal_to_the_head_ends_everything(tmp_path: Path, number: signal.Signals, source: str) -> None:
+    head = start_and_wait(tmp_path, source, "--workers", "2")
+    processes = family(head)
+    ports = ports_of(processes)
+    assert ports, "the head and the store listen"
+    head.send_signal(number)
+    out, err = head.communicate(timeout=60)
+    assert (head.returncode, alive(processes), listened_to(ports)) == (130, [], []), (out, err)
+    assert number.name in out
+
+
+def test_interrupt_at_the_terminal_reaches_the_head_alone(tmp_path: Path) -> None:
+    head = start_and_wait(tmp_path, SLEEP, "--workers", "2")
+    processes = family(head)
+    os.killpg(head.pid, signal.SIGINT)  # what the terminal does on Ctrl-C
+    out, err = head.communicate(timeout=60)
+    assert (head.returncode, alive(processes), err) == (130, [], ""), out
+
+
+def test_workers_may_save_what_they_have_after_the_first_interrupt(tmp_path: Path) -> None:
+    source = """
+        import os, signal, sys, time
+        def save(number, frame):
+            print("saved", flush=True)
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, save)
+        open("up-" + os.environ["RANK"], "w").close()
+        time.sleep(600)
+    """
+    head = start_and_wait(tmp_path, source, "--workers", "2")
+    head.send_signal(signal.SIGINT)
+    out, _ = head.communicate(timeout=60)
+    assert (head.returncode, out.count("saved")) == (130, 2)
+
+
+def test_second_interrupt_does_not_ask(tmp_path: Path) -> None:
+    source = """
+        import os, signal, time
+        signal.signal(signal.SIGTERM, lambda *_: open("asked-" + os.environ["RANK"], "w").close())
+        open("up-" + os.environ["RANK"], "w").close()
+        while True:
+            time.sleep(1)
+    """
+    head = start_and_wait(tmp_path, source, "--workers", "2")
+    processes = family(head)
+    head.send_signal(signal.SIGINT)
+    wait_until(lambda: len(list(tmp_path.glob("asked-*"))) == 2, "both workers were asked")
+    assert head.poll() is None
+    head.send_signal(signal.SIGINT)
+    head.communicate(timeout=20)  # well under the 30 s that one interrupt allows
+    assert (head.returncode, alive(processes)) == (130, [])
+
+
+def test_interrupt_while_the_template_loads_ends_everything(tmp_path: Path) -> None:
+    head = start(tmp_path, "import torch", "--workers", "2")
+    wait_until(lambda: bool(templates(family(head))), "the template has begun")
+    processes = family(head)
+    head.send_signal(signal.SIGINT)
+    head.communicate(timeout=60)
+    assert (head.returncode, alive(processes)) == (130, [])
+
+
+@pytest.mark.parametrize("source", [WITH_CHILDREN, WITH_STORE], ids=["with_children", "in_a_collective"])
+@pytest.mark.parametrize("victim", ["head", "agent", "template"])
+def test_death_of_any_of_ours_ends_everything(tmp_path: Path, victim: str, source: str) -> None:
+    head = start_and_wait(tmp_path, source, "--workers", "2")
+    processes = family(head)
+    ports = ports_of(processes)
+    one_of_ours(victim, processes).kill()
+    _, err = head.communicate(timeout=60)  # also waits until nobody holds the head's output any more
+    wait_until(lambda: not alive(processes) and not listened_to(ports), "every process is gone, every port is free")
+    if victim != "head":
+        assert head.returncode == 4, err
+        assert "rank 0 on host" in err
+        assert "was lost" in err
+
+
+@pytest.mark.parametrize("victim", ["agent", "template"])
+def test_run_goes_on_in_a_restart_after_the_death_of(tmp_path: Path, victim: str) -> None:
+    source = """
+        import os, time
+        count = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        print("start", count, flush=True)
+        open("up-" + os.environ["RANK"], "w").close()
+        if count == "0":
+            time.sleep(600)
+    """
+    head = start_and_wait(tmp_path, source, "--workers", "2", "--restarts", "1")
+    one_of_ours(victim, family(head)).kill()
+    out, err = head.communicate(timeout=60)
+    assert (head.returncode, out.count("] start 1")) == (0, 2), err
+
+
+def test_one_of_two_agents_lost_ends_the_workers_of_the_other(tmp_path: Path) -> None:
+    head = start_and_wait(tmp_path, SLEEP, "--nodes", "2", "--workers", "1")
+    processes = family(head)
+    [agent] = [each for each in agents(processes) if each.cmdline()[-1] == "1"]
+    agent.kill()
+    _, err = head.communicate(timeout=60)
+    assert (head.returncode, alive(processes)) == (4, [])
+    assert "rank 1 on host node1 was lost: its agent is gone; 1 other worker was ended" in err
+
+
+def test_stopped_workers_are_ended_too(tmp_path: Path) -> None:
+    head = start_and_wait(tmp_path, SLEEP, "--workers", "2")
+    processes = family(head)
+    for each in workers(processes):
+        each.suspend()
+    head.send_signal(signal.SIGINT)
+    head.send_signal(signal.SIGINT)
+    head.communicate(timeout=60)
+    assert (head.returncode, alive(processes)) == (130, [])
+
+
+def test_nothing_is_left_in_the_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setenv("TMPDIR", str(scratch))
+    for victim in ("head", "agent", "template"):
+        head = start_and_wait(tmp_path, SLEEP, "--workers", "1", ranks=1)
+        processes = family(head)
+        assert list(scratch.glob(SCRATCH)), "the agent has its socket there"
+        one_of_ours(victim, processes).kill()
+        head.communicate(timeout=60)
+        wait_until(lambda: not list(scratch.iterdir()), f"all is removed after the death of the {victim}")
+        (tmp_path / "up-0").unlink()
+
+
+def test_closed_output_does_not_end_the_run(tmp_path: Path) -> None:
+    source = """
+        import os, time
+        open("up-" + os.environ["RANK"], "w").close()
+        for number in range(1000):
+            print("line", number)
+            time.sleep(0.001)
+        open("done", "w").close()
+    """
+    head = start_and_wait(tmp_path, source, ranks=1)
+    assert head.stdout is not None
+    head.stdout.close()
+    head.stdout = None
+    head.communicate(timeout=60)
+    assert (head.returncode, (tmp_path / "done").exists()) == (0, True)

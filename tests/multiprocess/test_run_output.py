@@ -1,0 +1,102 @@
+"""Workers' output: whole lines, each with its rank, at once, and all of it in the logs."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+from launching import run, start
+
+pytestmark = pytest.mark.multiprocess
+
+
+def test_long_lines_of_four_workers_never_mix(tmp_path: Path) -> None:
+    source = """
+        import os, sys
+        rank = os.environ["RANK"]
+        for number in range(200):
+            stream = sys.stdout if number % 2 else sys.stderr
+            print(f"{rank} {number} " + rank * 5000, file=stream)
+    """
+    ended = run(tmp_path, source, "--workers", "4")
+    lines = [line for text in (ended.out, ended.err) for line in text.splitlines()]
+    expected = {f"[{rank}] {rank} {number} " + str(rank) * 5000 for rank in range(4) for number in range(200)}
+    assert len(lines) == 800
+    assert set(lines) == expected
+    for rank in range(4):
+        log = ended.log(rank).splitlines()
+        assert sorted(log) == sorted(line.partition("] ")[2] for line in expected if line.startswith(f"[{rank}]"))
+    odd = [line for line in ended.out.splitlines() if line.startswith("[2]")]
+    assert [int(line.split()[2]) for line in odd] == list(range(1, 200, 2)), "in the order in which they were printed"
+
+
+def test_streams_stay_apart(tmp_path: Path) -> None:
+    ended = run(tmp_path, "import sys; print('good'); print('bad', file=sys.stderr)")
+    assert (ended.out, ended.err) == ("good\n", "bad\n")
+
+
+def test_one_worker_has_no_prefix_and_hosts_are_named_where_there_are_several(tmp_path: Path) -> None:
+    assert run(tmp_path, "print('hello')").out == "hello\n"
+    several = run(tmp_path, "print('hello')", "--nodes", "2", "--workers", "1")
+    assert sorted(several.out.splitlines()) == ["[node0 0] hello", "[node1 1] hello"]
+
+
+def test_line_without_an_end_is_shown_when_the_worker_ends(tmp_path: Path) -> None:
+    ended = run(tmp_path, "print('no end', end='')", "--workers", "2")
+    assert sorted(ended.out.splitlines()) == ["[0] no end", "[1] no end"]
+
+
+def test_progress_bar_is_shown_in_its_last_state(tmp_path: Path) -> None:
+    ended = run(tmp_path, "print('10%\\r50%\\r100%')\nprint('done\\r')")
+    assert ended.out == "100%\ndone\n"
+
+
+def test_bytes_that_are_no_text_do_no_harm(tmp_path: Path) -> None:
+    ended = run(tmp_path, "import os; os.write(1, b'caf\\xe9 \\xff\\n')")
+    assert (ended.code, ended.out) == (0, "caf\N{REPLACEMENT CHARACTER} \N{REPLACEMENT CHARACTER}\n")
+
+
+def test_line_appears_at_once(tmp_path: Path) -> None:
+    source = """
+        import os, time
+        print("waiting")
+        while not os.path.exists("go-on"):
+            time.sleep(0.01)
+    """
+    head = start(tmp_path, source)
+    try:
+        assert head.stdout is not None
+        assert head.stdout.readline() == "waiting\n", "the worker still runs, and waits for us"
+    finally:
+        (tmp_path / "go-on").touch()
+        head.communicate(timeout=60)
+    assert head.returncode == 0
+
+
+def test_workers_wait_for_a_terminal_that_has_stopped_to_read(tmp_path: Path) -> None:
+    lines = 60_000
+    source = f"""
+        for number in range({lines}):
+            print(number, "." * 1000)
+        print("all printed")
+    """
+    head = start(tmp_path, source)
+    try:
+        with pytest.raises(subprocess.TimeoutExpired):
+            head.wait(timeout=5)
+        log = next((tmp_path / "run" / "logs").glob("*-0.log"))
+        assert log.stat().st_size < lines * 1000 / 2, "what nobody reads must not pile up in memory"
+    finally:
+        out, _ = head.communicate(timeout=120)
+    assert head.returncode == 0
+    assert [int(line.split()[0]) for line in out.splitlines()[:-1]] == list(range(lines))
+
+
+def test_full_log_does_not_stop_the_worker(tmp_path: Path) -> None:
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    name = socket.gethostname().split(".")[0]
+    (tmp_path / "run" / "logs" / f"{name}-0.log").symlink_to("/dev/full")
+    ended = run(tmp_path, "print('goes on')")
+    assert (ended.code, ended.out) == (0, "goes on\n"), ended.err

@@ -35,7 +35,8 @@ def variables_changed_since(before: dict[str, str]) -> list[str]:
     """Environment variables that are new, gone or different; put back as they were."""
     after = dict(os.environ)
     changed = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
-    changed = [key for key in changed if key != "PYTEST_CURRENT_TEST"]  # pytest's own
+    # pytest's own, and what torch sets when its compiler is first imported
+    changed = [key for key in changed if key not in ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")]
     for key in changed:
         os.environ.pop(key, None)
         if key in before:

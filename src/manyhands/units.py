@@ -68,7 +68,9 @@ def _read_part(part: str, text: str, where: str) -> tuple[str, float]:
         unit, amount = "seconds", sum(a * _SECONDS[n] for a, n in zip(amounts, names, strict=True))
     else:
         unknown = next((name for name in names if name not in {*_SECONDS, "epoch", "step"}), names[-1])
-        raise ConfigError(f"cannot read the duration {text!r}: {unknown!r} fits no unit here", where=where, fix=_EXAMPLES)
+        raise ConfigError(
+            f"cannot read the duration {text!r}: {unknown!r} fits no unit here", where=where, fix=_EXAMPLES
+        )
     if amount <= 0:
         raise ConfigError(f"the duration {text!r} is not longer than nothing", where=where, fix=_EXAMPLES)
     return unit, amount

@@ -9,7 +9,6 @@ import pytest
 from commands import finish, kill_all, start, steps_done, summary, wait_for_step
 from runs import Recipe, samples_by_step, step_lines
 
-
 pytestmark = pytest.mark.multiprocess
 STEPS = 60
 
@@ -85,5 +84,3 @@ def test_first_signal_makes_a_snapshot_at_a_common_step_and_the_run_goes_on_late
     finish(start(2, tmp_path / "whole", long))
     assert summary(tmp_path / "asked")["weights_sha256"] == summary(tmp_path / "whole")["weights_sha256"]
     assert summary(tmp_path / "asked")["steps_redone"] == 0
-
-

@@ -19,6 +19,7 @@ from manyhands.launchers import scripts
 from manyhands.launchers.display import Display, PlainDisplay
 from manyhands.launchers.job import Job
 from manyhands.launchers.launcher import LAUNCHERS
+from manyhands.records import run_directory
 
 _TRAINING = ("manyhands.training.trainer", "manyhands.data.data")
 """Loaded once per host for scripts that import manyhands."""
@@ -101,7 +102,11 @@ def _job(asked: _Asked) -> Job:
         nodes=asked.nodes,
         workers_per_node=next((count for count in counts if count is not None), max(1, _gpus())),
         restarts=asked.restarts,
-        environment={**_pairs(asked.env), **overrides.to_environment(changed)},
+        environment={
+            **_pairs(asked.env),
+            **overrides.to_environment(changed),
+            **({} if asked.run_dir else {run_directory.UNASKED: "1"}),
+        },
         overrides=changed,
         preload=scripts.preload(asked.script, kind, own=_TRAINING),
     )

@@ -27,7 +27,7 @@ _PARTS: Mapping[str, tuple[str, Colour]] = {
 
 def last_screen(summary: Summary, folder: Path) -> str:
     """The screen at the end of `fit`, painted."""
-    rows = [_head(summary)]
+    rows = ["", _head(summary)]
     if summary.validation:
         rows.append(_row("validation", _shown(summary.validation)))
     if summary.best:
@@ -91,8 +91,8 @@ def _where_it_went(step_seconds: Mapping[str, float]) -> list[str]:
     rows: list[str] = []
     for part in seen:
         name, colour = _PARTS[part]
-        drawn = paint(bar(shares[part], _BAR), colour)
-        rows.append(_row("" if rows else "spent on", f"{name:<20}{drawn} {100 * shares[part]:3.0f} %"))
+        drawn = paint(bar(shares[part], _BAR).rstrip(), colour)
+        rows.append(_row("" if rows else "spent on", f"{name:<20}{100 * shares[part]:3.0f} %  {drawn}"))
     return rows
 
 

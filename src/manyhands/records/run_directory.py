@@ -13,6 +13,8 @@ from manyhands.records.whole_file import read_json
 
 VARIABLE = "MANYHANDS_RUN_DIR"
 """Names the run directory to the workers of `manyhands run`."""
+UNASKED = "MANYHANDS_RUN_DIR_UNASKED"
+"""Set where nobody asked for that directory, so that a script may choose another."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,7 @@ from manyhands.config.strategies import DDP, Strategy, named
 from manyhands.data.data import Data
 from manyhands.errors import ConfigError
 from manyhands.events import Listener, TestDone
-from manyhands.records.run_directory import RunDirectory
+from manyhands.records.run_directory import UNASKED, VARIABLE, RunDirectory
 from manyhands.snapshot.fingerprint import fingerprint
 from manyhands.snapshot.load import load, same_model
 from manyhands.training.build import MakeOptimizer, MakeSchedule, ModelOrMaker, Parts, build, make_evaluation
@@ -260,11 +261,13 @@ class Trainer:
 
     def _directory(self) -> RunDirectory:
         """The run directory, the same on every worker."""
-        directory = None
-        if self.world.is_leader:
-            directory = RunDirectory.choose(_script()) if self._run_dir is None else RunDirectory(Path(self._run_dir))
-        [path, *_] = gather_words(self.world, str(directory.path.absolute()) if directory else "")
-        return RunDirectory(Path(path) if self._number == 1 else Path(path, f"trainer-{self._number}"))
+        asked_for = VARIABLE in os.environ and UNASKED not in os.environ
+        if self._run_dir is not None and not asked_for:
+            return RunDirectory(Path(self._run_dir).absolute())
+        chosen = str(RunDirectory.choose(_script()).path.absolute()) if self.world.is_leader else ""
+        path = Path(gather_words(self.world, chosen)[0])
+        # A script may make several trainers; one directory from outside is the first one's.
+        return RunDirectory(path / f"trainer-{self._number}" if VARIABLE in os.environ and self._number > 1 else path)
 
 
 def _script() -> Path:

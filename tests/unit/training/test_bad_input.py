@@ -1,0 +1,163 @@
+"""Bad input gets one clear error: what, where, fix."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import images_and_labels, network
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import manyhands as mh
+from manyhands.errors import ConfigError, DataError, ManyhandsError, TrainingError
+
+
+def dataset(samples: int = 20) -> TensorDataset:
+    return TensorDataset(*images_and_labels(samples))
+
+
+def trainer(run_dir: Path, **more: Any) -> mh.Trainer:
+    arguments: dict[str, Any] = {
+        "model": network,
+        "loss": nn.CrossEntropyLoss(),
+        "optimizer": lambda params: torch.optim.SGD(params, lr=0.1),
+        "data": mh.Data(train=dataset(), validation=dataset(), batch_size=5),
+        "run_dir": run_dir,
+    }
+    return mh.Trainer(**{**arguments, **more})
+
+
+class Empty(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+CASES: dict[str, tuple[dict[str, Any], str]] = {
+    "no batch size": ({"data": lambda: mh.Data(train=dataset())}, "no batch size"),
+    "batch size 0": ({"data": lambda: mh.Data(train=dataset(), batch_size=0)}, "batch_size is 0"),
+    "two batch sizes": (
+        {"data": lambda: mh.Data(train=dataset(), batch_size=5, batch_size_per_worker=5)},
+        "both batch_size",
+    ),
+    "no samples": ({"data": lambda: mh.Data(train=TensorDataset(torch.zeros(0, 1)), batch_size=5)}, "0 samples"),
+    "a loader": ({"data": lambda: mh.Data(train=DataLoader(dataset()), batch_size=5)}, "DataLoader"),
+    "a stream to validate": ({"data": lambda: mh.Data(train=dataset(), validation=Empty(), batch_size=5)}, "a stream"),
+    "a batch too large to drop": (
+        {"data": lambda: mh.Data(train=dataset(3), batch_size=5, drop_last=True)},
+        "drop_last leaves nothing",
+    ),
+    "neither loss nor step": ({"loss": None}, "neither loss nor step"),
+    "loss and step": ({"step": lambda model, batch: None}, "both loss and step"),
+    "no model": ({"model": lambda: 3}, "the model is a int"),
+    "nothing to train": ({"model": nn.ReLU}, "no parameter"),
+    "no optimizer": ({"optimizer": lambda params: None}, "gave a NoneType"),
+    "no metric": ({"metrics": {"accuracy": max}}, "the metric 'accuracy'"),
+    "unknown precision": ({"precision": "fp8"}, "precision is 'fp8'"),
+    "unknown strategy": ({"strategy": "dpp"}, "no strategy named 'dpp'"),
+    "nccl without a GPU": ({"backend": "nccl"}, "no GPU"),
+    "clipping at 0": ({"clip_gradients": 0.0}, "clip_gradients is 0"),
+    "scaling without growth": ({"lr_scaling": "linear"}, "nothing to follow"),
+    "warm-up by the clock": ({"warmup": "10 min"}, "is a time"),
+    "validation never": ({"validate_every": "sometimes"}, "cannot read the duration 'sometimes'"),
+    "watching nothing": (
+        {"data": lambda: mh.Data(train=dataset(), batch_size=5), "early_stopping": mh.EarlyStopping("loss")},
+        "no validation set",
+    ),
+    "weights that are not there": ({"init_from": "nowhere.pt"}, "cannot read the weights"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="one case is about a machine without a GPU")
+def test_trainer_refuses_with_a_sentence(case: str, tmp_path: Path) -> None:
+    arguments, expected = CASES[case]
+    with pytest.raises(ManyhandsError) as caught:
+        trainer(tmp_path / "run", **{key: value() if key == "data" else value for key, value in arguments.items()})
+    assert expected in caught.value.what
+    assert caught.value.fix
+    assert caught.value.exit_code == 2
+    assert not (tmp_path / "run").exists(), "nothing is made for a run that cannot begin"
+
+
+@pytest.mark.parametrize(
+    "duration", ["soon", "20", "-3 epochs", "0 steps", "2 parsecs", "1.5 steps", "3 epochs or 4 epochs"]
+)
+def test_unreadable_duration_is_an_error_with_examples(duration: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        trainer(tmp_path / "run").fit(duration)
+    assert duration in caught.value.what
+    assert "20 epochs" in caught.value.fix
+
+
+def test_metric_that_nobody_reports_is_named_with_those_that_are(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        trainer(tmp_path, early_stopping=mh.EarlyStopping("acuracy", mode="max")).fit("1 epoch")
+    assert "'acuracy'" in caught.value.what
+    assert "loss" in caught.value.fix
+
+
+def test_unknown_setting_is_an_error_with_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MANYHANDS_SET", '{"batch_sise": "3"}')
+    with pytest.raises(ConfigError) as caught:
+        trainer(tmp_path)
+    assert "'batch_size'" in caught.value.fix
+
+
+def test_settings_are_overridden_by_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MANYHANDS_SET", '{"batch_size": "4", "lr": "0.5", "duration": "3 steps"}')
+    made = trainer(tmp_path)
+    assert made.parts.optimizer.param_groups[0]["lr"] == 0.5
+    assert made.fit("9 steps").steps == 3
+    assert made.parts.batch == 4
+
+
+def test_loss_that_is_no_number_stops_with_step_samples_and_snapshot(tmp_path: Path) -> None:
+    images, labels = images_and_labels(20)
+    images[7] = float("nan")
+    run = trainer(
+        tmp_path / "run",
+        data=mh.Data(train=TensorDataset(images, labels), batch_size=2, shuffle=False),
+        snapshots=mh.Snapshots(every="1 steps"),
+    )
+    with pytest.raises(TrainingError) as caught:
+        run.fit("1 epoch")
+    assert caught.value.what == "the loss is nan in step 4"
+    assert "samples [6, 7]" in caught.value.where
+    assert "step-00000003" in caught.value.fix
+    assert '"status": "failed"' in (tmp_path / "run" / "summary.json").read_text()
+
+
+def test_sample_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    class Broken(TensorDataset):
+        def __getitem__(self, index: int) -> Any:
+            if index == 11:
+                raise OSError("torn file")
+            return super().__getitem__(index)
+
+    data = mh.Data(train=Broken(*images_and_labels(20)), batch_size=5)
+    with pytest.raises(DataError, match="sample 11 of the train set cannot be read: OSError: torn file"):
+        trainer(tmp_path, data=data).fit("1 epoch")
+
+
+def test_run_directory_of_another_script_is_refused(tmp_path: Path) -> None:
+    trainer(tmp_path).fit("1 steps")
+    record = json.loads((tmp_path / "run.json").read_text())
+    (tmp_path / "run.json").write_text(json.dumps({**record, "script": "another.py"}))
+    with pytest.raises(ConfigError, match="run directory of"):
+        trainer(tmp_path).fit("2 steps")
+
+
+def test_batch_that_is_no_pair_is_told_how_to_pass_a_step(tmp_path: Path) -> None:
+    images, labels = images_and_labels(20)
+    data = mh.Data(train=TensorDataset(images, labels, labels), batch_size=5)
+    with pytest.raises(ConfigError, match="not an \\(inputs, targets\\) pair"):
+        trainer(tmp_path, data=data).fit("1 epoch")
+
+
+def test_loss_that_is_not_reduced_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the loss has shape"):
+        trainer(tmp_path, loss=nn.CrossEntropyLoss(reduction="none")).fit("1 epoch")

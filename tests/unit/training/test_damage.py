@@ -1,0 +1,116 @@
+"""A run whose newest snapshot is damaged names it and goes on from the one before."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from runs import Recipe, make_trainer
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import manyhands as mh
+from manyhands.errors import SnapshotError
+
+FIRST_HALF = Recipe(duration="6 steps", dropout=0.2, trainer={"snapshots": mh.Snapshots(every="2 steps")})
+
+
+def fit(run_dir: Path, duration: str) -> tuple[str, list[dict[str, object]]]:
+    trainer = make_trainer(FIRST_HALF, run_dir)
+    weights = trainer.fit(duration).weights_sha256
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return weights, lines
+
+
+def newest(run_dir: Path) -> Path:
+    return max((run_dir / "snapshots").glob("step-*"))
+
+
+def flip_a_bit(snapshot: Path) -> None:
+    [path] = snapshot.glob("tensors-*")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def truncate(snapshot: Path) -> None:
+    [path] = snapshot.glob("tensors-*")
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def lose_the_manifest(snapshot: Path) -> None:
+    (snapshot / "manifest.json").unlink()
+
+
+def come_from_the_future(snapshot: Path) -> None:
+    manifest = snapshot / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"format_version": 1', '"format_version": 99'))
+
+
+def be_of_another_model(snapshot: Path) -> None:
+    other = snapshot.parents[2] / "other"
+    images = torch.zeros(12, 3)
+    trainer = mh.Trainer(
+        model=lambda: nn.Linear(3, 2),
+        loss=nn.CrossEntropyLoss(),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        data=mh.Data(train=TensorDataset(images, torch.zeros(12, dtype=torch.int64)), batch_size=2),
+        run_dir=other,
+    )
+    trainer.fit("6 steps")
+    shutil.rmtree(snapshot)
+    shutil.copytree(newest(other), snapshot)
+
+
+DAMAGES: dict[Callable[[Path], None], str] = {
+    flip_a_bit: "is damaged",
+    truncate: "bytes",
+    lose_the_manifest: "no manifest.json",
+    come_from_the_future: "format 99",
+    be_of_another_model: "of another model",
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return fit(tmp_path_factory.mktemp("whole"), "12 steps")[0]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_damaged_snapshot_is_named_and_the_one_before_taken(
+    damage: Callable[[Path], None], undisturbed: str, tmp_path: Path
+) -> None:
+    fit(tmp_path / "run", "6 steps")
+    assert newest(tmp_path / "run").name == "step-00000006"
+    damage(newest(tmp_path / "run"))
+    weights, lines = fit(tmp_path / "run", "12 steps")
+    assert weights == undisturbed
+    [skipped] = [line for line in lines if line["event"] == "skipped"]
+    assert str(skipped["path"]).endswith("step-00000006")
+    assert DAMAGES[damage] in str(skipped["reason"])
+    assert [line["step"] for line in lines if line["event"] == "step"] == list(range(1, 13))
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_run_ends_with_a_sentence_where_no_snapshot_fits(damage: Callable[[Path], None], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    fit(run, "2 steps")
+    damage(newest(run))
+    with pytest.raises(SnapshotError) as caught:
+        make_trainer(FIRST_HALF, run).fit("4 steps")
+    assert caught.value.exit_code == 2
+    assert "step-00000002" in caught.value.what
+    assert DAMAGES[damage] in caught.value.what
+    assert caught.value.fix
+
+
+def test_half_written_snapshot_is_passed_over(undisturbed: str, tmp_path: Path) -> None:
+    fit(tmp_path / "run", "6 steps")
+    half = tmp_path / "run" / "snapshots" / "step-00000007.0123456789ab.half"
+    half.mkdir()
+    (half / "tensors-00000-of-00001.safetensors").write_bytes(b"torn")
+    assert fit(tmp_path / "run", "12 steps")[0] == undisturbed

@@ -1,0 +1,90 @@
+"""One listener in front of many: what fails is named and dropped, and the rest goes on."""
+
+from __future__ import annotations
+
+import pytest
+from stories import started, stepped
+
+from manyhands.events import Event
+from manyhands.listeners.broadcast import Broadcast
+
+
+class Failing:
+    def __init__(self, on: int) -> None:
+        self.on, self.heard = on, 0
+
+    def __call__(self, event: Event) -> None:
+        self.heard += 1
+        if event.step == self.on:
+            raise RuntimeError("the disk is gone")
+
+
+class Finishing:
+    def __init__(self, fails: bool = False) -> None:
+        self.fails, self.calls = fails, []
+
+    def __call__(self, event: Event) -> None:
+        self.calls.append("told")
+
+    def flush(self) -> None:
+        self.calls.append("flush")
+        if self.fails:
+            raise OSError("full")
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+def test_all_are_told_everything_in_order() -> None:
+    first: list[Event] = []
+    second: list[Event] = []
+    tell = Broadcast([first.append, second.append])
+    events = [started(), stepped(1), stepped(2)]
+    for event in events:
+        tell(event)
+    assert first == second == events
+
+
+def test_listener_that_fails_is_named_once_and_dropped_and_the_others_miss_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    before: list[Event] = []
+    after: list[Event] = []
+    failing = Failing(on=2)
+    tell = Broadcast([before.append, failing, after.append])
+    for step in (1, 2, 3, 4):
+        tell(stepped(step))
+    assert [event.step for event in before] == [event.step for event in after] == [1, 2, 3, 4]
+    assert failing.heard == 2
+    [record] = caplog.records
+    assert "Failing" in record.getMessage()
+    assert "RuntimeError: the disk is gone" in record.getMessage()
+
+
+def test_two_that_fail_at_once_are_both_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    heard: list[Event] = []
+    tell = Broadcast([Failing(on=1), Failing(on=1), heard.append])
+    tell(stepped(1))
+    tell(stepped(2))
+    assert len(heard) == 2
+    assert len(caplog.records) == 2
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit])
+def test_what_is_meant_to_end_the_run_comes_through(end: type[BaseException]) -> None:
+    def stop(_: Event) -> None:
+        raise end
+
+    with pytest.raises(end):
+        Broadcast([stop])(stepped(1))
+
+
+def test_flush_and_close_reach_those_who_have_them_though_one_fails(caplog: pytest.LogCaptureFixture) -> None:
+    failing, fine = Finishing(fails=True), Finishing()
+    heard: list[Event] = []
+    tell = Broadcast([heard.append, failing, fine])
+    tell.flush()
+    tell(stepped(1))
+    tell.close()
+    assert failing.calls == fine.calls == ["flush", "told", "close"]  # a disk that was full has room again
+    assert "Finishing could not flush: OSError: full" in caplog.text

@@ -1,0 +1,75 @@
+"""TensorBoard's own reader finds what was drawn."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from stories import BEGIN, ended, started, stepped, validated, was_tested
+
+from manyhands.events import Event
+from manyhands.listeners.tensorboard import WriteTensorBoard
+
+accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+
+
+def listen(folder: Path, *events: Event) -> None:
+    listener = WriteTensorBoard(folder)
+    for event in events:
+        listener(event)
+    listener.close()
+
+
+def points(folder: Path, tag: str) -> list[tuple[int, float]]:
+    reader = accumulator.EventAccumulator(str(folder), size_guidance={accumulator.SCALARS: 0})
+    reader.Reload()
+    return [(point.step, point.value) for point in reader.Scalars(tag)] if tag in reader.Tags()["scalars"] else []
+
+
+def test_steps_validations_and_tests_are_drawn_with_their_values(tmp_path: Path) -> None:
+    listen(
+        tmp_path,
+        started(),
+        *(stepped(step, loss=float(step), gradient_norm=0.5, values={"extra": 7.0}) for step in (1, 2, 3)),
+        validated(3, loss=0.5, accuracy=0.75),
+        ended(3),
+        was_tested(3, loss=0.25),
+    )
+    assert points(tmp_path, "train/loss") == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    assert points(tmp_path, "train/lr") == [(step, pytest.approx(0.1)) for step in (1, 2, 3)]
+    assert points(tmp_path, "train/samples_per_second") == [(step, 8.0) for step in (1, 2, 3)]
+    assert points(tmp_path, "train/gradient_norm") == [(step, 0.5) for step in (1, 2, 3)]
+    assert points(tmp_path, "train/extra") == [(step, 7.0) for step in (1, 2, 3)]
+    assert points(tmp_path, "validation/accuracy") == [(3, 0.75)]
+    assert points(tmp_path, "validation/loss") == [(3, 0.5)]
+    assert points(tmp_path, "test/loss") == [(3, 0.25)]
+
+
+def test_fast_steps_are_drawn_together_without_losing_their_mean_or_the_last(tmp_path: Path) -> None:
+    listen(tmp_path, started(), *(stepped(step, loss=float(step)) for step in range(1, 10_001)))
+    drawn = points(tmp_path, "train/loss")
+    assert 10 <= len(drawn) < 1000
+    assert drawn[-1][0] == 10_000
+    weights = [step - before for (step, _), before in zip(drawn, [0, *(step for step, _ in drawn)], strict=False)]
+    mean = sum(weight * value for weight, (_, value) in zip(weights, drawn, strict=True)) / 10_000
+    assert mean == pytest.approx(5000.5)
+
+
+def test_steps_that_are_done_once_more_are_drawn_once(tmp_path: Path) -> None:
+    listen(tmp_path, started(), *(stepped(step, loss=1.0) for step in range(1, 7)))
+    listen(
+        tmp_path, started(4, time=BEGIN + 90), *(stepped(step, loss=2.0, time=BEGIN + 90 + step) for step in (5, 6, 7))
+    )
+    assert points(tmp_path, "train/loss") == [*((step, 1.0) for step in range(1, 5)), (5, 2.0), (6, 2.0), (7, 2.0)]
+
+
+def test_tensorboard_is_not_imported_before_there_is_something_to_draw(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from manyhands.listeners.tensorboard import WriteTensorBoard;"
+        f"listener = WriteTensorBoard(Path({str(tmp_path)!r})); listener.flush();"
+        "sys.exit('tensorboard' in sys.modules or 'torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert list(tmp_path.iterdir()) == []

@@ -18,10 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from manyhands.communication.packing import ReadyOrder, packed
 from manyhands.communication.world import Work, World
-
-FIRST_BUCKET_BYTES = 1 << 20
-"""The first bucket is small, so that the network has something to do early in the backward pass."""
 
 
 @dataclass(slots=True)
@@ -52,28 +50,16 @@ class GradientBuckets:
         self.world = world
         self.bucket_bytes = bucket_bytes
         self.armed = False
-        self.ready_order: list[int] | None = []
-        """Parameters by number as their gradients came, while that is being found out; None afterwards."""
-        self.number_of = {parameter: number for number, parameter in enumerate(self.parameters)}
+        self.order = ReadyOrder(self.parameters, world)
         for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(self._ready)
-        self._pack(list(reversed(range(len(self.parameters)))))  # a guess: the last layer's gradient comes first
+        self._pack(self.order.guess)
 
     def _pack(self, order: Sequence[int]) -> None:
         """Make the buckets, for parameters in `order`."""
         self.buckets: list[Bucket] = []
         self.place_of: dict[nn.Parameter, tuple[Bucket, int]] = {}
-        group: list[nn.Parameter] = []
-        size = 0
-        for number in order:
-            parameter = self.parameters[number]
-            limit = self.bucket_bytes if self.buckets else min(FIRST_BUCKET_BYTES, self.bucket_bytes)
-            if group and (size >= limit or (parameter.dtype, parameter.device) != (group[0].dtype, group[0].device)):
-                self._add(group)
-                group, size = [], 0
-            group.append(parameter)
-            size += parameter.numel() * parameter.element_size()
-        if group:
+        for group in packed(self.parameters, order, bucket_bytes=self.bucket_bytes):
             self._add(group)
 
     def _add(self, group: list[nn.Parameter]) -> None:
@@ -106,8 +92,7 @@ class GradientBuckets:
         """Called by autograd when the gradient of `parameter` is complete for one backward pass."""
         if not self.armed:
             return
-        if self.ready_order is not None:
-            self.ready_order.append(self.number_of[parameter])  # type: ignore[index]  # the hook gives the parameter
+        self.order.note(parameter)
         bucket, _ = self.place_of[parameter]  # type: ignore[index]
         bucket.missing -= 1
         while self.sent < len(self.buckets) and self.buckets[self.sent].missing <= 0:
@@ -140,21 +125,16 @@ class GradientBuckets:
                 parameter.grad = view
             if any(unused):
                 self._drop_unused(bucket)
-        if self.ready_order is not None:
-            self._learn_order()
+        if (order := self.order.agree()) is not None:
+            self._pack_anew(order)
 
     def _drop_unused(self, bucket: Bucket) -> None:
         for parameter, workers in zip(bucket.parameters, bucket.used.tolist(), strict=True):
             if workers == 0:
                 parameter.grad = None
 
-    def _learn_order(self) -> None:
-        """Pack anew in the order that the leader saw; parameters it did not use go last."""
-        seen = self.ready_order or []
-        order = [*dict.fromkeys(seen), *(number for number in range(len(self.parameters)) if number not in set(seen))]
-        agreed = self.world.broadcast(torch.tensor(order, dtype=torch.int64, device=self.world.device)).tolist()
-        self.ready_order = None
+    def _pack_anew(self, order: Sequence[int]) -> None:
         gradients = [None if parameter.grad is None else parameter.grad.clone() for parameter in self.parameters]
-        self._pack(agreed)
+        self._pack(order)
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient

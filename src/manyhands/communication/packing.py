@@ -1,0 +1,55 @@
+"""Which gradients travel together: parameters packed in the order in which their gradients become ready."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.communication.world import World
+
+FIRST_BUCKET_BYTES = 1 << 20
+"""The first bucket is small, so that the network has something to do early in the backward pass."""
+
+
+def packed(parameters: Sequence[nn.Parameter], order: Iterable[int], *, bucket_bytes: int) -> list[list[nn.Parameter]]:
+    """Groups of `parameters`, taken in `order`, of about `bucket_bytes` each and of one dtype and device."""
+    groups: list[list[nn.Parameter]] = []
+    group: list[nn.Parameter] = []
+    size = 0
+    for number in order:
+        parameter = parameters[number]
+        limit = bucket_bytes if groups else min(FIRST_BUCKET_BYTES, bucket_bytes)
+        if group and (size >= limit or (parameter.dtype, parameter.device) != (group[0].dtype, group[0].device)):
+            groups.append(group)
+            group, size = [], 0
+        group.append(parameter)
+        size += parameter.numel() * parameter.element_size()
+    return [*groups, group] if group else groups
+
+
+class ReadyOrder:
+    """The order in which gradients become ready, found in one backward pass and then fixed for all by the leader."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], world: World) -> None:
+        self.world = world
+        self.number_of: dict[Tensor, int] = {parameter: number for number, parameter in enumerate(parameters)}
+        self.guess = list(reversed(range(len(parameters))))
+        """Until it is known: the last layer's gradient comes first."""
+        self.seen: list[int] | None = []
+        """Parameters by number as their gradients came, while that is being found out; None afterwards."""
+
+    def note(self, parameter: Tensor) -> None:
+        """The gradient of `parameter` is ready."""
+        if self.seen is not None:
+            self.seen.append(self.number_of[parameter])
+
+    def agree(self) -> list[int] | None:
+        """The order that the leader saw, on every worker, the parameters it did not use last; None where known."""
+        if self.seen is None:
+            return None
+        first = list(dict.fromkeys(self.seen))
+        order = torch.tensor([*first, *(number for number in self.guess if number not in set(first))])
+        self.seen = None
+        return [int(number) for number in self.world.broadcast(order.to(self.world.device)).tolist()]

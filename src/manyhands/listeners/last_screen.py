@@ -54,7 +54,7 @@ def row_of_test(values: Mapping[str, float]) -> str:
 def _head(summary: Summary) -> str:
     colour = _STATUS.get(summary.status, "yellow")
     who = f"{amount(summary.workers, 'worker')} · {summary.strategy}"
-    room = _COLUMNS - len(summary.status) - len(who) - 5
+    room = _COLUMNS - len(summary.status) - len(who) - 6
     reason = summary.reason if len(summary.reason) <= room else summary.reason[: room - 1] + "…"
     middle = f"─ {reason} "
     rule = "─" * max(1, _COLUMNS - len(summary.status) - len(middle) - len(who) - 2)

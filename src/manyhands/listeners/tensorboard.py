@@ -6,9 +6,11 @@ the last learning rate): a thousand points a second would cost training more tha
 
 from __future__ import annotations
 
+import os
+import socket
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from manyhands.events import Event, RunEnded, RunStarted, StepDone, TestDone, ValidationDone
 from manyhands.records.aside import Aside
@@ -23,33 +25,29 @@ class WriteTensorBoard:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._writer: Any = None
+        self._file: _EventFile | None = None
         self._aside: Aside[Event] = Aside(self._draw, every_s=_EVERY_S, name="writes TensorBoard files")
 
     def __call__(self, event: Event) -> None:
         """Take note of `event`."""
         self._aside.put(event)
-
-    def flush(self) -> None:
-        """Have every point on its way to the disk."""
-        self._aside.flush()
-        if self._writer is not None:
-            self._writer.flush()
+        if isinstance(event, RunEnded | TestDone):
+            self._aside.flush()
 
     def close(self) -> None:
         """Write what is left. Safe to call twice."""
         self._aside.close()
-        if self._writer is not None:
-            self._writer.close()
+        if self._file is not None:
+            self._file.close()
 
     def _draw(self, events: Sequence[Event]) -> None:
         if not events:
             return
-        if self._writer is None:
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        self._file = self._file or _EventFile(self.folder)
+        self._draw_all(events, self._file)
+        self._file.flush()
 
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._writer = EventFileWriter(str(self.folder))
+    def _draw_all(self, events: Sequence[Event], file: _EventFile) -> None:
         steps: list[StepDone] = []
         size = -(-len(events) // _MOST_POINTS)
         for event in events:
@@ -57,46 +55,65 @@ class WriteTensorBoard:
                 steps.append(event)
                 if len(steps) < size:
                     continue
-            self._draw_steps(steps)
+            _draw_steps(steps, file)
             steps = []
             if not isinstance(event, StepDone):
-                self._draw_other(event)
-        self._draw_steps(steps)
+                _draw_other(event, file)
+        _draw_steps(steps, file)
 
-    def _draw_steps(self, steps: Sequence[StepDone]) -> None:
-        if not steps:
-            return
-        last, samples = steps[-1], sum(step.samples for step in steps)
-        values = {"train/loss": sum(step.loss * step.samples for step in steps) / max(samples, 1), "train/lr": last.lr}
-        seconds = sum(step.timing.total for step in steps)
-        if seconds > 0:
-            values["train/samples_per_second"] = samples / seconds
-        if last.gradient_norm is not None:
-            values["train/gradient_norm"] = last.gradient_norm
-        values |= {f"train/{name}": value for name, value in last.values.items()}
-        self._add(last.step, last.time, values)
 
-    def _draw_other(self, event: Event) -> None:
-        if isinstance(event, ValidationDone):
-            self._add(event.step, event.time, {f"validation/{name}": value for name, value in event.values.items()})
-        elif isinstance(event, TestDone):
-            self._add(event.step, event.time, {f"test/{name}": value for name, value in event.values.items()})
-        elif isinstance(event, RunStarted):
-            self._take_back_after(event)
-        if isinstance(event, RunEnded | TestDone):
-            self._writer.flush()
+class _EventFile:
+    """One file of TensorBoard's. Its name sorts after those of earlier runs, also of the same second."""
 
-    def _add(self, step: int, time: float, values: Mapping[str, float]) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event as Point
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        drawn = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
-        self._writer.add_event(Point(wall_time=time, step=step, summary=drawn))
-
-    def _take_back_after(self, event: RunStarted) -> None:
-        """Have TensorBoard forget what an earlier file tells of steps that are done once more."""
+    def __init__(self, folder: Path) -> None:
         from tensorboard.compat.proto.event_pb2 import Event as Point
         from tensorboard.compat.proto.event_pb2 import SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-        forget = SessionLog(status=SessionLog.START)
-        self._writer.add_event(Point(wall_time=event.time, step=event.step + 1, session_log=forget))
+        self._point, self._session, self._summary = Point, SessionLog, Summary
+        folder.mkdir(parents=True, exist_ok=True)
+        seconds, rest = divmod(time.time_ns(), 10**9)
+        name = f"events.out.tfevents.{seconds:010d}.{rest:09d}.{socket.gethostname()}.{os.getpid()}"
+        self._records = RecordWriter((folder / name).open("xb"))
+        self._records.write(Point(wall_time=seconds, file_version="brain.Event:2").SerializeToString())
+
+    def add(self, step: int, when: float, values: Mapping[str, float]) -> None:
+        """A point of every curve in `values`."""
+        drawn = self._summary(value=[self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
+        self._records.write(self._point(wall_time=when, step=step, summary=drawn).SerializeToString())
+
+    def forget_after(self, step: int, when: float) -> None:
+        """Have TensorBoard forget what an earlier file tells of steps that are done once more."""
+        forget = self._session(status=self._session.START)
+        self._records.write(self._point(wall_time=when, step=step + 1, session_log=forget).SerializeToString())
+
+    def flush(self) -> None:
+        self._records.flush()
+
+    def close(self) -> None:
+        self._records.close()
+
+
+def _draw_steps(steps: Sequence[StepDone], file: _EventFile) -> None:
+    if not steps:
+        return
+    last, samples = steps[-1], sum(step.samples for step in steps)
+    values = {"train/loss": sum(step.loss * step.samples for step in steps) / max(samples, 1), "train/lr": last.lr}
+    seconds = sum(step.timing.total for step in steps)
+    if seconds > 0:
+        values["train/samples_per_second"] = samples / seconds
+    if last.gradient_norm is not None:
+        values["train/gradient_norm"] = last.gradient_norm
+    values |= {f"train/{name}": value for name, value in last.values.items()}
+    file.add(last.step, last.time, values)
+
+
+def _draw_other(event: Event, file: _EventFile) -> None:
+    match event:
+        case ValidationDone():
+            file.add(event.step, event.time, {f"validation/{name}": value for name, value in event.values.items()})
+        case TestDone():
+            file.add(event.step, event.time, {f"test/{name}": value for name, value in event.values.items()})
+        case RunStarted():
+            file.forget_after(event.step, event.time)

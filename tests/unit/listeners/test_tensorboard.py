@@ -68,7 +68,7 @@ def test_steps_that_are_done_once_more_are_drawn_once(tmp_path: Path) -> None:
 def test_tensorboard_is_not_imported_before_there_is_something_to_draw(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from manyhands.listeners.tensorboard import WriteTensorBoard;"
-        f"listener = WriteTensorBoard(Path({str(tmp_path)!r})); listener.flush();"
+        f"listener = WriteTensorBoard(Path({str(tmp_path)!r})); listener.close();"
         "sys.exit('tensorboard' in sys.modules or 'torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -52,13 +52,14 @@ def row_of_test(values: Mapping[str, float]) -> str:
 
 
 def _head(summary: Summary) -> str:
-    colour = _STATUS.get(summary.status, "yellow")
-    who = f"{amount(summary.workers, 'worker')} · {summary.strategy}"
-    room = _COLUMNS - len(summary.status) - len(who) - 6
+    """Status and reason, a rule, and who it was: that goes first where the reason needs the room."""
+    room = _COLUMNS - len(summary.status) - 5
     reason = summary.reason if len(summary.reason) <= room else summary.reason[: room - 1] + "…"
-    middle = f"─ {reason} "
-    rule = "─" * max(1, _COLUMNS - len(summary.status) - len(middle) - len(who) - 2)
-    return f"{paint(summary.status, 'bold', colour)} {middle}{paint(rule, 'dim')} {who}"
+    who = f" {amount(summary.workers, 'worker')} · {summary.strategy}"
+    who = who if len(reason) + len(who) <= room else ""
+    rule = "─" * (room + 1 - len(reason) - len(who))
+    status = paint(summary.status, "bold", _STATUS.get(summary.status, "yellow"))
+    return f"{status} {paint('─', 'dim')} {reason} {paint(rule, 'dim')}{who}"
 
 
 def _from_here(folder: Path) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -92,7 +93,7 @@ class ShowProgress:
                 cost = f"{amount(event.steps_redone, 'step')} redone, {seconds_in_words(event.seconds_lost)} lost"
                 self._voice.say(paint(f"went on {event.how} after {event.reason}: {cost}", "yellow"))
             case Note():
-                self._voice.say(event.text)
+                self._voice.say(textwrap.fill(event.text, 80, subsequent_indent="  "))
 
     def _headline(self, event: RunStarted) -> str:
         record = self._record

@@ -156,7 +156,8 @@ def live_line(fields: Fields, width: int, with_bar: bool = True) -> str:
     epoch, epochs, step, total = (fields.get(name) for name in ("epoch", "epochs", "step", "total_steps"))
     parts: list[tuple[int, str]] = []  # how soon a narrow terminal drops it, and the text
     if epoch is not None:
-        parts.append((0, paint(f"epoch {epoch}/{epochs}" if epochs else f"epoch {epoch}", "bold")))
+        of_all = f"{epoch:>{len(str(epochs))}}/{epochs}" if epochs else f"{epoch}"
+        parts.append((0, paint(f"epoch {of_all}", "bold")))
     bar_at = len(parts)
     if step is not None:
         parts.append((3, f"step {step}/{total}" if total else f"step {step}"))

@@ -72,6 +72,12 @@ def test_fullest_screen_fits(status: str, reason: str) -> None:
     )
     assert len(full) + 1 <= 15  # and the row of the test below
     assert max(len(line) for line in full) <= 80
+    assert len(full[1]) == 80
+
+
+def test_reason_that_needs_the_room_gets_it() -> None:
+    reason = "accuracy has not become better for 10 validations"
+    assert lines(status="stopped early", reason=reason)[1] == f"stopped early ─ {reason} " + "─" * 14
 
 
 def test_run_without_a_step_has_a_screen_too() -> None:

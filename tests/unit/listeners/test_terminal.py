@@ -74,7 +74,7 @@ def shown(stream: io.StringIO) -> list[str]:
 def test_live_line_holds_everything_in_eighty_columns() -> None:
     line = bare(live_line(FIELDS, 80))
     assert len(line) <= 80
-    for words in ("epoch 3/20", "━", "step 1234/9000", "loss 0.1234", "30.5k samples/s", "1:20 left"):
+    for words in ("epoch  3/20", "━", "step 1234/9000", "loss 0.1234", "30.5k samples/s", "1:20 left"):
         assert words in line
     assert "1 restart" in live_line({**FIELDS, "restarts": 1}, 100)
 
@@ -82,8 +82,8 @@ def test_live_line_holds_everything_in_eighty_columns() -> None:
 @pytest.mark.parametrize("width", range(5, 140, 3))
 def test_live_line_never_gets_wider_than_the_terminal(width: int) -> None:
     line = bare(live_line({**FIELDS, "restarts": 12}, width))
-    assert len(line) <= max(width, len("epoch 3/20"))
-    assert line.startswith("epoch 3/20")
+    assert len(line) <= max(width, len("epoch  3/20"))
+    assert line.startswith("epoch  3/20")
 
 
 def test_live_line_leaves_out_what_is_not_known() -> None:
@@ -119,7 +119,7 @@ def test_lines_of_workers_and_our_own_stand_above_the_live_line() -> None:
     shows.say(paint("ours", "green") + "\nand more")
     lines = shown(stream)
     assert lines[:5] == ["[rank 1] first", "[rank 1] second", "[rank 0] a warning", "ours", "and more"]
-    assert lines[5].startswith("epoch 3/20")
+    assert lines[5].startswith("epoch  3/20")
     shows.close()
     assert shown(stream) == lines[:5]
     shows.close()

@@ -9,9 +9,11 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 from manyhands.snapshot.disk import Disk
+
+Loses = Literal["nothing", "names", "names and removals"]
 
 
 class PowerCut(BaseException):
@@ -95,18 +97,19 @@ class _Change:
 
     folder: Path
     take_back: Callable[[], None]
+    is_removal: bool = False
 
 
 class CutDisk(CountingDisk):
     """Loses power right before call number `cut_at`, and then whatever was not synced.
 
-    Content that was written and not synced comes back torn: half of it is gone. With `loses_names` also new names,
-    renames and removals are taken back, newest first, unless their folder was synced.
+    Content that was written and not synced comes back torn: half of it is gone. What else is lost, unless its folder
+    was synced, is said by `loses`: nothing; new names and renames; or these and removals. Newest first.
     """
 
-    def __init__(self, grave: Path, cut_at: int | None, *, loses_names: bool) -> None:
+    def __init__(self, grave: Path, cut_at: int | None, *, loses: Loses = "nothing") -> None:
         super().__init__()
-        self.grave, self.cut_at, self.loses_names = grave, cut_at, loses_names
+        self.grave, self.cut_at, self.loses = grave, cut_at, loses
         self.unsafe_files: list[Path] = []
         self.unsafe_changes: list[_Change] = []
 
@@ -120,8 +123,8 @@ class CutDisk(CountingDisk):
         for path in self.unsafe_files:
             if path.exists():
                 os.truncate(path, path.stat().st_size // 2)
-        if self.loses_names:
-            for change in reversed(self.unsafe_changes):
+        for change in reversed(self.unsafe_changes):
+            if self.loses == "names and removals" or (self.loses == "names" and not change.is_removal):
                 change.take_back()
 
     def make_folder(self, path: Path) -> None:
@@ -173,7 +176,12 @@ class CutDisk(CountingDisk):
         self.grave.mkdir(exist_ok=True)
         rest = self.grave / str(self.calls)
         os.replace(path, rest)
-        self.unsafe_changes.append(_Change(path.parent, lambda: os.replace(rest, path)))
+
+        def take_back() -> None:
+            if path.parent.exists():  # else the folder is gone for good, and what was in it with it
+                os.replace(rest, path)
+
+        self.unsafe_changes.append(_Change(path.parent, take_back, is_removal=True))
 
 
 def _moved(path: Path, source: Path, target: Path) -> Path:

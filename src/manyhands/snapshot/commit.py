@@ -112,7 +112,7 @@ def put_in_place(half: Path, path: Path, disk: Disk) -> None:
     _settle(path, disk)
     if path.exists():
         disk.rename(half, _new(path))
-        disk.sync_folder(path.parent)
+        disk.sync_folder(path.parent)  # before the old one goes: a disk may forget a rename and remember a removal
     else:
         disk.rename(half, path)
     _settle(path, disk)
@@ -127,7 +127,6 @@ def _settle(path: Path, disk: Disk) -> None:
             discard(old, disk)
             disk.rename(path, old)
         disk.rename(new, path)
-        disk.sync_folder(path.parent)
     if path.exists():
         discard(old, disk)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
-from disks import CountingDisk, CutDisk, FullDisk, PowerCut
+from disks import CountingDisk, CutDisk, FullDisk, Loses, PowerCut
 
 from manyhands.errors import SnapshotError
 from manyhands.events import SnapshotSaved, SnapshotSkipped
@@ -67,7 +68,7 @@ def whole_steps(run: Path) -> list[int]:
 
 def calls_of_a_save(run: Path, save: Save, before: int) -> int:
     """How many calls the disk sees for one snapshot when there are `before` already."""
-    disk = CutDisk(run / "grave", None, loses_names=False)
+    disk = CutDisk(run / "grave", None)
     prepare(run, save, before)
     save(run, disk, before + 1).wait()
     return disk.calls
@@ -79,19 +80,21 @@ def prepare(run: Path, save: Save, count: int) -> None:
         save(run, Disk(), step).wait()
 
 
-@pytest.mark.parametrize("loses_names", [False, True], ids=["names survive", "names are lost"])
-def test_power_cut_at_any_call_leaves_the_earlier_snapshots_whole(tmp_path: Path, loses_names: bool) -> None:
+@pytest.mark.parametrize("loses", get_args(Loses))
+def test_power_cut_at_any_call_leaves_the_earlier_snapshots_whole(tmp_path: Path, loses: Loses) -> None:
     calls = calls_of_a_save(tmp_path / "count", save_step, before=2)
     assert calls > 30
     for cut_at in range(1, calls + 1):
         run = tmp_path / f"cut-{cut_at}"
         prepare(run, save_step, 2)
-        disk = CutDisk(run / "grave", cut_at, loses_names=loses_names)
+        disk = CutDisk(run / "grave", cut_at, loses=loses)
         with pytest.raises(PowerCut):
             save_step(run, disk, 3).wait()
         whole = whole_steps(run)
         assert whole[:1] == [newest_step(run)], disk.log[-1]
         assert set(whole) >= ({2, 3} if whole[0] == 3 else {1, 2}), disk.log[-1]
+        if loses == "nothing":  # what was removed half-way does not pass for a whole one, not even for a damaged one
+            assert len(whole) == len([found for found in found_in(run / "snapshots") if found.how != "half"])
 
         store = save_step(run, Disk(), 4)
         store.wait()
@@ -99,9 +102,18 @@ def test_power_cut_at_any_call_leaves_the_earlier_snapshots_whole(tmp_path: Path
         assert not [found for found in found_in(run / "snapshots") if found.how], disk.log[-1]
 
 
-@pytest.mark.parametrize("loses_names", [False, True], ids=["names survive", "names are lost"])
 @pytest.mark.parametrize("save", [save_step, save_best], ids=["step", "best"])
-def test_power_cut_while_one_replaces_another_leaves_a_whole_one(tmp_path: Path, save: Save, loses_names: bool) -> None:
+def test_what_was_told_as_saved_outlives_a_power_cut(tmp_path: Path, save: Save) -> None:
+    prepare(tmp_path / "run", save, 1)
+    disk = CutDisk(tmp_path / "grave", None, loses="names and removals")
+    save(tmp_path / "run", disk, 2).wait()
+    disk.lose()
+    assert (newest_step if save is save_step else best_step)(tmp_path / "run") == 2
+
+
+@pytest.mark.parametrize("loses", get_args(Loses))
+@pytest.mark.parametrize("save", [save_step, save_best], ids=["step", "best"])
+def test_power_cut_while_one_replaces_another_leaves_a_whole_one(tmp_path: Path, save: Save, loses: Loses) -> None:
     def again(run: Path, disk: Disk, step: int) -> Store:
         """A second snapshot of step 1, or another best."""
         return save(run, disk, step if save is save_best else 1)
@@ -111,12 +123,12 @@ def test_power_cut_while_one_replaces_another_leaves_a_whole_one(tmp_path: Path,
     for cut_at in range(1, calls + 1):
         run = tmp_path / f"cut-{cut_at}"
         prepare(run, again, 1)
-        disk = CutDisk(run / "grave", cut_at, loses_names=loses_names)
+        disk = CutDisk(run / "grave", cut_at, loses=loses)
         with pytest.raises(PowerCut):
             again(run, disk, 2).wait()
         survivor = step_of(run)
         assert survivor in (1, 2), disk.log[-1]
-        second = CutDisk(run / "grave-2", 9, loses_names=loses_names)  # and once more, early in the next try
+        second = CutDisk(run / "grave-2", 9, loses=loses)  # and once more, early in the next try
         with pytest.raises(PowerCut):
             again(run, second, 3).wait()
         assert step_of(run) >= survivor, disk.log[-1]
@@ -128,7 +140,7 @@ def test_power_cut_while_one_replaces_another_leaves_a_whole_one(tmp_path: Path,
 
 def test_power_cut_at_any_call_of_a_second_replacement_leaves_a_whole_one(tmp_path: Path) -> None:
     """The first replacement was cut between its renames; the second is cut anywhere."""
-    counting = CutDisk(tmp_path / "grave", None, loses_names=False)
+    counting = CutDisk(tmp_path / "grave", None)
     prepare(tmp_path / "count", save_best, 1)
     save_best(tmp_path / "count", counting, 2).wait()
     renames = [place for place, call in enumerate(counting.log, start=1) if call.startswith("rename best")]
@@ -137,10 +149,10 @@ def test_power_cut_at_any_call_of_a_second_replacement_leaves_a_whole_one(tmp_pa
             run = tmp_path / f"cut-{first_cut}-{second_cut}"
             prepare(run, save_best, 1)
             with pytest.raises(PowerCut):
-                save_best(run, CutDisk(run / "grave", first_cut, loses_names=False), 2).wait()
+                save_best(run, CutDisk(run / "grave", first_cut), 2).wait()
             survivor = best_step(run)
             try:
-                save_best(run, CutDisk(run / "grave-2", second_cut, loses_names=False), 3).wait()
+                save_best(run, CutDisk(run / "grave-2", second_cut), 3).wait()
             except PowerCut:
                 assert best_step(run) >= survivor
             else:

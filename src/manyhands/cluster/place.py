@@ -74,4 +74,5 @@ def _number(variables: Mapping[str, str], name: str, default: int | None = None)
     try:
         return int(text)
     except ValueError as cause:
-        raise ConfigError(f"{name} is {text!r}, which is no number", where="environment", fix=f"unset {name}") from cause
+        what = f"{name} is {text!r}, which is no number"
+        raise ConfigError(what, where="environment", fix=f"unset {name}") from cause

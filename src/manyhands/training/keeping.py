@@ -39,6 +39,8 @@ class Keeping:
         """Which metric is watched, and what is better."""
         self.store = Store(directory.snapshots, keep=keep, world=parts.world)
         self.newest: SnapshotSaved | None = None
+        self.saved_at = -1
+        """The step of the last snapshot that was begun or restored."""
 
     @property
     def stalled_s(self) -> float:
@@ -62,6 +64,7 @@ class Keeping:
     def save(self, state: RunState) -> None:
         """Begin a snapshot of everything."""
         parts = self.parts
+        self.saved_at = state.step
         everything = {
             "model": dict(parts.model.state_dict()),
             "optimizer": parts.optimizer.state_dict(),
@@ -131,6 +134,7 @@ class Keeping:
         own = (loaded.owns[rank] if rank < len(loaded.owns) else None) or {}
         parts.strategy.load_state_dict(own.get("strategy", {}))
         torch.set_rng_state(kept["random"]["torch"])
+        self.saved_at = loaded.facts.step
         self.newest = SnapshotSaved(
             step=loaded.facts.step,
             path=loaded.path,

@@ -118,7 +118,7 @@ class Run:
                     and not wishes.granted
                 ):
                     loop.validate()
-                if self.keeping.newest is None or self.keeping.newest.step != state.step:
+                if self.keeping.saved_at != state.step:
                     loop.save()
                 self.keeping.finish()
         except ManyhandsError as error:

@@ -98,12 +98,13 @@ class ShardedSource:
                 where="train set",
                 fix=f"go on with {shards} workers, or leave out `shard` so that every worker reads the whole stream",
             )
+        if stream.get("exhausted"):  # its shard was at its end before those of others were
+            return self._agreed(position, self.stream.steps(self.cut, Position(position.epoch + 1), {}))
         return self._agreed(position, self.stream.steps(self.cut, position, stream))
 
     def _agreed(self, position: Position, own: Iterator[Step]) -> Iterator[Step]:
         world = self.world
         held: Step | None = None
-        ghost: LoadedPiece | None = None
         epoch, sample = position.epoch, position.sample
         ended = False
         while True:
@@ -121,13 +122,14 @@ class ShardedSource:
                 replace(piece, plan=replace(piece.plan, weight=len(piece.plan.indices) / total))
                 for piece in (step.pieces if step else [])
             ]
-            if pieces:
-                ghost = replace(pieces[-1], plan=replace(pieces[-1].plan, weight=0.0))
-            if self.cut.level and ghost is not None:
+            if self.cut.level:
+                # A worker whose shard is at its end shows the model a sample that counts for nothing.
+                ghost = pieces[-1] if pieces else held.pieces[-1]
+                ghost = replace(ghost, plan=replace(ghost.plan, weight=0.0))
                 pieces += [ghost] * (most_pieces - len(pieces))
             sample += total
             after = Position(epoch, sample) if going_on else Position(epoch + 1)
-            kept = {**(step.stream if step else {}), "shards": self.cut.parts} if going_on else {}
+            kept = {**(step.stream if step else {}), "shards": self.cut.parts, "exhausted": ended} if going_on else {}
             yield Step(epoch, total, after, not going_on, pieces, kept)
             if step is not None:
                 held = None

@@ -14,7 +14,7 @@ from manyhands.config.settings import Settings
 from manyhands.data.data import Data
 from manyhands.data.fetch import Fetcher
 from manyhands.data.order import Order, Position
-from manyhands.data.steps import Cut, LoadedPiece, Loader, Step
+from manyhands.data.steps import Cut, Loader, Step
 from manyhands.data.stream import Stream
 from manyhands.errors import ConfigError, DataError
 

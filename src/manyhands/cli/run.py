@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from manyhands.errors import ConfigError
 from manyhands.launchers import scripts
 from manyhands.launchers.display import Display, PlainDisplay
 from manyhands.launchers.job import Job
+from manyhands.launchers.launch import new_run_dir
 from manyhands.launchers.launcher import LAUNCHERS
 from manyhands.records import run_directory
 
@@ -98,7 +98,7 @@ def _job(asked: _Asked) -> Job:
         kind=kind,
         arguments=tuple(asked.arguments),
         folder=Path.cwd(),
-        run_dir=Path(asked.run_dir).absolute() if asked.run_dir else _new_run_dir(asked.script),
+        run_dir=Path(asked.run_dir).absolute() if asked.run_dir else new_run_dir(asked.script),
         nodes=asked.nodes,
         workers_per_node=next((count for count in counts if count is not None), max(1, _gpus())),
         restarts=asked.restarts,
@@ -112,11 +112,6 @@ def _job(asked: _Asked) -> Job:
     )
     scripts.check_run_dir(job)
     return job
-
-
-def _new_run_dir(script: str) -> Path:
-    stem = Path(script).stem.rpartition(".")[2] or "run"
-    return Path.cwd() / "runs" / f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def _pairs(words: Sequence[str]) -> dict[str, str]:

@@ -1,0 +1,58 @@
+"""Start a script on several workers from Python: `mh.launch.run("train.py", workers=2)`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+
+from manyhands.launchers import scripts
+from manyhands.launchers.display import Display, PlainDisplay
+from manyhands.launchers.job import Job
+from manyhands.launchers.launcher import LAUNCHERS
+
+
+def run(
+    script: str | os.PathLike[str],
+    arguments: Sequence[str] = (),
+    *,
+    workers: int = 1,
+    nodes: int = 1,
+    restarts: int = 0,
+    environment: Mapping[str, str] | None = None,
+    run_dir: str | os.PathLike[str] | None = None,
+    display: Display | None = None,
+) -> int:
+    """Run `script` on `workers` workers of each of `nodes` nodes, all on this machine, as `manyhands run` does.
+
+    Returns:
+        0, or 130 if it was interrupted.
+
+    Raises:
+        ConfigError: there is no such script, or a number makes no sense.
+        ManyhandsError: workers failed; the error is that of the one that failed first.
+    """
+    program = os.fspath(script)
+    scripts.check(program, "script")
+    job = Job(
+        program=program,
+        arguments=tuple(arguments),
+        folder=Path.cwd(),
+        run_dir=Path(run_dir).absolute() if run_dir is not None else new_run_dir(program),
+        nodes=nodes,
+        workers_per_node=workers,
+        restarts=restarts,
+        environment=dict(environment or {}),
+        preload=scripts.preload(program, "script"),
+    )
+    scripts.check_run_dir(job)
+    launcher = LAUNCHERS.load("local")()
+    return launcher.submit(launcher.plan(job), display or PlainDisplay(sys.stdout, sys.stderr))
+
+
+def new_run_dir(program: str) -> Path:
+    """`runs/SCRIPT-TIME` under the working directory."""
+    stem = Path(program).stem.rpartition(".")[2] or "run"
+    return Path.cwd() / "runs" / f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"

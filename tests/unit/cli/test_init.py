@@ -1,0 +1,38 @@
+"""`manyhands init` writes a script that runs, and never over another one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from manyhands.cli.main import main
+
+
+def test_script_is_written_and_is_python(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", str(tmp_path / "new" / "project")]) == 0
+    path = tmp_path / "new" / "project" / "train.py"
+    compile(path.read_text(), str(path), "exec")
+    assert f"manyhands run --workers 2 {path}" in capsys.readouterr().out
+
+
+def test_script_that_is_there_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.py").write_text("mine")
+    assert main(["init", str(tmp_path)]) == 2
+    assert (tmp_path / "train.py").read_text() == "mine"
+    assert f"where: {tmp_path / 'train.py'}" in capsys.readouterr().err
+
+
+def test_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "--dry-run", str(tmp_path)]) == 0
+    assert "mh.Trainer(" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_missing_package_is_named_with_the_line_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], there: bool
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if there else None)
+    main(["init", str(tmp_path)])
+    assert ("pip install scikit-learn" in capsys.readouterr().out) is not there

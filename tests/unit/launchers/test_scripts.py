@@ -1,0 +1,107 @@
+"""The script before it starts: is it there, whose run directory is this, what should be loaded for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from manyhands.errors import ConfigError
+from manyhands.launchers import scripts
+from manyhands.launchers.job import Job
+
+
+def test_script_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    with pytest.raises(ConfigError) as caught:
+        scripts.check(str(tmp_path / "trian.py"), "script")
+    assert "trian.py" in caught.value.what
+    assert (caught.value.where, caught.value.fix) == (str(tmp_path), "in that folder: train.py")
+
+
+def test_folder_is_no_script_unless_python_can_run_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is a folder"):
+        scripts.check(str(tmp_path), "script")
+    (tmp_path / "__main__.py").touch()
+    scripts.check(str(tmp_path), "script")
+
+
+def test_executable_must_be_on_the_path() -> None:
+    scripts.check("sh", "executable")
+    with pytest.raises(ConfigError, match="no executable 'no-such-thing'"):
+        scripts.check("no-such-thing", "executable")
+
+
+def test_module_and_executable_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match="exclude each other"):
+        scripts.kind_of(module=True, no_python=True)
+
+
+@pytest.mark.parametrize(
+    ("source", "loaded"),
+    [
+        ("import os, json", ()),
+        ("import torch", scripts.TORCH),
+        ("def f():\n    from torch import nn", scripts.TORCH),
+        ("import my_models", scripts.TORCH),
+        ("from . import sibling", scripts.TORCH),
+        ("import manyhands as mh", (*scripts.TORCH, "own")),
+        ("this is no python", ()),
+    ],
+)
+def test_torch_is_loaded_unless_the_standard_library_is_all_that_is_imported(
+    tmp_path: Path, source: str, loaded: tuple[str, ...]
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(source)
+    assert scripts.preload(str(script), "script", own=["own"]) == loaded
+
+
+def test_nothing_is_loaded_for_an_executable() -> None:
+    assert scripts.preload("sh", "executable", own=["own"]) == ()
+
+
+def job_in(folder: Path, script: str = "train.py") -> Job:
+    return Job(program=script, folder=folder, run_dir=folder / "run")
+
+
+def record(folder: Path, script: str) -> None:
+    (folder / "run").mkdir()
+    (folder / "run" / "run.json").write_text(json.dumps({"script": script}))
+
+
+@pytest.mark.parametrize("recorded", ["train.py", "{}/train.py", "/moved/from/here/train.py"])
+def test_run_directory_of_the_same_script_is_taken(tmp_path: Path, recorded: str) -> None:
+    (tmp_path / "train.py").touch()
+    record(tmp_path, recorded.format(tmp_path))
+    scripts.check_run_dir(job_in(tmp_path))
+
+
+def test_run_directory_of_a_script_that_is_elsewhere_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    for path in (tmp_path / "train.py", tmp_path / "other" / "train.py"):
+        path.touch()
+    record(tmp_path, str(tmp_path / "other" / "train.py"))
+    with pytest.raises(ConfigError, match="this is the run directory of"):
+        scripts.check_run_dir(job_in(tmp_path))
+
+
+def test_run_directory_that_does_not_exist_is_a_new_run(tmp_path: Path) -> None:
+    scripts.check_run_dir(job_in(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_run_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").touch()
+    with pytest.raises(ConfigError, match="is a file"):
+        scripts.check_run_dir(job_in(tmp_path))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", "null"])
+def test_record_that_cannot_be_read_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        scripts.check_run_dir(job_in(tmp_path))
+    assert caught.value.where == str(tmp_path / "run" / "run.json")

@@ -1,0 +1,53 @@
+"""Tracebacks show the user's frames and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+from manyhands.launchers import tracebacks
+
+NATIVE = [
+    "Exception raised from check at /pytorch/c10/x.h:42 (most recent call first):",
+    "frame #0: c10::Error::Error(c10::SourceLocation) + 0x1a (0x7f in libc10.so)",
+    "frame #27: <unknown function> + 0x94ac3 (0x7f in /lib/libc.so.6)",
+    "#4 c10::detail::torchCheckFail from /pytorch/c10/Exception.cpp:42",
+]
+
+
+@pytest.mark.parametrize("line", NATIVE)
+def test_line_of_native_code_is_known(line: str) -> None:
+    assert tracebacks.is_native_frame(line)
+
+
+@pytest.mark.parametrize("line", ["frame 3 of 10", "  File 'train.py', line 3, in frame", "#4 in the list", ""])
+def test_line_of_a_person_is_none(line: str) -> None:
+    assert not tracebacks.is_native_frame(line)
+
+
+def caught(error: Exception, cause: Exception | None = None) -> Exception:
+    try:
+        raise error from cause
+    except Exception as raised:
+        return raised
+
+
+def test_text_keeps_what_python_says_and_loses_what_native_code_says() -> None:
+    text = tracebacks.text(caught(RuntimeError("\n".join(["it failed", *NATIVE]))))
+    assert text.startswith("Traceback (most recent call last):\n")
+    assert text.endswith("RuntimeError: it failed")
+
+
+def test_error_behind_the_error_is_told_too() -> None:
+    text = tracebacks.text(caught(ValueError("second"), caught(KeyError("first"))))
+    assert text.index("KeyError: 'first'") < text.index("direct cause") < text.index("ValueError: second")
+
+
+def test_summary_is_the_first_line_that_says_something() -> None:
+    assert tracebacks.summary(ValueError("\nboom\nmore")) == "ValueError: boom"
+    assert tracebacks.summary(ValueError()) == "ValueError"
+
+
+def test_summary_names_the_module_of_errors_that_are_not_pythons() -> None:
+    import subprocess
+
+    assert tracebacks.summary(subprocess.SubprocessError("x")) == "subprocess.SubprocessError: x"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -66,7 +67,11 @@ def look(folder: Path, *, content: bool = True) -> list[Condition]:
     inside = [*found_in(folder / "snapshots"), *found_in(folder)]
     if not inside:
         inside = [found for found in found_in(folder.absolute().parent) if found.path.name == folder.absolute().name]
-    return [_condition(found, content=content) for found in inside]
+    looked_at = []
+    for found in inside:
+        with suppress(FileNotFoundError):
+            looked_at.append(_condition(found, content=content))
+    return [one for one in looked_at if one.found.path.exists()]  # a run may have removed or renamed some meanwhile
 
 
 def look_at_one(folder: Path, name: str) -> Condition:

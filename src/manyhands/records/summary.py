@@ -193,7 +193,6 @@ class _Story:
     def _clock(self, kind: str, time: float) -> None:
         """Count from each start, or what led to it, to the end; a run that broke off goes on counting."""
         if self._running_since is not None:
-            time = max(time, self._running_since)  # what was written beside the loop may be told late
             self.seconds += time - self._running_since
         elif kind != "start":
             return

@@ -152,11 +152,8 @@ def test_pipe_gets_plain_lines_one_each_ten_seconds(monkeypatch: pytest.MonkeyPa
     for tenth in range(350):
         clock.now = 100 + tenth / 10
         shows.progress({**FIELDS, "step": tenth})
-    assert [line.split("  ")[1] for line in stream.getvalue().splitlines()] == [
-        "step 100/9000",
-        "step 200/9000",
-        "step 300/9000",
-    ]
+    lines = stream.getvalue().splitlines()
+    assert [int(line.partition("step ")[2].partition("/")[0]) for line in lines] == [100, 200, 300]
     assert stream.getvalue() == bare(stream.getvalue())
     assert "\r" not in stream.getvalue()
     assert "━" not in stream.getvalue()

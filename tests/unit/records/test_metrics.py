@@ -16,7 +16,7 @@ from typing import get_args
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from stories import BEGIN, ended, epoch_done, snapshot_saved, started, stepped, validated, was_tested
 
@@ -80,6 +80,10 @@ def test_values_of_the_user_are_kept_apart_from_our_names() -> None:
     seconds=st.floats(0, 1e6),
     step=st.integers(1, 10**12),
 )
+@example(loss=0.5, lr=math.inf, norm=None, seconds=1.0, step=1)
+@example(loss=math.nan, lr=0.1, norm=1.0, seconds=1.0, step=1)
+@example(loss=0.5, lr=0.1, norm=-math.inf, seconds=1.0, step=1)
+@example(loss=math.inf, lr=0.1, norm=-math.inf, seconds=1.0, step=1)
 def test_fast_way_to_write_a_step_says_what_the_general_way_says(
     loss: float, lr: float, norm: float | None, seconds: float, step: int
 ) -> None:
@@ -240,7 +244,8 @@ while True:
 
 def test_killed_process_leaves_every_step_that_is_older_than_a_second(tmp_path: Path) -> None:
     path = tmp_path / "m"
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    tests = str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-c", textwrap.dedent(RUN), str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None

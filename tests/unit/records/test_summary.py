@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 
 import pytest
-from stories import BEGIN, ended, epoch_done, record, started, stepped, validated, was_tested
+from stories import BEGIN, ended, epoch_done, record, snapshot_saved, started, stepped, validated, was_tested
 
 from manyhands.errors import ConfigError
 from manyhands.events import Event, Recovered
@@ -114,6 +114,12 @@ def test_time_between_an_orderly_end_and_going_on_is_not_counted() -> None:
     )
     assert summary.seconds == 1 + 2
     assert (summary.status, summary.restarts) == ("completed", 0)
+
+
+def test_what_was_written_beside_the_loop_and_told_late_turns_no_clock_back() -> None:
+    late = snapshot_saved(1, time=BEGIN + 1)
+    summary = summary_of(started(), stepped(1), stepped(5), late, ended(5, time=BEGIN + 6))
+    assert summary.seconds == 6
 
 
 def test_test_is_added_to_what_the_run_was() -> None:

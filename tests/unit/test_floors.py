@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 
 import manyhands
@@ -190,3 +192,52 @@ def test_everything_that_is_asked_for_is_pinned() -> None:
     for requirement in asked:
         name = re.split(r"[<>=!~\[; ]", requirement)[0].lower()
         assert name in pinned, f"{name} is in pyproject.toml and in no file of requirements/"
+
+
+TRAINER_ARGUMENTS = (
+    "model optimizer data loss step metrics schedule strategy precision micro_batch_size clip_gradients snapshots "
+    "validate_every early_stopping listeners init_from seed virtual_workers batch_norm lr_scaling warmup compile "
+    "backend record_samples run_dir"
+)
+OPTIONS = {
+    "run": "--on --workers --nodes --workers-per-node --restarts --env --set --run-dir --module --no-python --dry-run "
+    "--trace",
+    "snapshots ls": "--json --quick --trace",
+    "snapshots show": "--json --trace",
+    "snapshots verify": "--json --trace",
+    "snapshots prune": "--keep --dry-run --json --trace",
+    "init": "--dry-run --trace",
+}
+RATCHET = "each one is read by everybody for ever: a setting that `--set` reaches, or a field of a value, may be enough"
+
+
+def test_trainer_has_no_new_argument() -> None:
+    found = set(inspect.signature(manyhands.Trainer).parameters)
+    assert found == set(TRAINER_ARGUMENTS.split()), RATCHET
+
+
+def options_of(command: click.Command, name: str = "") -> dict[str, set[str]]:
+    """Every command below `command`, with its long options."""
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        found: dict[str, set[str]] = {}
+        for verb in command.list_commands(context):
+            below = command.get_command(context, verb)
+            assert below is not None, verb
+            found |= options_of(below, f"{name} {verb}".strip())
+        return found
+    words = [word for parameter in command.params if isinstance(parameter, click.Option) for word in parameter.opts]
+    return {name: {word for word in words if word.startswith("--")}}
+
+
+def test_command_line_has_no_new_option() -> None:
+    found = options_of(importlib.import_module("manyhands.cli.main").cli)
+    assert found == {name: set(words.split()) for name, words in OPTIONS.items()}, RATCHET
+
+
+def test_help_answers_without_torch() -> None:
+    code = "import sys\nfrom manyhands.cli.main import main\nmain(sys.argv[1:])\nsys.exit('torch' in sys.modules)"
+    for words in (["--help"], *([*name.split(), "--help"] for name in OPTIONS)):
+        done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+        assert done.returncode == 0, f"{words} loads torch\n{done.stderr}"
+        assert "Usage: manyhands" in done.stdout

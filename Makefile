@@ -4,16 +4,19 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 SOURCES := src tests examples benchmarks
 
-.PHONY: train test test-all check format clean
+.PHONY: train test test-all testbed-packages check format clean
 
 train: .venv/runtime-installed ## train the digits example with two workers
 	$(BIN)/manyhands run --workers 2 examples/digits.py
 
-test: .venv/dev-installed ## run the tests
+test: .venv/dev-installed testbed-packages ## run the tests
 	$(BIN)/python -m pytest -m "not slow"
 
-test-all: .venv/dev-installed ## run the tests, the slow ones too
+test-all: .venv/dev-installed testbed-packages ## run the tests, the slow ones too
 	$(BIN)/python -m pytest
+
+testbed-packages: ## install the Debian packages that tests/cluster starts, where that is allowed
+	@.ci/testbed-packages
 
 check: .venv/dev-installed ## format, lint, types, floors, documents (whose blocks `make test` runs)
 	$(BIN)/ruff format --check $(SOURCES)

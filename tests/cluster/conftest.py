@@ -1,0 +1,51 @@
+"""Hosts for tests, and the rule that a test leaves them as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from testbed import still_there, traces, traces_here
+
+from manyhands.lab import Lab, lab
+from manyhands.lab.lab import why_not
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Everything in this folder needs hosts: skipped, with the reason, where there can be none."""
+    reason = why_not()
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker("cluster")
+            if reason is not None:
+                item.add_marker(pytest.mark.skip(reason=f"{reason.what}: {reason.fix}"))
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Lab]:
+    """Four hosts on 1 gbit, for tests that leave them as they are."""
+    with lab(4) as hosts:
+        yield hosts
+
+
+@pytest.fixture
+def make_lab() -> Iterator[Callable[..., Lab]]:
+    """Makes hosts for one test, which may ruin them."""
+    with ExitStack() as stack:
+        yield lambda *args, **more: stack.enter_context(lab(*args, **more))
+
+
+@pytest.fixture(autouse=True)
+def leaves_hosts_as_they_were(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No process, port or file is left on a host of `four`; no interface, namespace or lab on this machine."""
+    hosts = list(request.getfixturevalue("four")) if "four" in request.fixturenames else []
+    before, machine = {host.name: traces(host) for host in hosts}, traces_here()
+    yield
+    left = [f"on this machine: {trace}" for trace in sorted(traces_here() - machine)]
+    for host in hosts:
+        left += [f"on {host.name}: {trace}" for trace in still_there(host, before[host.name])]
+    assert not left, "left behind: " + "; ".join(left)

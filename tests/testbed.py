@@ -1,0 +1,46 @@
+"""What tests of several hosts share: which programs they need, and what a host must not have more of afterwards."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from manyhands.lab import Host
+from manyhands.lab.folder import PLACE
+
+GRACE_S = 5.0
+WRITABLE = ("/tmp", "/run", "/dev/shm", "/var/tmp")
+
+
+def needs(*programs: str) -> pytest.MarkDecorator:
+    """Skips where one of `programs` is not installed."""
+    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+    missing = [program for program in programs if shutil.which(program, path=path) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}: make testbed-packages")
+
+
+def still_there(host: Host, before: set[str]) -> list[str]:
+    """What is new, after whatever is just ending had time to do so."""
+    deadline = time.monotonic() + GRACE_S
+    while (new := traces(host) - before) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return sorted(new)
+
+
+def traces(host: Host) -> set[str]:
+    found = {f"process {pid}: {words}" for pid, words in host.processes().items()}
+    found |= {f"listening port {port}" for port in host.ports()}
+    return found | {f"file {folder}/{name}" for folder in WRITABLE for name in os.listdir(host.path(folder))}
+
+
+def traces_here() -> set[str]:
+    links = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True).stdout.splitlines()
+    found = {f"interface {line.split(': ')[1]}" for line in links}
+    for place in (PLACE, Path("/run/netns")):
+        found |= {f"file {path}" for path in place.glob("*")}
+    return found

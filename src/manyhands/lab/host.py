@@ -47,6 +47,7 @@ class Host:
         self.name, self.address = wishes.name, wishes.address
         self._wishes, self._switch = wishes, switch
         self._frozen: list[int] = []
+        self._entered: list[subprocess.Popen[str]] = []
         self._begin()
 
     def boot(self) -> None:
@@ -78,7 +79,9 @@ class Host:
     ) -> subprocess.Popen[str]:
         """Start a command there, as after a login: `env` beside a login's variables. `more` is for Popen."""
         more.setdefault("stdin", subprocess.DEVNULL)
-        return subprocess.Popen(self.command(words, folder=folder, env=env), text=True, **more)
+        self._entered = [each for each in self._entered if each.poll() is None]
+        self._entered.append(subprocess.Popen(self.command(words, folder=folder, env=env), text=True, **more))
+        return self._entered[-1]
 
     def command(
         self, words: Sequence[str], *, folder: str = "/root", env: Mapping[str, str] | None = None
@@ -146,6 +149,8 @@ class Host:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGCONT)
         self._frozen = []
+        for entered in self._entered:
+            entered.send_signal(signal.SIGCONT)  # what leads into a host stops itself when its child is stopped
 
     def block(self, other: Host) -> None:
         """Let no packet through between this host and `other`, as a firewall that drops them does."""
@@ -171,6 +176,7 @@ class Host:
         except subprocess.TimeoutExpired:
             self._machine.kill()
             self._machine.communicate()
+        self.thaw()
         with contextlib.suppress(ConfigError):
             self._switch.unplug(self._wishes.port)
 

@@ -21,6 +21,8 @@ Fields = Mapping[str, Any]
 
 _PLAIN_EVERY_S = 10.0
 _ERASE = "\r\x1b[K"
+_STEP = 3
+"""How soon the step gives way on a narrow terminal: higher ranks go first."""
 _LONGEST_BAR, _SHORTEST_BAR = 20, 6
 
 
@@ -160,7 +162,7 @@ def live_line(fields: Fields, width: int, with_bar: bool = True) -> str:
         parts.append((0, paint(f"epoch {of_all}", "bold")))
     bar_at = len(parts)
     if step is not None:
-        parts.append((3, f"step {step}/{total}" if total else f"step {step}"))
+        parts.append((_STEP, f"step {step}/{total}" if total else f"step {step}"))
     if fields.get("loss") is not None:
         parts.append((1, f"loss {number(fields['loss'])}"))
     if fields.get("samples_per_second"):
@@ -169,6 +171,8 @@ def live_line(fields: Fields, width: int, with_bar: bool = True) -> str:
         parts.append((5, paint(amount(fields["restarts"], "restart"), "yellow")))
     if fields.get("seconds_left") is not None:
         parts.append((2, paint(f"{clock(fields['seconds_left'])} left", "dim")))
+    if _width(parts) > width and total:
+        parts = [(rank, text.removesuffix(f"/{total}") if rank == _STEP else text) for rank, text in parts]
     while len(parts) > 1 and _width(parts) > width:
         parts.remove(max(parts))
     room = width - _width(parts) - 2

@@ -76,7 +76,10 @@ def test_live_line_holds_everything_in_eighty_columns() -> None:
     assert len(line) <= 80
     for words in ("epoch  3/20", "━", "step 1234/9000", "loss 0.1234", "30.5k samples/s", "1:20 left"):
         assert words in line
-    assert "1 restart" in live_line({**FIELDS, "restarts": 1}, 100)
+    with_restarts = bare(live_line({**FIELDS, "restarts": 2}, 79))
+    assert len(with_restarts) <= 79
+    for words in ("epoch  3/20", "step 1234 ", "loss 0.1234", "30.5k samples/s", "2 restarts", "1:20 left"):
+        assert words in with_restarts
 
 
 @pytest.mark.parametrize("width", range(5, 140, 3))

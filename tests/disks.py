@@ -93,10 +93,11 @@ class GatedDisk(CountingDisk):
 
 @dataclass
 class _Change:
-    """A change to names in `folder` that is not safe yet, and how a power cut takes it back."""
+    """A change to a name that is not safe yet, and how a power cut takes it back."""
 
-    folder: Path
-    take_back: Callable[[], None]
+    path: Path
+    """Where the name is now; moves with the folders above it."""
+    take_back: Callable[[Path], None]
     is_removal: bool = False
 
 
@@ -125,18 +126,18 @@ class CutDisk(CountingDisk):
                 os.truncate(path, path.stat().st_size // 2)
         for change in reversed(self.unsafe_changes):
             if self.loses == "names and removals" or (self.loses == "names" and not change.is_removal):
-                change.take_back()
+                change.take_back(change.path)
 
     def make_folder(self, path: Path) -> None:
         was_there = path.exists()
         super().make_folder(path)
         if not was_there:
-            self.unsafe_changes.append(_Change(path.parent, lambda: shutil.rmtree(path, ignore_errors=True)))
+            self.unsafe_changes.append(_Change(path, lambda now: shutil.rmtree(now, ignore_errors=True)))
 
     def create(self, path: Path) -> BinaryIO:
         file = super().create(path)
         self.unsafe_files.append(path)
-        self.unsafe_changes.append(_Change(path.parent, lambda: path.unlink(missing_ok=True)))
+        self.unsafe_changes.append(_Change(path, lambda now: now.unlink(missing_ok=True)))
         return file
 
     def write(self, file: BinaryIO, data: memoryview) -> None:
@@ -151,14 +152,20 @@ class CutDisk(CountingDisk):
 
     def sync_folder(self, path: Path) -> None:
         super().sync_folder(path)
-        self.unsafe_changes = [change for change in self.unsafe_changes if change.folder != path]
+        self.unsafe_changes = [change for change in self.unsafe_changes if change.path.parent != path]
 
     def rename(self, source: Path, target: Path) -> None:
         super().rename(source, target)
         self.unsafe_files = [_moved(path, source, target) for path in self.unsafe_files]
-        self.unsafe_changes.append(
-            _Change(source.parent, lambda: os.replace(target, source) if target.exists() else None)
-        )
+        for change in self.unsafe_changes:
+            change.path = _moved(change.path, source, target)
+        self.unsafe_changes.append(_Change(target, lambda now: self._rename_back(now, now.with_name(source.name))))
+
+    def _rename_back(self, target: Path, source: Path) -> None:
+        if target.exists():
+            os.replace(target, source)
+            for change in self.unsafe_changes:
+                change.path = _moved(change.path, target, source)
 
     def remove_file(self, path: Path) -> None:
         self.about_to("remove", path)
@@ -177,11 +184,11 @@ class CutDisk(CountingDisk):
         rest = self.grave / str(self.calls)
         os.replace(path, rest)
 
-        def take_back() -> None:
-            if path.parent.exists():  # else the folder is gone for good, and what was in it with it
-                os.replace(rest, path)
+        def take_back(now: Path) -> None:
+            if now.parent.exists():  # else the folder is gone for good, and what was in it with it
+                os.replace(rest, now)
 
-        self.unsafe_changes.append(_Change(path.parent, take_back, is_removal=True))
+        self.unsafe_changes.append(_Change(path, take_back, is_removal=True))
 
 
 def _moved(path: Path, source: Path, target: Path) -> Path:

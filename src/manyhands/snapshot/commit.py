@@ -125,7 +125,7 @@ def _settle(path: Path, disk: Disk) -> None:
     if new.exists():
         if path.exists():
             discard(old, disk)
-            disk.rename(path, old)
+            disk.rename(path, old)  # and not removed yet: for a moment only there is no `path`
         disk.rename(new, path)
     if path.exists():
         discard(old, disk)

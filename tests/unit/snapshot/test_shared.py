@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -135,13 +137,17 @@ def test_full_disk_of_one_worker_is_told_by_the_leader_and_the_next_one_succeeds
 
 
 def test_worker_that_cannot_even_say_that_it_failed_holds_nobody_up(tmp_path: Path) -> None:
-    disks = [Disk(), FullDisk(1)]
+    class FullAtFirst(CountingDisk):
+        def about_to(self, operation: str, path: Path | str) -> None:
+            if "step-00000001." in str(path):
+                time.sleep(0.1)  # so that the next save begins before this one has failed
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            super().about_to(operation, path)
 
     def work(world: Worker) -> Store:
-        store = Store(tmp_path, keep=2, world=world, disk=disks[world.rank])  # patient for ten minutes
+        disk = FullAtFirst() if world.rank == 1 else Disk()
+        store = Store(tmp_path, keep=2, world=world, disk=disk)  # patient for ten minutes
         store.save(state(1), facts(1))
-        store.wait() if world.rank == 1 else store.before_update()
-        disks[world.rank].full_from = None
         store.save(state(2), facts(2))
         store.wait()
         return store

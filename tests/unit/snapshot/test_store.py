@@ -112,9 +112,24 @@ def test_damaged_one_that_the_run_fell_back_behind_takes_no_place_of_a_whole_one
     assert loaded is not None
     assert [skipped.path.name for skipped in loaded.skipped] == ["step-00000004"]
     save(store, 3)
-    assert names(tmp_path) == ["step-00000002", "step-00000003", "step-00000004"]
+    assert names(tmp_path) == ["step-00000002", "step-00000003", "step-00000004"]  # 4 lies ahead and counts for nothing
     save(store, 5)
     assert names(tmp_path) == ["step-00000003", "step-00000005"]
+
+
+def test_damaged_one_that_is_written_anew_is_as_good_as_any(tmp_path: Path) -> None:
+    save(Store(tmp_path, keep=9), 1, 2)
+    (tmp_path / "step-00000002" / "state.json").write_text("{}")
+    store = Store(tmp_path, keep=2)
+    store.latest()
+    save(store, 2, 3)
+    assert names(tmp_path) == ["step-00000002", "step-00000003"]
+
+
+def test_whole_ones_ahead_push_none_out(tmp_path: Path) -> None:
+    save(Store(tmp_path, keep=9), 1, 2, 4, 5)
+    save(Store(tmp_path, keep=2), 3)
+    assert names(tmp_path) == ["step-00000002", "step-00000003", "step-00000004", "step-00000005"]
 
 
 def test_event_tells_what_was_saved_and_only_once(tmp_path: Path) -> None:
@@ -164,16 +179,17 @@ def test_update_waits_for_the_copy(tmp_path: Path) -> None:
 def test_only_what_is_said_not_to_change_is_copied_later() -> None:
     base = torch.zeros(8)
     weight, step, running = base[:4].view(2, 2), torch.tensor(0.0), torch.zeros(3)
-    copying = CopySpace(CPU).begin({"weight": weight, "step": step, "running": running}, [base.detach(), step])
-    running += 1
-    step += 1
-    weight += 1
+    space, state = CopySpace(CPU), {"weight": weight, "step": step, "running": running}
+    space.begin(state, []).finish()
+    for tensor in state.values():
+        tensor.fill_(1)
+    copying = space.begin(state, [base.detach(), step])
     assert not copying.done.is_set()
+    assert {name: copy.max() for name, copy in copying.copies.items()} == {"weight": 0, "step": 0, "running": 1}
+    running.fill_(2)  # the forward pass
     copying.finish()
     assert copying.done.is_set()
-    assert not copying.copies["running"].any()
-    assert copying.copies["weight"].all()  # changed too early on purpose: this shows when it was copied
-    assert copying.copies["step"] == 1
+    assert {name: copy.min() for name, copy in copying.copies.items()} == {"weight": 1, "step": 1, "running": 1}
 
 
 def test_tensors_of_any_layout_are_copied_right() -> None:

@@ -6,6 +6,8 @@ that every worker sends the same things in the same order whatever its own backw
 did not use counts as zero; one that nobody used keeps no gradient, as in one process: each bucket carries one number
 per parameter that says how many workers used it.
 
+With a compression, what is large in a bucket is sent through it, and the rest of the bucket as it is.
+
 Why not torch's DistributedDataParallel: its reducer belongs to one process group for ever, and its order, its number
 format and its reduction cannot be chosen per bucket. Here the world may change between two steps.
 """
@@ -18,18 +20,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from manyhands.communication.compression.feedback import Compressor
 from manyhands.communication.packing import ReadyOrder, packed
 from manyhands.communication.world import Work, World
 
 
 @dataclass(slots=True)
 class Bucket:
-    """Parameters whose gradients travel together, one behind the other in `buffer`, their use counts at its end."""
+    """Parameters whose gradients travel together, one behind the other in `buffer`, their use counts at its end.
+
+    Where there is a compression, the parameters that go through it stand first.
+    """
+
+    number: int
 
     parameters: list[nn.Parameter]
     buffer: Tensor
     """Shape (elements of all parameters + number of parameters,)."""
     views: list[Tensor]
+    compressible: int
+    """Elements of the parameters that go through a compression."""
     missing: int = 0
     work: Work = None
 
@@ -45,10 +55,20 @@ class GradientBuckets:
     For each step: `begin()`, any number of backward passes, `arm()` before the last of them, `finish()`.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], world: World, *, bucket_bytes: int) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        world: World,
+        *,
+        bucket_bytes: int,
+        compressor: Compressor | None = None,
+    ) -> None:
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self.world = world
         self.bucket_bytes = bucket_bytes
+        self.compressor = compressor
+        self.compressing = False
+        """Whether this step's gradients go through the compressor."""
         self.armed = False
         self.order = ReadyOrder(self.parameters, world)
         for parameter in self.parameters:
@@ -61,8 +81,19 @@ class GradientBuckets:
         self.place_of: dict[nn.Parameter, tuple[Bucket, int]] = {}
         for group in packed(self.parameters, order, bucket_bytes=self.bucket_bytes):
             self._add(group)
+        if self.compressor is not None:
+            self.compressor.lay_out(
+                [
+                    (bucket.buffer[: bucket.compressible], [p for p in bucket.parameters if self._compressed(p)])
+                    for bucket in self.buckets
+                ]
+            )
+
+    def _compressed(self, parameter: nn.Parameter) -> bool:
+        return self.compressor is not None and self.compressor.takes(parameter)
 
     def _add(self, group: list[nn.Parameter]) -> None:
+        group = sorted(group, key=lambda parameter: not self._compressed(parameter))
         buffer = torch.zeros(
             sum(parameter.numel() for parameter in group) + len(group), dtype=group[0].dtype, device=group[0].device
         )
@@ -70,15 +101,22 @@ class GradientBuckets:
         for parameter in group:
             views.append(buffer[begin : begin + parameter.numel()].view_as(parameter))
             begin += parameter.numel()
-        bucket = Bucket(group, buffer, views)
+        compressible = sum(parameter.numel() for parameter in group if self._compressed(parameter))
+        bucket = Bucket(len(self.buckets), group, buffer, views, compressible)
         for place, parameter in enumerate(group):
             self.place_of[parameter] = bucket, place
         self.buckets.append(bucket)
 
-    def begin(self) -> None:
-        """Forget the gradients of the last step."""
+    def begin(self, *, compressing: bool = True, scale: Tensor | None = None) -> None:
+        """Forget the gradients of the last step.
+
+        `scale`, shape (), is what the loss of this step is multiplied by; None for 1.
+        """
         for parameter in self.parameters:
             parameter.grad = None
+        self.compressing = compressing and self.compressor is not None
+        if self.compressing and self.compressor is not None:
+            self.compressor.begin(scale)
 
     def arm(self) -> None:
         """From now on a bucket is sent as soon as the backward pass has filled it."""
@@ -110,7 +148,11 @@ class GradientBuckets:
         if any(used):
             views = [view for view, there in zip(bucket.views, used, strict=True) if there]
             torch._foreach_copy_(views, [gradient for gradient in gradients if gradient is not None])
-        bucket.work = self.world.start_all_reduce(bucket.buffer)
+        if self.compressing and self.compressor is not None and bucket.compressible:
+            self.compressor.start(bucket.number)
+            bucket.work = self.world.start_all_reduce(bucket.buffer[bucket.compressible :])
+        else:
+            bucket.work = self.world.start_all_reduce(bucket.buffer)
         self.sent += 1
 
     def finish(self) -> None:
@@ -120,17 +162,22 @@ class GradientBuckets:
             self._send(self.buckets[self.sent])
         for bucket in self.buckets:
             self.world.wait(bucket.work)
+            if self.compressing and self.compressor is not None:
+                self.compressor.finish(bucket.number)
             unused = [parameter.grad is None for parameter in bucket.parameters]
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 parameter.grad = view
             if any(unused):
                 self._drop_unused(bucket)
+        if self.compressing and self.compressor is not None:
+            self.compressor.settle()
         if (order := self.order.agree()) is not None:
             self._pack_anew(order)
 
     def _drop_unused(self, bucket: Bucket) -> None:
-        for parameter, workers in zip(bucket.parameters, bucket.used.tolist(), strict=True):
-            if workers == 0:
+        for parameter, view, workers in zip(bucket.parameters, bucket.views, bucket.used.tolist(), strict=True):
+            # What a compression kept of earlier steps may arrive in a step that does not use the parameter.
+            if workers == 0 and not (self.compressing and bool(view.any())):
                 parameter.grad = None
 
     def _pack_anew(self, order: Sequence[int]) -> None:

@@ -9,15 +9,25 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from manyhands.cluster.place import Place
+from manyhands.communication import volume
 from manyhands.errors import CommunicationError, ConfigError
 
-Work = dist.Work | None
+
+class Waitable(Protocol):
+    """Something under way."""
+
+    def wait(self) -> Any:
+        """Return when it is there, in the order of the current stream on a GPU."""
+
+
+Work = Waitable | None
 
 
 class World:
@@ -44,7 +54,7 @@ class World:
         """Seconds this worker has waited in collectives, all in all; on a GPU see `take_waits`."""
         self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self.bytes_sent = 0
-        """Payload this worker has handed to collectives, all in all."""
+        """Payload this worker has put on the wire, all in all, as `communication.volume` counts it."""
         if self.size > 1 and not dist.is_initialized():
             self._join()
 
@@ -89,7 +99,7 @@ class World:
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Replace `tensor` on every worker by the sum (or what `op` says) over all, and give it back."""
         if self.size > 1:
-            self.bytes_sent += tensor.numel() * tensor.element_size()
+            self.bytes_sent += volume.all_reduce_bytes(volume.size_of(tensor), self.size)
             self.wait(dist.all_reduce(tensor, op=op, async_op=True))
         return tensor
 
@@ -97,7 +107,7 @@ class World:
         """Begin to sum `tensor` over all workers, in place; `wait()` on what comes back before it is read."""
         if self.size == 1:
             return None
-        self.bytes_sent += tensor.numel() * tensor.element_size()
+        self.bytes_sent += volume.all_reduce_bytes(volume.size_of(tensor), self.size)
         work: Work = dist.all_reduce(tensor, async_op=True)
         return work
 
@@ -124,8 +134,7 @@ class World:
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Replace `tensor` on every worker by that of `source`, and give it back."""
         if self.size > 1:
-            if self.rank == source:
-                self.bytes_sent += tensor.numel() * tensor.element_size()
+            self.bytes_sent += volume.broadcast_bytes(volume.size_of(tensor), self.size)
             dist.broadcast(tensor, src=source)
         return tensor
 
@@ -150,7 +159,7 @@ class World:
         """The tensors of all workers, of one shape and dtype, stacked by rank in a new first dim."""
         if self.size == 1:
             return tensor[None]
-        self.bytes_sent += tensor.numel() * tensor.element_size()
+        self.bytes_sent += volume.all_gather_bytes(volume.size_of(tensor), self.size)
         stacked = tensor.new_empty((self.size, *tensor.shape))
         self.wait(dist.all_gather(list(stacked.unbind(0)), tensor.contiguous(), async_op=True))
         return stacked

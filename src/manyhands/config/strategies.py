@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from manyhands.config.compression import check_name
 from manyhands.errors import ConfigError
 from manyhands.table import nearest
 
@@ -24,8 +26,34 @@ class DDP:
 
     bucket_mb: float = 25.0
     """Gradients travel in buckets of about this many megabytes, while the backward pass still runs."""
+    compression: str | Callable[..., Any] = "none"
+    """How gradients are made smaller on their way: `none`, `fp16`, `bf16`, `int8`, `powersgd`, `topk`, the name of a
+    way that another package adds, or a function of your own (see `manyhands.communication.compression.exchange`)."""
+    powersgd_rank: int = 4
+    """Columns of the two thin matrices in whose place PowerSGD sends a gradient."""
+    topk_fraction: float = 0.01
+    """The share of the numbers that `topk` sends."""
+    error_feedback: bool = True
+    """Whether what a compression drops is kept and added to the next step's gradient."""
+    compression_warmup: int = 0
+    """Steps at the start of a run whose gradients travel uncompressed."""
+    compress_above: int = 1024
+    """Tensors with fewer elements (biases, norms) travel uncompressed."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.compression, str):
+            check_name(self.compression)
+        if not 0 < self.topk_fraction <= 1:
+            raise ConfigError(
+                f"topk_fraction is {self.topk_fraction}, but it is a share of all numbers",
+                where="DDP(topk_fraction=…)",
+                fix="give a number above 0 and at most 1, such as 0.01",
+            )
+        for key, least in (("powersgd_rank", 1), ("compression_warmup", 0), ("compress_above", 0)):
+            if getattr(self, key) < least:
+                raise ConfigError(
+                    f"{key} is {getattr(self, key)}", where=f"DDP({key}=…)", fix=f"set it to {least} or more"
+                )
         if self.bucket_mb <= 0:
             raise ConfigError(
                 f"bucket_mb is {self.bucket_mb}, but a bucket must hold something",

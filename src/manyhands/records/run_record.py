@@ -75,6 +75,8 @@ def plain_settings(settings: Any) -> dict[str, Any]:
     plain: dict[str, Any] = {"name": settings.name} if isinstance(getattr(type(settings), "name", None), str) else {}
     for entry in dataclasses.fields(settings):
         value = getattr(settings, entry.name)
+        if callable(value):  # a function of the user's own, by its name
+            value = getattr(value, "__qualname__", type(value).__name__)
         plain[entry.name] = plain_settings(value) if dataclasses.is_dataclass(value) else value
     return plain
 

@@ -9,7 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.communication.buckets import GradientBuckets
+from manyhands.communication.compression.exchange import Compression
+from manyhands.communication.compression.feedback import Compressor
+from manyhands.communication.lanes import Lanes
 from manyhands.communication.world import World
+from manyhands.config.compression import COMPRESSIONS
 from manyhands.config.strategies import DDP
 from manyhands.strategies.strategy import Compute, Piece, Scale, Shard, StepOutcome, Steppable, Tally
 
@@ -18,9 +22,12 @@ class DataParallel:
     """Sums the weighted gradients of all workers while the last backward pass runs."""
 
     def __init__(self, config: DDP, world: World) -> None:
+        self.config = config
         self.world = world
         self.bucket_bytes = int(config.bucket_mb * 1e6)
         self.buckets: GradientBuckets | None = None
+        self.steps = 0
+        """Steps that gradients were exchanged in."""
 
     def shard(self) -> Shard:
         """One part for each worker."""
@@ -32,8 +39,23 @@ class DataParallel:
         with torch.no_grad():
             for tensor in [*model.parameters(), *model.buffers()]:
                 self.world.broadcast(tensor)
-        self.buckets = GradientBuckets(model.parameters(), self.world, bucket_bytes=self.bucket_bytes)
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.buckets = GradientBuckets(
+            parameters, self.world, bucket_bytes=self.bucket_bytes, compressor=self._compressor(parameters)
+        )
         return model
+
+    def _compressor(self, parameters: Sequence[nn.Parameter]) -> Compressor | None:
+        compression = make_compression(self.config)
+        if compression is None:
+            return None
+        return Compressor(
+            compression,
+            Lanes(self.world),
+            above=self.config.compress_above,
+            feedback=self.config.error_feedback,
+            parameters=parameters,
+        )
 
     def forward_backward(
         self, model: nn.Module, pieces: Sequence[Piece], compute: Compute, scale: Scale, riders: Sequence[float]
@@ -41,7 +63,12 @@ class DataParallel:
         """Accumulate the gradients of this worker's pieces and sum them over the workers."""
         buckets = self.buckets
         assert buckets is not None, "place() comes before forward_backward()"
-        buckets.begin()
+        if buckets.compressor is None:
+            buckets.begin()
+        else:
+            factor = _factor(scale, self.world.device)
+            buckets.begin(compressing=self.steps >= self.config.compression_warmup, scale=factor)
+            self.steps += 1
         tally = Tally(riders)
         for piece in pieces[:-1]:
             scale(tally.add(compute(model, piece), piece.weight)).backward()
@@ -63,8 +90,31 @@ class DataParallel:
         optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: it remembers nothing from step to step."""
-        return {}
+        """What compression has kept back; nothing where there is none."""
+        if self.buckets is None or self.buckets.compressor is None:
+            return {}
+        return {"steps": self.steps, **self.buckets.compressor.state_dict()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to take up."""
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Take up what every former worker kept back, shared out over those of now."""
+        if self.buckets is None or self.buckets.compressor is None:
+            return
+        self.steps = max((state.get("steps", 0) for state in states), default=0)
+        self.buckets.compressor.load_state_dict(states)
+
+
+def make_compression(config: DDP) -> Compression | None:
+    """The compression that `config` asks for; None for none."""
+    if callable(config.compression):
+        return config.compression
+    if config.compression == "none":
+        return None
+    compression: Compression = COMPRESSIONS.load(config.compression)(config)
+    return compression
+
+
+def _factor(scale: Scale, device: torch.device) -> Tensor | None:
+    """What `scale` multiplies a loss by; None for 1."""
+    one = torch.ones((), device=device)
+    scaled = scale(one)
+    return None if scaled is one else scaled.detach()

@@ -51,5 +51,5 @@ class SingleProcess:
         """Nothing: it remembers nothing."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Nothing to take up."""

@@ -137,7 +137,7 @@ class Strategy(Protocol):
         """Change the parameters by one step, and exchange them where the strategy does so."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What the strategy itself remembers from step to step (error feedback, say), for snapshots."""
+        """What this worker's strategy remembers from step to step (error feedback, say), for snapshots."""
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` gave, also where the number of workers was another."""
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Take up what `state_dict` gave on every worker, by rank; their number may have been another than now."""

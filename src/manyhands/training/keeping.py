@@ -131,8 +131,9 @@ class Keeping:
             parts.schedule.load_state_dict(kept["schedule"])
         parts.precision.load_state_dict(kept["scaler"])
         rank = parts.world.rank
-        own = (loaded.owns[rank] if rank < len(loaded.owns) else None) or {}
-        parts.strategy.load_state_dict(own.get("strategy", {}))
+        owns = [own or {} for own in loaded.owns]
+        parts.strategy.load_state_dict([own.get("strategy", {}) for own in owns])
+        own = owns[rank] if rank < len(owns) else {}
         torch.set_rng_state(kept["random"]["torch"])
         self.saved_at = loaded.facts.step
         self.newest = SnapshotSaved(

@@ -1,0 +1,1 @@
+"""Ways to send less than every bit of a gradient, each in a file of its own."""

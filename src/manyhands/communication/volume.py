@@ -1,0 +1,34 @@
+"""How many bytes a worker puts on the wire in a collective: the one place where `bytes_sent` is defined.
+
+Counted is payload, without the headers of the network: what each worker sends in the algorithms that Gloo and NCCL use
+for large messages. Where the workers send unequal amounts (a broadcast down a tree) it is the mean over them.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def size_of(tensor: Tensor) -> int:
+    """Bytes of a tensor's elements."""
+    return tensor.numel() * tensor.element_size()
+
+
+def all_reduce_bytes(payload: int, workers: int) -> int:
+    """A ring: each worker passes on every part but one, twice, first to sum and then to spread. `2 (W-1)/W n`."""
+    return 2 * (workers - 1) * payload // workers
+
+
+def all_gather_bytes(payload: int, workers: int) -> int:
+    """Each worker's `payload` bytes reach all others. `(W-1) n`."""
+    return (workers - 1) * payload
+
+
+def all_to_all_bytes(payload: int, workers: int) -> int:
+    """Of `payload` bytes, one part of W is each worker's own and stays. `(W-1)/W n`."""
+    return (workers - 1) * payload // workers
+
+
+def broadcast_bytes(payload: int, workers: int) -> int:
+    """All but one worker receive `payload` bytes once; shared out over all. `(W-1)/W n`."""
+    return (workers - 1) * payload // workers

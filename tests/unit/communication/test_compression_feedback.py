@@ -1,0 +1,169 @@
+"""Nothing is lost: what was sent plus what is kept is the sum of the gradients, whatever happens in between."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from links import ThreadLink, on_links
+from torch import Tensor, nn
+
+from manyhands.communication.compression.exchange import Compression, Parcel
+from manyhands.communication.compression.feedback import Compressor
+from manyhands.communication.lanes import Job
+from manyhands.config.compression import COMPRESSIONS
+from manyhands.config.strategies import DDP
+
+NAMES = ["bf16", "fp16", "int8", "powersgd", "topk"]
+SHAPES = [(12, 7), (5, 3, 2), (20, 20)]
+
+
+class InlineLanes:
+    """Runs each job at once, over a link between threads."""
+
+    def __init__(self, link: ThreadLink) -> None:
+        self.link = link
+        self.world = SimpleNamespace(rank=link.rank, size=link.size)
+
+    def ready(self) -> None:
+        pass
+
+    def submit(self, job: Job) -> None:
+        job(self.link)  # type: ignore[arg-type]  # behaves like a Link
+
+    def wait(self, ticket: None) -> None:
+        pass
+
+
+class Worker:
+    """A compressor over the memory of one bucket."""
+
+    def __init__(self, compression: Compression, link: ThreadLink, *, dtype: torch.dtype = torch.float32) -> None:
+        self.parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
+        self.memory = torch.zeros(sum(math.prod(shape) for shape in SHAPES), dtype=dtype)
+        self.compressor = Compressor(
+            compression,
+            InlineLanes(link),
+            above=1,
+            feedback=True,
+            parameters=self.parameters,  # type: ignore[arg-type]
+        )
+        self.compressor.lay_out([(self.memory, self.parameters)])
+
+    def step(self, gradient: Tensor, scale: float | None = None) -> Tensor:
+        """The sum that arrives."""
+        self.compressor.begin(None if scale is None else torch.tensor(scale))
+        self.memory.copy_(gradient)
+        self.compressor.start(0)
+        self.compressor.finish(0)
+        self.compressor.settle()
+        return self.memory.clone()
+
+    def kept(self) -> Tensor:
+        return torch.cat([self.compressor.kept()[key].reshape(-1) for key in range(len(SHAPES))]).double()
+
+
+def make(name: str) -> Compression:
+    return COMPRESSIONS.load(name)(DDP(compression=name, powersgd_rank=1, topk_fraction=0.05))
+
+
+def gradient(step: int, rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    source = torch.Generator().manual_seed(100 * step + rank)
+    count = sum(math.prod(shape) for shape in SHAPES)
+    return (torch.randn(count, generator=source) * 10.0 ** (step - 2)).to(dtype)
+
+
+def run(
+    name: str, workers: int, steps: Sequence[int], states: Sequence[Any] = (), dtype: torch.dtype = torch.float32
+) -> list[tuple[Tensor, Tensor, Any]]:
+    """Of each worker: the sum of what arrived in all steps, what it keeps, and its state."""
+
+    def work(link: ThreadLink) -> tuple[Tensor, Tensor, Any]:
+        worker = Worker(make(name), link, dtype=dtype)
+        worker.compressor.load_state_dict(states)
+        arrived = sum(worker.step(gradient(step, link.rank, dtype)).double() for step in steps)
+        return arrived, worker.kept(), worker.compressor.state_dict()
+
+    return on_links(workers, work)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    name=st.sampled_from(NAMES),
+    before=st.integers(1, 4),
+    after=st.integers(1, 4),
+    steps=st.integers(1, 4),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+)
+def test_what_was_sent_and_what_is_kept_are_all_gradients_also_when_the_workers_change(
+    name: str, before: int, after: int, steps: int, dtype: torch.dtype
+) -> None:
+    first = run(name, before, range(steps), dtype=dtype)
+    second = run(name, after, range(10, 10 + steps), [state for _, _, state in first], dtype=dtype)
+    wanted = sum(gradient(step, rank, dtype).double() for step in range(steps) for rank in range(before))
+    wanted += sum(gradient(step, rank, dtype).double() for step in range(10, 10 + steps) for rank in range(after))
+    found = first[0][0] + second[0][0] + sum(kept for _, kept, _ in second)
+    narrow = dtype == torch.bfloat16  # what arrives is rounded to the gradients' own dtype, as without compression
+    tolerance = float(wanted.abs().max()) * (0.02 if narrow else 1e-5)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_mean_of_many_steps_comes_to_the_gradient_because_of_what_is_kept(name: str) -> None:
+    def work(link: ThreadLink) -> tuple[float, float]:
+        worker = Worker(make(name), link)
+        exact = gradient(2, 0) + gradient(2, 1)
+        first = worker.step(gradient(2, link.rank)).clone()
+        total = first + sum(worker.step(gradient(2, link.rank)) for _ in range(49))
+        return float((first - exact).norm() / exact.norm()), float((total / 50 - exact).norm() / exact.norm())
+
+    for once, often in on_links(2, work):
+        assert often < 0.25 * once
+
+
+def test_step_whose_sum_is_no_number_leaves_what_is_kept_as_it_was() -> None:
+    def work(link: ThreadLink) -> tuple[bool, bool]:
+        worker = Worker(make("int8"), link)
+        worker.step(gradient(2, link.rank))
+        before = worker.kept()
+        poisoned = gradient(3, link.rank)
+        if link.rank == 1:
+            poisoned[5] = float("inf")
+        arrived = worker.step(poisoned)
+        return bool(arrived.isfinite().all()), torch.equal(before, worker.kept())
+
+    assert on_links(2, work) == [(False, True)] * 2
+
+
+def test_what_is_kept_follows_the_scale_of_the_loss() -> None:
+    def work(link: ThreadLink) -> Tensor:
+        worker = Worker(make("int8"), link)
+        arrived = sum(
+            worker.step(gradient(2, link.rank) * scale, scale).double() / scale for scale in (1024.0, 256.0, 4096.0)
+        )
+        kept = [tensor.reshape(-1) for tensor in worker.compressor.state_dict()["kept"].values()]
+        return arrived / 2 + torch.cat(kept).double()  # what arrived is the same on both workers
+
+    total = sum(on_links(2, work))
+    torch.testing.assert_close(total, 3 * (gradient(2, 0) + gradient(2, 1)).double(), rtol=1e-4, atol=1e-4)
+
+
+def test_function_of_a_users_own_is_a_compression() -> None:
+    def send_signs(parcel: Parcel, link: Any) -> Tensor:
+        sent = parcel.values.sign() * parcel.values.abs().mean()
+        parcel.values.copy_(link.all_reduce(sent.clone()))
+        return sent
+
+    def work(link: ThreadLink) -> tuple[Tensor, Tensor]:
+        worker = Worker(send_signs, link)
+        return sum(worker.step(gradient(step, link.rank)).double() for step in (1, 2)), worker.kept()
+
+    answers = on_links(2, work)
+    wanted = sum(gradient(step, rank).double() for step in (1, 2) for rank in (0, 1))
+    torch.testing.assert_close(answers[0][0] + sum(kept for _, kept in answers), wanted, rtol=1e-4, atol=1e-4)

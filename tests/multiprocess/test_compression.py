@@ -17,10 +17,10 @@ import manyhands as mh
 from manyhands.cluster.place import Place
 from manyhands.communication.buckets import GradientBuckets
 from manyhands.communication.compression.feedback import Compressor
+from manyhands.communication.compression.table import make_compression
 from manyhands.communication.lanes import Lanes
 from manyhands.communication.link import Link
 from manyhands.communication.world import World
-from manyhands.strategies.ddp import make_compression
 
 pytestmark = pytest.mark.multiprocess
 

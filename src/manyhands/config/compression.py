@@ -1,25 +1,21 @@
-"""The names of the ways to send less, and which code stands behind them."""
+"""The names of the ways to send less."""
 
 from __future__ import annotations
 
-from typing import Any
+from importlib.metadata import entry_points
 
 from manyhands.errors import ConfigError
-from manyhands.table import Table, nearest
+from manyhands.table import nearest
 
-_FOLDER = "manyhands.communication.compression"
-
-COMPRESSIONS: Table[Any] = Table(
-    kind="compression",
-    group="manyhands.compressions",
-    own={name: f"{_FOLDER}.{name}:make" for name in ("bf16", "fp16", "int8", "powersgd", "topk")},
-)
-"""Name → a function that is given the `DDP` value and makes the compression."""
+OWN = ("bf16", "fp16", "int8", "powersgd", "topk")
+"""Those of this package: each has a file of its name."""
+GROUP = "manyhands-compressions"
+"""The entry points by which other packages add theirs."""
 
 
 def check_name(name: str) -> None:
-    """Raise ConfigError where no compression has that name."""
-    known = ["none", *COMPRESSIONS.names()]
+    """Raise ConfigError where no compression has that name. Also where there is one worker, which sends nothing."""
+    known = ["none", *sorted({*OWN, *(point.name for point in entry_points(group=GROUP))})]
     if name not in known:
         raise ConfigError(
             f"there is no compression named {name!r}",

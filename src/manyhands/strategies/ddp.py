@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.communication.buckets import GradientBuckets
-from manyhands.communication.compression.exchange import Compression
 from manyhands.communication.compression.feedback import Compressor
+from manyhands.communication.compression.table import make_compression
 from manyhands.communication.lanes import Lanes
 from manyhands.communication.world import World
-from manyhands.config.compression import COMPRESSIONS
 from manyhands.config.strategies import DDP
 from manyhands.strategies.strategy import Compute, Piece, Scale, Shard, StepOutcome, Steppable, Tally
 
@@ -101,16 +100,6 @@ class DataParallel:
             return
         self.steps = max((state.get("steps", 0) for state in states), default=0)
         self.buckets.compressor.load_state_dict(states)
-
-
-def make_compression(config: DDP) -> Compression | None:
-    """The compression that `config` asks for; None for none."""
-    if callable(config.compression):
-        return config.compression
-    if config.compression == "none":
-        return None
-    compression: Compression = COMPRESSIONS.load(config.compression)(config)
-    return compression
 
 
 def _factor(scale: Scale, device: torch.device) -> Tensor | None:

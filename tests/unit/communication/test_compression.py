@@ -16,8 +16,8 @@ from manyhands.communication.compression.exchange import Compression, Parcel, wo
 from manyhands.communication.compression.fp16 import Fp16Codec
 from manyhands.communication.compression.int8 import BLOCK, Int8Codec
 from manyhands.communication.compression.powersgd import PowerSGD
+from manyhands.communication.compression.table import COMPRESSIONS
 from manyhands.communication.compression.topk import largest
-from manyhands.config.compression import COMPRESSIONS
 from manyhands.config.strategies import DDP
 from manyhands.errors import ConfigError
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from manyhands.communication.compression.exchange import Compression, Parcel
 from manyhands.communication.compression.feedback import Compressor
+from manyhands.communication.compression.table import COMPRESSIONS
 from manyhands.communication.lanes import Job
-from manyhands.config.compression import COMPRESSIONS
 from manyhands.config.strategies import DDP
 
 NAMES = ["bf16", "fp16", "int8", "powersgd", "topk"]

@@ -1,0 +1,23 @@
+"""Which code stands behind the name of a compression."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from manyhands.communication.compression.exchange import Compression
+from manyhands.config.compression import GROUP, OWN
+from manyhands.config.strategies import DDP
+from manyhands.table import Table
+
+COMPRESSIONS: Table[Callable[[DDP], Compression]] = Table(
+    kind="compression",
+    group=GROUP,
+    own={name: f"manyhands.communication.compression.{name}:make" for name in OWN},
+)
+
+
+def make_compression(config: DDP) -> Compression | None:
+    """The compression that `config` asks for; None for none."""
+    if callable(config.compression):
+        return config.compression
+    return None if config.compression == "none" else COMPRESSIONS.load(config.compression)(config)

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 MANYHANDS = [sys.executable, "-P", "-m", "manyhands.cli.main"]
-SHARED = ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "MANYHANDS_SET")  # would change what is tested here
+SHARED = ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "MANYHANDS_SET", "PYTHONUNBUFFERED")  # would change what is tested here
 
 
 @dataclass(frozen=True)

@@ -236,3 +236,21 @@ def test_executable_that_cannot_start_is_told_once(tmp_path: Path) -> None:
     ended = run_words(tmp_path, "--run-dir", "run", "--workers", "2", "--no-python", "./broken")
     assert ended.code == 2
     assert ended.err.count("cannot start './broken'") == 1
+
+
+def test_run_directory_that_cannot_be_made_is_told_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "script.py").write_text("print('must not run')")
+    ended = run_words(tmp_path, "--run-dir", "file/run", "script.py")
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err.startswith("manyhands: cannot make the run directory: Not a directory\n")
+
+
+def test_logs_that_a_host_cannot_keep_are_told_with_host_and_folder(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "logs").touch()
+    ended = run(tmp_path, "print('must not run')", "--nodes", "2")
+    assert (ended.code, ended.out) == (3, "")
+    assert "cannot make the folder for logs" in ended.err
+    assert "host node" in ended.err
+    assert str(tmp_path / "run" / "logs") in ended.err

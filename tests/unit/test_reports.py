@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from manyhands.cluster.reports import Reporter
-from manyhands.errors import ConfigError
 
 
 class Agent:
@@ -94,15 +93,6 @@ def test_value_that_is_no_json_is_told_as_text(agent: Agent, address: str) -> No
     reporter.send("say", text=Path("a/b"))
     reporter.close()
     assert agent.read_all()[0]["fields"] == {"text": "a/b"}
-
-
-def test_error_is_reported_with_its_words_and_exit_code(agent: Agent, address: str) -> None:
-    reporter = Reporter(address, 0)
-    reporter.send_error(ConfigError("what", where="where", fix="fix"))
-    reporter.close()
-    [report] = agent.read_all()
-    expected = {"what": "what", "where": "where", "fix": "fix", "exit_code": 2, "type": "ConfigError"}
-    assert (report["kind"], report["fields"]) == ("failed", expected)
 
 
 def test_process_forked_from_a_worker_says_nothing(agent: Agent, address: str) -> None:

@@ -6,7 +6,6 @@ Kinds that the agent and the head know:
     say         a line that stays, shown without a rank: text
     step        the last finished step, so that a hang can be noticed: step
     trainer     a Trainer was made, so the settings of `--set` were heard
-    failed      an error that was raised on purpose: what, where, fix, exit_code, type
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
-
-from manyhands.errors import ManyhandsError
 
 VARIABLE = "MANYHANDS_AGENT"
 """Names the agent's socket in the environment of a worker."""
@@ -75,17 +72,6 @@ class Reporter:
             if len(self._unsent) < _MOST_UNSENT_BYTES:
                 self._unsent += line.encode() + b"\n"
             self._push()
-
-    def send_error(self, error: ManyhandsError) -> None:
-        """Report an error that was raised on purpose, so that the head shows its words and ends with its exit code."""
-        self.send(
-            "failed",
-            what=error.what,
-            where=error.where,
-            fix=error.fix,
-            exit_code=error.exit_code,
-            type=type(error).__name__,
-        )
 
     def close(self, timeout_s: float = 1) -> None:
         """Send what is left, for at most `timeout_s` seconds. Safe to call twice."""

@@ -9,7 +9,8 @@ From the agent:
     output    rank, generation, stream ("out", "err"), lines
     report    rank, generation, kind, fields               what a worker said through `cluster.reports`
     ended     rank, generation, code, signal, finished, error, out_of_memory
-    trouble   text, early                                  the template was killed; early: before it could fork anyone
+    trouble   text, where, early                           this host can start no worker; early: and has started none
+    asked     signal                                       this host's agent was asked to end: a wish for the whole run
     alive                                                  every `HEARTBEAT_S` seconds
 
 From the head:
@@ -36,6 +37,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +51,11 @@ from manyhands.launchers.watch import ReportDesk, Seat, WatchedWorker
 
 TOKEN = "MANYHANDS_TOKEN"  # noqa: S105  # the name of the variable, not a secret
 HEARTBEAT_S = 1.0
+_LONGEST_FOLDER = 80  # the name of a Unix socket has at most 107 characters, on macOS 103
 _MOST_BACKLOG_BYTES = 4 << 20
+_BREATH_S = 0.05
 _WAY_OUT_S = 3.0
+_ONE_WISH_S = 0.3
 
 
 class Agent:
@@ -61,9 +66,12 @@ class Agent:
         self._head = Channel(loop, connection, self._obey, self.leave)
         self._workers: dict[str, WatchedWorker] = {}
         self._nursery: Nursery | None = None
-        self._scratch = Path(tempfile.mkdtemp(prefix="manyhands-"))  # only this user may look into it
+        folder = tempfile.gettempdir()
+        short = folder if len(folder) < _LONGEST_FOLDER else "/tmp"  # noqa: S108  # what is made there is for us alone
+        self._scratch = Path(tempfile.mkdtemp(prefix="manyhands-", dir=short))
         self._desk = ReportDesk(loop, self._scratch / "agent", self._pass_on)
         self._paused = False
+        self._asked = 0.0
         self.done = False
         self._node = node
         self._host = socket.gethostname()
@@ -80,7 +88,6 @@ class Agent:
             manyhands=__version__,
         )
         loop.every(HEARTBEAT_S, lambda: self._head.send("alive"))
-        loop.every(0.05, self._breathe)
 
     def leave(self) -> None:
         """End everything on this host. Called when the head says so, and when it is gone."""
@@ -90,8 +97,16 @@ class Agent:
         if self._nursery is not None:
             self._nursery.close()
         kill_descendants()
+        self._desk.close()
         shutil.rmtree(self._scratch, ignore_errors=True)
         self._head.close()
+
+    def ask_to_leave(self, number: signal.Signals) -> None:
+        """Somebody asks this agent to end (a scheduler, say): the first time it is for the head to see to that."""
+        if self._asked and time.monotonic() > self._asked + _ONE_WISH_S:
+            self.leave()
+        self._asked = self._asked or time.monotonic()
+        self._head.send("asked", signal=int(number))
 
     def _obey(self, message: Message) -> None:
         match message["message"]:
@@ -116,8 +131,13 @@ class Agent:
         self._command: dict[str, Any] = message["command"]
         self._host = message.get("host") or self._host
         self._logs = Path(message["run_dir"]) / "logs"
+        try:
+            self._logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            text = f"cannot make the folder for logs: {error.strerror}"
+            self._head.send("trouble", text=text, where=str(self._logs), early=True)
+            return
         environment = {**os.environ, **message["environment"]}
-        environment.pop(TOKEN, None)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         environment |= variables.of_host(environment, cores=cores, workers=message["workers"])
         self._environment, self._preload = environment, message["preload"]
@@ -154,7 +174,7 @@ class Agent:
             seat,
             log=self._logs / f"{self._host}-{seat.rank}.log",
             error_file=error_file,
-            tell=self._head.send,
+            tell=self._tell,
             on_failure=self._end_soon,
             before_end=self._desk.drain,
         )
@@ -184,7 +204,8 @@ class Agent:
         self._nursery = None
         kill_descendants()  # what the workers have started
         what = "could not load what the script needs" if early else "was killed"
-        self._head.send("trouble", text=f"the process that its workers are forked from {what}", early=early)
+        text = f"the process that its workers are forked from {what}"
+        self._head.send("trouble", text=text, where="", early=early)
         for worker in self._workers.values():
             worker.end(0, signal.SIGKILL)
 
@@ -211,13 +232,24 @@ class Agent:
     def _kill_later(self, generation: int, seconds: float) -> None:
         self._loop.after(seconds, lambda: self._signal(generation, signal.SIGKILL, group=True))
 
+    def _tell(self, kind: str, /, **fields: Any) -> None:
+        """Send to the head; where it does not keep up, workers wait, so that no memory fills."""
+        self._head.send(kind, **fields)
+        if not self._paused and self._head.backlog_bytes > _MOST_BACKLOG_BYTES:
+            self._pause(True)
+
+    def _pause(self, paused: bool) -> None:
+        self._paused = paused
+        for worker in self._workers.values():
+            worker.pause(paused)
+        if paused:
+            self._loop.after(_BREATH_S, self._breathe)
+
     def _breathe(self) -> None:
-        """Stop reading from workers while the head does not keep up, so that they wait and no memory fills."""
-        too_much = self._head.backlog_bytes > _MOST_BACKLOG_BYTES
-        if too_much != self._paused:
-            self._paused = too_much
-            for worker in self._workers.values():
-                worker.pause(too_much)
+        if self._head.backlog_bytes > _MOST_BACKLOG_BYTES / 2:
+            self._loop.after(_BREATH_S, self._breathe)
+        else:
+            self._pause(False)
 
 
 def _version(package: str) -> str | None:
@@ -246,7 +278,7 @@ def main(words: list[str] | None = None) -> int:
         return 3
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     agent = Agent(loop, connection, node=asked.node, token=os.environ.pop(TOKEN, ""))
-    loop.on_signals([signal.SIGTERM, signal.SIGINT, signal.SIGHUP], lambda _: agent.leave())
+    loop.on_signals([signal.SIGTERM, signal.SIGINT, signal.SIGHUP], agent.ask_to_leave)
     try:
         loop.run(until=lambda: agent.done)
     finally:

@@ -8,6 +8,7 @@ import secrets
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,8 +27,9 @@ _FIRST_CAUSE_S = 2.0
 _STRANGER_LIMIT_S = 10.0
 _GOODBYE_LIMIT_S = 5.0
 _LOOK_S = 0.2
+_ONE_WISH_S = 0.3
 
-_SEE_ABOVE = "what was printed above may say why"
+_SEE_ABOVE = "mend that on this host, or run without it; what was printed above may say more"
 
 StartAgent = Callable[[int, str, str], subprocess.Popen[bytes]]
 """Starts the agent of a node, given the head's address (host:port) and the run's token."""
@@ -65,7 +67,8 @@ class Head:
         """Whose failure the others are being ended for. How they end then says nothing."""
         self._others_ended = 0
         self._trouble: dict[str, str] = {}
-        self._interrupted = 0
+        self._interrupted = 0.0
+        """When the first signal came, on the monotonic clock; 0 before."""
         self._result: int | ManyhandsError | None = None
         self._trainer_seen = False
         self._expect_agents()
@@ -212,6 +215,9 @@ class Head:
                 self._take_report(message["rank"], message["kind"], message["fields"])
             case "ended":
                 self._note_end(self._nodes[number], message)
+            case "asked":
+                if not self._interrupted:
+                    self._interrupt(signal.Signals(message["signal"]))
             case "trouble":
                 self._take_trouble(self._nodes[number], message)
 
@@ -235,10 +241,11 @@ class Head:
             self._trainer_seen = True
 
     def _take_trouble(self, node: _Node, message: Message) -> None:
-        """The template of a host was killed; the ends of its workers follow, if it had any."""
+        """A host can start no worker; the ends of those that it had follow."""
         self._trouble[node.name] = message["text"]
         if message["early"]:
-            self._result = LaunchError(str(message["text"]), where=f"host {node.name}", fix=_SEE_ABOVE)
+            where = ", ".join(part for part in (f"host {node.name}", message["where"]) if part)
+            self._result = LaunchError(str(message["text"]), where=where, fix=_SEE_ABOVE)
 
     def _note_end(self, node: _Node, message: Message) -> None:
         rank = message["rank"]
@@ -319,8 +326,13 @@ class Head:
 
     def _interrupt(self, number: signal.Signals) -> None:
         """Ctrl-C and the like: the first asks workers to end, the second does not ask."""
-        self._interrupted += 1
-        if self._interrupted > 1 or not self._running:
+        if self._interrupted:
+            # Many send a signal to a process and then to its group (`timeout` does): that is one wish, not two.
+            if time.monotonic() > self._interrupted + _ONE_WISH_S:
+                self._result = 130
+            return
+        self._interrupted = time.monotonic()
+        if not self._running:
             self._result = 130
             return
         self._display.say(f"manyhands: {signal_name(number)}: the workers are ending; once more ends them at once")

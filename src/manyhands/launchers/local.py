@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 
+from manyhands.errors import ConfigError
 from manyhands.launchers import variables
 from manyhands.launchers.agent import TOKEN
 from manyhands.launchers.display import Display
@@ -35,7 +36,20 @@ class Local:
         )
 
     def submit(self, plan: Plan, display: Display) -> int:
-        """Run the job to its end, with this process as the head."""
+        """Run the job to its end, with this process as the head.
+
+        Raises:
+            ConfigError: the run directory cannot be made.
+            ManyhandsError: workers failed; the error is that of the one that failed first.
+        """
+        try:
+            plan.job.run_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as cause:
+            raise ConfigError(
+                f"cannot make the run directory: {cause.strerror}",
+                where=str(plan.job.run_dir),
+                fix="give another --run-dir, on a disk that is writable and not full",
+            ) from cause
         return Head(plan.job, plan.hosts, _start_agent, display, address=_ADDRESS).run()
 
 

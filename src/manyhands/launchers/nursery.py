@@ -62,8 +62,8 @@ class Nursery:
         self._loop.unwatch(self._socket)
         self._socket.close()
         try:
-            self._process.wait(timeout=2)
-        except subprocess.TimeoutExpired:  # still loading, or stopped
+            self._process.wait(timeout=2 if self.ready else 0)  # while it loads, it has nobody to end
+        except subprocess.TimeoutExpired:
             self._process.send_signal(signal.SIGKILL)
             self._process.wait()
 

@@ -56,11 +56,11 @@ def check_run_dir(job: Job) -> None:
     """See that the run directory is new, or belongs to this script.
 
     Raises:
-        ConfigError: it holds the run of another script, or cannot be made.
+        ConfigError: it holds the run of another script, or its record cannot be read.
     """
     if job.run_dir.exists() and not job.run_dir.is_dir():
         raise ConfigError("the run directory is a file", where=str(job.run_dir), fix="give another --run-dir")
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         try:
             recorded = str(json.loads((job.run_dir / "run.json").read_text())["script"])
         except (ValueError, KeyError, TypeError) as cause:

@@ -48,6 +48,7 @@ def of_host(present: Mapping[str, str], *, cores: int, workers: int) -> dict[str
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "TORCH_SHOW_CPP_STACKTRACES": "0",
         "TORCH_DISABLE_ADDR2LINE": "1",
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # counting GPUs must not start CUDA in what is forked later
     }
     return {name: value for name, value in defaults.items() if name not in present}
 

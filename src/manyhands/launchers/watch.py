@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import socket
@@ -72,8 +73,10 @@ class WatchedWorker:
         self._records = b""
         self._pipes: dict[str, int] = {}
         self._out_of_memory_before = out_of_memory_kills()
-        log.parent.mkdir(parents=True, exist_ok=True)
-        self._log = log.open("ab", buffering=0)
+        try:
+            self._log: io.FileIO | None = io.FileIO(log, "a")
+        except OSError:
+            self._log = None  # a full disk must not stop training
         loop.after(_GLIMPSE_S, self._glimpse)
 
     def open_pipes(self) -> list[int]:
@@ -131,8 +134,9 @@ class WatchedWorker:
             self._tell("output", rank=self.seat.rank, generation=self.seat.generation, stream=stream, lines=lines)
 
     def _keep(self, lines: list[str]) -> None:
-        with contextlib.suppress(OSError):  # a full disk must not stop training
-            self._log.write("".join(line + "\n" for line in lines).encode())
+        with contextlib.suppress(OSError):
+            if self._log is not None:
+                self._log.write("".join(line + "\n" for line in lines).encode())
 
     def _glimpse(self) -> None:
         if not self.ended:
@@ -157,7 +161,8 @@ class WatchedWorker:
         if self._pipes or self._status is None or self.ended:
             return
         self.ended = True
-        self._log.close()
+        if self._log is not None:
+            self._log.close()
         self._before_end()
         code, number = self._status
         self._tell(
@@ -191,6 +196,13 @@ class ReportDesk:
         self._listening.setblocking(False)
         self._channels: set[Channel] = set()
         loop.watch(self._listening, self._accept)
+
+    def close(self) -> None:
+        """Hear nobody any more."""
+        for channel in self._channels:
+            channel.close()
+        self._loop.unwatch(self._listening)
+        self._listening.close()
 
     def drain(self) -> None:
         """Take everything that has been handed in: a worker that has ended must not have its last words lost."""

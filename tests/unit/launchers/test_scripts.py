@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -105,3 +107,18 @@ def test_record_that_cannot_be_read_is_named(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         scripts.check_run_dir(job_in(tmp_path))
     assert caught.value.where == str(tmp_path / "run" / "run.json")
+
+
+def test_what_is_loaded_before_workers_are_forked_asks_for_no_gpu_and_leaves_no_python_thread() -> None:
+    code = f"""
+import importlib, threading, torch
+def trap(*_, **__):
+    raise AssertionError("CUDA was asked for, which a forked process cannot use then")
+for name in ("is_available", "device_count", "_lazy_init", "current_device", "init"):
+    setattr(torch.cuda, name, trap)
+for module in {scripts.TORCH}:
+    importlib.import_module(module)
+assert threading.active_count() == 1, threading.enumerate()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,139 @@
+"""What an agent does with a worker's pipes and reports."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manyhands.cluster.reports import Reporter
+from manyhands.launchers.loop import Loop
+from manyhands.launchers.watch import ReportDesk, Seat, WatchedWorker
+
+
+class Host:
+    """One worker's seat on a host, and all that the head is told of it."""
+
+    def __init__(self, folder: Path, address: Path) -> None:
+        self.loop = Loop()
+        (folder / "logs").mkdir()
+        self.told: list[tuple[str, dict[str, Any]]] = []
+        self.desk = ReportDesk(self.loop, address, lambda _, kind, fields: self.tell("report", kind_=kind, **fields))
+        self.error_file = folder / "error.json"
+        self.failed = 0
+        self.worker = WatchedWorker(
+            self.loop,
+            Seat(rank=3, local_rank=1, generation=0),
+            log=folder / "logs" / "n1-3.log",
+            error_file=self.error_file,
+            tell=self.tell,
+            on_failure=self.note_failure,
+            before_end=self.desk.drain,
+        )
+        self.out, self.err, self.line = self.worker.open_pipes()
+
+    def tell(self, kind: str, /, **fields: Any) -> None:
+        self.told.append((kind, fields))
+
+    def note_failure(self, worker: WatchedWorker) -> None:
+        self.failed += 1
+
+    def say(self, **record: Any) -> None:
+        os.write(self.line, json.dumps(record).encode() + b"\n")
+
+    def end(self, code: int = 0, number: int = 0) -> dict[str, Any]:
+        for pipe in (self.out, self.err, self.line):
+            os.close(pipe)
+        self.worker.end(code, number)
+        self.loop.run(until=lambda: self.worker.ended)
+        kind, fields = self.told[-1]
+        assert kind == "ended"
+        return fields
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own folders have names too long for a Unix socket
+        made = Host(tmp_path, Path(folder, "agent"))
+        yield made
+        made.loop.close()
+        made.desk.close()
+
+
+def test_end_is_told_after_everything_that_was_written(host: Host) -> None:
+    os.write(host.out, b"one\ntwo")
+    os.write(host.err, b"three\n")
+    host.end(0, 0)
+    lines = [line for kind, fields in host.told if kind == "output" for line in fields["lines"]]
+    assert sorted(lines) == ["one", "three", "two"]
+    assert [kind for kind, _ in host.told].index("ended") == len(host.told) - 1
+
+
+def test_last_report_is_told_before_the_end(host: Host) -> None:
+    reporter = Reporter(str(host.desk.address), 1)
+    for pipe in (host.out, host.err, host.line):
+        os.close(pipe)
+    host.worker.end(0, 0)  # the agent has heard of the end first
+    reporter.send("say", text="last words")
+    host.loop.run(until=lambda: host.worker.ended)
+    reporter.close()
+    assert [kind for kind, _ in host.told] == ["report", "ended"]
+
+
+def test_main_module_that_ended_well_is_told_whatever_comes_then(host: Host) -> None:
+    host.say(record="finished", code=0)
+    ended = host.end(0, 6)
+    assert (ended["finished"], ended["signal"], host.failed) == (True, 6, 0)
+
+
+def test_failure_is_known_before_the_process_ends_and_kept_in_the_log(host: Host, tmp_path: Path) -> None:
+    host.say(record="failed", summary="ValueError: boom", text="Traceback\nValueError: boom")
+    host.say(record="finished", code=1)
+    host.loop.run(until=lambda: host.failed > 0)
+    ended = host.end(1, 0)
+    assert (ended["finished"], ended["error"]["summary"]) == (False, "ValueError: boom")
+    assert (tmp_path / "logs" / "n1-3.log").read_text() == "Traceback\nValueError: boom\n"
+
+
+def test_error_file_is_read_where_the_worker_said_nothing(host: Host) -> None:
+    message = {"message": "KeyError: 'x'", "extraInfo": {"py_callstack": "Traceback\nKeyError: 'x'", "timestamp": "1"}}
+    host.error_file.write_text(json.dumps({"message": message}))
+    assert host.end(1, 0)["error"] == {"summary": "KeyError: 'x'", "text": "Traceback\nKeyError: 'x'"}
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"message": "plain text"}'])
+def test_error_file_that_cannot_be_read_is_left_out(host: Host, text: str) -> None:
+    host.error_file.write_text(text)
+    assert host.end(1, 0)["error"] is None
+
+
+def test_pipe_that_a_child_keeps_open_does_not_hold_up_the_end(host: Host) -> None:
+    kept = os.dup(host.out)
+    assert host.end(0, 0)["code"] == 0
+    os.close(kept)
+
+
+def test_output_waits_while_the_agent_pauses(host: Host) -> None:
+    host.worker.pause(True)
+    os.write(host.out, b"later\n")
+    passed: list[bool] = []
+    host.loop.after(0.1, lambda: passed.append(True))
+    host.loop.run(until=lambda: bool(passed))
+    assert host.told == []
+    host.worker.pause(False)
+    host.loop.run(until=lambda: bool(host.told))
+    host.end()
+
+
+def test_report_that_makes_no_sense_harms_nobody(host: Host) -> None:
+    reporter = Reporter(str(host.desk.address), 1)
+    reporter._socket.sendall(b'{"worker": "x", "kind": 3}\n{"kind": "say"}\n')
+    reporter.send("say", text="sense")
+    reporter.close()
+    host.end()
+    assert [fields.get("text") for kind, fields in host.told if kind == "report"] == ["sense"]

@@ -38,15 +38,17 @@ def tell(half: Path, rank: int, part: Part, disk: Disk) -> None:
     Raises:
         OSError: the disk would not have it.
     """
-    if part.failure:
-        # A disk that is full again may still take an empty file, and its name says the most important thing.
-        with disk.create(half / _failure_name(rank)) as file, suppress(OSError):
-            disk.write(file, memoryview(part.failure.encode()))
+    unready = half / f"part-{rank:05d}.unready"  # nobody may read half a word
+    if not part.failure:
+        files = {name: {"bytes": file.bytes, "sha256": file.sha256} for name, file in part.files.items()}
+        disk.write_file(unready, [json.dumps(files).encode()])
+        disk.rename(unready, half / _record_name(rank))
         return
-    files = {name: {"bytes": file.bytes, "sha256": file.sha256} for name, file in part.files.items()}
-    unready = half / f"{_record_name(rank)}.unready"
-    disk.write_file(unready, [json.dumps(files).encode()])
-    disk.rename(unready, half / _record_name(rank))
+    try:
+        disk.write_file(unready, [part.failure.encode()])
+        disk.rename(unready, half / _failure_name(rank))
+    except OSError:  # a full disk may still take an empty file, and its name says the most important thing
+        disk.create(half / _failure_name(rank)).close()
 
 
 def hear(half: Path, ranks: Sequence[int], patience_s: float, gave_up: Callable[[], str]) -> dict[int, Part]:

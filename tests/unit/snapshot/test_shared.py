@@ -119,6 +119,12 @@ def test_each_tensor_has_one_writer_and_no_worker_has_much_more_than_another(siz
     assert max(loads) - min(loads) <= max(sizes, default=0)
 
 
+def test_one_large_tensor_is_outweighed_by_many_small_ones() -> None:
+    sizes = {"small-1": 1, "large": 10} | {f"small-{index}": 1 for index in range(2, 11)}
+    tensors = {name: torch.empty(size, dtype=torch.uint8) for name, size in sizes.items()}
+    assert [len(share) for share in share_out(tensors, 2)] == [1, 10]
+
+
 @pytest.mark.parametrize("sick", [0, 1, 2])
 def test_full_disk_of_one_worker_is_told_by_the_leader_and_the_next_one_succeeds(tmp_path: Path, sick: int) -> None:
     Crew(3).run(lambda world: save(world, tmp_path, 1))
@@ -239,8 +245,11 @@ def test_failure_of_a_worker_is_heard_before_the_others_are_done(tmp_path: Path)
 
 
 def test_full_disk_that_takes_only_an_empty_file_still_says_who_failed(tmp_path: Path) -> None:
-    disk = FullDisk(2)  # `create` goes through, `write` does not
-    tell(tmp_path, 1, Part(failure="No space left on device"), disk)
+    class NoRoomForBytes(CountingDisk):
+        def write(self, file: Any, data: memoryview) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    tell(tmp_path, 1, Part(failure="No space left on device"), NoRoomForBytes())
     with pytest.raises(SnapshotError, match="worker 1 could not write its part: its disk is full"):
         hear(tmp_path, [1], patience_s=60, gave_up=str)
 

@@ -27,7 +27,7 @@ FLOORS = [  # from the ground up
     ["errors"],  # the ground's own ground: those beside it in the design raise them
     ["events", "units", "table"],
     ["config", "cluster", "records"],
-    ["communication", "data", "launchers", "listeners", "analysis"],
+    ["communication", "data", "launchers", "listeners", "analysis", "rehearsal"],
     ["strategies", "snapshot", "planner", "study", "lab"],
     ["training", "export", "doctor", "tune"],
     ["serve"],
@@ -200,8 +200,8 @@ TRAINER_ARGUMENTS = (
     "backend record_samples run_dir"
 )
 OPTIONS = {
-    "run": "--on --workers --nodes --workers-per-node --restarts --env --set --run-dir --module --no-python --dry-run "
-    "--trace",
+    "run": "--on --workers --nodes --workers-per-node --restarts --env --set --run-dir --module --no-python "
+    "--rehearse --dry-run --trace",
     "snapshots ls": "--json --quick --trace",
     "snapshots show": "--json --trace",
     "snapshots verify": "--json --trace",

@@ -14,7 +14,7 @@ import click
 
 from manyhands.config import overrides
 from manyhands.errors import ConfigError
-from manyhands.launchers import scripts
+from manyhands.launchers import scripts, variables
 from manyhands.launchers.display import Display, PlainDisplay
 from manyhands.launchers.job import Job
 from manyhands.launchers.launch import new_run_dir
@@ -23,6 +23,7 @@ from manyhands.records import run_directory
 
 _TRAINING = ("manyhands.training.trainer", "manyhands.data.data")
 """Loaded once per host for scripts that import manyhands."""
+_REHEARSAL = "manyhands.rehearsal"
 
 
 @click.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
@@ -41,6 +42,7 @@ _TRAINING = ("manyhands.training.trainer", "manyhands.data.data")
 @click.option("--run-dir", metavar="DIR", help="Where the record is kept.  [default: runs/SCRIPT-TIME]")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as in `python -m`.")
 @click.option("--no-python", is_flag=True, help="SCRIPT is an executable, started as it is.")
+@click.option("--rehearse", is_flag=True, help="Run a script that was written for CUDA and NCCL on CPU and Gloo.")
 @click.option("--dry-run", is_flag=True, help="Print what would be started, and start nothing.")
 @click.option("--trace", is_flag=True, help="Show where in manyhands an error was raised.")
 @click.argument("script")
@@ -80,6 +82,7 @@ class _Asked:
     run_dir: str | None
     module: bool
     no_python: bool
+    rehearse: bool
     dry_run: bool
     trace: bool
     script: str
@@ -106,6 +109,7 @@ def _job(asked: _Asked) -> Job:
             **_pairs(asked.env),
             **overrides.to_environment(changed),
             **({} if asked.run_dir else {run_directory.UNASKED: "1"}),
+            **({variables.FIRST: _REHEARSAL, "CUDA_VISIBLE_DEVICES": ""} if asked.rehearse else {}),
         },
         overrides=changed,
         preload=scripts.preload(asked.script, kind, own=_TRAINING),

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from manyhands.errors import ConfigError
 
+REHEARSING = "MANYHANDS_REHEARSING"
+"""Set where a script for GPUs runs without them: `torch.cuda` then answers for some that are not there."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:

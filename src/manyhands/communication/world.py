@@ -6,6 +6,7 @@ others holds the world and asks it, and never keeps a rank or a size.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from manyhands.cluster.place import Place
+from manyhands.cluster.place import REHEARSING, Place
 from manyhands.communication import volume
 from manyhands.errors import CommunicationError, ConfigError
 
@@ -42,7 +43,8 @@ class World:
         """
         self.place = place
         self.device = _device(place)
-        self.backend = backend or ("nccl" if self.device.type == "cuda" else "gloo")
+        own = "nccl" if self.device.type == "cuda" else "gloo"
+        self.backend = own if backend is None or REHEARSING in os.environ else backend
         self.timeout_s = timeout_s
         if self.backend == "nccl" and self.device.type != "cuda":
             raise ConfigError(
@@ -186,7 +188,7 @@ def first_line(error: BaseException) -> str:
 
 
 def _device(place: Place) -> torch.device:
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() or REHEARSING in os.environ:
         return torch.device("cpu")
     if place.local_rank >= torch.cuda.device_count():
         raise ConfigError(

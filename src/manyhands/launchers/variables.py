@@ -9,6 +9,8 @@ from pathlib import Path
 from manyhands.launchers.job import Job
 
 RUN_DIR = "MANYHANDS_RUN_DIR"
+FIRST = "MANYHANDS_FIRST"
+"""Names modules whose `begin()` a worker calls before its script."""
 CHOSEN_AT_START = "(chosen at the start)"
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.errors import ManyhandsError
-from manyhands.launchers import tracebacks
+from manyhands.launchers import tracebacks, variables
 
 Request = dict[str, Any]
 
@@ -42,6 +42,8 @@ def be(request: Request, descriptors: list[int]) -> int:
     _freshen()
     code = 0
     try:
+        for name in filter(None, os.environ.get(variables.FIRST, "").split(",")):
+            importlib.import_module(name).begin()
         _run_main(request["program"], request["kind"])
     except SystemExit as ended:
         code = _exit_code(ended)

@@ -1,0 +1,76 @@
+"""`run --rehearse`: a script for CUDA and NCCL trains on CPU and Gloo, and says what was mapped."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.multiprocess
+SCRIPT = Path(__file__).with_name("cuda_script.py")
+
+
+def rehearse(script: Path, *words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "manyhands.cli.main", "run", "--workers", "2", "--rehearse", str(script), *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+def test_script_for_gpus_trains_its_workers_together(tmp_path: Path) -> None:
+    done = rehearse(SCRIPT, str(tmp_path), folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    said = [line.partition("] ")[2] for line in done.stdout.splitlines() if "weights" in line]
+    assert len(said) == 2
+    assert said[0] == said[1], "DDP keeps the workers equal"
+    assert said[0].startswith("sum 2, time True")
+    for mapping in ("nccl becomes gloo", "fp16 becomes bf16", "device_ids are left out", "pinned memory"):
+        assert done.stderr.count(mapping) == 1, f"{mapping!r} is told once\n{done.stderr}"
+
+
+def test_what_no_cpu_has_is_refused_with_a_sentence(tmp_path: Path) -> None:
+    script = tmp_path / "graphs.py"
+    script.write_text("import torch\ntorch.cuda.CUDAGraph()\n")
+    done = rehearse(script, folder=tmp_path)
+    assert done.returncode == 2
+    assert "torch.cuda.CUDAGraph cannot be rehearsed on a CPU" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_gpu_that_the_machine_would_not_have_is_an_error(tmp_path: Path) -> None:
+    script = tmp_path / "seventh.py"
+    script.write_text("import torch\ntorch.cuda.set_device(7)\n")
+    done = rehearse(script, folder=tmp_path)
+    assert done.returncode == 1
+    assert "invalid device ordinal 7" in done.stderr
+
+
+def test_factories_and_moves_by_any_name_of_a_device_stay_on_the_cpu(tmp_path: Path) -> None:
+    script = tmp_path / "devices.py"
+    script.write_text(
+        "import torch\n"
+        "made = [torch.zeros(1, device=device) for device in ('cuda', 'cuda:0', 0, torch.device('cuda', 0))]\n"
+        "made += [torch.zeros(1).to(device) for device in ('cuda', 0, torch.device('cuda'))]\n"
+        "with torch.device('cuda'):\n"
+        "    made.append(torch.ones(3))\n"
+        "made.append(torch.zeros(1, device=torch.accelerator.current_accelerator()))\n"
+        "made.append(next(torch.nn.Linear(2, 2, device='cuda').cuda(0).parameters()))\n"
+        "made.append(torch.zeros(2, pin_memory=True).pin_memory())\n"
+        "print(sorted({str(tensor.device) for tensor in made}), torch.cuda.get_device_capability())\n"
+    )
+    done = rehearse(script, folder=tmp_path)
+    assert done.stdout.splitlines()[0].endswith("['cpu'] (8, 0)"), done.stderr
+
+
+def test_trainer_rehearses_as_it_runs(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\nfrom torch import nn\nfrom torch.utils.data import TensorDataset\nimport manyhands as mh\n"
+        "data = TensorDataset(torch.randn(16, 4), torch.randint(0, 2, (16,)))\n"
+        "trainer = mh.Trainer(model=lambda: nn.Linear(4, 2), loss=nn.CrossEntropyLoss(), backend='nccl',\n"
+        "    optimizer=lambda params: torch.optim.SGD(params, lr=0.1), data=mh.Data(train=data, batch_size=4))\n"
+        "print(trainer.fit('1 epoch').status)\n"
+    )
+    done = rehearse(script, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("] completed") == 2

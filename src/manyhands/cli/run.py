@@ -14,7 +14,7 @@ import click
 
 from manyhands.config import overrides
 from manyhands.errors import ConfigError
-from manyhands.launchers import scripts, variables
+from manyhands.launchers import scripts, ssh_hostfile, variables
 from manyhands.launchers.display import Display, PlainDisplay
 from manyhands.launchers.job import Job
 from manyhands.launchers.launch import new_run_dir
@@ -27,7 +27,9 @@ _REHEARSAL = "manyhands.rehearsal"
 
 
 @click.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
-@click.option("--on", "target", default="local", show_default=True, metavar="TARGET", help="Where to run it.")
+@click.option("--on", "target", metavar="TARGET", help="Where to run it.  [default: ssh with --hosts, else local]")
+@click.option("--hosts", metavar="A,B,C", help="Hosts that ssh reaches; ranks go by this order.")
+@click.option("--hostfile", metavar="FILE", help="A file with a host on each line, and slots=N for its workers.")
 @click.option(
     "--workers",
     type=int,
@@ -37,6 +39,9 @@ _REHEARSAL = "manyhands.rehearsal"
 @click.option("--nodes", type=int, default=1, show_default=True, metavar="N", help="Hosts; several are rehearsed here.")
 @click.option("--workers-per-node", type=int, metavar="M", help="Workers on each host.")
 @click.option("--restarts", type=int, default=0, show_default=True, metavar="N", help="Start again after a failure.")
+@click.option("--no-sync", is_flag=True, help="Do not bring the working directory to the hosts.")
+@click.option("--encrypt", type=click.Choice(["required"]), help="Refuse links between hosts that are not encrypted.")
+@click.option("-o", "options", multiple=True, metavar="K=V", help="An option of the target.")
 @click.option("--env", multiple=True, metavar="K=V", help="A variable that all workers get.")
 @click.option("--set", "settings", multiple=True, metavar="K=V", help="A setting of mh.Trainer or mh.Data, overridden.")
 @click.option("--run-dir", metavar="DIR", help="Where the record is kept.  [default: runs/SCRIPT-TIME]")
@@ -56,8 +61,9 @@ def run(**options: Any) -> int:
     Ctrl-C asks the workers to end; once more ends them at once.
     """
     asked = _Asked(**options)
-    launcher = LAUNCHERS.load(asked.target)()
-    plan = launcher.plan(_job(asked))
+    job = _job(asked)
+    launcher = LAUNCHERS.load(asked.target or ("ssh" if job.hosts else "local"))()
+    plan = launcher.plan(job)
     if asked.dry_run:
         print(plan)
         return 0
@@ -72,7 +78,12 @@ def run(**options: Any) -> int:
 class _Asked:
     """The words of the command line."""
 
-    target: str
+    target: str | None
+    hosts: str | None
+    hostfile: str | None
+    no_sync: bool
+    encrypt: str | None
+    options: Sequence[str]
     workers: int | None
     nodes: int
     workers_per_node: int | None
@@ -95,18 +106,23 @@ def _job(asked: _Asked) -> Job:
     kind = scripts.kind_of(module=asked.module, no_python=asked.no_python)
     scripts.check(asked.script, kind)
     changed = overrides.parse(asked.settings)
-    counts = (asked.workers, asked.workers_per_node)
+    hosts, slots = _hosts(asked)
+    counts = (asked.workers, asked.workers_per_node, slots, 1 if hosts else None)
     job = Job(
         program=asked.script,
         kind=kind,
         arguments=tuple(asked.arguments),
         folder=Path.cwd(),
         run_dir=Path(asked.run_dir).absolute() if asked.run_dir else new_run_dir(asked.script),
-        nodes=asked.nodes,
+        nodes=len(hosts) or asked.nodes,
         workers_per_node=next((count for count in counts if count is not None), max(1, _gpus())),
         restarts=asked.restarts,
+        hosts=hosts,
+        options=_pairs(asked.options, "-o"),
+        sync=not asked.no_sync,
+        encrypt=asked.encrypt is not None,
         environment={
-            **_pairs(asked.env),
+            **_pairs(asked.env, "--env"),
             **overrides.to_environment(changed),
             **({} if asked.run_dir else {run_directory.UNASKED: "1"}),
             **({variables.FIRST: _REHEARSAL, "CUDA_VISIBLE_DEVICES": ""} if asked.rehearse else {}),
@@ -118,10 +134,30 @@ def _job(asked: _Asked) -> Job:
     return job
 
 
-def _pairs(words: Sequence[str]) -> dict[str, str]:
+def _hosts(asked: _Asked) -> tuple[tuple[str, ...], int | None]:
+    """The hosts that are named, and how many workers each is to have, where that is said with them."""
+    if asked.hosts is not None and asked.hostfile is not None:
+        raise ConfigError("both --hosts and --hostfile are given", where="--hosts", fix="give one of them")
+    hosts, slots = ssh_hostfile.in_file(Path(asked.hostfile)) if asked.hostfile is not None else ((), None)
+    if asked.hosts is not None:
+        hosts = ssh_hostfile.in_words(asked.hosts)
+    if hosts and asked.workers is not None:
+        raise ConfigError(
+            "--workers counts workers on this machine, and other hosts are named",
+            where="--workers",
+            fix="use --workers-per-node",
+        )
+    if hosts and asked.nodes not in (1, len(hosts)):
+        raise ConfigError(
+            f"--nodes is {asked.nodes}, but {len(hosts)} hosts are named", where="--nodes", fix="leave --nodes out"
+        )
+    return hosts, slots
+
+
+def _pairs(words: Sequence[str], option: str) -> dict[str, str]:
     for word in words:
         if not word.partition("=")[0] or "=" not in word:
-            raise ConfigError(f"cannot read {word!r}", where="--env", fix="write it as --env NAME=value")
+            raise ConfigError(f"cannot read {word!r}", where=option, fix=f"write it as {option} NAME=value")
     return dict(word.split("=", 1) for word in words)
 
 

@@ -43,8 +43,8 @@ from typing import Any
 
 from manyhands import __version__
 from manyhands.cluster import reports
-from manyhands.launchers import variables
-from manyhands.launchers.loop import Channel, Loop, Message
+from manyhands.launchers import interfaces, variables
+from manyhands.launchers.loop import Channel, Loop, Message, notice_loss
 from manyhands.launchers.nursery import Nursery
 from manyhands.launchers.processes import adopt_orphans, kill_descendants
 from manyhands.launchers.watch import ReportDesk, Seat, WatchedWorker
@@ -61,7 +61,8 @@ _ONE_WISH_S = 0.3
 class Agent:
     """Everything of a run that happens on this host."""
 
-    def __init__(self, loop: Loop, connection: socket.socket, *, node: int, token: str) -> None:
+    def __init__(self, loop: Loop, connection: socket.socket, *, node: int, token: str, address: str = "") -> None:
+        """`address` is where other hosts reach this one; by default, where the head is talked to from."""
         self._loop = loop
         self._head = Channel(loop, connection, self._obey, self.leave)
         self._workers: dict[str, WatchedWorker] = {}
@@ -80,7 +81,7 @@ class Agent:
             token=token,
             node=node,
             host=self._host,
-            address=connection.getsockname()[0],
+            address=address or connection.getsockname()[0],
             process=os.getpid(),
             cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
             python=platform.python_version(),
@@ -263,11 +264,19 @@ def _version(package: str) -> str | None:
 
 
 def main(words: list[str] | None = None) -> int:
-    """`python -m manyhands.launchers.agent --head HOST:PORT --node N`, with the run's token in the environment."""
+    """`python -m manyhands.launchers.agent --head HOST:PORT --node N`.
+
+    The run's token is in the environment, or is the first line of the standard input.
+    """
     parser = argparse.ArgumentParser(prog="manyhands agent")
     parser.add_argument("--head", required=True, help="host:port")
     parser.add_argument("--node", type=int, required=True, help="this host's number, from 0")
+    parser.add_argument("--address", default="", help="where other hosts reach this one")
+    parser.add_argument("--interface", default="", help="the interface that has that address")
     asked = parser.parse_args(words)
+    for name in interfaces.VARIABLES if asked.interface else ():
+        os.environ.setdefault(name, asked.interface)
+    token = os.environ.pop(TOKEN, "") or sys.stdin.readline().strip()
     host, _, port = asked.head.rpartition(":")
     adopt_orphans()
     loop = Loop()
@@ -276,8 +285,8 @@ def main(words: list[str] | None = None) -> int:
     except OSError as error:
         sys.stderr.write(f"manyhands: this host cannot reach the head at {asked.head}: {error}\n")
         return 3
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    agent = Agent(loop, connection, node=asked.node, token=os.environ.pop(TOKEN, ""))
+    notice_loss(connection)
+    agent = Agent(loop, connection, node=asked.node, token=token, address=asked.address)
     loop.on_signals([signal.SIGTERM, signal.SIGINT, signal.SIGHUP], agent.ask_to_leave)
     try:
         loop.run(until=lambda: agent.done)

@@ -18,7 +18,7 @@ from manyhands.launchers import variables
 from manyhands.launchers.display import Display
 from manyhands.launchers.failures import Failure, first, signal_name
 from manyhands.launchers.job import Job
-from manyhands.launchers.loop import Channel, Loop, Message
+from manyhands.launchers.loop import Channel, Loop, Message, notice_loss
 from manyhands.launchers.tracebacks import is_native_frame, without_native_frames
 
 _JOIN_LIMIT_S = 60.0
@@ -100,7 +100,7 @@ class Head:
 
     def _accept(self) -> None:
         connection, _ = self._listening.accept()
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        notice_loss(connection)
         channel = Channel(
             self._loop, connection, lambda message: self._admit(channel, message), lambda: self._forget(channel)
         )
@@ -179,7 +179,8 @@ class Head:
     # Workers start and end.
 
     def _open_store(self) -> None:
-        self._broadcast_to([self._nodes[0]], "open_store", generation=self._generation, address=self._address)
+        address = self._nodes[0].facts["address"]
+        self._broadcast_to([self._nodes[0]], "open_store", generation=self._generation, address=address)
 
     def _start_workers(self, port: int, shared: bool) -> None:
         """Start every worker of this generation, now that there is a store for them to meet at."""
@@ -196,7 +197,7 @@ class Head:
                     node=number,
                     local_rank=local_rank,
                     generation=self._generation,
-                    store=(self._address, port),
+                    store=(str(self._nodes[0].facts["address"]), port),
                     agent_store=shared,
                 )
                 rank = int(environment["RANK"])

@@ -39,6 +39,14 @@ class Job:
     """Modules that a host imports once, before its workers are forked."""
     grace_s: float = 5
     """Seconds that workers get to end by themselves when another one failed."""
+    hosts: tuple[str, ...] = ()
+    """Names of the hosts, by node, where the user has given them."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """What `-o KEY=VALUE` asked of the target."""
+    sync: bool = True
+    """Whether the working directory is brought to hosts that do not share it."""
+    encrypt: bool = False
+    """Whether hosts may only talk over encrypted links."""
     farewell_s: float = 30
     """Seconds that workers get after Ctrl-C or SIGTERM, to save what they have."""
 

@@ -27,5 +27,5 @@ class Launcher(Protocol):
 LAUNCHERS: Table[type[Launcher]] = Table(
     kind="target",
     group="manyhands.launchers",
-    own={"local": "manyhands.launchers.local:Local"},
+    own={"local": "manyhands.launchers.local:Local", "ssh": "manyhands.launchers.ssh:Ssh"},
 )

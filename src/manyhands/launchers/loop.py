@@ -22,6 +22,21 @@ Message = dict[str, Any]
 _MOST_BYTES_OF_A_LINE = 64 << 20
 
 
+_SILENCE_S = 10
+"""How long the other side's system may be silent before a connection counts as lost."""
+
+
+def notice_loss(connection: socket.socket) -> None:
+    """Have the system end `connection` when the other host is gone without a word: no power, no cable."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    wishes = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": _SILENCE_S // 2 - 1}
+    wishes["TCP_USER_TIMEOUT"] = _SILENCE_S * 1000  # ms, for what was sent and not acknowledged
+    for name, value in wishes.items():
+        if hasattr(socket, name):  # not every system has all of them
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
 class Readable(Protocol):
     """A socket, a pipe: anything that the system can wait for."""
 

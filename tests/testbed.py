@@ -14,6 +14,7 @@ from manyhands.lab import Host
 from manyhands.lab.folder import PLACE
 
 GRACE_S = 5.0
+NO_NEWS = ("/tmp/pytest-of-", "/tmp/torchinductor_")  # what was brought there on purpose, and a cache of torch's
 WRITABLE = ("/tmp", "/run", "/dev/shm", "/var/tmp")
 
 
@@ -35,7 +36,8 @@ def still_there(host: Host, before: set[str]) -> list[str]:
 def traces(host: Host) -> set[str]:
     found = {f"process {pid}: {words}" for pid, words in host.processes().items()}
     found |= {f"listening port {port}" for port in host.ports()}
-    return found | {f"file {folder}/{name}" for folder in WRITABLE for name in os.listdir(host.path(folder))}
+    files = {f"{folder}/{name}" for folder in WRITABLE for name in os.listdir(host.path(folder))}
+    return found | {f"file {path}" for path in files if not path.startswith(NO_NEWS)}
 
 
 def traces_here() -> set[str]:

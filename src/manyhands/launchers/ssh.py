@@ -9,11 +9,11 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from manyhands import __version__
 from manyhands.errors import ConfigError, LaunchError
@@ -25,13 +25,14 @@ from manyhands.launchers.job import Job, Plan
 from manyhands.launchers.ssh_connection import Connection
 from manyhands.table import nearest
 
-OPTIONS = {"python": "the Python on every host, if it is not where it is here"}
 _CHOSEN = variables.CHOSEN_AT_START
 T = TypeVar("T")
 
 
 class Ssh:
     """Starts one agent per host through the system's ssh, and is their head."""
+
+    OPTIONS: ClassVar[Mapping[str, str]] = {"python": "the Python on every host, if it is not where it is here"}
 
     def plan(self, job: Job) -> Plan:
         """One agent per host; ranks go by the order in which the hosts were named.
@@ -225,10 +226,10 @@ def _check(job: Job) -> None:
             fix="use --workers-per-node for several workers on a host",
         )
     for key in job.options:
-        if key not in OPTIONS:
-            known = "; ".join(f"{name}: {meaning}" for name, meaning in OPTIONS.items())
+        if key not in Ssh.OPTIONS:
+            known = "; ".join(f"{name}: {meaning}" for name, meaning in Ssh.OPTIONS.items())
             raise ConfigError(
-                f"ssh has no option {key!r}", where=f"-o {key}", fix=f"{nearest(key, OPTIONS)}known here: {known}"
+                f"ssh has no option {key!r}", where=f"-o {key}", fix=f"{nearest(key, Ssh.OPTIONS)}known here: {known}"
             )
 
 

@@ -1,0 +1,144 @@
+"""One command starts a script on hosts that only ssh reaches: unchanged, in order, and brought there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from remote import EXAMPLES, run
+from testbed import needs
+
+from manyhands.lab import Lab
+
+HELLO = """
+import os, socket
+names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "GLOO_SOCKET_IFNAME")
+print(socket.gethostname(), *(os.environ[name] for name in names), os.getcwd())
+"""
+
+
+def test_ranks_go_by_the_order_in_which_hosts_were_named(four: Lab, tmp_path: Path) -> None:
+    ended = run(four, tmp_path, HELLO, "--hosts", "lab3,lab1", "--workers-per-node", "2")
+    assert ended.code == 0, ended.err
+    assert sorted(line for line in ended.out.splitlines() if line.startswith("[")) == [
+        f"[lab1 2] lab1 2 0 1 4 2 10.77.0.3 eth0 {tmp_path}",
+        f"[lab1 3] lab1 3 1 1 4 2 10.77.0.3 eth0 {tmp_path}",
+        f"[lab3 0] lab3 0 0 0 4 2 10.77.0.3 eth0 {tmp_path}",
+        f"[lab3 1] lab3 1 1 0 4 2 10.77.0.3 eth0 {tmp_path}",
+    ]
+
+
+def test_script_for_torchrun_runs_unchanged_on_four_hosts(four: Lab, tmp_path: Path) -> None:
+    shutil.copy(EXAMPLES / "torchrun_script.py", tmp_path / "script.py")
+    ended = run(four, tmp_path, None, "--env", "EPOCHS=1", "--hosts", ",".join(four.names))
+    assert ended.code == 0, ended.err
+    said = [line.partition("] ")[2] for line in ended.out.splitlines() if line.startswith("[")]
+    assert len({line.partition("loss ")[2] for line in said}) == 1, "the loss is that of all ranks together"
+    assert sorted(line.split(":")[0] for line in said) == [f"rank {rank} of 4" for rank in range(4)]
+
+
+def test_hosts_come_from_a_file_with_slots(four: Lab, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("# two of them\nlab2 slots=2\nlab4 slots=2\n")
+    ended = run(four, tmp_path, HELLO, "--hostfile", "hosts")
+    assert sorted(line.split()[2] for line in ended.out.splitlines() if line.startswith("[")) == [
+        "lab2", "lab2", "lab4", "lab4",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("way", [pytest.param("rsync", marks=needs("rsync")), "tar"])
+def test_what_a_script_needs_is_brought_and_what_it_does_not_stays(four: Lab, tmp_path: Path, way: str) -> None:
+    for path in ("package/part.py", "data/numbers.txt", ".git/config", "runs/old/run.json", "secret/key"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("VALUE = 1\n")
+    (tmp_path / ".manyhandsignore").write_text("# mine alone\nsecret/\n")
+    source = """
+        import os
+        value = open("package/part.py").read().split()[-1]
+        found = sorted(os.path.join(place, name) for place, _, names in os.walk(".") for name in names)
+        print(value, *(name for name in found if "runs" not in name))
+    """
+    variables = {"PATH": without("rsync", tmp_path.parent / "bin")} if way == "tar" else {}
+    first = run(four, tmp_path, source, "--hosts", "lab1", variables=variables)
+    (tmp_path / "package" / "part.py").write_text("VALUE = 22\n")
+    second = run(four, tmp_path, source, "--hosts", "lab1", variables=variables)
+    files = "./.manyhandsignore ./data/numbers.txt ./package/part.py ./script.py"
+    assert [ended.out.splitlines()[-1] for ended in (first, second)] == [f"1 {files}", f"22 {files}"], first.err
+
+
+def without(program: str, folder: Path) -> str:
+    """A PATH on which everything is found but `program`."""
+    folder.mkdir(exist_ok=True)
+    for place in reversed(os.environ["PATH"].split(":")):
+        for path in Path(place).glob("*") if Path(place).is_dir() else []:
+            if path.name != program:
+                (folder / path.name).unlink(missing_ok=True)
+                (folder / path.name).symlink_to(path)
+    return str(folder)
+
+
+def test_record_and_logs_of_all_hosts_are_brought_back(four: Lab, tmp_path: Path) -> None:
+    source = """
+        import os
+        if os.environ["RANK"] == "0":
+            with open(os.path.join(os.environ["MANYHANDS_RUN_DIR"], "result.txt"), "w") as file:
+                file.write("42")
+        print("hello from", os.environ["RANK"])
+    """
+    ended = run(four, tmp_path, source, "--hosts", "lab1,lab2", "--run-dir", "kept")
+    assert ended.code == 0, ended.err
+    assert (tmp_path / "kept" / "result.txt").read_text() == "42"
+    logs = {path.name: path.read_text() for path in (tmp_path / "kept" / "logs").iterdir()}
+    assert logs == {"lab1-0.log": "hello from 0\n", "lab2-1.log": "hello from 1\n"}
+
+
+def test_token_is_in_no_command_line_no_log_and_no_record(four: Lab, tmp_path: Path) -> None:
+    source = """
+        import os, pathlib
+        seen = [str(path.read_bytes()) for path in pathlib.Path("/proc").glob("[0-9]*/cmdline")]
+        assert any("launchers.agent" in words for words in seen)
+        assert not any("TOKEN" in name for name in os.environ)
+        print("\\n".join(seen))
+    """
+    ended = run(four, tmp_path, source, "--hosts", "lab1,lab2")
+    assert ended.code == 0, ended.err
+    assert "token" not in ended.out.lower()
+    hexadecimal = [word for word in ended.out.split() if len(word.strip("'b")) == 32]
+    assert not hexadecimal
+
+
+def test_agent_listens_nowhere_and_the_store_on_the_clusters_address_alone(four: Lab, tmp_path: Path) -> None:
+    source = """
+        import subprocess, torch.distributed as dist
+        dist.init_process_group("gloo")
+        print(subprocess.run(["ss", "-Htln"], capture_output=True, text=True).stdout)
+        dist.barrier()
+    """
+    ended = run(four, tmp_path, source, "--hosts", "lab1,lab2")
+    assert ended.code == 0, ended.err
+    lines = [line.split() for line in ended.out.splitlines() if "LISTEN" in line]
+    listening = {words[words.index("LISTEN") + 3] for words in lines}
+    assert {address.rpartition(":")[0] for address in listening if not address.endswith(":22")} == {
+        "10.77.0.1", "10.77.0.2",
+    }  # fmt: skip
+
+
+def test_dry_run_touches_no_host(four: Lab, tmp_path: Path) -> None:
+    ended = run(four, tmp_path, HELLO, "--dry-run", "--hosts", "nowhere1,nowhere2")
+    assert ended.code == 0, ended.err
+    assert "node 1: nowhere2" in ended.out
+    assert not list(tmp_path.glob("runs"))
+
+
+def test_port_that_torchrun_would_take_may_be_taken(four: Lab, tmp_path: Path) -> None:
+    waiting = "import socket, time; s = socket.create_server(('', 29500)); print('up', flush=True); time.sleep(60)"
+    others = [host.start(["python3", "-c", waiting], stdout=subprocess.PIPE) for host in four]
+    assert [other.stdout.readline() for other in others] == ["up\n"] * 4
+    source = "import torch.distributed as dist\ndist.init_process_group('gloo')\nprint('met', dist.get_world_size())"
+    ended = run(four, tmp_path, source, "--hosts", "lab1,lab2")
+    for host, other in zip(four, others, strict=True):
+        host.end(other)
+        other.communicate()
+    assert (ended.code, ended.out.count("met 2")) == (0, 2), ended.err

@@ -1,0 +1,64 @@
+"""Starts `manyhands run --hosts` at the desk of a lab, as a user of a real cluster does."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from launching import MANYHANDS, write_script
+
+from manyhands.lab import Lab
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+
+def words(*options: str, script: str = "script.py") -> list[str]:
+    """What is typed. One thread for each worker: the hosts of a lab share this machine's cores."""
+    return [*MANYHANDS, "run", "--env", "OMP_NUM_THREADS=1", *options, script]
+
+
+def start(
+    hosts: Lab, folder: Path, source: str | None, *options: str, variables: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
+    """Start it, and do not wait. `source` None: the script is there already."""
+    if source is not None:
+        write_script(folder, source)
+    return hosts.desk.start(
+        words(*options),
+        folder=str(folder),
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        process_group=0,
+    )
+
+
+def run(
+    hosts: Lab,
+    folder: Path,
+    source: str | None,
+    *options: str,
+    variables: Mapping[str, str] | None = None,
+    timeout_s: float = 120,
+) -> Ended:
+    """Run it to its end."""
+    begin = time.monotonic()
+    process = start(hosts, folder, source, *options, variables=variables)
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        hosts.desk.end(process)
+        out, err = process.communicate()
+        raise AssertionError(f"no end after {timeout_s} s:\n{out}\n{err}") from None
+    return Ended(process.returncode, out, err, time.monotonic() - begin)

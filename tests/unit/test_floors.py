@@ -200,8 +200,8 @@ TRAINER_ARGUMENTS = (
     "backend record_samples run_dir"
 )
 OPTIONS = {
-    "run": "--on --workers --nodes --workers-per-node --restarts --env --set --run-dir --module --no-python "
-    "--rehearse --dry-run --trace",
+    "run": "--on --hosts --hostfile --workers --nodes --workers-per-node --restarts --no-sync --encrypt --env "
+    "--set --run-dir --module --no-python --rehearse --dry-run --trace",
     "snapshots ls": "--json --quick --trace",
     "snapshots show": "--json --trace",
     "snapshots verify": "--json --trace",

@@ -179,8 +179,12 @@ class Head:
     # Workers start and end.
 
     def _open_store(self) -> None:
-        address = self._nodes[0].facts["address"]
+        address = self._store_address()
         self._broadcast_to([self._nodes[0]], "open_store", generation=self._generation, address=address)
+
+    def _store_address(self) -> str:
+        """Where the other hosts reach the first one."""
+        return str(self._nodes[0].facts.get("address", self._address))
 
     def _start_workers(self, port: int, shared: bool) -> None:
         """Start every worker of this generation, now that there is a store for them to meet at."""
@@ -197,7 +201,7 @@ class Head:
                     node=number,
                     local_rank=local_rank,
                     generation=self._generation,
-                    store=(str(self._nodes[0].facts["address"]), port),
+                    store=(self._store_address(), port),
                     agent_store=shared,
                 )
                 rank = int(environment["RANK"])

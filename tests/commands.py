@@ -26,7 +26,9 @@ def start(workers: int, run_dir: Path, recipe: Recipe, options: Sequence[str] = 
         env={
             **os.environ,
             "RECIPE": json.dumps(asdict(recipe)),
-            "PYTHONPATH": str(SCRIPT.parents[1]),
+            "PYTHONPATH": os.pathsep.join(
+                [str(SCRIPT.parents[1]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+            ),
             "OMP_NUM_THREADS": "1",
         },
         stdout=subprocess.PIPE,

@@ -133,6 +133,20 @@ class World:
         waits, self._waits = self._waits, []
         return waits
 
+    def start_exchange(
+        self, received: Tensor, sent: Tensor, received_rows: Sequence[int], sent_rows: Sequence[int]
+    ) -> Work:
+        """Begin to give each worker its rows of `sent` and to fill `received` with what each gave us, by rank."""
+        self.bytes_sent += sent.numel() * sent.element_size()
+        work: Work = dist.all_to_all_single(received, sent, list(received_rows), list(sent_rows), async_op=True)
+        return work
+
+    def start_gather(self, rows: Tensor, own: Tensor) -> Work:
+        """Begin to fill `rows` with what every worker has in `own`, by rank in the first dim."""
+        self.bytes_sent += own.numel() * own.element_size()
+        work: Work = dist.all_gather(list(rows.unbind(0)), own, async_op=True)
+        return work
+
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Replace `tensor` on every worker by that of `source`, and give it back."""
         if self.size > 1:

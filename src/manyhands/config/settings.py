@@ -47,6 +47,9 @@ class Settings:
     early_stopping: EarlyStopping | None = None
     seed: int = 0
     virtual_workers: int | None = None
+    """Cut each batch into so many parts, whoever computes them: the same bits on 1 to that many workers."""
+    threads: int | None = None
+    """Threads that torch computes with in one worker. None: torch's own choice; 1 with virtual workers."""
     compile: bool = False
     backend: Literal["gloo", "nccl"] | None = None
     """None: Gloo for CPU, NCCL for GPU."""
@@ -60,6 +63,7 @@ class Settings:
             "micro_batch_size",
             "evaluation_batch_size",
             "virtual_workers",
+            "threads",
         ):
             _positive(key, getattr(self, key))
         if self.loader_workers < 0:

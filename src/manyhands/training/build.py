@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -14,15 +16,17 @@ from torchmetrics import Metric
 from manyhands.communication.batch_norm import Membership, make_global
 from manyhands.communication.world import World
 from manyhands.config.settings import Settings
-from manyhands.config.strategies import Single
+from manyhands.config.strategies import DDP, Single
 from manyhands.data import randomness
 from manyhands.data.data import Data
 from manyhands.data.fetch import Fetcher
+from manyhands.data.order import bounds
 from manyhands.data.steps import Cut
 from manyhands.errors import ConfigError
 from manyhands.strategies.ddp import DataParallel
 from manyhands.strategies.single import SingleProcess
-from manyhands.strategies.strategy import Strategy
+from manyhands.strategies.strategy import Shard, Strategy
+from manyhands.strategies.virtual import VirtualWorkers
 from manyhands.training import learning_rate
 from manyhands.training.compute import ForwardPass, Loss, UserStep
 from manyhands.training.evaluate import Evaluation
@@ -58,7 +62,20 @@ def batch_of(settings: Settings, world: World) -> int:
     if settings.batch_size is not None:
         return settings.batch_size
     assert settings.batch_size_per_worker is not None, "Settings has checked that one of the two is there"
-    return settings.batch_size_per_worker * world.size
+    return settings.batch_size_per_worker * counted_workers(settings, world)
+
+
+def counted_workers(settings: Settings, world: World) -> int:
+    """The workers that a batch or a learning rate grows with: the virtual ones, where there are any."""
+    return settings.virtual_workers or world.size
+
+
+def cut_for(settings: Settings, shard: Shard, *, level: bool) -> Cut:
+    """Which parts of each batch this worker computes."""
+    if settings.virtual_workers is None:
+        return Cut(shard.count, shard.index, shard.index + 1, settings.micro_batch_size, level and shard.count > 1)
+    first, behind = bounds(settings.virtual_workers, shard.count, shard.index)
+    return Cut(settings.virtual_workers, first, behind, settings.micro_batch_size, level)
 
 
 def make_strategy(settings: Settings, world: World) -> Strategy:
@@ -67,6 +84,9 @@ def make_strategy(settings: Settings, world: World) -> Strategy:
     Raises:
         ConfigError: it cannot work with this many workers.
     """
+    if settings.virtual_workers is not None and (world.size == 1 or isinstance(settings.strategy, DDP)):
+        bucket_mb = settings.strategy.bucket_mb if isinstance(settings.strategy, DDP) else DDP().bucket_mb
+        return VirtualWorkers(settings.virtual_workers, world, bucket_mb=bucket_mb)
     if world.size == 1:
         return SingleProcess(world)
     if isinstance(settings.strategy, Single):
@@ -76,6 +96,17 @@ def make_strategy(settings: Settings, world: World) -> Strategy:
             fix='leave strategy out, or choose "ddp"',
         )
     return DataParallel(settings.strategy, world)
+
+
+def choose_kernels(settings: Settings, world: World) -> None:
+    """Set the number of threads; and with virtual workers, have every kernel give the same bits on every worker."""
+    exact = settings.virtual_workers is not None
+    if exact or settings.threads is not None:
+        torch.set_num_threads(settings.threads or 1)
+    if exact and world.device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what PyTorch says cuBLAS needs
+        torch.backends.cudnn.benchmark = False  # it would choose by the clock
+        torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def make_model(model: ModelOrMaker, settings: Settings) -> nn.Module:
@@ -116,19 +147,19 @@ def build(  # the one place where everything the user gave comes together
 ) -> Parts:
     """Make everything that `fit` needs."""
     strategy = make_strategy(settings, world)
+    choose_kernels(settings, world)
     made = make_model(model, settings)
     # One worker is its own global batch: its BatchNorm layers stay PyTorch's.
-    membership = make_global(made, world) if settings.batch_norm == "global" and world.size > 1 else None
+    across = settings.batch_norm == "global" and world.size > 1 and settings.virtual_workers is None
+    membership = make_global(made, world) if across else None
     placed = strategy.place(made)
     if settings.compile:
         placed.compile()  # in place, so that names in snapshots stay the same
     made_optimizer = make_optimizer(placed, optimizer, settings, world)
     precision = Precision(settings.precision, world.device)
-    shard = strategy.shard()
     batch = batch_of(settings, world)
     # A user's step may return values whose names a worker learns only by computing one piece.
-    level = shard.count > 1 and (membership is not None or step is not None)
-    cut = Cut(shard.count, shard.index, shard.index + 1, settings.micro_batch_size, level)
+    cut = cut_for(settings, strategy.shard(), level=membership is not None or step is not None)
     source = make_source(data, settings, batch=batch, cut=cut, world=world)
     return Parts(
         world=world,
@@ -158,7 +189,7 @@ def make_optimizer(model: nn.Module, make: MakeOptimizer, settings: Settings, wo
             where="mh.Trainer(optimizer=…)",
             fix="write optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)",
         )
-    factor = learning_rate.scale(settings.lr_scaling, world.size)
+    factor = learning_rate.scale(settings.lr_scaling, counted_workers(settings, world))
     for group in made.param_groups:
         group["lr"] = (group["lr"] if settings.lr is None else settings.lr) * factor
         # PyTorch's fused kernels do a step in one pass over the memory of a GPU; others are as the user made them.

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+import torch
+
 from manyhands.cluster.reports import Reporter
 from manyhands.communication.gathering import gather_words
 from manyhands.config.settings import Settings
@@ -175,7 +177,13 @@ class Run:
     def notes(self, loop: Loop) -> list[str]:
         """What is worth saying once."""
         notes = []
-        if self.parts.membership is not None:
+        if (virtual := self.settings.virtual_workers) is not None:
+            threads = torch.get_num_threads()
+            notes.append(
+                f"each batch is cut into {virtual} parts (threads: {threads}), for the same bits on 1 to {virtual} "
+                "workers; BatchNorm sees one part"
+            )
+        elif self.parts.membership is not None:
             notes.append("BatchNorm sees the batch of all workers; batch_norm='local' is faster and another model")
         elif self.world.size > 1 and self.settings.batch_norm == "local":
             notes.append("BatchNorm sees each worker's own samples, so the number of workers changes the model")

@@ -159,6 +159,8 @@ def make_source(data: Data, settings: Settings, *, batch: int, cut: Cut, world: 
             drop_last=settings.drop_last,
             processes=settings.loader_workers,
         )
+        # A shard is what one worker reads; with virtual workers what is read must not depend on how many there are.
+        stream.sharded = stream.sharded and settings.virtual_workers is None
         return ShardedSource(stream, cut, world) if stream.sharded and cut.parts > 1 else StreamSource(stream, cut)
     order = Order(
         len(cast(Any, data.train)),

@@ -63,7 +63,8 @@ class Trainer:
         listeners: anything callable with one event; called on the leader.
         init_from: weights to begin with: a snapshot, a run directory, a `.safetensors` or a `.pt` file.
         seed: behind the order of the samples, augmentation, dropout, and a model that is made by a callable.
-        virtual_workers: cut each batch into so many parts, whoever computes them.
+        virtual_workers: cut each batch into so many parts, whoever computes them: the same bits on any number of workers.
+        threads: threads that torch computes with in one worker; with virtual workers 1, else torch's choice.
         batch_norm: `"global"`: BatchNorm sees the batch of all workers; `"local"`: each worker's own part.
         lr_scaling, warmup: what the learning rate does when `batch_size_per_worker` lets the batch grow.
         compile: run the model through `torch.compile`.
@@ -98,6 +99,7 @@ class Trainer:
         init_from: str | Path | None = None,
         seed: int = 0,
         virtual_workers: int | None = None,
+        threads: int | None = None,
         batch_norm: Literal["global", "local"] = "global",
         lr_scaling: Literal["sqrt", "linear"] | None = None,
         warmup: str | None = None,
@@ -135,6 +137,7 @@ class Trainer:
                 early_stopping=early_stopping,
                 seed=seed,
                 virtual_workers=virtual_workers,
+                threads=threads,
                 compile=compile,
                 backend=backend,
                 record_samples=record_samples,

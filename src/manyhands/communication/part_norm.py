@@ -1,0 +1,132 @@
+"""BatchNorm whose batch is one part of the global batch, with running values that no cut over workers can change.
+
+A part is normalised by its own mean and variance, so a forward pass needs nobody else. Meanwhile the running mean and
+variance stay as they are: every part of a step sees the same. What the parts saw is summed in the order of the tree and
+put into the running values once per step, as the mean and the unbiased variance of all samples of the step;
+`num_batches_tracked` counts steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+_KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+class PartBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """A BatchNorm layer whose batch is that of a part."""
+
+    statistics: PartStatistics
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected an input of at least 2 dims, got {input.dim()}")
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise `input` of shape `(N, C, …)`. One value per channel is normalised to 0."""
+        self._check_input_dim(input)
+        if not self.training and self.running_mean is not None:
+            return super().forward(input)
+        # PyTorch's kernel leaves the statistics of this batch in what it takes for running values.
+        mean = torch.zeros(input.shape[1], dtype=torch.float32, device=input.device)
+        variance = torch.zeros_like(mean)
+        output = torch.batch_norm(
+            input, self.weight, self.bias, mean, variance, True, 1.0, self.eps, torch.backends.cudnn.enabled
+        )
+        if self.training and self.track_running_stats:
+            self.statistics.note(self, input.numel() // input.shape[1], mean, variance)
+        return output
+
+
+class PartStatistics:
+    """What the layers of one model saw in a step, by part."""
+
+    def __init__(self, layers: Sequence[PartBatchNorm]) -> None:
+        self.layers = layers
+        self.paused = False
+        self.seen: dict[PartBatchNorm, Tensor] = {}
+
+    @property
+    def length(self) -> int:
+        """Elements of `take`."""
+        return sum(1 + 2 * layer.num_features for layer in self.layers)
+
+    @contextmanager
+    def ignored(self) -> Iterator[None]:
+        """Within, forward passes leave no trace."""
+        self.paused = True
+        try:
+            yield
+        finally:
+            self.paused = False
+
+    @torch.no_grad()
+    def note(self, layer: PartBatchNorm, count: int, mean: Tensor, variance: Tensor) -> None:
+        """One layer has seen `count` values per channel, of this mean and unbiased variance."""
+        if self.paused:
+            return
+        mean = mean.double()
+        own = variance.double() * ((count - 1) / count) if count > 1 else torch.zeros_like(mean)
+        sums = torch.cat([mean.new_tensor([count]), mean * count, (own + mean.square()) * count])
+        self.seen[layer] = self.seen[layer] + sums if layer in self.seen else sums
+
+    def take(self) -> list[Tensor]:
+        """Count, sum and sum of squares per channel of what every layer saw in this part; float64, and then forgotten.
+
+        In float64 a sum of squares loses nothing that float32 had, unless the mean is a million standard deviations.
+        """
+        rows = [
+            self.seen[layer]
+            if layer in self.seen
+            else torch.zeros(1 + 2 * layer.num_features, dtype=torch.float64, device=_device(layer))
+            for layer in self.layers
+        ]
+        self.seen = {}
+        return rows
+
+    @torch.no_grad()
+    def track(self, total: Tensor) -> None:
+        """Move the running values by the sums over all parts."""
+        begin = 0
+        for layer in self.layers:
+            size = layer.num_features
+            count, sums, squares = total[begin : begin + 1 + 2 * size].split([1, size, size])
+            begin += 1 + 2 * size
+            _track(layer, count, sums, squares)
+
+
+def _track(layer: PartBatchNorm, count: Tensor, sums: Tensor, squares: Tensor) -> None:
+    running_mean, running_var, steps = layer.running_mean, layer.running_var, layer.num_batches_tracked
+    assert running_mean is not None, "track_running_stats without running_mean"
+    assert running_var is not None, "track_running_stats without running_var"
+    assert steps is not None, "track_running_stats without num_batches_tracked"
+    seen = count > 0  # a layer that no part used stays as it is
+    steps.add_(seen[0].to(steps.dtype))
+    mean = sums / count.clamp(min=1)
+    variance = (squares - sums * mean).clamp(min=0) / (count - 1).clamp(min=1)
+    momentum = layer.momentum if layer.momentum is not None else 1.0 / steps.clamp(min=1).double()
+    for running, value in ((running_mean, mean), (running_var, variance)):
+        moved = torch.lerp(running.double(), value, momentum)
+        running.copy_(torch.where(seen, moved, running.double()))
+
+
+def _device(layer: PartBatchNorm) -> torch.device:
+    assert layer.running_mean is not None, "a layer that keeps no running values leaves nothing to sum"
+    return layer.running_mean.device
+
+
+def normalise_by_part(model: nn.Module) -> PartStatistics:
+    """Let every BatchNorm layer of `model` see the part that is being computed, and nothing else.
+
+    The layers stay the objects that they are, with their parameters, hooks and names: only their class changes.
+    """
+    layers = [module for module in model.modules() if type(module) in _KINDS]
+    statistics = PartStatistics([layer for layer in layers if layer.track_running_stats])  # type: ignore[misc]  # below
+    for layer in layers:
+        layer.__class__ = PartBatchNorm
+        layer.statistics = statistics  # type: ignore[assignment]  # a plain attribute, no submodule
+    return statistics

@@ -32,6 +32,13 @@ from pathlib import Path
 from signal import Signals
 from typing import Any
 
+PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "numpy"]
+PRELOADED += [
+    "sklearn.datasets",
+    "torchmetrics.classification",
+    "torch.utils.tensorboard",
+    "manyhands.training.trainer",
+]
 GRACE_S = 0.3  # after a failure: time for the others to fail too, so that the first can be told from its consequences
 
 
@@ -73,7 +80,7 @@ def run_ranks(size: int, function: Callable[..., Any], *args: Any, timeout_s: fl
         variables=dict(os.environ) | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())},
     )
     context = multiprocessing.get_context("forkserver")  # forks from a clean process that has torch loaded
-    context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "numpy"])
+    context.set_forkserver_preload(PRELOADED)
     lines = [context.Pipe(duplex=False) for _ in range(size)]
     ranks = [
         context.Process(target=_main, args=(rank, size, errand, sender), daemon=True)

@@ -141,7 +141,7 @@ class VirtualWorkers:
         """Nothing: what it knows follows from the number of parts and of workers."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Nothing to take up."""
 
 

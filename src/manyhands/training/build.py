@@ -17,6 +17,7 @@ from manyhands.communication.batch_norm import Membership, make_global
 from manyhands.communication.world import World
 from manyhands.config.settings import Settings
 from manyhands.config.strategies import DDP, Single
+from manyhands.config.strategies import Strategy as Asked
 from manyhands.data import randomness
 from manyhands.data.data import Data
 from manyhands.data.fetch import Fetcher
@@ -85,8 +86,7 @@ def make_strategy(settings: Settings, world: World) -> Strategy:
         ConfigError: it cannot work with this many workers.
     """
     if settings.virtual_workers is not None and (world.size == 1 or isinstance(settings.strategy, DDP)):
-        bucket_mb = settings.strategy.bucket_mb if isinstance(settings.strategy, DDP) else DDP().bucket_mb
-        return VirtualWorkers(settings.virtual_workers, world, bucket_mb=bucket_mb)
+        return virtual_workers(settings.virtual_workers, settings.strategy, world)
     if world.size == 1:
         return SingleProcess(world)
     if isinstance(settings.strategy, Single):
@@ -96,6 +96,22 @@ def make_strategy(settings: Settings, world: World) -> Strategy:
             fix='leave strategy out, or choose "ddp"',
         )
     return DataParallel(settings.strategy, world)
+
+
+def virtual_workers(parts: int, strategy: Asked, world: World) -> VirtualWorkers:
+    """Virtual workers, with the buckets of the strategy that was asked for.
+
+    Raises:
+        ConfigError: there are more workers than parts, or gradients are to be compressed.
+    """
+    ddp = strategy if isinstance(strategy, DDP) else DDP()
+    if ddp.compression != "none":
+        raise ConfigError(
+            f"compression is {ddp.compression!r}, but virtual workers add every bit of the gradients",
+            where="virtual_workers",
+            fix="leave compression or virtual_workers out",
+        )
+    return VirtualWorkers(parts, world, bucket_mb=ddp.bucket_mb)
 
 
 def choose_kernels(settings: Settings, world: World) -> None:

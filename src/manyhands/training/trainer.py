@@ -63,7 +63,7 @@ class Trainer:
         listeners: anything callable with one event; called on the leader.
         init_from: weights to begin with: a snapshot, a run directory, a `.safetensors` or a `.pt` file.
         seed: behind the order of the samples, augmentation, dropout, and a model that is made by a callable.
-        virtual_workers: cut each batch into so many parts, whoever computes them: the same bits on any number of workers.
+        virtual_workers: cut each batch into so many parts, whoever computes them: no bit depends on the workers.
         threads: threads that torch computes with in one worker; with virtual workers 1, else torch's choice.
         batch_norm: `"global"`: BatchNorm sees the batch of all workers; `"local"`: each worker's own part.
         lr_scaling, warmup: what the learning rate does when `batch_size_per_worker` lets the batch grow.

@@ -19,6 +19,7 @@ from torchmetrics.classification import MulticlassAccuracy
 import manyhands as mh
 from manyhands.communication import tree_sum
 from manyhands.communication.tree import Node, Subtrees
+from manyhands.config import overrides
 from manyhands.errors import ConfigError
 
 pytestmark = pytest.mark.multiprocess
@@ -225,7 +226,12 @@ def test_more_workers_than_parts_are_refused(tmp_path: Path) -> None:
     assert "virtual_workers is 2, but there are 3 workers" in run_ranks(3, too_many, tmp_path)[0]
 
 
-def test_layer_that_changes_a_buffer_in_the_forward_pass_is_refused(tmp_path: Path) -> None:
+def test_layer_that_changes_a_buffer_in_the_forward_pass_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = {"threads": str(torch.get_num_threads())}  # as this process had them
+    for key, value in overrides.to_environment(threads).items():
+        monkeypatch.setenv(key, value)
     layer = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 1))
     trainer = mh.Trainer(
         model=layer,
@@ -233,7 +239,6 @@ def test_layer_that_changes_a_buffer_in_the_forward_pass_is_refused(tmp_path: Pa
         optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
         data=mh.Data(train=TensorDataset(torch.ones(8, 3), torch.ones(8, 1)), batch_size=4),
         virtual_workers=2,
-        threads=torch.get_num_threads(),
         run_dir=tmp_path,
     )
     with pytest.raises(ConfigError, match=r"changes the buffer .*_u'"):

@@ -64,7 +64,6 @@ class Trainer:
         init_from: weights to begin with: a snapshot, a run directory, a `.safetensors` or a `.pt` file.
         seed: behind the order of the samples, augmentation, dropout, and a model that is made by a callable.
         virtual_workers: cut each batch into so many parts, whoever computes them: no bit depends on the workers.
-        threads: threads that torch computes with in one worker; with virtual workers 1, else torch's choice.
         batch_norm: `"global"`: BatchNorm sees the batch of all workers; `"local"`: each worker's own part.
         lr_scaling, warmup: what the learning rate does when `batch_size_per_worker` lets the batch grow.
         compile: run the model through `torch.compile`.
@@ -99,7 +98,6 @@ class Trainer:
         init_from: str | Path | None = None,
         seed: int = 0,
         virtual_workers: int | None = None,
-        threads: int | None = None,
         batch_norm: Literal["global", "local"] = "global",
         lr_scaling: Literal["sqrt", "linear"] | None = None,
         warmup: str | None = None,
@@ -137,7 +135,6 @@ class Trainer:
                 early_stopping=early_stopping,
                 seed=seed,
                 virtual_workers=virtual_workers,
-                threads=threads,
                 compile=compile,
                 backend=backend,
                 record_samples=record_samples,

@@ -95,6 +95,11 @@ def test_better_means_by_more_than_min_delta(mode: Any, value: float, best: floa
     assert EarlyStopping("x", mode=mode, min_delta=0.06).better(value, best) is better
 
 
+@pytest.mark.parametrize("mode", ["max", "min"])
+def test_equal_is_not_better(mode: Any) -> None:
+    assert not EarlyStopping("x", mode=mode).better(0.8, 0.8)
+
+
 @pytest.mark.parametrize("name", BY_NAME)
 def test_strategy_is_known_by_its_name(name: str) -> None:
     assert named(name) == BY_NAME[name]()

@@ -14,7 +14,8 @@ from pathlib import Path
 import psutil
 
 MANYHANDS = [sys.executable, "-P", "-m", "manyhands.cli.main"]
-SHARED = ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "MANYHANDS_SET", "PYTHONUNBUFFERED")  # would change what is tested here
+# What would change what is tested here:
+SHARED = ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "MANYHANDS_SET", "PYTHONUNBUFFERED")
 
 
 @dataclass(frozen=True)

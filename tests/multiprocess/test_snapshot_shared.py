@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,8 @@ def die_while_saving(rank: int, folder: Path, victim: int, at: int) -> None:
     store = Store(folder, keep=2, world=world, disk=DeadlyDisk(at) if rank == victim else None)
     store.save(state(3), Facts(step=3, epoch=0, position={}, strategy="ddp", model={}))
     store.wait()
-    world.barrier()
+    with suppress(RuntimeError):  # the other one is gone, and has its own say
+        world.barrier()
 
 
 @pytest.mark.parametrize(("writers", "readers"), [(1, 3), (2, 1), (3, 2)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import traceback
 
@@ -31,6 +33,18 @@ def exit_code_of(error: BaseException, *, trace: bool = False) -> int:
         traceback.print_exception(error)
     print(f"manyhands: {error}", file=sys.stderr, flush=True)
     return error.exit_code
+
+
+def let_go_of_closed_streams() -> None:
+    """Keep Python from failing at its end for words that nobody reads any more, as after `| head`."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, stream.fileno())
+                os.close(nowhere)
 
 
 def _print(name: str, what: str, fix: str) -> None:

@@ -10,7 +10,7 @@ from typing import cast
 import click
 
 from manyhands import __version__
-from manyhands.cli.boundary import exit_code_of
+from manyhands.cli.boundary import exit_code_of, let_go_of_closed_streams
 
 VERBS = {
     "run": ("manyhands.cli.run:run", "Start a script on one or many workers: any script that runs under torchrun."),
@@ -63,6 +63,8 @@ def main(words: Sequence[str] | None = None) -> int:
         result = cli.main(words, prog_name="manyhands", standalone_mode=False)
     except BaseException as error:
         return exit_code_of(error, trace="--trace" in words)
+    finally:
+        let_go_of_closed_streams()
     return result if isinstance(result, int) else 0
 
 

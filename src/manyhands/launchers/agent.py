@@ -73,6 +73,8 @@ class Agent:
         self._desk = ReportDesk(loop, self._scratch / "agent", self._pass_on)
         self._paused = False
         self._asked = 0.0
+        self._fit = True
+        """Whether this host can start workers at all."""
         self.done = False
         self._node = node
         self._host = socket.gethostname()
@@ -113,9 +115,9 @@ class Agent:
         match message["message"]:
             case "prepare":
                 self._prepare(message)
-            case "open_store":
+            case "open_store" if self._fit:
                 self._open_store(message["generation"], message["address"])
-            case "start":
+            case "start" if self._fit:
                 for worker in message["workers"]:
                     self._start(worker, message["generation"])
             case "end":
@@ -137,6 +139,7 @@ class Agent:
         except OSError as error:
             text = f"cannot make the folder for logs: {error.strerror}"
             self._head.send("trouble", text=text, where=str(self._logs), early=True)
+            self._fit = False
             return
         environment = {**os.environ, **message["environment"]}
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -35,6 +35,7 @@ _QUIET = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def main() -> None:
     """Load what `sys.argv` names, then fork on request until the agent is gone."""
     die_with_parent(signal.SIGKILL)
+    parent = os.getppid()
     adopt_orphans()
     agent = socket.socket(fileno=int(sys.argv[1]))
     _load(json.loads(sys.argv[2]))
@@ -43,7 +44,8 @@ def main() -> None:
         Template(agent).serve()
     finally:
         kill_descendants()
-        shutil.rmtree(sys.argv[3], ignore_errors=True)  # the agent's scratch folder, where it could not do so itself
+        if os.getppid() != parent:
+            shutil.rmtree(sys.argv[3], ignore_errors=True)  # the scratch folder of an agent that was killed
 
 
 def _load(modules: list[str]) -> None:

@@ -92,10 +92,10 @@ class WatchedWorker:
     def pause(self, paused: bool) -> None:
         """Leave output in its pipe for now, or read on."""
         for stream in ("out", "err"):
-            if stream in self._pipes and paused:
+            if stream in self._pipes:
                 self._loop.unwatch(self._pipes[stream])
-            elif stream in self._pipes:
-                self._watch(stream)
+                if not paused:
+                    self._watch(stream)
 
     def end(self, code: int, number: int) -> None:
         """The process has ended, with an exit code or by a signal. What is still in its pipes is read first."""

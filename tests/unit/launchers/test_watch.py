@@ -126,6 +126,7 @@ def test_output_waits_while_the_agent_pauses(host: Host) -> None:
     host.loop.run(until=lambda: bool(passed))
     assert host.told == []
     host.worker.pause(False)
+    host.worker.pause(False)
     host.loop.run(until=lambda: bool(host.told))
     host.end()
 

@@ -20,6 +20,7 @@ from manyhands.communication.compression.feedback import Compressor
 from manyhands.communication.compression.table import make_compression
 from manyhands.communication.lanes import Lanes
 from manyhands.communication.link import Link
+from manyhands.communication.probe import probe
 from manyhands.communication.world import World
 
 pytestmark = pytest.mark.multiprocess
@@ -175,3 +176,35 @@ def fail_in_a_lane(rank: int) -> str:
 
 def test_failure_of_a_compression_reaches_the_training_loop() -> None:
     assert run_ranks(2, fail_in_a_lane) == ["a compression that fails"] * 2
+
+
+def probed(_rank: int) -> tuple[Any, int, float]:
+    world = World(Place.from_environment())
+    network = probe(world, seconds=0.3)
+    return (network.latency_s, network.bandwidth), world.bytes_sent, world.exposed_s
+
+
+def test_probe_finds_the_same_network_on_every_worker_and_counts_as_nothing() -> None:
+    first, second = run_ranks(2, probed)
+    assert first == second
+    (latency_s, bandwidth), sent, exposed_s = first
+    assert 0 < latency_s < 10
+    assert bandwidth > 0
+    assert (sent, exposed_s) == (0, 0.0)
+
+
+def test_auto_says_what_it_takes_and_goes_on_with_it_after_a_snapshot(tmp_path: Path) -> None:
+    auto = recipe("auto", compression_errors=True)
+    trained(2, replace(auto, duration="8 steps"), tmp_path)
+    answers = trained(2, auto, tmp_path)
+    assert len({answer["result"]["weights_sha256"] for answer in answers}) == 1
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    said = [line["text"] for line in lines if line["event"] == "note" and "least lossy" in line["text"]]
+    assert len(said) == 1, "chosen once, and kept in the snapshot"
+
+
+def test_errors_of_each_layer_are_logged_where_it_was_asked(tmp_path: Path) -> None:
+    trained(2, replace(recipe("int8", compression_errors=True), duration="3 steps"), tmp_path)
+    values = step_lines(tmp_path)[-1]["values"]
+    assert set(values) == {"compression_error/0.weight", "compression_error/4.weight"}
+    assert all(0 < value < 0.05 for value in values.values())

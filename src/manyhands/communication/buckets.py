@@ -77,6 +77,7 @@ class GradientBuckets:
 
     def _pack(self, order: Sequence[int]) -> None:
         """Make the buckets, for parameters in `order`."""
+        self.packed_order = order
         self.buckets: list[Bucket] = []
         self.place_of: dict[nn.Parameter, tuple[Bucket, int]] = {}
         for group in packed(self.parameters, order, bucket_bytes=self.bucket_bytes):
@@ -106,6 +107,11 @@ class GradientBuckets:
         for place, parameter in enumerate(group):
             self.place_of[parameter] = bucket, place
         self.buckets.append(bucket)
+
+    def use(self, compressor: Compressor) -> None:
+        """From the next step on, send through `compressor`. Called by all workers, between two steps."""
+        self.compressor = compressor
+        self._pack(self.packed_order)
 
     def begin(self, *, compressing: bool = True, scale: Tensor | None = None) -> None:
         """Forget the gradients of the last step.

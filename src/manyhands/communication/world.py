@@ -57,6 +57,8 @@ class World:
         self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self.bytes_sent = 0
         """Payload this worker has put on the wire, all in all, as `communication.volume` counts it."""
+        self.notes: list[str] = []
+        """What is worth saying once, until somebody takes it."""
         if self.size > 1 and not dist.is_initialized():
             self._join()
 

@@ -15,7 +15,7 @@ GROUP = "manyhands-compressions"
 
 def check_name(name: str) -> None:
     """Raise ConfigError where no compression has that name. Also where there is one worker, which sends nothing."""
-    known = ["none", *sorted({*OWN, *(point.name for point in entry_points(group=GROUP))})]
+    known = ["none", "auto", *sorted({*OWN, *(point.name for point in entry_points(group=GROUP))})]
     if name not in known:
         raise ConfigError(
             f"there is no compression named {name!r}",

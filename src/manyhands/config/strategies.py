@@ -27,8 +27,9 @@ class DDP:
     bucket_mb: float = 25.0
     """Gradients travel in buckets of about this many megabytes, while the backward pass still runs."""
     compression: str | Callable[..., Any] = "none"
-    """How gradients are made smaller on their way: `none`, `fp16`, `bf16`, `int8`, `powersgd`, `topk`, the name of a
-    way that another package adds, or a function of your own (see `manyhands.communication.compression.exchange`)."""
+    """How gradients are made smaller on their way: `none`, `fp16`, `bf16`, `int8`, `powersgd`, `topk`, `auto` (by
+    measuring network and model), the name of a way that another package adds, or a function of your own (see
+    `manyhands.communication.compression.exchange`)."""
     powersgd_rank: int = 4
     """Columns of the two thin matrices in whose place PowerSGD sends a gradient."""
     topk_fraction: float = 0.01
@@ -39,6 +40,8 @@ class DDP:
     """Steps at the start of a run whose gradients travel uncompressed."""
     compress_above: int = 1024
     """Tensors with fewer elements (biases, norms) travel uncompressed."""
+    compression_errors: bool = False
+    """Log for each layer how large what is kept back is, relative to the gradient: `compression_error/LAYER`."""
 
     def __post_init__(self) -> None:
         if isinstance(self.compression, str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from manyhands.communication.compression.table import make_compression
 from manyhands.communication.lanes import Lanes
 from manyhands.communication.world import World
 from manyhands.config.strategies import DDP
+from manyhands.strategies.auto import Stopwatch
 from manyhands.strategies.strategy import Compute, Piece, Scale, Shard, StepOutcome, Steppable, Tally
 
 
@@ -22,11 +24,16 @@ class DataParallel:
 
     def __init__(self, config: DDP, world: World) -> None:
         self.config = config
+        self.asked = config.compression
         self.world = world
         self.bucket_bytes = int(config.bucket_mb * 1e6)
         self.buckets: GradientBuckets | None = None
         self.steps = 0
         """Steps that gradients were exchanged in."""
+        self.stopwatch = Stopwatch(world) if config.compression == "auto" else None
+        """There while it is not yet known which compression to use."""
+        self.names: dict[int, str] = {}
+        """Of the parameters, by their numbers in the buckets."""
 
     def shard(self) -> Shard:
         """One part for each worker."""
@@ -38,7 +45,8 @@ class DataParallel:
         with torch.no_grad():
             for tensor in [*model.parameters(), *model.buffers()]:
                 self.world.broadcast(tensor)
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        parameters = [parameter for _, parameter in _trained(model)]
+        self.names = {number: name for number, (name, _) in enumerate(_trained(model))}
         self.buckets = GradientBuckets(
             parameters, self.world, bucket_bytes=self.bucket_bytes, compressor=self._compressor(parameters)
         )
@@ -60,25 +68,57 @@ class DataParallel:
         self, model: nn.Module, pieces: Sequence[Piece], compute: Compute, scale: Scale, riders: Sequence[float]
     ) -> StepOutcome:
         """Accumulate the gradients of this worker's pieces and sum them over the workers."""
+        buckets = self._begin(scale)
+        watch = self.stopwatch
+        tally = Tally(riders)
+        for piece in pieces[:-1]:
+            scale(tally.add(compute(model, piece), piece.weight)).backward()
+        last = scale(tally.add(compute(model, pieces[-1]), pieces[-1].weight)) if pieces else None
+        if watch is not None:
+            watch.backward()
+        buckets.arm()
+        summed = tally.start_sum(self.world)  # before the backward pass, which hides it
+        if last is not None:
+            last.backward()
+        if watch is not None:
+            watch.computed()
+        buckets.finish()
+        self.world.wait(summed)
+        outcome = tally.outcome()
+        if self.config.compression_errors and buckets.compressor is not None:
+            errors = buckets.compressor.errors()
+            outcome.values = {
+                **outcome.values, **{f"compression_error/{self.names[key]}": error for key, error in errors.items()}
+            }  # fmt: skip
+        return outcome
+
+    def _begin(self, scale: Scale) -> GradientBuckets:
+        """Ready the buckets for a step."""
         buckets = self.buckets
         assert buckets is not None, "place() comes before forward_backward()"
+        watch = self.stopwatch
+        if watch is not None and watch.enough:
+            choice = watch.decide(self.config, buckets.parameters, bucket_bytes=self.bucket_bytes)
+            self.world.notes.append(choice.why())
+            self._settle_on(choice.name)
+        elif watch is not None:
+            watch.begin()
         if buckets.compressor is None:
             buckets.begin()
         else:
             factor = _factor(scale, self.world.device)
             buckets.begin(compressing=self.steps >= self.config.compression_warmup, scale=factor)
-            self.steps += 1
-        tally = Tally(riders)
-        for piece in pieces[:-1]:
-            scale(tally.add(compute(model, piece), piece.weight)).backward()
-        last = scale(tally.add(compute(model, pieces[-1]), pieces[-1].weight)) if pieces else None
-        buckets.arm()
-        summed = tally.start_sum(self.world)  # before the backward pass, which hides it
-        if last is not None:
-            last.backward()
-        buckets.finish()
-        self.world.wait(summed)
-        return tally.outcome()
+        self.steps += 1
+        return buckets
+
+    def _settle_on(self, name: str) -> None:
+        """What `auto` stands for from now on."""
+        assert self.buckets is not None, "place() comes before a choice"
+        self.stopwatch = None
+        self.config = replace(self.config, compression=name)
+        compressor = self._compressor(self.buckets.parameters)
+        if compressor is not None:
+            self.buckets.use(compressor)
 
     def clip_gradients(self, model: nn.Module, max_norm: float) -> Tensor:
         """Clip by the norm over all parameters; every worker has the same gradients, so the same norm."""
@@ -89,17 +129,28 @@ class DataParallel:
         optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """What compression has kept back; nothing where there is none."""
-        if self.buckets is None or self.buckets.compressor is None:
+        """What compression has kept back, and what `auto` has chosen; nothing where there is no compression."""
+        if self.buckets is None or self.stopwatch is not None:
             return {}
-        return {"steps": self.steps, **self.buckets.compressor.state_dict()}
+        if self.buckets.compressor is None:
+            return {"chosen": self.config.compression} if self.config.compression != self.asked else {}
+        kept = self.buckets.compressor.state_dict()
+        chosen = self.config.compression if isinstance(self.config.compression, str) else ""
+        return {"steps": self.steps, "chosen": chosen, **kept}
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Take up what every former worker kept back, shared out over those of now."""
+        chosen = states[0].get("chosen", "") if states else ""
+        if self.stopwatch is not None and chosen:
+            self._settle_on(chosen)
         if self.buckets is None or self.buckets.compressor is None:
             return
         self.steps = max((state.get("steps", 0) for state in states), default=0)
         self.buckets.compressor.load_state_dict(states)
+
+
+def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
 def _factor(scale: Scale, device: torch.device) -> Tensor | None:

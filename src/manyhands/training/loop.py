@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from manyhands.config.settings import Settings
 from manyhands.data.steps import Step, mapped
 from manyhands.errors import TrainingError
-from manyhands.events import EpochDone, Event, StepDone, StepTiming, ValidationDone
+from manyhands.events import EpochDone, Event, Note, StepDone, StepTiming, ValidationDone
 from manyhands.strategies.strategy import Piece, StepOutcome
 from manyhands.training.build import Parts
 from manyhands.training.evaluate import Evaluation
@@ -161,6 +161,8 @@ class Loop:
                 self.note_samples(facts.step, facts.indices)
             if self.parts.world.is_leader:
                 self.tell(step_done(numbers))
+        while world_notes := self.parts.world.notes:
+            self.tell(Note(text=world_notes.pop(0), step=self.state.step, time=time.time()))
 
     def check(self, numbers: StepNumbers) -> None:
         """Raise where the loss is no number: every worker sees the same one, so all raise."""

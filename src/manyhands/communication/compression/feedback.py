@@ -159,9 +159,9 @@ class Compressor:
             if key in own:
                 own[key].add_(tensor.to(own[key]))
 
-    def errors(self) -> dict[int, float | Tensor]:
+    def errors(self) -> dict[int, Tensor]:
         """Of each parameter: the norm of what this worker keeps over the norm of the summed gradient."""
-        found: dict[int, float | Tensor] = {}
+        found: dict[int, Tensor] = {}
         for freight in self.freights:
             sizes = [parameter.numel() for parameter in freight.parameters]
             for key, kept, summed in zip(

@@ -17,7 +17,9 @@ COMPRESSIONS: Table[Callable[[DDP], Compression]] = Table(
 
 
 def make_compression(config: DDP) -> Compression | None:
-    """The compression that `config` asks for; None for none."""
+    """The compression that `config` asks for; None for none, and where it is yet to be chosen."""
     if callable(config.compression):
         return config.compression
-    return None if config.compression == "none" else COMPRESSIONS.load(config.compression)(config)
+    if config.compression in ("none", "auto"):
+        return None
+    return COMPRESSIONS.load(config.compression)(config)

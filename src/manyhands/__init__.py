@@ -10,6 +10,8 @@ __version__ = "0.1.0"
 # Imported when first asked for, so that the command line starts without torch.
 _PUBLIC = {
     "DDP": "manyhands.config.strategies",
+    "DiLoCo": "manyhands.config.local_steps",
+    "LocalSGD": "manyhands.config.local_steps",
     "Data": "manyhands.data.data",
     "EarlyStopping": "manyhands.config.stopping",
     "Single": "manyhands.config.strategies",
@@ -17,7 +19,7 @@ _PUBLIC = {
     "Trainer": "manyhands.training.trainer",
 }
 
-__all__ = ["DDP", "Data", "EarlyStopping", "Single", "Snapshots", "Trainer", "__version__"]
+__all__ = ["DDP", "Data", "DiLoCo", "EarlyStopping", "LocalSGD", "Single", "Snapshots", "Trainer", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from manyhands.config.compression import check_name
+from manyhands.config.local_steps import DiLoCo, LocalSGD
 from manyhands.errors import ConfigError
 from manyhands.table import nearest
 
@@ -65,8 +66,8 @@ class DDP:
             )
 
 
-Strategy = Single | DDP
-BY_NAME: dict[str, type[Strategy]] = {kind.name: kind for kind in (Single, DDP)}
+Strategy = Single | DDP | LocalSGD | DiLoCo
+BY_NAME: dict[str, type[Strategy]] = {kind.name: kind for kind in (Single, DDP, LocalSGD, DiLoCo)}
 
 
 def named(strategy: str | Strategy) -> Strategy:

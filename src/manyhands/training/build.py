@@ -15,6 +15,7 @@ from torchmetrics import Metric
 
 from manyhands.communication.batch_norm import Membership, make_global
 from manyhands.communication.world import World
+from manyhands.config.local_steps import DiLoCo, LocalSGD
 from manyhands.config.settings import Settings
 from manyhands.config.strategies import DDP, Single
 from manyhands.config.strategies import Strategy as Asked
@@ -25,6 +26,8 @@ from manyhands.data.order import bounds
 from manyhands.data.steps import Cut
 from manyhands.errors import ConfigError
 from manyhands.strategies.ddp import DataParallel
+from manyhands.strategies.diloco import OuterSteps
+from manyhands.strategies.local_sgd import LocalSteps
 from manyhands.strategies.single import SingleProcess
 from manyhands.strategies.strategy import Shard, Strategy
 from manyhands.strategies.virtual import VirtualWorkers
@@ -95,6 +98,10 @@ def make_strategy(settings: Settings, world: World) -> Strategy:
             where="strategy",
             fix='leave strategy out, or choose "ddp"',
         )
+    if isinstance(settings.strategy, LocalSGD):
+        return LocalSteps(settings.strategy, world)
+    if isinstance(settings.strategy, DiLoCo):
+        return OuterSteps(settings.strategy, world)
     return DataParallel(settings.strategy, world)
 
 

@@ -17,6 +17,7 @@ from manyhands.records.run_directory import RunDirectory
 from manyhands.snapshot.fingerprint import fingerprint
 from manyhands.snapshot.load import Loaded, same_model
 from manyhands.snapshot.store import Store
+from manyhands.strategies.alone import Drifting, together
 from manyhands.training.build import Parts
 from manyhands.training.state import RunState
 
@@ -66,7 +67,7 @@ class Keeping:
         parts = self.parts
         self.saved_at = state.step
         everything = {
-            "model": dict(parts.model.state_dict()),
+            "model": self._model(),
             "optimizer": parts.optimizer.state_dict(),
             "schedule": {} if parts.schedule is None else _plain(parts.schedule.state_dict()),
             "scaler": parts.precision.state_dict(),
@@ -86,10 +87,18 @@ class Keeping:
         """Begin to write the model as the best one."""
         self.store.save_as(
             self.directory.best,
-            {"model": dict(self.parts.model.state_dict())},
+            {"model": self._model()},
             self._facts(state),
             unchanged_until_update=self.parts.model.parameters(),
         )
+
+    def _model(self) -> dict[str, Any]:
+        """The model as all workers hold it: a copy of the mean, where they drift apart."""
+        parts = self.parts
+        if not isinstance(parts.strategy, Drifting):
+            return dict(parts.model.state_dict())
+        with together(parts.strategy, parts.model):
+            return {name: tensor.clone() for name, tensor in parts.model.state_dict().items()}
 
     def before_update(self) -> None:
         """Wait until a snapshot under way has copied what the update will change."""

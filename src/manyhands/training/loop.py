@@ -14,6 +14,7 @@ from manyhands.config.settings import Settings
 from manyhands.data.steps import Step, mapped
 from manyhands.errors import TrainingError
 from manyhands.events import EpochDone, Event, Note, StepDone, StepTiming, ValidationDone
+from manyhands.strategies.alone import together
 from manyhands.strategies.strategy import Piece, StepOutcome
 from manyhands.training.build import Parts
 from manyhands.training.evaluate import Evaluation
@@ -199,7 +200,8 @@ class Loop:
         self.read_numbers(all_of_them=True)
         begin = time.perf_counter()
         state, rule = self.state, self.keeping.rule
-        state.validation = self.validation(self.parts.model)
+        with together(self.parts.strategy, self.parts.model):
+            state.validation = self.validation(self.parts.model)
         state.validated_at = state.step
         value = self.keeping.watched(state.validation)
         best = rule.better(value, state.best)

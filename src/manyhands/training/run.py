@@ -24,6 +24,7 @@ from manyhands.records.run_directory import RunDirectory
 from manyhands.records.run_record import RunRecord, plain_settings, versions_for
 from manyhands.records.samples import SamplesFile
 from manyhands.snapshot.fingerprint import weights_sha256
+from manyhands.strategies.alone import Drifting
 from manyhands.training.build import Parts
 from manyhands.training.evaluate import Evaluation
 from manyhands.training.keeping import Keeping
@@ -123,6 +124,8 @@ class Run:
                 if self.keeping.saved_at != state.step:
                     loop.save()
                 self.keeping.finish()
+                if isinstance(self.parts.strategy, Drifting):
+                    self.parts.strategy.average(self.parts.model)  # a run ends with one model
         except ManyhandsError as error:
             self.end("failed", error.what)
             raise

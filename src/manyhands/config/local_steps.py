@@ -1,0 +1,77 @@
+"""The ways to train in which workers step alone and meet now and then, as plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from manyhands.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalSGD:
+    """Every worker steps alone with its part of each batch; every `sync_every` steps all take the mean of their models.
+
+    Source: Stich 2018, arXiv:1805.09767; the exact start: Lin et al. 2018, arXiv:1808.07217.
+    """
+
+    name: ClassVar[str] = "local-sgd"
+
+    sync_every: int = 8
+    """Optimizer steps between two means. 1 is data parallelism, for SGD."""
+    sync_warmup: int = 0
+    """Steps at the start of a run after each of which the mean is taken: post-local SGD."""
+
+    def __post_init__(self) -> None:
+        _at_least("LocalSGD", {"sync_every": (self.sync_every, 1), "sync_warmup": (self.sync_warmup, 0)})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DiLoCo:
+    """Every worker steps alone; every `sync_every` steps what they moved by becomes one step of an outer optimizer.
+
+    Source: Douillard et al. 2023, arXiv:2311.08105; fragments and overlap: Douillard et al. 2025, arXiv:2501.18512.
+    """
+
+    name: ClassVar[str] = "diloco"
+
+    sync_every: int = 32
+    """Optimizer steps between two outer steps of the same parameter."""
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    """Nesterov's."""
+    fragments: int = 4
+    """Into how many parts the model is cut, which take turns: one is exchanged every `sync_every / fragments` steps."""
+    overlap_steps: int = 1
+    """Inner steps that go on while a fragment travels."""
+    mixing: float = 0.5
+    """What a worker keeps of its own fragment where inner steps went on; 0 where none did."""
+    outer_compression: str = "int8"
+    """How outer gradients travel: any compression that `DDP` knows."""
+
+    def __post_init__(self) -> None:
+        _at_least(
+            "DiLoCo",
+            {
+                "sync_every": (self.sync_every, 1),
+                "fragments": (self.fragments, 1),
+                "overlap_steps": (self.overlap_steps, 0),
+            },
+        )
+        if self.fragments > self.sync_every or self.overlap_steps * self.fragments > self.sync_every:
+            raise ConfigError(
+                f"{self.fragments} fragments of {self.overlap_steps} steps each do not fit into {self.sync_every}",
+                where="DiLoCo(sync_every=…, fragments=…, overlap_steps=…)",
+                fix="raise sync_every, or lower one of the other two",
+            )
+        for key in ("outer_lr", "outer_momentum", "mixing"):
+            if not 0 <= getattr(self, key) <= (1 if key != "outer_lr" else float("inf")):
+                raise ConfigError(
+                    f"{key} is {getattr(self, key)}", where=f"DiLoCo({key}=…)", fix="give a number from 0 to 1"
+                )
+
+
+def _at_least(kind: str, values: dict[str, tuple[int, int]]) -> None:
+    for key, (value, least) in values.items():
+        if value < least:
+            raise ConfigError(f"{key} is {value}", where=f"{kind}({key}=…)", fix=f"set it to {least} or more")

@@ -1,0 +1,163 @@
+"""What strategies share whose workers step alone: their own gradient, and the mean of their models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.communication.world import World
+from manyhands.errors import ConfigError
+from manyhands.strategies.strategy import Compute, Piece, Scale, StepOutcome, Steppable, Tally
+
+
+@runtime_checkable
+class Drifting(Protocol):
+    """A strategy whose workers hold different models between two exchanges."""
+
+    def average(self, model: nn.Module) -> None:
+        """Replace the model of every worker by the mean over all of them."""
+
+
+@contextmanager
+def together(strategy: Any, model: nn.Module) -> Iterator[None]:
+    """Within, `model` is the same on every worker: the mean, where the strategy lets them drift apart."""
+    if not isinstance(strategy, Drifting):
+        yield
+        return
+    own = [tensor.detach().clone() for tensor in drifting(model)]
+    strategy.average(model)
+    try:
+        yield
+    finally:
+        put(drifting(model), own)
+
+
+def drifting(model: nn.Module) -> list[Tensor]:
+    """The parameters and buffers that differ from worker to worker."""
+    return [
+        *(parameter for parameter in model.parameters() if parameter.requires_grad),
+        *(buffer for buffer in model.buffers() if buffer.is_floating_point()),
+    ]
+
+
+@torch.no_grad()
+def put(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copy `values` into `tensors`."""
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.copy_(value)
+
+
+@torch.no_grad()
+def weighted_mean(tensors: Sequence[Tensor], weight: float, world: World) -> None:
+    """Replace each tensor by the sum over the workers of `weight` times it; the weights of all sum to 1."""
+    flat = [tensor.detach().reshape(-1) * weight for tensor in tensors]
+    works = [world.start_all_reduce(part) for part in flat]
+    for tensor, part, work in zip(tensors, flat, works, strict=True):
+        world.wait(work)
+        tensor.copy_(part.view_as(tensor))
+
+
+class Alone:
+    """The gradient of a worker's own samples, and how many of all samples they were."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.share = 0.0
+        """Samples since the last exchange, in batches: over all workers it sums to the steps."""
+        self.steps = 0
+        """Since the last exchange."""
+
+    @property
+    def weight(self) -> float:
+        """This worker's part of all samples since the last exchange."""
+        return self.share / self.steps if self.steps else 1 / self.world.size
+
+    def met(self) -> None:
+        """An exchange is over."""
+        self.share, self.steps = 0.0, 0
+
+    def forward_backward(
+        self, model: nn.Module, pieces: Sequence[Piece], compute: Compute, scale: Scale, riders: Sequence[float]
+    ) -> StepOutcome:
+        """Fill the gradients with the mean over this worker's own samples."""
+        one = torch.ones((), device=self.world.device)
+        if scale(one) is not one:
+            raise ConfigError(
+                "fp16 scales the loss for all workers alike, but with local steps each would need a scale of its own",
+                where="precision",
+                fix='use precision="bf16" or "fp32"',
+            )
+        for parameter in model.parameters():
+            parameter.grad = None
+        tally = Tally(riders)
+        for piece in pieces:
+            tally.add(compute(model, piece), piece.weight).backward()
+        summed = tally.start_sum(self.world)
+        own = sum(piece.weight for piece in pieces)
+        for parameter in model.parameters():
+            if own == 0:
+                parameter.grad = None  # a ghost's gradient is none: this worker stands still in this step
+            elif parameter.grad is not None:
+                parameter.grad.div_(own)
+        self.share += own
+        self.steps += 1
+        self.world.wait(summed)
+        return tally.outcome()
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far since the last exchange."""
+        return {"share": self.share, "since": self.steps}
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Take up what `state_dict` gave; where the workers changed, all count alike."""
+        if not states or not states[0]:
+            return
+        self.steps = states[0]["since"]
+        same = len(states) == self.world.size
+        self.share = states[self.world.rank]["share"] if same else self.steps / self.world.size
+
+
+class Own:
+    """What only this worker has: its model between two exchanges, and its optimizer's state."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.optimizer: torch.optim.Optimizer | None = None
+        self._waiting: dict[int, Any] | None = None
+        """What a snapshot held of the optimizer, until the first step shows it."""
+
+    def step(self, optimizer: Steppable) -> None:
+        """One step of this worker's optimizer."""
+        if isinstance(optimizer, torch.optim.Optimizer):
+            self.optimizer = optimizer
+            if self._waiting is not None:
+                optimizer.load_state_dict(optimizer.state_dict() | {"state": self._waiting})
+                self._waiting = None
+        optimizer.step()
+
+    def state_dict(self, model: nn.Module | None) -> dict[str, Any]:
+        """Everything, copied."""
+        if model is None or self.optimizer is None:
+            return {}
+        state = self.optimizer.state_dict()["state"]
+        return {
+            "tensors": [tensor.detach().clone() for tensor in drifting(model)],
+            "optimizer": {
+                str(key): {
+                    name: value.detach().clone() if isinstance(value, Tensor) else value
+                    for name, value in values.items()
+                }
+                for key, values in state.items()
+            },
+        }
+
+    def load_state_dict(self, model: nn.Module, states: Sequence[Mapping[str, Any]]) -> None:
+        """Take up this worker's own; where the workers changed, all go on from the mean that the snapshot holds."""
+        if len(states) == self.world.size and states[self.world.rank].get("tensors"):
+            state = states[self.world.rank]
+            put(drifting(model), state["tensors"])
+            self._waiting = {int(key): values for key, values in state["optimizer"].items()}

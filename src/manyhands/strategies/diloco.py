@@ -1,0 +1,206 @@
+"""DiLoCo: each worker steps alone; what all moved by, on the mean, is one step of an outer optimizer with momentum.
+
+The model is cut into fragments, which take turns. When a fragment's turn comes, each worker sends how far it has moved
+since the last time (the outer gradient, in int8, what is dropped kept for the next time), and goes on with its inner
+steps while that travels. When it has arrived, the outer optimizer (SGD with Nesterov's momentum) moves the fragment
+that all share, and each worker mixes it with its own.
+
+Source: Douillard et al. 2023, "DiLoCo", arXiv:2311.08105; Douillard et al. 2025, "Streaming DiLoCo", arXiv:2501.18512.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.communication.compression.exchange import Compression, Parcel
+from manyhands.communication.compression.table import make_compression
+from manyhands.communication.lanes import Lanes, Ticket
+from manyhands.communication.link import Link
+from manyhands.communication.world import World
+from manyhands.config.local_steps import DiLoCo
+from manyhands.config.strategies import DDP
+from manyhands.strategies.alone import Alone, Own, drifting, weighted_mean
+from manyhands.strategies.strategy import Compute, Piece, Scale, Shard, StepOutcome, Steppable
+
+
+@dataclass(slots=True)
+class Fragment:
+    """Some of the parameters, and what all workers share of them."""
+
+    parameters: list[nn.Parameter]
+    turn: int
+    """It is sent after the steps k with `k % sync_every == turn`."""
+    shared: Tensor
+    """Shape (elements,): the parameters after the last outer step, equal on all workers."""
+    momentum: Tensor
+    kept: Tensor
+    """What the compression has dropped of this worker's outer gradients."""
+    moved: Tensor
+    """The outer gradient that travels; its sum, once the ticket is over."""
+    ticket: Ticket | None = None
+    arrives: int = -1
+    """The step after which what travels is taken; -1 where nothing does."""
+
+    def now(self) -> Tensor:
+        """This worker's own parameters, one behind the other."""
+        return torch.cat([parameter.detach().reshape(-1) for parameter in self.parameters])
+
+    @torch.no_grad()
+    def put(self, flat: Tensor) -> None:
+        """Set this worker's own parameters."""
+        parts = flat.split([parameter.numel() for parameter in self.parameters])
+        for parameter, part in zip(self.parameters, parts, strict=True):
+            parameter.copy_(part.view_as(parameter))
+
+
+class OuterSteps:
+    """The strategy of `DiLoCo`."""
+
+    def __init__(self, config: DiLoCo, world: World) -> None:
+        self.config, self.world = config, world
+        self.alone, self.own, self.lanes = Alone(world), Own(world), Lanes(world)
+        self.compression: Compression = make_compression(DDP(compression=config.outer_compression)) or _as_it_is
+        self.model: nn.Module | None = None
+        self.fragments: list[Fragment] = []
+        self.steps = 0
+        """Of the run."""
+
+    def shard(self) -> Shard:
+        """One part for each worker."""
+        return Shard(self.world.rank, self.world.size)
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """Move `model` to this worker's device, make it equal to the leader's, and cut it into fragments."""
+        self.model = model.to(self.world.device)
+        for tensor in [*model.parameters(), *model.buffers()]:
+            self.world.broadcast(tensor.data)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        every, count = self.config.sync_every, min(self.config.fragments, len(trained))
+        for number, parameters in enumerate(even_parts(trained, count)):
+            flat = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
+            zeros = [torch.zeros_like(flat) for _ in range(3)]
+            self.fragments.append(Fragment(parameters, (every * (number + 1)) // count % every, flat, *zeros))
+        return self.model
+
+    def forward_backward(
+        self, model: nn.Module, pieces: Sequence[Piece], compute: Compute, scale: Scale, riders: Sequence[float]
+    ) -> StepOutcome:
+        """Fill the gradients with the mean over this worker's own samples."""
+        return self.alone.forward_backward(model, pieces, compute, scale, riders)
+
+    def clip_gradients(self, model: nn.Module, max_norm: float) -> Tensor:
+        """Clip by the norm of this worker's own gradient."""
+        return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+    def update(self, model: nn.Module, optimizer: Steppable) -> None:
+        """Step alone; take what has arrived, and send the fragment whose turn it is."""
+        self.own.step(optimizer)
+        self.steps += 1
+        for fragment in self.fragments:
+            if fragment.arrives == self.steps:
+                self._take(fragment)
+        self.lanes.ready()
+        for fragment in self.fragments:
+            if self.steps % self.config.sync_every == fragment.turn:
+                self._send(fragment)
+                if self.config.overlap_steps == 0:
+                    self._take(fragment)
+
+    @torch.no_grad()
+    def _send(self, fragment: Fragment) -> None:
+        # Shares of the samples are all but equal over a round, and a fragment's round is no other's: all count alike.
+        fragment.moved = (fragment.shared - fragment.now()).div_(self.world.size)
+        fragment.ticket = self.lanes.submit(partial(self._exchange, fragment))
+        fragment.arrives = self.steps + self.config.overlap_steps
+
+    def _exchange(self, fragment: Fragment, link: Link) -> None:
+        """The way of an outer gradient, in a lane."""
+        whole = fragment.moved + fragment.kept
+        fragment.moved.copy_(whole)
+        parcel = Parcel(fragment.moved, [parameter.shape for parameter in fragment.parameters], [fragment.turn])
+        sent = self.compression(parcel, link)
+        fragment.kept.copy_(torch.zeros_like(whole) if sent is None else whole - sent)
+
+    @torch.no_grad()
+    def _take(self, fragment: Fragment) -> None:
+        """One step of the outer optimizer, with the outer gradient that has arrived."""
+        self._arrive(fragment)
+        config = self.config
+        fragment.arrives = -1
+        fragment.momentum.mul_(config.outer_momentum).add_(fragment.moved)
+        ahead = fragment.moved + config.outer_momentum * fragment.momentum
+        fragment.shared.sub_(ahead, alpha=config.outer_lr)
+        own = config.mixing if config.overlap_steps else 0.0
+        fragment.put(fragment.shared if own == 0 else torch.lerp(fragment.shared, fragment.now(), own))
+
+    def _arrive(self, fragment: Fragment) -> None:
+        if fragment.ticket is not None:
+            self.lanes.wait(fragment.ticket)
+            fragment.ticket = None
+
+    def average(self, model: nn.Module) -> None:
+        """Replace the model of every worker by the mean over all of them."""
+        weighted_mean(drifting(model), 1 / self.world.size, self.world)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This worker's own model and optimizer, the fragments as all share them, and what is on its way."""
+        for fragment in self.fragments:
+            self._arrive(fragment)
+        return {
+            "steps": self.steps,
+            **self.alone.state_dict(),
+            **self.own.state_dict(self.model),
+            "fragments": [
+                {
+                    "shared": fragment.shared.clone(),
+                    "momentum": fragment.momentum.clone(),
+                    "kept": fragment.kept.clone(),
+                    "moved": fragment.moved.clone(),
+                    "arrives": fragment.arrives,
+                }
+                for fragment in self.fragments
+            ],
+        }
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Take up what `state_dict` gave; where the workers changed, all go on from the mean."""
+        if not states or not states[0]:
+            return
+        assert self.model is not None, "place() comes before load_state_dict()"
+        self.steps = states[0]["steps"]
+        self.alone.load_state_dict(states)
+        self.own.load_state_dict(self.model, states)
+        for number, fragment in enumerate(self.fragments):
+            equal = states[0]["fragments"][number]
+            for name in ("shared", "momentum", "moved"):
+                getattr(fragment, name).copy_(equal[name])
+            fragment.arrives = equal["arrives"]
+            dealt = [state["fragments"][number]["kept"] for state in states[self.world.rank :: self.world.size]]
+            fragment.kept.copy_(sum(dealt, torch.zeros_like(fragment.kept)))
+
+
+def even_parts(parameters: Sequence[nn.Parameter], count: int) -> list[list[nn.Parameter]]:
+    """`parameters` in `count` runs of about equal size, none of them empty."""
+    total = sum(parameter.numel() for parameter in parameters)
+    parts: list[list[nn.Parameter]] = [[] for _ in range(count)]
+    before = 0
+    number = 0
+    for place, parameter in enumerate(parameters):
+        full = before >= total * (number + 1) / count
+        needed = len(parameters) - place <= count - 1 - number
+        if parts[number] and number + 1 < count and (full or needed):
+            number += 1
+        parts[number].append(parameter)
+        before += parameter.numel()
+    return parts
+
+
+def _as_it_is(parcel: Parcel, link: Link) -> None:
+    """No compression."""
+    link.all_reduce(parcel.values)

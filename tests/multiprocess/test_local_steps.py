@@ -1,0 +1,109 @@
+"""Workers that step alone and meet now and then: when they are data parallelism, and what is the same on all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from runs import Recipe, images_and_labels, make_trainer, trained
+from torch.nn import functional
+
+import manyhands as mh
+
+pytestmark = pytest.mark.multiprocess
+
+PLAIN = Recipe(samples=122, batch=20)  # 122 = 6 x 20 + 2: in the last step of an epoch a third worker has no sample
+
+
+def train_plainly(rank: int, recipe: Recipe, folder: Path) -> dict[str, torch.Tensor]:
+    """The same with SGD without momentum, whose mean over the workers is that of their gradients."""
+    trainer = make_trainer(recipe, folder)
+    for group in trainer.parts.optimizer.param_groups:
+        group["momentum"] = 0.0
+    trainer.fit("9 steps")
+    return {name: value.detach() for name, value in trainer.model.state_dict().items()}
+
+
+def weights_of(workers: int, strategy: Any, folder: Path) -> list[dict[str, Any]]:
+    recipe = replace(PLAIN, trainer={"strategy": strategy})
+    return run_ranks(workers, train_plainly, recipe, folder)
+
+
+def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    for name, value in one.items():
+        torch.testing.assert_close(
+            other[name], value, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def test_local_sgd_that_meets_in_every_step_equals_one_process(tmp_path: Path) -> None:
+    [alone] = weights_of(1, mh.DDP(), tmp_path / "alone")
+    for found in weights_of(3, mh.LocalSGD(sync_every=1), tmp_path / "together"):
+        assert_equal(alone, found)
+
+
+def test_outer_step_of_one_without_momentum_is_the_mean_of_the_models(tmp_path: Path) -> None:
+    mean = weights_of(2, mh.LocalSGD(sync_every=3), tmp_path / "mean")
+    outer = mh.DiLoCo(
+        sync_every=3, outer_lr=1.0, outer_momentum=0.0, fragments=1, overlap_steps=0, outer_compression="none"
+    )
+    found = weights_of(2, outer, tmp_path / "outer")
+    assert_equal(mean[0], found[0])
+    [alone] = weights_of(1, mh.DDP(), tmp_path / "alone")
+    with pytest.raises(AssertionError):
+        assert_equal(alone, found[0])
+
+
+LOCAL = {
+    "local-sgd": mh.LocalSGD(sync_every=5, sync_warmup=2),
+    "diloco": mh.DiLoCo(sync_every=4, fragments=2, overlap_steps=1),
+    "diloco at once": mh.DiLoCo(sync_every=4, fragments=1, overlap_steps=0),
+}
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_run_that_goes_on_from_a_snapshot_between_two_meetings_ends_with_the_same_bits(
+    name: str, tmp_path: Path
+) -> None:
+    recipe = replace(PLAIN, trainer={"strategy": LOCAL[name]})
+    whole = trained(2, recipe, tmp_path / "whole")
+    trained(2, replace(recipe, duration="9 steps"), tmp_path / "parts")
+    parts = trained(2, recipe, tmp_path / "parts")
+    hashes = {answer["result"]["weights_sha256"] for answer in [*whole, *parts]}
+    assert len(hashes) == 1, "and all workers end with one model"
+
+
+def test_run_goes_on_with_another_number_of_workers(tmp_path: Path) -> None:
+    recipe = replace(PLAIN, trainer={"strategy": LOCAL["diloco"]})
+    trained(3, replace(recipe, duration="9 steps"), tmp_path)
+    answers = trained(2, recipe, tmp_path)
+    assert len({answer["result"]["weights_sha256"] for answer in answers}) == 1
+    assert answers[0]["result"]["validation"]["loss"] < 2.3
+
+
+def validate_in_between(_rank: int, folder: Path) -> tuple[float, float, bool]:
+    """What the trainer reports after a step between two meetings, and what the mean of the models gives."""
+    recipe = replace(PLAIN, trainer={"strategy": mh.LocalSGD(sync_every=100), "validate_every": "4 steps"})
+    trainer = make_trainer(recipe, folder)
+    result = trainer.fit("4 steps")  # the run ends with the mean
+    images, labels = images_and_labels(101, first=1000)
+    with torch.no_grad():
+        loss = functional.cross_entropy(trainer.model(images), labels)
+    return result.validation["loss"], float(loss), trainer.model.training
+
+
+def test_validation_between_two_meetings_is_that_of_the_mean(tmp_path: Path) -> None:
+    for reported, expected, _ in run_ranks(2, validate_in_between, tmp_path):
+        assert reported == pytest.approx(expected, rel=1e-5)
+
+
+def test_bytes_are_sent_when_the_workers_meet(tmp_path: Path) -> None:
+    from runs import step_lines
+
+    trained(2, replace(PLAIN, trainer={"strategy": mh.LocalSGD(sync_every=4)}, duration="6 steps"), tmp_path)
+    sent = [line["bytes_sent"] for line in step_lines(tmp_path)]
+    assert sent[3] > 5000 > 100 > max(sent[0], sent[1], sent[2], sent[4])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from runs import Recipe, images_and_labels, make_trainer, trained
+from runs import Recipe, images_and_labels, make_trainer, step_lines, trained
 from torch.nn import functional
 
 import manyhands as mh
@@ -102,8 +102,6 @@ def test_validation_between_two_meetings_is_that_of_the_mean(tmp_path: Path) -> 
 
 
 def test_bytes_are_sent_when_the_workers_meet(tmp_path: Path) -> None:
-    from runs import step_lines
-
     trained(2, replace(PLAIN, trainer={"strategy": mh.LocalSGD(sync_every=4)}, duration="6 steps"), tmp_path)
     sent = [line["bytes_sent"] for line in step_lines(tmp_path)]
     assert sent[3] > 5000 > 100 > max(sent[0], sent[1], sent[2], sent[4])

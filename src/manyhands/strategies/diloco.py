@@ -84,8 +84,9 @@ class OuterSteps:
         every, count = self.config.sync_every, min(self.config.fragments, len(trained))
         for number, parameters in enumerate(even_parts(trained, count)):
             flat = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
-            zeros = [torch.zeros_like(flat) for _ in range(3)]
-            self.fragments.append(Fragment(parameters, (every * (number + 1)) // count % every, flat, *zeros))
+            momentum, kept, moved = (torch.zeros_like(flat) for _ in range(3))
+            turn = (every * (number + 1)) // count % every
+            self.fragments.append(Fragment(parameters, turn, flat, momentum, kept, moved))
         return self.model
 
     def forward_backward(

@@ -98,6 +98,12 @@ def make_strategy(settings: Settings, world: World) -> Strategy:
             where="strategy",
             fix='leave strategy out, or choose "ddp"',
         )
+    if settings.virtual_workers is not None:
+        raise ConfigError(
+            f"strategy {settings.strategy.name!r} lets the workers' models differ, which virtual workers never do",
+            where="virtual_workers",
+            fix='leave virtual_workers out, or choose "ddp"',
+        )
     if isinstance(settings.strategy, LocalSGD):
         return LocalSteps(settings.strategy, world)
     if isinstance(settings.strategy, DiLoCo):

@@ -18,9 +18,17 @@ from runs import Recipe
 SCRIPT = Path(__file__).parent / "multiprocess" / "recipe_script.py"
 
 
-def start(workers: int, run_dir: Path, recipe: Recipe, options: Sequence[str] = ()) -> subprocess.Popen[str]:
-    """`manyhands run` with the script of `recipe`, in a process group of its own."""
-    words = ["run", "--workers", str(workers), "--run-dir", str(run_dir), *options, str(SCRIPT)]
+def start(
+    workers: int, run_dir: Path, recipe: Recipe, options: Sequence[str] = (), *, pids: Path | None = None
+) -> subprocess.Popen[str]:
+    """`manyhands run` with the script of `recipe`, in a process group of its own.
+
+    Workers leave their process ids in the folder `pids`, for `alive_workers`.
+    """
+    if pids is not None:
+        pids.mkdir(exist_ok=True)
+    count = "--workers-per-node" if "--nodes" in options else "--workers"
+    words = ["run", count, str(workers), "--run-dir", str(run_dir), *options, str(SCRIPT)]
     return subprocess.Popen(
         [sys.executable, "-m", "manyhands.cli.main", *words],
         env={
@@ -30,6 +38,7 @@ def start(workers: int, run_dir: Path, recipe: Recipe, options: Sequence[str] = 
                 [str(SCRIPT.parents[1]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
             ),
             "OMP_NUM_THREADS": "1",
+            "PIDS": str(pids or ""),
         },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -46,6 +55,16 @@ def finish(process: subprocess.Popen[str], timeout_s: float = 120) -> str:
         kill_all(process)
         raise
     return output
+
+
+def alive_workers(pids: Path) -> list[int]:
+    """Process ids of the workers that run, in the order of the ranks that they were started with, then of age."""
+    found = []
+    for path in pids.iterdir():
+        rank, pid = map(int, path.name.split("-"))
+        if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            found.append((rank, path.stat().st_mtime, pid))
+    return [pid for _, _, pid in sorted(found)]
 
 
 def steps_done(run_dir: Path) -> int:

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 import manyhands as mh
+from manyhands.records.samples import counted
 
 
 @dataclass(frozen=True)
@@ -104,12 +105,7 @@ def trained(workers: int, recipe: Recipe, run_dir: Path) -> list[dict[str, Any]]
 
 def samples_by_step(run_dir: Path) -> dict[int, list[int]]:
     """Which samples each step took, over all workers, sorted."""
-    steps: dict[int, list[int]] = {}
-    for path in sorted((run_dir / "logs").glob("samples-*.jsonl")):
-        for line in path.read_text().splitlines():
-            taken = json.loads(line)
-            steps.setdefault(taken["step"], []).extend(taken["indices"])
-    return {step: sorted(indices) for step, indices in sorted(steps.items())}
+    return counted(run_dir / "logs")
 
 
 def step_lines(run_dir: Path) -> list[dict[str, Any]]:

@@ -113,11 +113,16 @@ class GradientBuckets:
         self.compressor = compressor
         self._pack(self.packed_order)
 
+    def meet(self, source: int) -> None:
+        """The workers have changed: pack as worker `source` does."""
+        self._pack(self.order.meet(source))
+
     def begin(self, *, compressing: bool = True, scale: Tensor | None = None) -> None:
         """Forget the gradients of the last step.
 
         `scale`, shape (), is what the loss of this step is multiplied by; None for 1.
         """
+        self.armed = False
         for parameter in self.parameters:
             parameter.grad = None
         self.compressing = compressing and self.compressor is not None

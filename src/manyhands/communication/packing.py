@@ -39,6 +39,7 @@ class ReadyOrder:
         """Until it is known: the last layer's gradient comes first."""
         self.seen: list[int] | None = []
         """Parameters by number as their gradients came, while that is being found out; None afterwards."""
+        self.present = self.guess
 
     def note(self, parameter: Tensor) -> None:
         """The gradient of `parameter` is ready."""
@@ -51,5 +52,14 @@ class ReadyOrder:
             return None
         first = list(dict.fromkeys(self.seen))
         order = torch.tensor([*first, *(number for number in self.guess if number not in set(first))])
-        self.seen = None
-        return [int(number) for number in self.world.broadcast(order.to(self.world.device)).tolist()]
+        self.present = [int(number) for number in self.world.broadcast(order.to(self.world.device)).tolist()]
+        self.seen = None  # not before: if the exchange breaks, the step is done again
+        return self.present
+
+    def meet(self, source: int) -> list[int]:
+        """What worker `source` uses, on every worker: those that were not there when it was found out follow it."""
+        own = torch.tensor([self.seen is None, *self.present], device=self.world.device, dtype=torch.int64)
+        known, *order = (int(number) for number in self.world.broadcast(own, source).tolist())
+        self.seen = None if known else []
+        self.present = order
+        return order

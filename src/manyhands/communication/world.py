@@ -7,8 +7,10 @@ others holds the world and asks it, and never keeps a rank or a size.
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -16,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from manyhands.cluster.membership import Group, Membership
 from manyhands.cluster.place import REHEARSING, Place
-from manyhands.communication import volume
+from manyhands.communication import sockets, volume
 from manyhands.errors import CommunicationError, ConfigError
 
 
@@ -29,19 +32,30 @@ class Waitable(Protocol):
 
 
 Work = Waitable | None
+_NEWS_OF_A_BREAK = re.compile(r"gloo|nccl|connection (was )?(closed|reset|refused)|broken pipe", re.IGNORECASE)
 
 
 class World:
     """`size` workers, of which this is number `rank`. With one worker nothing is sent and no group is made."""
 
-    def __init__(self, place: Place, *, backend: str | None = None, timeout_s: float = 600) -> None:
-        """Join the group that `place` names.
+    def __init__(
+        self,
+        place: Place,
+        *,
+        backend: str | None = None,
+        timeout_s: float = 600,
+        membership: Membership | None = None,
+    ) -> None:
+        """Join the group that `place` names. One that joins while others train stands apart until it `enter`s.
 
         Raises:
             ConfigError: the backend cannot work here.
             CommunicationError: the others could not be reached in `timeout_s` seconds.
         """
-        self.place = place
+        self.apart = membership is not None and membership.joins
+        """Whether this worker has not met the others yet: it acts as if it were alone."""
+        self.membership = membership
+        self.place = replace(place, rank=0, size=1) if self.apart else place
         self.device = _device(place)
         own = "nccl" if self.device.type == "cuda" else "gloo"
         self.backend = own if backend is None or REHEARSING in os.environ else backend
@@ -59,8 +73,11 @@ class World:
         """Payload this worker has put on the wire, all in all, as `communication.volume` counts it."""
         self.notes: list[str] = []
         """What is worth saying once, until somebody takes it."""
+        self._sockets = sockets.Mine()
         if self.size > 1 and not dist.is_initialized():
             self._join()
+        if membership is not None:
+            membership.on_broken = self.abort
 
     @property
     def rank(self) -> int:
@@ -77,23 +94,65 @@ class World:
         """Whether this is the worker that writes and reports for all."""
         return self.rank == 0
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether there are other workers, or may be some day."""
+        return self.size > 1 or self.membership is not None
+
     def _join(self) -> None:
-        place = self.place
+        self._form(init_method="env://")  # honours TORCHELASTIC_USE_AGENT_STORE: a store kept by the launcher
+
+    def enter(self, group: Group) -> None:
+        """Be a member of `group`, in place of the one before.
+
+        Raises:
+            CommunicationError: the others could not be met; some of them may be gone again.
+        """
+        self.leave()
+        self.apart = False
+        self.place = replace(
+            self.place,
+            rank=group.rank,
+            size=group.size,
+            local_rank=group.local_rank,
+            local_size=group.local_size,
+            node_rank=group.node_rank,
+            head_address=group.address,
+            head_port=group.port,
+        )
+        os.environ.update(_variables(self.place, group))  # for what the script or a loader's process asks later
+        if self.size > 1:
+            self._form(group=group)
+
+    def _form(self, *, init_method: str | None = None, group: Group | None = None) -> None:
+        place, timeout = self.place, timedelta(seconds=self.timeout_s)
+        store = None
         try:
-            dist.init_process_group(
-                self.backend,
-                init_method="env://",  # honours TORCHELASTIC_USE_AGENT_STORE: a store kept by the launcher
-                rank=place.rank,
-                world_size=place.size,
-                timeout=timedelta(seconds=self.timeout_s),
-                device_id=self.device if self.backend == "nccl" else None,
-            )
+            with self._sockets.opened():
+                if group is not None:
+                    client = dist.TCPStore(group.address, group.port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]  # torch names it public all the same
+                    store = dist.PrefixStore(group.key, client)  # type: ignore[attr-defined]
+                dist.init_process_group(
+                    self.backend,
+                    init_method=init_method,
+                    store=store,
+                    rank=place.rank,
+                    world_size=place.size,
+                    timeout=timeout,
+                    device_id=self.device if self.backend == "nccl" else None,
+                )
         except (RuntimeError, ValueError) as cause:
             raise CommunicationError(
                 f"rank {place.rank} of {place.size} could not meet the others: {first_line(cause)}",
                 where=f"store at {place.head_address}:{place.head_port}",
                 fix="see that every worker was started with the same address and that no firewall is between them",
             ) from cause
+
+    def abort(self) -> None:
+        """Make every wait for the others fail at once, in this worker and in them. May be called from any thread."""
+        if self.backend == "nccl" and dist.is_initialized():
+            dist.distributed_c10d._abort_process_group()
+        self._sockets.shut()
 
     def leave(self) -> None:
         """Take the group down. Safe to call twice."""
@@ -156,6 +215,16 @@ class World:
             dist.broadcast(tensor, src=source)
         return tensor
 
+    def send(self, tensor: Tensor, rank: int) -> None:
+        """Send `tensor` to one worker, who must `receive` one of its shape and dtype."""
+        self.bytes_sent += tensor.numel() * tensor.element_size()
+        dist.send(tensor, dst=rank)
+
+    def receive(self, tensor: Tensor, rank: int) -> Tensor:
+        """Fill `tensor` with what worker `rank` sends, and give it back."""
+        dist.recv(tensor, src=rank)
+        return tensor
+
     def barrier(self) -> None:
         """Wait until every worker is here."""
         if self.size > 1:
@@ -195,6 +264,30 @@ class World:
         padded = tensor.new_zeros((max(counts), *tensor.shape[1:]))
         padded[: tensor.shape[0]] = tensor
         return [part[:count] for part, count in zip(self.stack(padded), counts, strict=True)]
+
+
+def is_break(error: BaseException) -> bool:
+    """Whether `error` says that the connection to other workers broke, and not that something else went wrong."""
+    if isinstance(error, CommunicationError | dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and _NEWS_OF_A_BREAK.search(str(error)) is not None
+
+
+def _variables(place: Place, group: Group) -> dict[str, str]:
+    """What torchrun would tell this worker now."""
+    words = {
+        "RANK": place.rank,
+        "WORLD_SIZE": place.size,
+        "LOCAL_RANK": place.local_rank,
+        "LOCAL_WORLD_SIZE": place.local_size,
+        "GROUP_RANK": place.node_rank,
+        "GROUP_WORLD_SIZE": group.nodes,
+        "ROLE_RANK": place.rank,
+        "ROLE_WORLD_SIZE": place.size,
+        "MASTER_ADDR": place.head_address,
+        "MASTER_PORT": place.head_port,
+    }
+    return {name: str(word) for name, word in words.items()}
 
 
 def first_line(error: BaseException) -> str:

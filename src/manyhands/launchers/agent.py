@@ -6,9 +6,10 @@ From the agent:
 
     hello     token, node, host, address, process, cores, python, torch (or null), manyhands
     store     generation, port, shared                     the answer to `open_store`
-    output    rank, generation, stream ("out", "err"), lines
-    report    rank, generation, kind, fields               what a worker said through `cluster.reports`
-    ended     rank, generation, code, signal, finished, error, out_of_memory
+    output    rank, generation, member, stream ("out", "err"), lines
+    report    rank, generation, member, kind, fields       what a worker said through `cluster.reports`
+    member    member, kind, fields                         what a worker said through `cluster.membership`
+    ended     rank, generation, member, code, signal, finished, error, out_of_memory
     trouble   text, where, early                           this host can start no worker; early: and has started none
     asked     signal                                       this host's agent was asked to end: a wish for the whole run
     alive                                                  every `HEARTBEAT_S` seconds
@@ -17,7 +18,10 @@ From the head:
 
     prepare     command, preload, environment, run_dir, workers   once: load what the workers will need
     open_store  generation, address
-    start       generation, workers: [{rank, local_rank, environment}]
+    start       generation, workers: [{rank, local_rank, member, environment}]
+    tell        member, content                   for a worker, through `cluster.membership`
+    kill        member                            SIGKILL to one worker
+    close_store generation                        so that whoever waits for it waits no more
     end         generation, grace_s              SIGTERM to all the workers have started, SIGKILL when the time is over
     signal      generation, signal, farewell_s   to the workers themselves; SIGKILL when the time is over
     leave                                        end everything
@@ -70,11 +74,12 @@ class Agent:
         folder = tempfile.gettempdir()
         short = folder if len(folder) < _LONGEST_FOLDER else "/tmp"  # noqa: S108  # what is made there is for us alone
         self._scratch = Path(tempfile.mkdtemp(prefix="manyhands-", dir=short))
-        self._desk = ReportDesk(loop, self._scratch / "agent", self._pass_on)
+        self._desk = ReportDesk(loop, self._scratch / "agent", self._pass_on, self._pass_on_membership)
         self._paused = False
         self._asked = 0.0
         self._fit = True
         """Whether this host can start workers at all."""
+        self._stores = 0
         self.done = False
         self._node = node
         self._host = socket.gethostname()
@@ -128,6 +133,17 @@ class Agent:
                 self._kill_later(message["generation"], message["farewell_s"])
             case "leave":
                 self.leave()
+            case _:
+                self._obey_about_members(message)
+
+    def _obey_about_members(self, message: Message) -> None:
+        match message["message"]:
+            case "tell":
+                self._desk.tell(message["member"], message["content"])
+            case "kill":
+                self._kill_member(message["member"])
+            case "close_store":
+                self._close_store()
 
     def _prepare(self, message: Message) -> None:
         """Start the template, so that it loads torch while the head still waits for other hosts."""
@@ -163,14 +179,20 @@ class Agent:
 
     def _open_store(self, generation: int, address: str) -> None:
         listening = socket.create_server((address, 0), backlog=4096)  # a free port that nobody else can take meanwhile
-        nursery = self._open_nursery()
-        nursery.ask("signal", name=f"store {generation - 1}", signal=signal.SIGKILL, group=True)
-        nursery.ask("store", [listening.fileno()], name=f"store {generation}")
+        self._close_store()
+        self._stores += 1
+        self._open_nursery().ask("store", [listening.fileno()], name=f"store {self._stores}")
         self._head.send("store", generation=generation, port=listening.getsockname()[1], shared=bool(_version("torch")))
         listening.close()
 
+    def _close_store(self) -> None:
+        if self._nursery is not None:
+            self._nursery.ask("signal", name=f"store {self._stores}", signal=signal.SIGKILL, group=True)
+
     def _start(self, worker: dict[str, Any], generation: int) -> None:
-        seat = Seat(rank=worker["rank"], local_rank=worker["local_rank"], generation=generation)
+        seat = Seat(
+            rank=worker["rank"], local_rank=worker["local_rank"], generation=generation, member=worker["member"]
+        )
         error_file = self._logs / f"{self._host}-{seat.rank}-error-{generation}.json"
         error_file.unlink(missing_ok=True)
         watched = WatchedWorker(
@@ -217,8 +239,17 @@ class Agent:
         """A report that a worker has sent."""
         seats = [worker.seat for worker in self._workers.values() if worker.seat.local_rank == local_rank]
         if seats:
-            newest = max(seats, key=lambda seat: seat.generation)
-            self._head.send("report", rank=newest.rank, generation=newest.generation, kind=kind, fields=fields)
+            newest = max(seats, key=lambda seat: seat.member)
+            self._head.send("report", **newest.to_json(), kind=kind, fields=fields)
+
+    def _pass_on_membership(self, member: int, kind: str, fields: dict[str, Any]) -> None:
+        """What a worker says about who trains together."""
+        self._head.send("member", member=member, kind=kind, fields=fields)
+
+    def _kill_member(self, number: int) -> None:
+        for worker in self._workers.values():
+            if worker.seat.member == number:
+                self._kill(worker)
 
     def _end_soon(self, worker: WatchedWorker) -> None:
         """A worker has said that it failed; what it does on its way out must not keep the others waiting."""

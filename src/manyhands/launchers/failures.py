@@ -28,11 +28,12 @@ _CAUSES = {
     "SIGTERM": "a person or a scheduler asked it to end; start the same command again to go on",
     "SIGINT": "somebody interrupted it; start the same command again to go on",
 }
+_POLITE = ("SIGINT", "SIGTERM", "SIGHUP")
 _OUT_OF_MEMORY = "the kernel ended a process of this host for want of memory just then; use a smaller batch, fewer"
 _OUT_OF_MEMORY += " workers or fewer DataLoader workers there"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Failure:
     """How one worker failed."""
 
@@ -46,6 +47,13 @@ class Failure:
     log: str = ""
     lost: str = ""
     """Why nothing is known of its end, where its host is the reason."""
+    note: str = ""
+    """What else belongs to the sentence."""
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether the worker was taken away, rather than failed or was asked to go."""
+        return bool(self.lost) or (self.signal != 0 and signal_name(self.signal) not in _POLITE)
 
     @property
     def may_be_consequence(self) -> bool:
@@ -64,9 +72,9 @@ class Failure:
     def told(self, others_ended: int) -> ManyhandsError:
         """The error that ends the run, or that a restart mends."""
         who = f"rank {self.rank} on host {self.host}"
-        rest = ""
+        rest = self.note
         if others_ended:
-            rest = f"; {others_ended} other worker{'s were' if others_ended > 1 else ' was'} ended"
+            rest += f"; {others_ended} other worker{'s were' if others_ended > 1 else ' was'} ended"
         if self.lost:
             return RankLost(
                 f"{who} was lost: {self.lost}{rest}",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import itertools
 import secrets
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,8 @@ from manyhands.launchers.display import Display
 from manyhands.launchers.failures import Failure, first, signal_name
 from manyhands.launchers.job import Job
 from manyhands.launchers.loop import Channel, Loop, Message, notice_loss
+from manyhands.launchers.regroup import Regroup
+from manyhands.launchers.roster import MOST_WITHOUT_PROGRESS, Member
 from manyhands.launchers.tracebacks import is_native_frame, without_native_frames
 
 _JOIN_LIMIT_S = 60.0
@@ -44,6 +47,8 @@ class _Node:
     channel: Channel | None = None
     facts: Message = field(default_factory=dict)
     leaving: bool = False
+    late: list[Member] = field(default_factory=list)
+    """Workers to be started when the agent is back, to join those that train."""
 
 
 class Head:
@@ -61,7 +66,13 @@ class Head:
         self._nodes = [_Node(name, self._begin_agent(node)) for node, name in enumerate(hosts)]
         self._strangers: set[Channel] = set()
         self._generation = 0
+        self._numbers = itertools.count()
+        self._regroup = Regroup(self._loop, self, 0)
         self._running: set[int] = set()
+        """Members by number."""
+        self._store: tuple[int, str, int] | None = None
+        """The node that keeps it, its address and port."""
+        self._on_store: Callable[[str, int], None] | None = None
         self._failures: list[Failure] = []
         self._culprit: Failure | None = None
         """Whose failure the others are being ended for. How they end then says nothing."""
@@ -130,7 +141,11 @@ class Head:
         channel.on_message = lambda heard: self._hear(number, heard)
         channel.on_end = lambda: self._lose_agent(number)
         self._prepare(node)
-        if all(each.channel is not None for each in self._nodes):
+        if self._running:
+            for member in node.late:
+                self.start_late(member)
+            node.late.clear()
+        elif all(each.channel is not None for each in self._nodes):
             self._open_store()
 
     def _prepare(self, node: _Node) -> None:
@@ -166,58 +181,141 @@ class Head:
         node.channel = None
         if node.leaving or self._result is not None:
             return
-        first_rank = number * self._job.workers_per_node
-        lost = sorted(self._running & set(range(first_rank, first_rank + self._job.workers_per_node)))
         if not self._running:
             self._result = LaunchError("the agent ended while it prepared", where=f"host {node.name}", fix=_SEE_ABOVE)
-        for rank in lost:
-            self._running.discard(rank)
-            self._failures.append(Failure(rank=rank, host=node.name, lost="its agent is gone"))
-        if lost:
-            self._consider()
+        if self._store is not None and self._store[0] == number:
+            self._store = None
+        gone = [member for member in self._regroup.roster.members.values() if member.node == number]
+        for member in gone:
+            self._running.discard(member.number)
+        self._note_failures(
+            {each.number: Failure(rank=each.rank, host=node.name, lost="its agent is gone") for each in gone}
+        )
 
     # Workers start and end.
 
     def _open_store(self) -> None:
-        address = self._store_address()
-        self._broadcast_to([self._nodes[0]], "open_store", generation=self._generation, address=address)
+        self._store = None
+        node = next(number for number, node in enumerate(self._nodes) if node.channel is not None)
+        address = self._store_address(node)
+        self._broadcast_to([self._nodes[node]], "open_store", generation=self._generation, address=address)
 
-    def _store_address(self) -> str:
-        """Where the other hosts reach the first one."""
-        return str(self._nodes[0].facts.get("address", self._address))
+    def _store_address(self, node: int = 0) -> str:
+        """Where the other hosts reach this one."""
+        return str(self._nodes[node].facts.get("address", self._address))
+
+    def _take_store(self, number: int, message: Message) -> None:
+        address = self._store_address(number)
+        self._store = (number, address, message["port"])
+        if self._on_store is not None:
+            then, self._on_store = self._on_store, None
+            then(address, message["port"])
+        elif not self._running:
+            self._start_workers(message["port"], message["shared"])
 
     def _start_workers(self, port: int, shared: bool) -> None:
         """Start every worker of this generation, now that there is a store for them to meet at."""
-        job = self._job
-        self._running = set(range(job.workers))
         self._failures.clear()
         self._trouble.clear()
         self._culprit = None
-        for number, node in enumerate(self._nodes):
-            workers = []
-            for local_rank in range(job.workers_per_node):
-                environment = variables.of_worker(
-                    job,
-                    node=number,
-                    local_rank=local_rank,
-                    generation=self._generation,
-                    store=(self._store_address(), port),
-                    agent_store=shared,
-                )
-                rank = int(environment["RANK"])
-                workers.append({"rank": rank, "local_rank": local_rank, "environment": environment})
-            self._broadcast_to([node], "start", generation=self._generation, workers=workers)
+        self._regroup = Regroup(self._loop, self, self._generation)
+        for number in range(len(self._nodes)):
+            members = []
+            for local_rank in range(self._job.workers_per_node):
+                rank = number * self._job.workers_per_node + local_rank
+                members.append(Member(number=next(self._numbers), node=number, local_rank=local_rank, rank=rank))
+                self._regroup.add(members[-1])
+            self._start(members, (self._store_address(), port), shared=shared)
+
+    def _start(self, members: Sequence[Member], store: tuple[str, int], *, shared: bool = True) -> None:
+        """Start workers that are all of one host."""
+        workers = []
+        for member in members:
+            self._running.add(member.number)
+            environment = variables.of_worker(
+                self._job,
+                node=member.node,
+                local_rank=member.local_rank,
+                generation=self._generation,
+                store=store,
+                agent_store=shared,
+            )
+            environment |= variables.of_member(self._job, member=member.number, late=member.late)
+            place = {"rank": member.rank, "local_rank": member.local_rank, "member": member.number}
+            workers.append({**place, "environment": environment})
+        self._broadcast_to([self._nodes[members[0].node]], "start", generation=self._generation, workers=workers)
+
+    # What regrouping needs of the hosts.
+
+    def tell_member(self, member: Member, kind: str, /, **content: Any) -> None:
+        """Say something to a worker."""
+        message = {"message": kind, **content}
+        self._broadcast_to([self._nodes[member.node]], "tell", member=member.number, content=message)
+
+    def start_late(self, member: Member) -> None:
+        """Start a worker while others train; on a host that is away, when it is back."""
+        node = self._nodes[member.node]
+        if node.channel is not None:
+            self._start([member], self._store[1:] if self._store else (self._address, 0))
+            return
+        node.late.append(member)
+        if len(node.late) == 1:
+            self._call_back(member.node)
+
+    def _call_back(self, number: int) -> None:
+        """Start the agent of a host that is away again."""
+        node = self._nodes[number]
+        node.agent.kill()
+        node.agent.wait()
+        node.agent = self._begin_agent(number)
+        self._expect_back(number, self._generation)
+
+    def _expect_back(self, number: int, generation: int, waited_s: float = 0) -> None:
+        node = self._nodes[number]
+        if node.channel is not None or self._result is not None or generation != self._generation:
+            return
+        if node.agent.poll() is not None or waited_s > _JOIN_LIMIT_S:
+            late, node.late = node.late, []
+            lost = "its agent is gone, and could not be started again"
+            for member in late:
+                self._regroup.roster.members.pop(member.number, None)
+            self._note_failures({each.number: Failure(rank=each.rank, host=node.name, lost=lost) for each in late})
+            return
+        self._loop.after(_LOOK_S, lambda: self._expect_back(number, generation, waited_s + _LOOK_S))
+
+    def kill_member(self, member: Member) -> None:
+        """End a worker that does not answer; its end is told as usual."""
+        self._broadcast_to([self._nodes[member.node]], "kill", member=member.number)
+
+    def open_store(self, then: Callable[[str, int], None]) -> None:
+        """See that there is a store for workers to meet at, and call back with its address and port."""
+        if self._store is not None:
+            then(*self._store[1:])
+            return
+        self._on_store = then
+        self._open_store()
+
+    def close_store(self) -> None:
+        """Have everybody who waits for the store wait no more."""
+        if self._store is not None:
+            self._broadcast_to([self._nodes[self._store[0]]], "close_store")
+        self._store = None
+
+    def _successor(self, lost: Member) -> Member:
+        return Member(number=next(self._numbers), node=lost.node, local_rank=lost.local_rank, rank=lost.rank, late=True)
 
     def _hear(self, number: int, message: Message) -> None:
         if message.get("generation", self._generation) != self._generation:
             return  # news of workers that were given up
         match message["message"]:
             case "store":
-                self._start_workers(message["port"], message["shared"])
+                self._take_store(number, message)
+            case "member":
+                self._regroup.hear(message["member"], message["kind"], message["fields"])
             case "output":
                 self._show(self._nodes[number], message)
             case "report":
-                self._take_report(message["rank"], message["kind"], message["fields"])
+                self._take_report(self._rank(message), message["kind"], message["fields"])
             case "ended":
                 self._note_end(self._nodes[number], message)
             case "asked":
@@ -226,8 +324,13 @@ class Head:
             case "trouble":
                 self._take_trouble(self._nodes[number], message)
 
+    def _rank(self, message: Message) -> int:
+        """What a worker's rank is now."""
+        member = self._regroup.roster.members.get(message["member"])
+        return int(message["rank"]) if member is None else member.rank
+
     def _show(self, node: _Node, message: Message) -> None:
-        rank = message["rank"]
+        rank = self._rank(message)
         for line in message["lines"]:
             if not is_native_frame(line):
                 self._display.line(line, self._prefix(node, rank), message["stream"] == "err")
@@ -253,31 +356,48 @@ class Head:
             self._result = LaunchError(str(message["text"]), where=where, fix=_SEE_ABOVE)
 
     def _note_end(self, node: _Node, message: Message) -> None:
-        rank = message["rank"]
-        self._running.discard(rank)
+        self._running.discard(message["member"])
         code, number = message["code"], message["signal"]
         if message["finished"] or (code == 0 and number == 0):
             # A script whose main module came to its end has succeeded, whatever its destructors do then.
+            self._regroup.drop(message["member"])
             if not self._running and not self._failures:
                 self._result = 130 if self._interrupted else 0
             else:
                 self._consider()
             return
-        self._failures.append(
-            Failure(
-                rank=rank,
-                host=node.name,
-                code=code,
-                signal=number,
-                error=message["error"],
-                out_of_memory=message["out_of_memory"],
-                lost=self._trouble.get(node.name, ""),
-                log=str(self._job.run_dir / "logs" / f"{node.name}-{rank}.log"),
-            )
+        failure = Failure(
+            rank=self._rank(message),
+            host=node.name,
+            code=code,
+            signal=number,
+            error=message["error"],
+            out_of_memory=message["out_of_memory"],
+            lost=self._trouble.get(node.name, ""),
+            log=str(self._job.run_dir / "logs" / f"{node.name}-{message['rank']}.log"),
         )
-        self._consider()
+        self._note_failures({message["member"]: failure})
 
     # Failure, and what follows from it.
+
+    def _note_failures(self, failures: Mapping[int, Failure]) -> None:
+        """Workers, by number, have failed or are lost: the others go on, or the run ends or starts again."""
+        for number, failure in failures.items():
+            if not self._goes_on_without(number, failure):
+                self._failures.append(failure)
+        if self._failures:
+            self._regroup.refuse()
+            self._consider()
+
+    def _goes_on_without(self, number: int, failure: Failure) -> bool:
+        if self._interrupted or self._culprit or self._failures or not failure.is_loss:
+            return False
+        reason = failure.told(0).what
+        if self._regroup.goes_on_without(number, reason, replace=self._successor):
+            return True
+        if self._regroup.roster.makes_no_progress:
+            failure.note = f", failure {MOST_WITHOUT_PROGRESS + 1} in a row without one more step"
+        return False
 
     def _consider(self) -> None:
         """A worker has ended in one way or another while something is wrong: decide what comes next."""

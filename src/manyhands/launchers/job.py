@@ -65,6 +65,11 @@ class Job:
         return self.nodes * self.workers_per_node
 
     @property
+    def recovers(self) -> bool:
+        """Whether workers are told how to go on without one of them: alone, none can."""
+        return self.workers > 1
+
+    @property
     def run_id(self) -> str:
         """A name of the run that is no secret."""
         return self.run_dir.name

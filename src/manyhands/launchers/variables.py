@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from manyhands.cluster import membership
 from manyhands.launchers.job import Job
 
 RUN_DIR = "MANYHANDS_RUN_DIR"
@@ -37,6 +38,13 @@ def of_worker(
         "TORCHELASTIC_RUN_ID": job.run_id,
         "TORCHELASTIC_USE_AGENT_STORE": str(agent_store),
     }
+
+
+def of_member(job: Job, *, member: int, late: bool) -> dict[str, str]:
+    """What a worker needs to go on when others are lost, or to come to them while they train."""
+    if not job.recovers:
+        return {}
+    return {membership.MEMBER: str(member), **({membership.JOINS: "1"} if late else {})}
 
 
 def of_host(present: Mapping[str, str], *, cores: int, workers: int) -> dict[str, str]:

@@ -36,11 +36,17 @@ class Seat:
     local_rank: int
     generation: int
     """How often the workers had been started before."""
+    member: int
+    """Its own number, which no other worker of the run ever has."""
 
     @property
     def name(self) -> str:
         """What the template calls it."""
-        return f"worker {self.generation} {self.local_rank}"
+        return f"worker {self.member}"
+
+    def to_json(self) -> dict[str, int]:
+        """What the head knows it by."""
+        return {"rank": self.rank, "generation": self.generation, "member": self.member}
 
 
 class WatchedWorker:
@@ -131,7 +137,7 @@ class WatchedWorker:
     def _show(self, stream: str, lines: list[str]) -> None:
         if lines:
             self._keep(lines)
-            self._tell("output", rank=self.seat.rank, generation=self.seat.generation, stream=stream, lines=lines)
+            self._tell("output", **self.seat.to_json(), stream=stream, lines=lines)
 
     def _keep(self, lines: list[str]) -> None:
         with contextlib.suppress(OSError):
@@ -167,8 +173,7 @@ class WatchedWorker:
         code, number = self._status
         self._tell(
             "ended",
-            rank=self.seat.rank,
-            generation=self.seat.generation,
+            **self.seat.to_json(),
             code=code,
             signal=number,
             finished=self._finished,
@@ -187,9 +192,18 @@ class WatchedWorker:
 class ReportDesk:
     """The Unix socket to which workers send their reports."""
 
-    def __init__(self, loop: Loop, address: Path, on_report: Callable[[int, str, dict[str, Any]], None]) -> None:
+    def __init__(
+        self,
+        loop: Loop,
+        address: Path,
+        on_report: Callable[[int, str, dict[str, Any]], None],
+        on_membership: Callable[[int, str, dict[str, Any]], None],
+    ) -> None:
+        """`on_report` hears what workers (by local rank) say, `on_membership` what concerns who trains together."""
         self.address = address
-        self._loop, self._on_report = loop, on_report
+        self._loop, self._on_report, self._on_membership = loop, on_report, on_membership
+        self._lines: dict[int, Channel] = {}
+        """The connections of members, by number."""
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listening.bind(str(address))
         self._listening.listen(128)
@@ -211,15 +225,29 @@ class ReportDesk:
             while channel.read():
                 pass
 
+    def tell(self, member: int, message: Message) -> None:
+        """Pass on what the head says to a worker. One that has gone hears nothing."""
+        if member in self._lines:
+            content = {name: value for name, value in message.items() if name != "message"}
+            self._lines[member].send(message["message"], **content)
+
     def _accept(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while True:
                 self._add(self._listening.accept()[0])
 
     def _add(self, connection: socket.socket) -> None:
-        channel = Channel(self._loop, connection, self._take, lambda: self._channels.discard(channel))
+        channel = Channel(self._loop, connection, lambda message: self._take(channel, message), lambda: forget(channel))
         self._channels.add(channel)
 
-    def _take(self, message: Message) -> None:
+        def forget(channel: Channel) -> None:
+            self._channels.discard(channel)
+            self._lines = {member: line for member, line in self._lines.items() if line is not channel}
+
+    def _take(self, channel: Channel, message: Message) -> None:
         with contextlib.suppress(KeyError, TypeError, ValueError):  # a worker that speaks nonsense harms only itself
+            if "member" in message:
+                self._lines[int(message["member"])] = channel
+                self._on_membership(int(message["member"]), str(message["kind"]), dict(message["fields"]))
+                return
             self._on_report(int(message["worker"]), str(message["kind"]), dict(message["fields"]))

@@ -35,12 +35,20 @@ _RECENT_S = 5.0
 class ShowProgress:
     """Draws the live line, and says what deserves a line that stays: the start, each validation, what went wrong."""
 
-    def __init__(self, voice: Voice, record: RunRecord, folder: Path, *, restarts: int = 0) -> None:
-        """`restarts` counts those that came before this process."""
+    def __init__(
+        self,
+        voice: Voice,
+        record: RunRecord,
+        folder: Path,
+        *,
+        restarts: int = 0,
+        started: RunStarted | None = None,
+    ) -> None:
+        """`restarts` counts those that came before this process; `started` is known where another one showed it."""
         self._voice, self._record, self._folder = voice, record, folder
         self._seconds = Duration.parse(record.settings["duration"]).seconds
         self._restarts = restarts
-        self._start: RunStarted | None = None
+        self._start = started
         self._first: StepDone | None = None
         self._recent: deque[tuple[float, int, float]] = deque()
         """Of each time it was told new steps: when, their samples, and the seconds they took."""

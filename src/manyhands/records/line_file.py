@@ -41,6 +41,10 @@ class LineFile(Generic[T]):
         self.add = self._aside.put
         """Add one item. It is on its way within a second; `flush` to be sure of it."""
 
+    def hand_over(self) -> None:
+        """Have every line with the operating system, which keeps it whatever becomes of this process."""
+        self._aside.flush()
+
     def flush(self) -> None:
         """Have every line on the disk, safe from a power cut too, before this returns.
 

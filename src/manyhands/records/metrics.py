@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -112,6 +112,23 @@ class MetricsFile:
             steps_redone=len(redone),
             seconds_lost=max(0.0, time - counted_until),
         )
+
+    def take_over(self) -> Callable[[Event], bool]:
+        """Go on with the file of a worker that is gone. Says of an event whether that worker has told it.
+
+        The file gets a new body under its old name: where the other worker still lives, cut off, it writes into the
+        old body, which nobody reads any more.
+        """
+        tail = self._lines.tail(lambda line: line.get("event") == "step")
+        last = max((line["step"] for _, line in tail if line.get("event") == "step"), default=0)
+        told = {(line.get("event"), line.get("step")) for _, line in tail}
+        if tail:
+            self._lines.replace_tail(tail[0][0], [line for _, line in tail])
+
+        def was_told(event: Event) -> bool:
+            return event.step < last or (WORDS[type(event)], event.step) in told
+
+        return was_told
 
     def flush(self) -> None:
         """Have every line on the disk before this returns. Called before a snapshot, so that none it counts is missing.

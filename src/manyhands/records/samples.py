@@ -1,4 +1,8 @@
-"""`logs/samples-<rank>.jsonl`: which samples a worker took in each step, by their index in the dataset."""
+"""`logs/samples-<rank>.jsonl`: which samples a worker took in each step, by their index in the dataset.
+
+A line is with the operating system before the step is computed, so that no kill loses it. A step that broke off is
+begun again by another group of workers, whose number is higher; of a step's lines those of the highest group count.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +12,22 @@ from pathlib import Path
 
 from manyhands.records.line_file import Line, LineFile, read_lines
 
-Taken = tuple[int, Sequence[int]]
+Taken = tuple[int, int, Sequence[int]]
 
 
 class SamplesFile:
-    """Adds one line per step, `{"step": …, "indices": […]}`, on every worker; a ghost is no sample and has no index."""
+    """Adds one line per try on every worker: `{"step": …, "indices": […]}`, with the `group` where it is not the first.
+
+    A ghost is no sample and has no index.
+    """
 
     def __init__(self, path: Path) -> None:
         self._lines: LineFile[Taken] = LineFile(path, _text_of)
 
-    def add(self, step: int, indices: Sequence[int]) -> None:
-        """Note that `step` took the samples `indices`. The sequence is kept, so it must not be changed afterwards."""
-        self._lines.add((step, indices))
+    def add(self, step: int, indices: Sequence[int], *, group: int = 0) -> None:
+        """Note that `step` is to take the samples `indices`."""
+        self._lines.add((step, group, indices))
+        self._lines.hand_over()
 
     def resume_at(self, step: int) -> None:
         """Take away the lines of steps after `step`, which will be taken again."""
@@ -42,6 +50,16 @@ def read(path: Path) -> list[Line]:
     return list(read_lines(path))
 
 
+def counted(logs: Path) -> dict[int, list[int]]:
+    """Which samples each step took, over all workers, sorted; of a step that was begun more than once the last try."""
+    tries: dict[int, dict[int, list[int]]] = {}
+    for path in sorted(logs.glob("samples-*.jsonl")):
+        for line in read_lines(path):
+            tries.setdefault(line["step"], {}).setdefault(line.get("group", 0), []).extend(line["indices"])
+    return {step: sorted(found[max(found)]) for step, found in sorted(tries.items())}
+
+
 def _text_of(taken: Taken) -> str:
-    step, indices = taken
-    return json.dumps({"step": step, "indices": [int(index) for index in indices]}) + "\n"
+    step, group, indices = taken
+    later = {"group": group} if group else {}
+    return json.dumps({"step": step, **later, "indices": [int(index) for index in indices]}) + "\n"

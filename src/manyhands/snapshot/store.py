@@ -79,6 +79,7 @@ class Store:
         self._space = CopySpace(self._world.device)
         self._copying: Copying | None = None
         self._thread: threading.Thread | None = None
+        self._path: Path | None = None
         self._stall_s = 0.0  # of the snapshot under way
         self._gave_up = ""  # why nobody waits for the parts of the others any more
         self._failed = False  # whether the last part of this worker failed
@@ -160,6 +161,7 @@ class Store:
         )
         self._gave_up = ""
         self._stall_s = 0.0
+        self._path = path
         self._thread = threading.Thread(target=self._run, args=(task,), name="manyhands-snapshot", daemon=True)
         self._thread.start()
         self._count_stall(begin)
@@ -211,6 +213,11 @@ class Store:
             self._thread = None
         self._copying = None
         self._raise_crash()
+
+    @property
+    def under_way(self) -> Path | None:
+        """The snapshot that this worker is still writing its part of, or waits for the parts of the others."""
+        return self._path if self._thread is not None and self._thread.is_alive() else None
 
     def abandon(self) -> None:
         """Give up what is being written: the workers changed, and the parts of those that went will not come."""

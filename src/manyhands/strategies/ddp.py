@@ -52,6 +52,16 @@ class DataParallel:
         )
         return model
 
+    @property
+    def survives(self) -> bool:
+        """A compression remembers on each worker what it has not sent, and that goes with the worker."""
+        return self.config.compression == "none"
+
+    def meet(self, source: int) -> None:
+        """Exchange gradients in the order of worker `source`."""
+        assert self.buckets is not None, "place() comes before meet()"
+        self.buckets.meet(source)
+
     def _compressor(self, parameters: Sequence[nn.Parameter]) -> Compressor | None:
         compression = make_compression(self.config)
         if compression is None:

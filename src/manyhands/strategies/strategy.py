@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -107,6 +107,23 @@ class Steppable(Protocol):
 
 Scale = Callable[[Tensor], Tensor]
 """What multiplies the loss before the backward pass (fp16), or the identity."""
+
+
+@runtime_checkable
+class Survivable(Protocol):
+    """A strategy whose workers each hold everything, so that any one of them can tell the others where the run stands.
+
+    Between two steps the world it was made with may have changed; it asks the world anew for ranks and sizes.
+    """
+
+    @property
+    def survives(self) -> bool:
+        """Whether that holds as it was configured."""
+
+    def meet(self, source: int) -> None:
+        """Called on every worker when the workers have changed, after worker `source` has given parameters, optimizer
+        and `state_dict` to those that lacked them: agree on what else must be alike.
+        """
 
 
 class Strategy(Protocol):

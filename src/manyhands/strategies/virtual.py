@@ -68,6 +68,16 @@ class VirtualWorkers:
         )
         return model
 
+    @property
+    def survives(self) -> bool:
+        """Every worker holds everything."""
+        return True
+
+    def meet(self, source: int) -> None:
+        """Forget what the forward passes of a step that broke off have left; the rest is made anew in each step."""
+        self.statistics.take()
+        self.buffers, self.looked = None, False
+
     def forward_backward(
         self, model: nn.Module, pieces: Sequence[Piece], compute: Compute, scale: Scale, riders: Sequence[float]
     ) -> StepOutcome:

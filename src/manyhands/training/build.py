@@ -42,9 +42,9 @@ MakeOptimizer = Callable[[Sequence[nn.Parameter]], Optimizer]
 MakeSchedule = Callable[[Optimizer], LRScheduler]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Parts:
-    """What the loop works with, each ready for use."""
+    """What the loop works with, each ready for use. When the workers change, `recut` makes some of it anew."""
 
     world: World
     strategy: Strategy
@@ -58,7 +58,15 @@ class Parts:
     compute: ForwardPass
     source: Source
     batch: int
-    """The global batch."""
+    """The global batch: that of the beginning, however many workers there are later."""
+    make_source: Callable[[int], Source]
+    """The source for a global batch and this worker's present place."""
+    make_warmup: Callable[[Source], learning_rate.WarmUp]
+
+    def recut(self, batch: int) -> None:
+        """Read from now on what this worker's present place is to read of each global batch."""
+        self.batch, self.source = batch, self.make_source(batch)
+        self.warmup = self.make_warmup(self.source)
 
 
 def batch_of(settings: Settings, world: World) -> int:
@@ -88,9 +96,9 @@ def make_strategy(settings: Settings, world: World) -> Strategy:
     Raises:
         ConfigError: it cannot work with this many workers.
     """
-    if settings.virtual_workers is not None and (world.size == 1 or isinstance(settings.strategy, DDP)):
+    if settings.virtual_workers is not None and (not world.is_shared or isinstance(settings.strategy, DDP)):
         return virtual_workers(settings.virtual_workers, settings.strategy, world)
-    if world.size == 1:
+    if not world.is_shared:
         return SingleProcess(world)
     if isinstance(settings.strategy, Single):
         raise ConfigError(
@@ -179,17 +187,25 @@ def build(  # the one place where everything the user gave comes together
     choose_kernels(settings, world)
     made = make_model(model, settings)
     # One worker is its own global batch: its BatchNorm layers stay PyTorch's.
-    across = settings.batch_norm == "global" and world.size > 1 and settings.virtual_workers is None
+    across = settings.batch_norm == "global" and world.is_shared and settings.virtual_workers is None
     membership = make_global(made, world) if across else None
     placed = strategy.place(made)
     if settings.compile:
         placed.compile()  # in place, so that names in snapshots stay the same
     made_optimizer = make_optimizer(placed, optimizer, settings, world)
     precision = Precision(settings.precision, world.device)
+    level = membership is not None or step is not None
+
+    def cut_source(batch: int) -> Source:
+        # A user's step may return values whose names a worker learns only by computing one piece.
+        cut = cut_for(settings, strategy.shard(), level=level)
+        return make_source(data, settings, batch=batch, cut=cut, world=world)
+
+    def warm(source: Source) -> learning_rate.WarmUp:
+        return learning_rate.WarmUp(learning_rate.warmup_steps(settings.warmup, source.steps_per_epoch))
+
     batch = batch_of(settings, world)
-    # A user's step may return values whose names a worker learns only by computing one piece.
-    cut = cut_for(settings, strategy.shard(), level=membership is not None or step is not None)
-    source = make_source(data, settings, batch=batch, cut=cut, world=world)
+    source = cut_source(batch)
     return Parts(
         world=world,
         strategy=strategy,
@@ -197,11 +213,13 @@ def build(  # the one place where everything the user gave comes together
         membership=membership,
         optimizer=made_optimizer,
         schedule=None if schedule is None else schedule(made_optimizer),
-        warmup=learning_rate.WarmUp(learning_rate.warmup_steps(settings.warmup, source.steps_per_epoch)),
+        warmup=warm(source),
         precision=precision,
         compute=ForwardPass(loss, step, seed=settings.seed, context=precision.context, membership=membership),
         source=source,
         batch=batch,
+        make_source=cut_source,
+        make_warmup=warm,
     )
 
 

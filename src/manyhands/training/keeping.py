@@ -40,6 +40,8 @@ class Keeping:
         """Which metric is watched, and what is better."""
         self.store = Store(directory.snapshots, keep=keep, world=parts.world)
         self.newest: SnapshotSaved | None = None
+        self.best_saved_at = -1
+        """The step of the best model that was begun to be written last."""
         self.saved_at = -1
         """The step of the last snapshot that was begun or restored."""
 
@@ -62,11 +64,10 @@ class Keeping:
             )
         return values[self.rule.metric]
 
-    def save(self, state: RunState) -> None:
-        """Begin a snapshot of everything."""
+    def everything(self, state: RunState) -> dict[str, Any]:
+        """What is equal on all workers, and enough for any of them to go on; the tensors are those in use."""
         parts = self.parts
-        self.saved_at = state.step
-        everything = {
+        return {
             "model": self._model(),
             "optimizer": parts.optimizer.state_dict(),
             "schedule": {} if parts.schedule is None else _plain(parts.schedule.state_dict()),
@@ -74,9 +75,24 @@ class Keeping:
             "run": state.to_dict(),
             "random": _random_states(),
         }
+
+    def take_up(self, kept: dict[str, Any]) -> None:
+        """Put what `everything` gave, here or on another worker, into the parts of this one."""
+        parts = self.parts
+        load_model(parts.model, kept["model"])
+        parts.optimizer.load_state_dict(kept["optimizer"])
+        if parts.schedule is not None:
+            parts.schedule.load_state_dict(kept["schedule"])
+        parts.precision.load_state_dict(kept["scaler"])
+        torch.set_rng_state(kept["random"]["torch"])
+
+    def save(self, state: RunState) -> None:
+        """Begin a snapshot of everything."""
+        parts = self.parts
+        self.saved_at = state.step
         own = {"strategy": parts.strategy.state_dict(), "stream": dict(state.stream)}
         self.store.save(
-            everything,
+            self.everything(state),
             self._facts(state),
             own=own if any(own.values()) else None,
             unchanged_until_update=[*parts.model.parameters(), *_tensors(parts.optimizer.state)],
@@ -85,6 +101,7 @@ class Keeping:
 
     def save_best(self, state: RunState) -> None:
         """Begin to write the model as the best one."""
+        self.best_saved_at = state.best_step
         self.store.save_as(
             self.directory.best,
             {"model": self._model()},
@@ -112,6 +129,16 @@ class Keeping:
                 self.newest = news
             self.tell(news)
 
+    def abandon(self) -> bool:
+        """Give up what is being written: some of those who write it are gone. Whether a snapshot is lost so."""
+        under_way = self.store.under_way
+        self.store.abandon()
+        self.store.wait()
+        self.listen()
+        if under_way == self.directory.best:
+            self.best_saved_at = -1
+        return under_way is not None and under_way != self.directory.best
+
     def finish(self) -> None:
         """Wait until everything is written."""
         self.store.wait()
@@ -134,16 +161,11 @@ class Keeping:
         if loaded is None:
             return RunState(), None
         parts, kept = self.parts, loaded.state
-        load_model(parts.model, kept["model"])
-        parts.optimizer.load_state_dict(kept["optimizer"])
-        if parts.schedule is not None:
-            parts.schedule.load_state_dict(kept["schedule"])
-        parts.precision.load_state_dict(kept["scaler"])
+        self.take_up(kept)
         rank = parts.world.rank
         owns = [own or {} for own in loaded.owns]
         parts.strategy.load_state_dict([own.get("strategy", {}) for own in owns])
         own = owns[rank] if rank < len(owns) else {}
-        torch.set_rng_state(kept["random"]["torch"])
         self.saved_at = loaded.facts.step
         self.newest = SnapshotSaved(
             step=loaded.facts.step,

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from manyhands.config.settings import Settings
@@ -28,6 +29,10 @@ from manyhands.units import Duration
 Tell = Callable[[Event], None]
 
 
+class WorkersChange(Exception):
+    """Between two steps: somebody waits to join."""
+
+
 class Loop:
     """Trains `parts` until a rule gives a reason to stop."""
 
@@ -43,7 +48,9 @@ class Loop:
         tell: Tell,
         flush: Callable[[], None],
         note_samples: Callable[[int, Sequence[int]], None] | None,
+        keep_buffers: bool = False,
     ) -> None:
+        """`keep_buffers`: remember before each step what its forward pass changes, so that it can be done again."""
         self.parts, self.settings, self.state = parts, settings, state
         self.validation, self.keeping, self.wishes, self.tell, self.flush = validation, keeping, wishes, tell, flush
         self.note_samples = note_samples
@@ -54,23 +61,57 @@ class Loop:
         self.before = self.mark()
         self.began = time.perf_counter() - state.seconds
         self.on_cpu = parts.world.device.type == "cpu"
+        self.duties = (self.end_epoch, self.validate_if_due, self.keep_best, self.save_if_due)
+        """What may be due after a step, in order."""
+        self.duties_done = len(self.duties)
+        self.ends_epoch = False
+        """Whether the last step was the last of its epoch."""
+        self.under_way = 0
+        """The step that is being computed; 0 between steps."""
+        self.torn = False
+        """Whether an update broke off, so that the parameters are those of no step."""
+        self.change_granted = False
+        """Whether all workers have heard that somebody waits to join them."""
+        self.save_again = False
+        """Whether a snapshot is lost that was being written when workers went."""
+        self.since = time.time()
+        """When what is being done now was begun."""
+        self.buffers = list(parts.model.buffers()) if keep_buffers else []
+        self.buffers_before = [buffer.clone() for buffer in self.buffers]
 
     def run(self) -> str:
-        """Train from where the state stands. Returns why it ended."""
+        """Train from where the state stands, after what is still due there. Returns why it ended.
+
+        Raises:
+            WorkersChange: somebody waits to join, and all have finished the same step.
+        """
         self.parts.model.train()
-        self.before = self.mark()
-        steps = self.parts.source.steps(self.state.position, self.state.stream)
-        while not (reason := self.reason_to_stop()):
+        steps: Iterator[Step] | None = None
+        while True:
+            self.finish_step()
+            if self.change_granted:
+                raise WorkersChange
+            if reason := self.reason_to_stop():
+                break
+            if steps is None:
+                steps = self.parts.source.steps(self.state.position, self.state.stream)
             self.before = self.mark()
-            step = self.take(steps)
-            if step.ends_epoch:
-                self.end_epoch()
-            if self.validation is not None and due(self.validate_every, self.before, self.mark()):
-                self.validate()
-            if due(self.snapshot_every, self.before, self.mark()):
-                self.save()
+            self.take(steps)
         self.read_numbers(all_of_them=True)
         return reason
+
+    def finish_step(self) -> None:
+        """Do what is due after the last step, each thing once, also where a failure came between."""
+        while self.duties_done < len(self.duties):
+            self.duties[self.duties_done]()
+            self.duties_done += 1
+
+    def step_back(self) -> None:
+        """Undo what the step under way has changed."""
+        if self.under_way and not self.torn:
+            with torch.no_grad():
+                for buffer, before in zip(self.buffers, self.buffers_before, strict=True):
+                    buffer.copy_(before)
 
     def mark(self) -> Mark:
         """How far the run has come, in numbers that are equal on all workers."""
@@ -85,13 +126,20 @@ class Loop:
         """One optimizer step, from waiting for its samples to telling its numbers."""
         world, state = self.parts.world, self.state
         begin, exposed, sent, stalled = time.perf_counter(), world.exposed_s, world.bytes_sent, self.keeping.stalled_s
+        self.since = time.time()
         step = next(steps)
         fetched = time.perf_counter()
+        self.under_way = state.step + 1
+        if self.note_samples is not None:
+            self.note_samples(state.step + 1, _indices(step))
+        if self.buffers:
+            torch._foreach_copy_(self.buffers_before, self.buffers)
         lr = self.parts.optimizer.param_groups[0]["lr"] * self.parts.warmup.factor(state.step)
         outcome, norm = self.train_step(step)
         end = time.perf_counter()
         state.step += 1
         state.position, state.stream = step.after, step.stream
+        self.under_way, self.ends_epoch, self.duties_done = 0, step.ends_epoch, 0
         stall = self.keeping.stalled_s - stalled
         timing = HostTiming(end - begin, fetched - begin, world.exposed_s - exposed, stall, end - fetched - stall)
         facts = StepFacts(
@@ -119,12 +167,14 @@ class Loop:
             parts.precision.unscale(parts.optimizer)
             norm = parts.strategy.clip_gradients(parts.model, self.settings.clip_gradients)
         self.keeping.before_update()
+        self.torn = True
         if self.state.step < parts.warmup.steps:
             with parts.warmup.over(parts.optimizer, self.state.step):
                 parts.strategy.update(parts.model, parts.precision.stepper(parts.optimizer))
         else:
             parts.strategy.update(parts.model, parts.precision.stepper(parts.optimizer))
         advance(parts.schedule)
+        self.torn = False
         return outcome, norm
 
     def pieces(self, step: Step) -> list[Piece]:
@@ -142,26 +192,26 @@ class Loop:
             for loaded in step.pieces
         ]
 
-    def riders(self) -> tuple[float, float]:
-        """The leader's clock, and whether this worker was asked to stop."""
-        clock = time.perf_counter() - self.began if self.parts.world.is_leader else 0.0
-        return clock, float(self.wishes.asked)
+    def riders(self) -> tuple[float, float, float]:
+        """The leader's clock, whether this worker was asked to stop, and whether it knows of one that wants to join."""
+        world = self.parts.world
+        clock = time.perf_counter() - self.began if world.is_leader else 0.0
+        joining = world.membership is not None and world.membership.change_asked
+        return clock, float(self.wishes.asked), float(joining)
 
     def read_numbers(self, *, all_of_them: bool = False) -> None:
         """Tell the steps whose numbers have come, and take from them what the workers decide together."""
         for numbers in self.numbers.read(all_of_them=all_of_them):
             self.check(numbers)
-            clock, asked = numbers.riders
+            clock, asked, joining = numbers.riders
             state, facts = self.state, numbers.facts
             state.seconds = clock
             self.wishes.hear(asked)
+            self.change_granted = self.change_granted or joining > 0
             state.epoch_loss += numbers.values["loss"] * facts.samples
             state.epoch_samples += facts.samples
             state.epoch_seconds += facts.timing.total
-            if self.note_samples is not None:
-                self.note_samples(facts.step, facts.indices)
-            if self.parts.world.is_leader:
-                self.tell(step_done(numbers))
+            self.tell(step_done(numbers))
         while world_notes := self.parts.world.notes:
             self.tell(Note(text=world_notes.pop(0), step=self.state.step, time=time.time()))
 
@@ -179,7 +229,9 @@ class Loop:
         )
 
     def end_epoch(self) -> None:
-        """Tell the epoch's sums and begin new ones."""
+        """Tell the epoch's sums and begin new ones, where the last step ended one."""
+        if not self.ends_epoch:
+            return
         self.read_numbers(all_of_them=True)
         state = self.state
         self.tell(
@@ -194,11 +246,29 @@ class Loop:
         )
         state.epoch_loss, state.epoch_samples, state.epoch_seconds = 0.0, 0, 0.0
 
+    def validate_if_due(self) -> None:
+        """Validate where that is due after the last step."""
+        if self.validation is not None and due(self.validate_every, self.before, self.mark()):
+            self.validate()
+
+    def keep_best(self) -> None:
+        """Write the model as the best one, where the last validation found it to be."""
+        state = self.state
+        if state.validated_at == state.step == state.best_step != self.keeping.best_saved_at:
+            self.keeping.save_best(state)
+
+    def save_if_due(self) -> None:
+        """Make a snapshot where that is due after the last step."""
+        is_due = self.save_again or due(self.snapshot_every, self.before, self.mark())
+        if is_due and self.keeping.saved_at != self.state.step:
+            self.save()
+        self.save_again = False
+
     def validate(self) -> None:
-        """Evaluate, keep the model if it is the best, and let early stopping and a plateau schedule judge."""
+        """Evaluate, and let early stopping and a plateau schedule judge."""
         assert self.validation is not None, "validate() is called where there is a validation set"
         self.read_numbers(all_of_them=True)
-        begin = time.perf_counter()
+        begin, self.since = time.perf_counter(), time.time()
         state, rule = self.state, self.keeping.rule
         with together(self.parts.strategy, self.parts.model):
             state.validation = self.validation(self.parts.model)
@@ -207,7 +277,6 @@ class Loop:
         best = rule.better(value, state.best)
         if best:
             state.best, state.best_step, state.validations_without_gain = value, state.step, 0
-            self.keeping.save_best(state)
         else:
             state.validations_without_gain += 1
         if self.settings.early_stopping is not None and state.validations_without_gain >= rule.patience:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import socket
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from manyhands.cluster.reports import Reporter
 from manyhands.communication.gathering import gather_words
+from manyhands.communication.world import is_break
 from manyhands.config.settings import Settings
 from manyhands.config.stopping import EarlyStopping
 from manyhands.config.strategies import Single
@@ -20,6 +21,7 @@ from manyhands.errors import ManyhandsError
 from manyhands.events import Event, Listener, Note, RunEnded, RunStarted
 from manyhands.listeners.broadcast import Broadcast
 from manyhands.listeners.standard import standard
+from manyhands.records.metrics import MetricsFile
 from manyhands.records.run_directory import RunDirectory
 from manyhands.records.run_record import RunRecord, plain_settings, versions_for
 from manyhands.records.samples import SamplesFile
@@ -28,11 +30,15 @@ from manyhands.strategies.alone import Drifting
 from manyhands.training.build import Parts
 from manyhands.training.evaluate import Evaluation
 from manyhands.training.keeping import Keeping
-from manyhands.training.loop import Loop
+from manyhands.training.loop import Loop, WorkersChange
 from manyhands.training.marks import reached
+from manyhands.training.recover import Recovery
 from manyhands.training.result import Result
+from manyhands.training.state import RunState
 from manyhands.training.wishes import Wishes
 from manyhands.units import Duration
+
+_RECENT_EVENTS = 4096
 
 
 class Run:
@@ -48,8 +54,9 @@ class Run:
         validation: Evaluation | None,
         listeners: Sequence[Listener],
         reporter: Reporter | None,
+        survive: bool = False,
     ) -> None:
-        """Open the run directory, and take up its newest snapshot that fits.
+        """Open the run directory, and take up its newest snapshot that fits. `survive`: go on without those who die.
 
         Raises:
             ConfigError: the directory is that of another script.
@@ -59,10 +66,13 @@ class Run:
         self.world = parts.world
         self.reporter = reporter
         self.news = Broadcast([])
-        if self.world.is_leader:
+        self.recent: deque[Event] = deque(maxlen=_RECENT_EVENTS)
+        """What was told last, on every worker: should the leader go, another one knows what it had not yet written."""
+        self.script, self.listeners = script, listeners
+        if self.world.is_leader and not self.world.apart:
             directory.open_for(script)
         self.world.barrier()  # nobody looks into the directory before the leader has made it
-        strategy = Single.name if self.world.size == 1 else settings.strategy.name
+        strategy = settings.strategy.name if self.world.is_shared else Single.name
         self.keeping = Keeping(
             parts,
             directory,
@@ -71,33 +81,77 @@ class Run:
             rule=settings.early_stopping or EarlyStopping(),
             tell=self.tell,
         )
-        self.state, self.loaded = self.keeping.restore()
+        self.state, self.loaded = (RunState(), None) if self.world.apart else self.keeping.restore()
+        self.started: RunStarted | None = None
+        any_size = settings.virtual_workers is not None
+        self.recovery = Recovery(parts, self.keeping, self.state, self, any_size=any_size) if survive else None
+        self.samples: SamplesFile | None = None
+        self.led = False
+        if not self.world.apart:
+            self.open_records(strategy)
+
+    def open_records(self, strategy: str) -> None:
+        """Record what was asked, and let the leader have its listeners."""
         hosts = gather_words(self.world, socket.gethostname())
         if self.world.is_leader:
             record = RunRecord(
-                script=str(script),
+                script=str(self.script),
                 arguments=sys.argv[1:],
-                settings=plain_settings(settings),
-                seed=settings.seed,
-                versions=versions_for(script),
+                settings=plain_settings(self.settings),
+                seed=self.settings.seed,
+                versions=versions_for(self.script),
                 hosts=list(dict.fromkeys(hosts)),
                 workers=self.world.size,
                 strategy=strategy,
                 backend=self.world.backend if self.world.size > 1 else None,
                 started=time.time(),
             )
-            record.write(directory.run_json)
-            self.news = Broadcast([*standard(directory, record), *listeners])
-        self.samples = SamplesFile(directory.samples(self.world.rank)) if settings.record_samples else None
+            record.write(self.directory.run_json)
+            self.news = Broadcast([*standard(self.directory, record), *self.listeners])
+            self.led = True
+        self.open_samples()
+
+    def lead(self) -> Callable[[Event], bool] | None:
+        """Take over the records of a leader that is gone. Says of an event whether that one has written it."""
+        if self.led:
+            return None
+        self.led = True
+        metrics = MetricsFile(self.directory.metrics)
+        was_told = metrics.take_over()
+        record = RunRecord.read(self.directory.run_json)
+        self.news = Broadcast(
+            [*standard(self.directory, record, metrics=metrics, started=self.started), *self.listeners]
+        )
+        return was_told
+
+    def remembered(self) -> list[Event]:
+        """What was told last, oldest first."""
+        return list(self.recent)
+
+    def open_samples(self) -> None:
+        """Note this worker's samples under its present rank."""
+        if self.samples is not None:
+            self.samples.close()
+        if self.settings.record_samples:
+            self.samples = SamplesFile(self.directory.samples(self.world.rank))
+
+    def note_samples(self, step: int, indices: Sequence[int]) -> None:
+        """Write down what `step` takes, before it is computed."""
+        if self.samples is not None:
+            membership = self.world.membership
+            self.samples.add(step, indices, group=0 if membership is None else membership.group)
 
     def tell(self, event: Event) -> None:
         """Tell the listeners, which are on the leader."""
+        if self.world.is_shared:
+            self.recent.append(event)
         self.news(event)
 
     def fit(self) -> Result:
         """Train until the run is as long as was asked, and record how it ended."""
         state = self.state
         wishes = Wishes()
+        recovery = self.recovery
         loop = Loop(
             self.parts,
             settings=self.settings,
@@ -107,25 +161,18 @@ class Run:
             wishes=wishes,
             tell=self.tell,
             flush=self.flush,
-            note_samples=self.samples.add if self.samples is not None else None,
+            note_samples=self.note_samples if self.settings.record_samples else None,
+            keep_buffers=recovery is not None,
         )
-        self.announce(loop)
+        if self.world.apart and recovery is not None:
+            recovery.join(loop)
+        else:
+            self.announce(loop)
+            if recovery is not None:
+                recovery.enrol()
         try:
-            with ExitStack() as stack:
-                stack.enter_context(wishes.listening())
-                reason = loop.run()
-                if (
-                    self.validation is not None
-                    and state.step
-                    and state.validated_at != state.step
-                    and not wishes.granted
-                ):
-                    loop.validate()
-                if self.keeping.saved_at != state.step:
-                    loop.save()
-                self.keeping.finish()
-                if isinstance(self.parts.strategy, Drifting):
-                    self.parts.strategy.average(self.parts.model)  # a run ends with one model
+            with wishes.listening():
+                reason = self.train_with_whoever_is_there(loop)
         except ManyhandsError as error:
             self.end("failed", error.what)
             raise
@@ -152,6 +199,37 @@ class Run:
             run_dir=self.directory.path,
         )
 
+    def train_with_whoever_is_there(self, loop: Loop) -> str:
+        """Train to the end, whoever goes and comes meanwhile. Returns why it ended."""
+        recovery = self.recovery
+        while True:
+            try:
+                reason = self.train(loop)
+            except Exception as error:
+                if recovery is None or not (isinstance(error, WorkersChange) or is_break(error)):
+                    raise
+                recovery.go_on(loop, error)
+            else:
+                if recovery is not None:
+                    recovery.withdraw()
+                return reason
+
+    def train(self, loop: Loop) -> str:
+        """Train, validate and save. Returns why it ended. Called anew where workers went or came."""
+        state = self.state
+        reason = loop.run()
+        if self.validation is not None and state.step and state.validated_at != state.step and not loop.wishes.granted:
+            loop.validate()
+        loop.keep_best()
+        if self.keeping.saved_at != state.step:
+            loop.save()
+        self.keeping.finish()
+        if isinstance(self.parts.strategy, Drifting):
+            self.parts.strategy.average(self.parts.model)  # a run ends with one model
+        if self.recovery is not None:
+            self.world.barrier()  # nobody leaves before everybody has done its part
+        return reason
+
     def announce(self, loop: Loop) -> None:
         """Tell where the run begins, and with what."""
         state, limit = self.state, loop.limit
@@ -162,16 +240,15 @@ class Run:
         now = time.time()
         if self.samples is not None:
             self.samples.resume_at(state.step)
-        self.tell(
-            RunStarted(
-                step=state.step,
-                epoch=state.position.epoch,
-                steps_per_epoch=per_epoch,
-                total_steps=min(ends) if ends else None,
-                time=now,
-                resumed_from="" if self.loaded is None else str(self.loaded.path),
-            )
+        self.started = RunStarted(
+            step=state.step,
+            epoch=state.position.epoch,
+            steps_per_epoch=per_epoch,
+            total_steps=min(ends) if ends else None,
+            time=now,
+            resumed_from="" if self.loaded is None else str(self.loaded.path),
         )
+        self.tell(self.started)
         for skipped in self.loaded.skipped if self.loaded is not None else []:
             self.tell(skipped)
         for text in self.notes(loop):

@@ -14,6 +14,7 @@ from typing import Literal
 from torch import nn
 from torchmetrics import Metric, MetricCollection
 
+from manyhands.cluster.membership import Membership
 from manyhands.cluster.place import Place
 from manyhands.cluster.reports import Reporter
 from manyhands.communication.gathering import gather_words
@@ -33,12 +34,16 @@ from manyhands.training.build import MakeOptimizer, MakeSchedule, ModelOrMaker, 
 from manyhands.training.compute import Loss, UserStep
 from manyhands.training.evaluate import Evaluation, flattened
 from manyhands.training.keeping import load_model
+from manyhands.training.recover import can_survive
 from manyhands.training.result import Result
 from manyhands.training.run import Run
 from manyhands.training.weights import load_initial
 
 _made_here = 0
 """Trainers made in this process: each has a run directory of its own."""
+_fits_here = 0
+_shared_world: World | None = None
+"""The workers that may change: all trainers of a process see the same."""
 
 
 class Trainer:
@@ -146,8 +151,7 @@ class Trainer:
         self._check_watched(data)
         self.loss, self.step = loss, step
         self.listeners = list(listeners)
-        self.world = World(Place.from_environment(), backend=self.settings.backend)
-        atexit.register(self.world.leave)
+        self.world = _world(self.settings.backend)
         global _made_here
         _made_here += 1
         self._number = _made_here
@@ -192,8 +196,15 @@ class Trainer:
             validation=self._evaluation("validation"),
             listeners=self.listeners,
             reporter=self.reporter,
+            survive=self._first_fit() and can_survive(self.parts),
         )
         return self._run.fit()
+
+    def _first_fit(self) -> bool:
+        """Whether this process has not trained before: a worker that comes new can join its first training only."""
+        global _fits_here
+        _fits_here += 1
+        return _fits_here == 1
 
     def validate(self) -> dict[str, float]:
         """`loss` and every metric over the whole validation set, with the weights as they are now.
@@ -268,6 +279,18 @@ class Trainer:
         path = Path(gather_words(self.world, chosen)[0])
         # A script may make several trainers; one directory from outside is the first one's.
         return RunDirectory(path / f"trainer-{self._number}" if VARIABLE in os.environ and self._number > 1 else path)
+
+
+def _world(backend: str | None) -> World:
+    """The workers that this process belongs to."""
+    global _shared_world
+    if _shared_world is not None:
+        return _shared_world
+    world = World(Place.from_environment(), backend=backend, membership=Membership.from_environment())
+    atexit.register(world.leave)
+    if world.membership is not None:
+        _shared_world = world
+    return world
 
 
 def _script() -> Path:

@@ -63,6 +63,8 @@ class FakeAgent:
         self.socket = socket.create_connection((host, int(port)), timeout=20)
 
     def send(self, kind: str, /, **fields: Any) -> None:
+        if "rank" in fields:
+            fields["member"] = next(each["member"] for each in self.workers if each["rank"] == fields["rank"])
         self.socket.sendall(json.dumps({"message": kind, **fields}).encode() + b"\n")
 
     def live_until_the_head_is_gone(self) -> None:

@@ -23,12 +23,17 @@ class Host:
         self.loop = Loop()
         (folder / "logs").mkdir()
         self.told: list[tuple[str, dict[str, Any]]] = []
-        self.desk = ReportDesk(self.loop, address, lambda _, kind, fields: self.tell("report", kind_=kind, **fields))
+        self.desk = ReportDesk(
+            self.loop,
+            address,
+            lambda _, kind, fields: self.tell("report", kind_=kind, **fields),
+            lambda member, kind, fields: self.tell("member", member=member, kind_=kind, **fields),
+        )
         self.error_file = folder / "error.json"
         self.failed = 0
         self.worker = WatchedWorker(
             self.loop,
-            Seat(rank=3, local_rank=1, generation=0),
+            Seat(rank=3, local_rank=1, generation=0, member=5),
             log=folder / "logs" / "n1-3.log",
             error_file=self.error_file,
             tell=self.tell,

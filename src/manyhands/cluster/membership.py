@@ -1,0 +1,175 @@
+"""How a worker stays in a run while others come and go: it tells its agent where it stands, and hears who is left.
+
+One connection per worker to the socket of its agent, both ways, one JSON object per line. The agent passes everything
+on between its workers and the head, which alone decides. From the worker (`kind`):
+
+    enrol      any_size                  training has begun: from now on others may go, and this worker goes on
+    regroup    step                      the group is broken, or is to change: this worker has finished so many steps
+    join                                 a worker that was started later is ready to be one of them
+    withdraw                             training is over: nobody can go on without this worker, or come to it
+
+To the worker (`message`):
+
+    change     group                     somebody waits to join `group`'s workers: meet when all have finished a step
+    broken     group                     somebody of `group` is gone: whoever waits for them waits in vain
+    group      see `Group`               the answer to `regroup` and `join`
+    refused    reason                    the other answer: nobody goes on
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from queue import SimpleQueue
+from typing import Any
+
+from manyhands.cluster import reports
+
+MEMBER = "MANYHANDS_MEMBER"
+"""Numbers a worker in the environment: no two workers that a run ever had share a number."""
+JOINS = "MANYHANDS_JOINS"
+"""Set in the environment of a worker that was started while the others train."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """Who trains together from now on, as one of them sees it."""
+
+    number: int
+    """Counts the groups of a run."""
+    key: str
+    """A name under which the workers of this group, and nobody else, meet at the store."""
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node_rank: int
+    nodes: int
+    address: str
+    """Where the store is."""
+    port: int
+    newcomers: tuple[int, ...] = ()
+    """The ranks of those that were not in the group before."""
+    reason: str = ""
+    """What failed, in one sentence with host and rank; empty where the group only grew."""
+    how: str = ""
+    """How it goes on, in a few words."""
+
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any]) -> Group:
+        """What the head has sent."""
+        chosen = {entry.name: message[entry.name] for entry in fields(cls)}
+        return cls(**{**chosen, "newcomers": tuple(chosen["newcomers"])})
+
+
+class Refused(Exception):
+    """The head says that nobody goes on."""
+
+
+class Membership:
+    """One worker's line to its agent. Its thread listens; whatever it hears wakes the one that trains."""
+
+    def __init__(self, address: str, *, member: int, local_rank: int, joins: bool) -> None:
+        """Remember how to reach the agent; `enrol` and `join` connect."""
+        self.joins = joins
+        """Whether this worker was started while others train, and has not met them yet."""
+        self.on_broken: Callable[[], None] = _nothing
+        """Called from the listening thread when the present group is broken, so that no wait in it lasts."""
+        self.group = 0
+        """The number of the present group."""
+        self.change_asked = False
+        """Whether somebody waits to join."""
+        self._address, self._member, self._local_rank = address, member, local_rank
+        self._socket: socket.socket | None = None
+        self._process = os.getpid()
+        self._answers: SimpleQueue[dict[str, Any]] = SimpleQueue()
+
+    @classmethod
+    def from_environment(cls, variables: Mapping[str, str] | None = None) -> Membership | None:
+        """The line of this worker, or None where no agent started it."""
+        variables = os.environ if variables is None else variables
+        if not variables.get(reports.VARIABLE) or not variables.get(MEMBER):
+            return None
+        return cls(
+            variables[reports.VARIABLE],
+            member=int(variables[MEMBER]),
+            local_rank=int(variables.get("LOCAL_RANK", "0")),
+            joins=bool(variables.get(JOINS)),
+        )
+
+    def enrol(self, *, any_size: bool) -> None:
+        """From now on the others may go. `any_size`: the number of workers changes no bit of the result."""
+        self._connect()
+        self._send("enrol", any_size=any_size)
+
+    def join(self, *, any_size: bool) -> Group:
+        """Wait until the others take this worker in.
+
+        Raises:
+            Refused: they do not.
+        """
+        self._connect()
+        self._send("join", any_size=any_size)
+        return self._answer()
+
+    def regroup(self, step: int) -> Group:
+        """Wait until it is known who goes on.
+
+        Raises:
+            Refused: nobody does.
+        """
+        self._send("regroup", step=step, group=self.group)
+        return self._answer()
+
+    def withdraw(self) -> None:
+        """Say that training is over. Safe to call twice."""
+        if self._socket is not None and os.getpid() == self._process:
+            self._send("withdraw")
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_WR)  # the listening thread ends when the agent closes its side
+        self._socket = None
+
+    def _connect(self) -> None:
+        if self._socket is None:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            with contextlib.suppress(OSError):  # the agent is gone, and this worker will be, too
+                self._socket.connect(self._address)
+            threading.Thread(target=self._listen, args=(self._socket,), name="membership", daemon=True).start()
+
+    def _send(self, kind: str, **content: Any) -> None:
+        line = {"worker": self._local_rank, "member": self._member, "kind": kind, "fields": content}
+        with contextlib.suppress(OSError):
+            if self._socket is not None:
+                self._socket.sendall(json.dumps(line).encode() + b"\n")
+
+    def _answer(self) -> Group:
+        answer = self._answers.get()
+        if answer["message"] != "group":
+            raise Refused(answer.get("reason", ""))
+        group = Group.from_message(answer)
+        self.group, self.change_asked, self.joins = group.number, False, False
+        return group
+
+    def _listen(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError), connection.makefile("rb") as lines:
+            for line in lines:
+                self._hear(json.loads(line))
+        self._answers.put({"message": "refused", "reason": "the agent of this host is gone"})
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        if message["message"] in ("group", "refused"):
+            self._answers.put(message)
+        elif message["group"] == self.group:
+            if message["message"] == "change":
+                self.change_asked = True
+            else:
+                self.on_broken()
+
+
+def _nothing() -> None:
+    """What is done while there is no group."""

@@ -1,0 +1,310 @@
+"""Going on when workers die or come: the others keep their processes, model and optimizer, and redo one step at most.
+
+When a collective breaks, each worker
+
+1. puts back what the unfinished step has changed (the buffers; parameters change in the update alone),
+2. asks the head who is left, and meets them in a new group,
+3. tells them how far it is: some may have finished the step, others not. The farthest is right; where several are, the
+   one of the lowest rank. It sends everything to those that are behind and to those that have come new,
+4. reads from there on its part of each batch, which is another one where the number of workers is.
+
+The leader says what happened. If it was the leader that died, the new one takes over its files: what the other had told
+and not yet written, every worker still remembers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from manyhands.cluster.membership import Group, Membership, Refused
+from manyhands.communication import handover
+from manyhands.communication.world import World, is_break
+from manyhands.errors import CommunicationError
+from manyhands.events import EpochDone, Event, Note, Recovered, RunStarted, StepDone, StepTiming, ValidationDone
+from manyhands.snapshot.skeleton import put_together, take_apart
+from manyhands.strategies.strategy import Survivable
+from manyhands.training.build import Parts
+from manyhands.training.keeping import Keeping
+from manyhands.training.loop import Loop
+from manyhands.training.marks import Mark
+from manyhands.training.source import ShardedSource
+from manyhands.training.state import RunState
+
+_NOWHERE = -1
+_TOLD_BY_ALL: dict[str, type[Event]] = {kind.__name__: kind for kind in (StepDone, EpochDone, ValidationDone)}
+"""What every worker knows to tell; the rest is the leader's alone."""
+
+
+class Records(Protocol):
+    """What the run writes and says, as far as going on needs it."""
+
+    started: RunStarted | None
+
+    def remembered(self) -> list[Event]:
+        """What was told last, oldest first."""
+
+    def tell(self, event: Event) -> None:
+        """Remember it and tell the listeners."""
+
+    def lead(self) -> Callable[[Event], bool] | None:
+        """Be the leader from now on. What comes back says of an event whether the last leader has written it.
+
+        None where this worker has been the leader before.
+        """
+
+    def open_samples(self) -> None:
+        """Note samples under the present rank."""
+
+    def flush(self) -> None:
+        """Have everything that was told on the disk."""
+
+
+def can_survive(parts: Parts) -> bool:
+    """Whether the workers that are left have everything that a run needs to go on.
+
+    On a GPU they do not: NCCL's collectives come back before they are done, so nobody knows which step is whole.
+    """
+    world = parts.world
+    return (
+        world.membership is not None
+        and world.backend == "gloo"
+        and world.device.type == "cpu"
+        and isinstance(parts.strategy, Survivable)
+        and parts.strategy.survives
+        and not isinstance(parts.source, ShardedSource)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How far a worker is."""
+
+    step: int
+    """Steps finished; -1 for one whose state is of no use."""
+    duties: int
+    """Of what is due after that step, how much is done."""
+    tried: int
+    """The step that broke off; 0 where none did."""
+    lost_snapshot: int
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """What is compared."""
+        return self.step, self.duties
+
+
+def farthest(standings: list[Standing]) -> int:
+    """The rank whose state is taken by those that are behind."""
+    return max(range(len(standings)), key=lambda rank: (standings[rank].progress, -rank))
+
+
+class Recovery:
+    """Takes one worker through a change of the workers."""
+
+    def __init__(self, parts: Parts, keeping: Keeping, state: RunState, records: Records, *, any_size: bool) -> None:
+        """`any_size`: the number of workers changes no bit of the result."""
+        assert parts.world.membership is not None, "can_survive() comes before"
+        self.parts, self.keeping, self.state, self.records, self.any_size = parts, keeping, state, records, any_size
+        self.world: World = parts.world
+        self.membership: Membership = parts.world.membership
+
+    def enrol(self) -> None:
+        """Training begins: from now on workers may go and come."""
+        self.membership.enrol(any_size=self.any_size)
+
+    def withdraw(self) -> None:
+        """Training is over."""
+        self.membership.withdraw()
+
+    def join(self, loop: Loop) -> None:
+        """Come to those that train, and take their state.
+
+        Raises:
+            CommunicationError: they are no more.
+        """
+        self.state.step = _NOWHERE
+        try:
+            group = self.membership.join(any_size=self.any_size)
+        except Refused as refused:
+            raise CommunicationError(
+                f"this worker was to join others, and they do not go on: {refused}",
+                where="recovery",
+                fix="see what was printed about the others",
+            ) from None
+        try:
+            self._meet(group, loop, lost=False)
+        except Exception as error:
+            if not is_break(error):
+                raise
+            self.go_on(loop, error)
+
+    def go_on(self, loop: Loop, error: Exception) -> None:
+        """Leave the group that broke or is to change, meet those that are left, and stand where training can go on.
+
+        Raises:
+            Exception: `error`, where nobody goes on.
+        """
+        lost = False
+        while True:
+            if is_break(error):
+                self.world.abort()  # so that the others, and threads of Gloo that still wait, hear of it at once
+            loop.step_back()
+            lost = self.keeping.abandon() or lost
+            try:
+                group = self.membership.regroup(self.state.step)
+            except Refused:
+                raise error from None
+            try:
+                self._meet(group, loop, lost=lost)
+            except Exception as again:
+                if not is_break(again):
+                    raise
+                error = again
+            else:
+                return
+
+    def _meet(self, group: Group, loop: Loop, *, lost: bool) -> None:
+        world = self.world
+        led = world.is_leader and not world.apart
+        world.enter(group)
+        self.membership.change_asked = loop.change_granted = False
+        lost = lost or (world.is_leader and not led and self._half_saved())
+        standings = self._standings(loop, lost=lost)
+        source = farthest(standings)
+        if standings[source].step == _NOWHERE:
+            raise CommunicationError(
+                "no worker is left that holds the state of the run", where="recovery", fix="start it again"
+            )
+        self._hand_over(standings, source, loop)
+        self.parts.recut(self.parts.batch)
+        assert isinstance(self.parts.strategy, Survivable), "can_survive() comes before"
+        self.parts.strategy.meet(source)
+        tried = max(standing.tried for standing in standings)
+        if any(standing.lost_snapshot for standing in standings):
+            self.keeping.saved_at, loop.save_again = _NOWHERE, True
+            loop.duties_done = min(loop.duties_done, len(loop.duties) - 1)
+        loop.under_way, loop.torn = 0, False
+        if world.is_leader:
+            loop.began = time.perf_counter() - self.state.seconds
+        self.records.open_samples()
+        if world.is_leader:
+            self._tell(group, loop, redone=max(0, tried - self.state.step))
+
+    def _half_saved(self) -> bool:
+        """Whether the snapshot that was begun last will never be whole: the one who was to name it is gone."""
+        saved_at = self.keeping.saved_at
+        return saved_at >= 0 and not (self.keeping.store.folder / f"step-{saved_at:08d}").exists()
+
+    def _standings(self, loop: Loop, *, lost: bool) -> list[Standing]:
+        step = _NOWHERE if loop.torn else self.state.step
+        own = torch.tensor([step, loop.duties_done, loop.under_way, lost], dtype=torch.int64)
+        return [Standing(*row) for row in self.world.stack(own).tolist()]
+
+    # State from one to the other.
+
+    def _hand_over(self, standings: list[Standing], source: int, loop: Loop) -> None:
+        behind = [rank for rank, found in enumerate(standings) if found.progress != standings[source].progress]
+        if self.world.rank == source:
+            apart = take_apart(self._everything(loop)) if behind else None
+            for rank in behind:
+                assert apart is not None, "it is taken apart where somebody is behind"
+                handover.give(self.world, rank, json.dumps(apart.nodes), apart.tensors)
+        elif self.world.rank in behind:
+            loop.torn = True  # until all of it is here
+            text, tensors = handover.take(self.world, source)
+            self._take_up(put_together(json.loads(text), tensors), loop)
+            loop.torn = False
+
+    def _everything(self, loop: Loop) -> dict[str, Any]:
+        before = loop.before
+        return {
+            "kept": self.keeping.everything(self.state),
+            "stream": dict(self.state.stream),
+            "batch": self.parts.batch,
+            "started": None if self.records.started is None else dataclasses.asdict(self.records.started),
+            "recent": [_to_plain(event) for event in self._last_told()],
+            "loop": {
+                "duties_done": loop.duties_done,
+                "ends_epoch": loop.ends_epoch,
+                "before": [before.step, before.epochs, before.seconds],
+                "granted": loop.wishes.granted,
+                "number": loop.wishes.number,
+                "saved_at": self.keeping.saved_at,
+                "best_saved_at": self.keeping.best_saved_at,
+            },
+        }
+
+    def _last_told(self) -> list[Event]:
+        """What a leader that is behind by a step has not told; more than a step no worker is ever behind."""
+        found = [event for event in self.records.remembered() if type(event).__name__ in _TOLD_BY_ALL]
+        return [event for event in found if event.step >= self.state.step]
+
+    def _take_up(self, given: dict[str, Any], loop: Loop) -> None:
+        new = RunState.from_dict(given["kept"]["run"], given["stream"])
+        self.keeping.take_up(given["kept"])
+        seen = {(type(event), event.step) for event in self.records.remembered()}
+        was_here = self.state.step != _NOWHERE
+        for entry in dataclasses.fields(RunState):
+            setattr(self.state, entry.name, getattr(new, entry.name))
+        self.parts.batch = given["batch"]
+        if self.records.started is None and given["started"] is not None:
+            self.records.started = RunStarted(**given["started"])
+        place = given["loop"]
+        loop.duties_done, loop.ends_epoch = place["duties_done"], place["ends_epoch"]
+        loop.before = Mark(*place["before"])
+        loop.wishes.granted, loop.wishes.number = place["granted"], place["number"]
+        self.keeping.saved_at, self.keeping.best_saved_at = place["saved_at"], place["best_saved_at"]
+        for event in map(_from_plain, given["recent"]):
+            if was_here and (type(event), event.step) not in seen:
+                self.records.tell(event)  # the leader may be among those that were behind
+
+    # What is said of it.
+
+    def _tell(self, group: Group, loop: Loop, *, redone: int) -> None:
+        was_told = self.records.lead()
+        if was_told is not None:
+            _tell_again(self.records, was_told)
+        now = time.time()
+        if group.reason:
+            lost_s = max(0.0, now - loop.since)
+            self.records.tell(
+                Recovered(
+                    step=self.state.step,
+                    reason=group.reason,
+                    how=group.how,
+                    steps_redone=redone,
+                    seconds_lost=lost_s,
+                    time=now,
+                )
+            )
+        else:
+            self.records.tell(Note(text=f"goes on {group.how}", step=self.state.step, time=now))
+        self.records.flush()  # the next failure may come soon, and to this worker
+
+
+def _tell_again(records: Records, was_told: Callable[[Event], bool]) -> None:
+    for event in _of_all(records.remembered()):
+        if not was_told(event):
+            records.tell(event)
+
+
+def _of_all(events: Iterable[Event]) -> list[Event]:
+    return [event for event in events if type(event).__name__ in _TOLD_BY_ALL]
+
+
+def _to_plain(event: Event) -> dict[str, Any]:
+    return {"kind": type(event).__name__, **dataclasses.asdict(event)}
+
+
+def _from_plain(plain: dict[str, Any]) -> Event:
+    kind = _TOLD_BY_ALL[plain.pop("kind")]
+    if kind is StepDone:
+        plain["timing"] = StepTiming(**plain["timing"])
+    return kind(**plain)

@@ -1,0 +1,142 @@
+"""Workers that are killed while they train cost the others a step: same bits, no line twice, none missing."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+from commands import alive_workers, finish, kill_all, start, steps_done, summary, wait_for_step
+from launching import run
+from runs import Recipe, samples_by_step, step_lines
+
+pytestmark = pytest.mark.multiprocess
+STEPS = 120
+RECIPE = Recipe(
+    samples=150, batch=16, duration=f"{STEPS} steps", batch_norm=True, dropout=0.3, augment=True, schedule=True
+)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Runs that nothing happened to, by the number of workers."""
+    folders = {}
+    for workers in (2, 3):
+        folders[workers] = tmp_path_factory.mktemp(f"whole-{workers}")
+        output = finish(start(workers, folders[workers], RECIPE))
+        assert summary(folders[workers])["status"] == "completed", output
+    return folders
+
+
+def kill(pids: Path, place: int) -> None:
+    """SIGKILL to the worker that stands at `place` among those that run."""
+    os.kill(alive_workers(pids)[place], signal.SIGKILL)
+
+
+def run_with_kills(folder: Path, workers: int, places: list[int], options: list[str]) -> str:
+    process = start(workers, folder / "run", RECIPE, options, pids=folder / "pids")
+    try:
+        for number, place in enumerate(places):
+            done, last = steps_done(folder / "run"), (STEPS - 20) * (number + 1) // len(places)
+            wait_for_step(process, folder / "run", random.randint(min(done + 1, last), last))
+            kill(folder / "pids", place)
+            wait_for_step(process, folder / "run", steps_done(folder / "run") + 1)
+        output = finish(process)
+    except BaseException:
+        kill_all(process)
+        raise
+    assert process.returncode == 0, output
+    return output
+
+
+def assert_equal(broken: Path, undisturbed: Path, output: str) -> None:
+    assert summary(broken)["status"] == "completed", output
+    assert summary(broken)["weights_sha256"] == summary(undisturbed)["weights_sha256"], output
+    assert [line["step"] for line in step_lines(broken)] == list(range(1, STEPS + 1))
+    assert [line["loss"] for line in step_lines(broken)] == [line["loss"] for line in step_lines(undisturbed)]
+    assert samples_by_step(broken) == samples_by_step(undisturbed)
+
+
+@pytest.mark.parametrize(("workers", "places"), [(2, [1]), (2, [0]), (3, [1, 0, 2])], ids=str)
+def test_killed_workers_cost_a_step_each_and_no_bit(
+    whole: dict[int, Path], workers: int, places: list[int], tmp_path: Path
+) -> None:
+    output = run_with_kills(tmp_path, workers, places, [])
+    assert_equal(tmp_path / "run", whole[workers], output)
+    told = summary(tmp_path / "run")
+    assert told["restarts"] == len(places)
+    assert isinstance(told["steps_redone"], int)
+    assert told["steps_redone"] <= len(places), "only the step under way"
+    assert output.count("was killed by SIGKILL") == len(places), "one line for each"
+    assert "on host" in output
+
+
+def test_kills_while_every_step_is_validated_and_saved_lose_nothing(tmp_path: Path) -> None:
+    busy = ["--set", "validate_every=1 step", "--set", "snapshots.every=1 step"]
+    output = finish(start(2, tmp_path / "whole", RECIPE, busy))
+    assert "completed" in output, output
+    output = run_with_kills(tmp_path, 2, [0, 1], busy)
+    assert_equal(tmp_path / "run", tmp_path / "whole", output)
+    assert summary(tmp_path / "run")["best"] == summary(tmp_path / "whole")["best"]
+    assert summary(tmp_path / "run")["validation"] == summary(tmp_path / "whole")["validation"]
+
+
+def test_worker_that_dies_of_the_same_step_again_and_again_ends_the_run(tmp_path: Path) -> None:
+    source = """
+        import os, signal, torch, manyhands as mh
+        class Deadly(torch.utils.data.Dataset):
+            def __len__(self):
+                return 64
+            def __getitem__(self, index):
+                if index == 40:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return torch.randn(4), torch.tensor(index % 2)
+        mh.Trainer(
+            model=lambda: torch.nn.Linear(4, 2), loss=torch.nn.CrossEntropyLoss(),
+            optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+            data=mh.Data(train=Deadly(), batch_size=8, shuffle=False),
+        ).fit("1 epoch")
+    """
+    ended = run(tmp_path, source, "--workers", "2")
+    assert ended.code == 1
+    assert "was killed by SIGKILL, failure 4 in a row without one more step" in ended.err
+    assert [line["step"] for line in step_lines(tmp_path / "run")] == [1, 2, 3, 4, 5]
+
+
+def test_error_in_the_script_is_no_death_to_go_on_from(tmp_path: Path) -> None:
+    source = """
+        import torch, manyhands as mh
+        class Wrong(torch.utils.data.Dataset):
+            def __len__(self):
+                return 64
+            def __getitem__(self, index):
+                if index == 40:
+                    raise ValueError("sample 40 is broken")
+                return torch.randn(4), torch.tensor(index % 2)
+        mh.Trainer(
+            model=lambda: torch.nn.Linear(4, 2), loss=torch.nn.CrossEntropyLoss(),
+            optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+            data=mh.Data(train=Wrong(), batch_size=8, shuffle=False),
+        ).fit("1 epoch")
+    """
+    ended = run(tmp_path, source, "--workers", "2")
+    assert ended.code == 1
+    assert "failed with ValueError: sample 40 is broken; 1 other worker was ended" in ended.err
+    assert "went on" not in ended.out
+
+
+def test_script_that_knows_nothing_of_us_is_started_again_as_under_torchrun(tmp_path: Path) -> None:
+    source = """
+        import os, signal, torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        dist.all_reduce(torch.ones(1))
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(1))
+        print("done in start", os.environ["TORCHELASTIC_RESTART_COUNT"])
+        dist.destroy_process_group()
+    """
+    ended = run(tmp_path, source, "--workers", "2", "--restarts", "1")
+    assert (ended.code, ended.out.count("done in start 1")) == (0, 2)

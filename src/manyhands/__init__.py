@@ -19,10 +19,23 @@ _PUBLIC = {
     "Trainer": "manyhands.training.trainer",
 }
 
-__all__ = ["DDP", "Data", "DiLoCo", "EarlyStopping", "LocalSGD", "Single", "Snapshots", "Trainer", "__version__"]
+__all__ = [
+    "DDP",
+    "Data",
+    "DiLoCo",
+    "EarlyStopping",
+    "LocalSGD",
+    "Single",
+    "Snapshots",
+    "Trainer",
+    "__version__",
+    "launch",
+]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "launch":  # a module: `mh.launch.run`
+        return importlib.import_module("manyhands.launchers.launch")
     if name in _PUBLIC:
         return getattr(importlib.import_module(_PUBLIC[name]), name)
     raise AttributeError(f"module 'manyhands' has no attribute {name!r}")

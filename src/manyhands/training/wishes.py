@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+_ONE_WISH_S = 0.3
+"""Schedulers signal every process, and whoever started it passes that on: what comes so soon is the same wish."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -23,6 +26,7 @@ class Wishes:
         """The number of the signal that asked this worker to stop; 0 where none did."""
         self.granted = ""
         """Why all workers stop now; empty while they go on."""
+        self._asked_at = 0.0
         self.number = 0
         """The number of the signal behind `granted`."""
 
@@ -34,9 +38,16 @@ class Wishes:
             self.granted = f"asked to stop by {signal.Signals(self.number).name}"
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        self.asked = number
-        for known in _SIGNALS:
-            signal.signal(known, self._before[known])
+        now = time.monotonic()
+        if not self.asked:
+            self.asked, self._asked_at = number, now
+        elif now > self._asked_at + _ONE_WISH_S:
+            self._obey(signal.Signals(number))
+
+    def _obey(self, number: signal.Signals) -> None:
+        """Do at once what this signal did before anybody listened to wishes."""
+        signal.signal(number, self._before[number])
+        signal.raise_signal(number)
 
     @contextmanager
     def listening(self) -> Iterator[None]:

@@ -2,8 +2,7 @@
 
 Epoch e of seed s is one permutation. Step k takes the next `batch` samples of it, the last partial batch included. The
 samples of a step are cut into contiguous parts, as evenly as integers allow: the first ones get one more. Contiguous,
-because then the parts of W workers are unions of the parts of any multiple of W, which is what lets virtual workers
-move between real ones.
+because then a worker with several neighbouring parts reads one range, and parts in order are the batch in order.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -23,6 +24,7 @@ from manyhands.launchers.head import Head
 from manyhands.launchers.interfaces import Interface
 from manyhands.launchers.job import Job, Plan
 from manyhands.launchers.ssh_connection import Connection
+from manyhands.records import run_directory
 from manyhands.table import nearest
 
 _CHOSEN = variables.CHOSEN_AT_START
@@ -62,7 +64,9 @@ class Ssh:
             display.say(cluster.interfaces_in_words())
             cluster.bring_files()
             try:
-                return Head(job, plan.hosts, cluster.start_agent, display, address=cluster.head_address).run()
+                return Head(
+                    cluster.job_there(), plan.hosts, cluster.start_agent, display, address=cluster.head_address
+                ).run()
             finally:
                 cluster.fetch_record(display)
 
@@ -130,6 +134,12 @@ class _Cluster:
             path = str(folder / self._job.program)
             there = self._of_all(lambda host, _: host.ask("exists", path=path))
             ssh_agreement.see_that_all_have(path, [host.host for host in self._hosts], there, synced=self._job.sync)
+
+    def job_there(self) -> Job:
+        """The job, and what workers must know of the hosts' disks."""
+        if len(self._hosts) == 1 or all(self._share_record):
+            return self._job
+        return replace(self._job, environment={**self._job.environment, run_directory.APART: "1"})
 
     def start_agent(self, node: int, head: str, token: str) -> subprocess.Popen[bytes]:
         """Start the agent of a host. The token goes through ssh's standard input, where no other process sees it."""

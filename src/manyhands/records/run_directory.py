@@ -15,6 +15,8 @@ VARIABLE = "MANYHANDS_RUN_DIR"
 """Names the run directory to the workers of `manyhands run`."""
 UNASKED = "MANYHANDS_RUN_DIR_UNASKED"
 """Set where nobody asked for that directory, so that a script may choose another."""
+APART = "MANYHANDS_DISKS_APART"
+"""Set where hosts do not share that directory: each has one of that name on its own disk."""
 
 
 @dataclass(frozen=True, slots=True)

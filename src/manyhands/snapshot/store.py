@@ -13,7 +13,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +26,10 @@ from manyhands.cluster.place import Place
 from manyhands.communication.world import World
 from manyhands.errors import SnapshotError
 from manyhands.events import SnapshotSaved, SnapshotSkipped
+from manyhands.records import run_directory
 from manyhands.records.manifest import NAME, Facts, FileRecord, Manifest
 from manyhands.snapshot import tensors as tensor_files
+from manyhands.snapshot.apart import bring_newest, gather_own
 from manyhands.snapshot.commit import Part, discard, hear, put_in_place, remove_halves, remove_words, tell
 from manyhands.snapshot.copy import Copying, CopySpace
 from manyhands.snapshot.disk import Disk
@@ -53,11 +55,13 @@ class _Task:
     """Files of tensors: file name → name of the tensor in the file → name of its copy."""
     rank: int
     size: int
+    writers: Sequence[int]
+    """The workers that write a part."""
     begin: float
 
 
 class Store:
-    """Snapshots of a run, the newest `keep` of them, in `folder`, which all workers of `world` share."""
+    """Snapshots of a run, the newest `keep` of them, in `folder`, which the workers of `world` may or may not share."""
 
     def __init__(
         self,
@@ -67,8 +71,13 @@ class Store:
         world: World | None = None,
         disk: Disk | None = None,
         patience_s: float = 600,
+        apart: bool | None = None,
     ) -> None:
-        """`patience_s`: how long the leader, done with its own part, waits for those of the others."""
+        """`patience_s`: how long the leader, done with its own part, waits for those of the others.
+
+        `apart`: whether hosts have disks of their own, so that the leader must write for all; None: as the launcher
+        has said.
+        """
         self.folder = folder
         self.keep = keep
         self.stalled_s = 0.0
@@ -76,6 +85,8 @@ class Store:
         self._world = world or World(Place())
         self._disk = disk or Disk()
         self._patience_s = patience_s
+        told = bool(os.environ.get(run_directory.APART))
+        self._apart = self._world.size > 1 and (told if apart is None else apart)
         self._space = CopySpace(self._world.device)
         self._copying: Copying | None = None
         self._thread: threading.Thread | None = None
@@ -97,7 +108,8 @@ class Store:
     ) -> None:
         """Begin to write `state` as the snapshot of `facts.step`. Every worker calls this, at the same step.
 
-        `state` is equal on all workers; each writes its share of the tensors. `own` is this worker's alone; those of
+        `state` is equal on all workers; each writes its share of the tensors, or the leader all of them where others
+        do not see its disk. `own` is this worker's alone; those of
         all workers are kept. What shares memory with one of the tensors `unchanged_until_update` (parameters,
         optimizer state) is copied beside what comes next, and `before_update` must be called before it changes;
         everything else is copied before this returns. Where a snapshot is still being written, this waits for it.
@@ -139,14 +151,22 @@ class Store:
             originals.update({f"{prefix}{name}": tensor for name, tensor in kept.items()})
 
         shared = take_apart(state)
+        writers: Sequence[int] = range(world.size)
+        if self._apart:
+            writers = [0]
+            owns = gather_own(own, world)
+            if not world.is_leader:
+                self._count_stall(begin)
+                return
+        else:
+            owns = {world.rank: (_json(apart.nodes), apart.tensors)} if own and (apart := take_apart(own)) else {}
         if world.is_leader:
             texts["state.json"] = _json(shared.nodes)
-        mine = share_out(shared.tensors, world.size)[world.rank]
-        add("state:", mine, f"tensors-{world.rank:05d}-of-{world.size:05d}.safetensors")
-        if own:
-            apart = take_apart(own)
-            texts[f"own-{world.rank:05d}.json"] = _json(apart.nodes)
-            add("own:", apart.tensors, f"own-{world.rank:05d}.safetensors")
+        mine = share_out(shared.tensors, len(writers))[world.rank]
+        add("state:", mine, f"tensors-{world.rank:05d}-of-{len(writers):05d}.safetensors")
+        for rank, (nodes, kept) in owns.items():
+            texts[f"own-{rank:05d}.json"] = nodes
+            add(f"own:{rank}:", kept, f"own-{rank:05d}.safetensors")
         self._copying = self._space.begin(originals, unchanged_until_update)
         task = _Task(
             path=path,
@@ -157,6 +177,7 @@ class Store:
             tensors=files,
             rank=world.rank,
             size=world.size,
+            writers=writers,
             begin=begin,
         )
         self._gave_up = ""
@@ -233,6 +254,8 @@ class Store:
             SnapshotError: there are snapshots, and none can be gone on from; each is named with its reason.
         """
         self.wait()
+        if self._apart:
+            bring_newest(self.folder, self._world, self._disk)
         loaded = newest(self.folder, fits, self._world)
         if loaded is not None:
             self._passed_over = {skipped.path for skipped in loaded.skipped}
@@ -280,7 +303,7 @@ class Store:
         return records
 
     def _commit(self, task: _Task) -> None:
-        ranks = range(task.size)
+        ranks = task.writers
         parts = hear(task.half, ranks, self._patience_s, lambda: self._gave_up)
         files = {name: file for rank in ranks for name, file in sorted(parts[rank].files.items())}
         manifest = Manifest(facts=task.facts, world_size=task.size, files=files, time=time.time())

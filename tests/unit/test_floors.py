@@ -207,6 +207,9 @@ OPTIONS = {
     "snapshots verify": "--json --trace",
     "snapshots prune": "--keep --dry-run --json --trace",
     "init": "--dry-run --trace",
+    **{f"lab {order}": "--lab --trace" for order in ["cut", "mend", "freeze", "thaw", "kill", "boot", "slow", "hosts"]},
+    "lab clean": "--trace",
+    "lab with": "",
 }
 RATCHET = "each one is read by everybody for ever: a setting that `--set` reaches, or a field of a value, may be enough"
 

@@ -15,6 +15,7 @@ from manyhands.cli.boundary import exit_code_of, let_go_of_closed_streams
 VERBS = {
     "run": ("manyhands.cli.run:run", "Start a script on one or many workers: any script that runs under torchrun."),
     "snapshots": ("manyhands.cli.snapshots:snapshots", "What a run can be resumed from, and whether it is whole."),
+    "lab": ("manyhands.cli.lab:lab", "A practice cluster on this Linux machine: real hosts, cables to cut."),
     "init": ("manyhands.cli.init:init", "Write a train.py that runs."),
 }
 """Verb → where its command is, and its line in the overview: `--help` loads none of them."""

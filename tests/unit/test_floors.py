@@ -201,11 +201,14 @@ TRAINER_ARGUMENTS = (
 )
 OPTIONS = {
     "run": "--on --hosts --hostfile --workers --nodes --workers-per-node --restarts --no-sync --encrypt --env "
-    "--set --run-dir --module --no-python --rehearse --dry-run --trace",
+    "--set --run-dir --module --no-python --rehearse --detach --dry-run --trace",
     "snapshots ls": "--json --quick --trace",
     "snapshots show": "--json --trace",
     "snapshots verify": "--json --trace",
     "snapshots prune": "--keep --dry-run --json --trace",
+    "status": "--json --trace",
+    "logs": "--follow --trace",
+    "cancel": "--trace",
     "init": "--dry-run --trace",
     **{f"lab {order}": "--lab --trace" for order in ["cut", "mend", "freeze", "thaw", "kill", "boot", "slow", "hosts"]},
     "lab clean": "--trace",

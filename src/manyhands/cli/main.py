@@ -14,6 +14,9 @@ from manyhands.cli.boundary import exit_code_of, let_go_of_closed_streams
 
 VERBS = {
     "run": ("manyhands.cli.run:run", "Start a script on one or many workers: any script that runs under torchrun."),
+    "status": ("manyhands.cli.jobs:status", "How a job that `run --detach` started stands."),
+    "logs": ("manyhands.cli.jobs:logs", "What such a job has printed."),
+    "cancel": ("manyhands.cli.jobs:cancel", "End such a job."),
     "snapshots": ("manyhands.cli.snapshots:snapshots", "What a run can be resumed from, and whether it is whole."),
     "lab": ("manyhands.cli.lab:lab", "A practice cluster on this Linux machine: real hosts, cables to cut."),
     "init": ("manyhands.cli.init:init", "Write a train.py that runs."),

@@ -14,7 +14,7 @@ import click
 
 from manyhands.config import overrides
 from manyhands.errors import ConfigError
-from manyhands.launchers import scripts, ssh_hostfile, variables
+from manyhands.launchers import detached, scripts, ssh_hostfile, variables
 from manyhands.launchers.display import Display, PlainDisplay
 from manyhands.launchers.job import Job
 from manyhands.launchers.launch import new_run_dir
@@ -26,8 +26,25 @@ _TRAINING = ("manyhands.training.trainer", "manyhands.data.data")
 _REHEARSAL = "manyhands.rehearsal"
 
 
-@click.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
-@click.option("--on", "target", metavar="TARGET", help="Where to run it.  [default: ssh with --hosts, else local]")
+class _Run(click.Command):
+    """`run`, whose help lists the options of the target that `--on` named before it."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        target = ctx.params.get("target")
+        if target is not None:
+            known = LAUNCHERS.load(target).OPTIONS
+            with formatter.section(f"Options of {target}, each as -o KEY=VALUE"):
+                formatter.write_dl(list(known.items()) or [("(none)", "")])
+
+
+@click.command(cls=_Run, context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
+@click.option(
+    "--on",
+    "target",
+    is_eager=True,  # before --help, which then has more to tell
+    metavar="TARGET",
+    help="Where to run it.  [default: ssh with --hosts, else local]",
+)
 @click.option("--hosts", metavar="A,B,C", help="Hosts that ssh reaches; ranks go by this order.")
 @click.option("--hostfile", metavar="FILE", help="A file with a host on each line, and slots=N for its workers.")
 @click.option(
@@ -36,18 +53,21 @@ _REHEARSAL = "manyhands.rehearsal"
     metavar="N",
     help="Workers on this machine.  [default: one per GPU, or 1 where there is none]",
 )
-@click.option("--nodes", type=int, default=1, show_default=True, metavar="N", help="Hosts; several are rehearsed here.")
+@click.option("--nodes", type=int, metavar="N", help="Hosts; on local, several are rehearsed here.  [default: 1]")
 @click.option("--workers-per-node", type=int, metavar="M", help="Workers on each host.")
 @click.option("--restarts", type=int, default=0, show_default=True, metavar="N", help="Start again after a failure.")
 @click.option("--no-sync", is_flag=True, help="Do not bring the working directory to the hosts.")
 @click.option("--encrypt", type=click.Choice(["required"]), help="Refuse links between hosts that are not encrypted.")
-@click.option("-o", "options", multiple=True, metavar="K=V", help="An option of the target.")
+@click.option(
+    "-o", "options", multiple=True, metavar="K=V", help="An option of the target; `run --on TARGET --help` lists them."
+)
 @click.option("--env", multiple=True, metavar="K=V", help="A variable that all workers get.")
 @click.option("--set", "settings", multiple=True, metavar="K=V", help="A setting of mh.Trainer or mh.Data, overridden.")
 @click.option("--run-dir", metavar="DIR", help="Where the record is kept.  [default: runs/SCRIPT-TIME]")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as in `python -m`.")
 @click.option("--no-python", is_flag=True, help="SCRIPT is an executable, started as it is.")
 @click.option("--rehearse", is_flag=True, help="Run a script that was written for CUDA and NCCL on CPU and Gloo.")
+@click.option("--detach", is_flag=True, help="Hand the job over and print its handle; the engine goes on alone.")
 @click.option("--dry-run", is_flag=True, help="Print what would be started, and start nothing.")
 @click.option("--trace", is_flag=True, help="Show where in manyhands an error was raised.")
 @click.argument("script")
@@ -62,10 +82,15 @@ def run(**options: Any) -> int:
     """
     asked = _Asked(**options)
     job = _job(asked)
-    launcher = LAUNCHERS.load(asked.target or ("ssh" if job.hosts else "local"))()
+    target = asked.target or ("ssh" if job.hosts else "local")
+    launcher = LAUNCHERS.load(target)()
+    jobs = detached.engine(launcher, target) if asked.detach else None
     plan = launcher.plan(job)
     if asked.dry_run:
         print(plan)
+        return 0
+    if jobs is not None:
+        print(f"{target}://{jobs.send(plan)}")
         return 0
     display = _display()
     try:
@@ -85,7 +110,7 @@ class _Asked:
     encrypt: str | None
     options: Sequence[str]
     workers: int | None
-    nodes: int
+    nodes: int | None
     workers_per_node: int | None
     restarts: int
     env: Sequence[str]
@@ -94,6 +119,7 @@ class _Asked:
     module: bool
     no_python: bool
     rehearse: bool
+    detach: bool
     dry_run: bool
     trace: bool
     script: str
@@ -114,7 +140,8 @@ def _job(asked: _Asked) -> Job:
         arguments=tuple(asked.arguments),
         folder=Path.cwd(),
         run_dir=Path(asked.run_dir).absolute() if asked.run_dir else new_run_dir(asked.script),
-        nodes=len(hosts) or asked.nodes,
+        nodes=len(hosts) or (1 if asked.nodes is None else asked.nodes),
+        nodes_are_chosen=bool(hosts) or asked.nodes is not None,
         workers_per_node=next((count for count in counts if count is not None), max(1, _gpus())),
         restarts=asked.restarts,
         hosts=hosts,
@@ -147,7 +174,7 @@ def _hosts(asked: _Asked) -> tuple[tuple[str, ...], int | None]:
             where="--workers",
             fix="use --workers-per-node",
         )
-    if hosts and asked.nodes not in (1, len(hosts)):
+    if hosts and asked.nodes not in (None, len(hosts)):
         raise ConfigError(
             f"--nodes is {asked.nodes}, but {len(hosts)} hosts are named", where="--nodes", fix="leave --nodes out"
         )

@@ -100,7 +100,9 @@ class World:
         return self.size > 1 or self.membership is not None
 
     def _join(self) -> None:
-        self._form(init_method="env://")  # honours TORCHELASTIC_USE_AGENT_STORE: a store kept by the launcher
+        # env:// honours TORCHELASTIC_USE_AGENT_STORE, a store kept by the launcher; mpirun and srun set no such variables
+        place = f"tcp://{self.place.head_address}:{self.place.head_port}"
+        self._form(init_method="env://" if "RANK" in os.environ else place)
 
     def enter(self, group: Group) -> None:
         """Be a member of `group`, in place of the one before.

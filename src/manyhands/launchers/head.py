@@ -20,6 +20,7 @@ from manyhands.launchers.display import Display
 from manyhands.launchers.failures import Failure, first, signal_name
 from manyhands.launchers.job import Job
 from manyhands.launchers.loop import Channel, Loop, Message, notice_loss
+from manyhands.launchers.placement import AgentProcess
 from manyhands.launchers.regroup import Regroup
 from manyhands.launchers.roster import MOST_WITHOUT_PROGRESS, Member
 from manyhands.launchers.tracebacks import is_native_frame, without_native_frames
@@ -34,7 +35,7 @@ _ONE_WISH_S = 0.3
 
 _SEE_ABOVE = "mend that on this host, or run without it; what was printed above may say more"
 
-StartAgent = Callable[[int, str, str], subprocess.Popen[bytes]]
+StartAgent = Callable[[int, str, str], AgentProcess]
 """Starts the agent of a node, given the head's address (host:port) and the run's token."""
 
 
@@ -43,7 +44,7 @@ class _Node:
     """One host of the run, as the head sees it."""
 
     name: str
-    agent: subprocess.Popen[bytes]
+    agent: AgentProcess
     channel: Channel | None = None
     facts: Message = field(default_factory=dict)
     leaving: bool = False
@@ -105,7 +106,7 @@ class Head:
 
     # Agents come and go.
 
-    def _begin_agent(self, node: int) -> subprocess.Popen[bytes]:
+    def _begin_agent(self, node: int) -> AgentProcess:
         host, port = self._listening.getsockname()[:2]
         return self._start_agent(node, f"{host}:{port}", self._token)
 

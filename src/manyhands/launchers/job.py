@@ -28,6 +28,8 @@ class Job:
     run_dir: Path
     """Where the run's record is kept, absolute."""
     nodes: int = 1
+    nodes_are_chosen: bool = True
+    """Whether the user has said how many; if not, an engine that has given us some uses all of them."""
     workers_per_node: int = 1
     restarts: int = 0
     """How often all workers are started anew after a failure."""
@@ -91,12 +93,19 @@ class Plan:
     """The command that starts the agent of each node."""
     workers: tuple[Mapping[str, str], ...]
     """By rank: the variables that differ from worker to worker."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Path → text: what is written first, for an engine to read."""
+    command: tuple[str, ...] = ()
+    """What asks an engine to start the agents, where one does that."""
 
     def __str__(self) -> str:
         job = self.job
         shared = [f"    {name}={value}" for name, value in sorted(job.environment.items())]
         lines = [f"$ {shlex.join(job.command())}", f"  in {job.folder}", f"  record in {job.run_dir}"]
         lines += ["  every worker, beside what its host has:", *shared] if shared else []
+        for path, text in self.files.items():
+            lines += [f"--- {path}", text.rstrip("\n"), "---"]
+        lines += [f"$ {shlex.join(self.command)}"] if self.command else []
         for node, (host, agent) in enumerate(zip(self.hosts, self.agents, strict=True)):
             lines += [f"node {node}: {host}", f"  $ {shlex.join(agent)}"]
             for rank in range(node * job.workers_per_node, (node + 1) * job.workers_per_node):

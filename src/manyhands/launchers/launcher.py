@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import ClassVar, Protocol
 
 from manyhands.launchers.display import Display
 from manyhands.launchers.job import Job, Plan
@@ -11,6 +12,9 @@ from manyhands.table import Table
 
 class Launcher(Protocol):
     """One way to start a job on hosts."""
+
+    OPTIONS: ClassVar[Mapping[str, str]]
+    """What `-o KEY=VALUE` may ask of it: key → what it means."""
 
     def plan(self, job: Job) -> Plan:
         """Decide everything, touch nothing: same job, same plan, on any machine."""
@@ -27,5 +31,10 @@ class Launcher(Protocol):
 LAUNCHERS: Table[type[Launcher]] = Table(
     kind="target",
     group="manyhands.launchers",
-    own={"local": "manyhands.launchers.local:Local", "ssh": "manyhands.launchers.ssh:Ssh"},
+    own={
+        "local": "manyhands.launchers.local:Local",
+        "mpi": "manyhands.launchers.mpi:Mpi",
+        "ssh": "manyhands.launchers.ssh:Ssh",
+        "slurm": "manyhands.launchers.slurm:Slurm",
+    },
 )

@@ -6,9 +6,12 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import ClassVar
 
 from manyhands.errors import ConfigError
-from manyhands.launchers import variables
+from manyhands.launchers import choices, variables
 from manyhands.launchers.agent import TOKEN
 from manyhands.launchers.display import Display
 from manyhands.launchers.head import Head
@@ -20,8 +23,18 @@ _ADDRESS = "127.0.0.1"
 class Local:
     """Starts one agent per node, all of them here."""
 
+    OPTIONS: ClassVar[Mapping[str, str]] = {}
+
     def plan(self, job: Job) -> Plan:
-        """One agent per node; several nodes are named node0, node1, …"""
+        """One agent per node; several nodes are named node0, node1, …
+
+        Raises:
+            ConfigError: other hosts are named, or an option is given.
+        """
+        choices.check("local", replace(job, encrypt=False), self.OPTIONS)  # nothing leaves this machine
+        if job.hosts:
+            what = f"local runs on this machine alone, and hosts are named: {', '.join(job.hosts)}"
+            raise ConfigError(what, where="--hosts", fix="leave --on out, or use --on ssh or --on mpi")
         hosts = [f"node{node}" for node in range(job.nodes)] if job.nodes > 1 else [socket.gethostname().split(".")[0]]
         workers = []
         for rank in range(job.workers):

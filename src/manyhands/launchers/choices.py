@@ -1,0 +1,57 @@
+"""What `-o KEY=VALUE` may ask of a target: checked, so that a slip of the pen does not wait in a queue for a day."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from manyhands.errors import ConfigError
+from manyhands.launchers.job import Job
+from manyhands.table import nearest
+
+
+def check(target: str, job: Job, known: Mapping[str, str]) -> None:
+    """See that `target` knows every option that was given; `known` has a line on each.
+
+    Raises:
+        ConfigError: it does not know one, one is empty, or encryption is required and the target cannot see to that.
+    """
+    if job.encrypt:
+        raise ConfigError(
+            f"--encrypt required, but {target} does not tell which links it uses",
+            where="--encrypt",
+            fix="start the run with --on ssh, which looks at the links, or leave --encrypt out",
+        )
+    for key, value in job.options.items():
+        if key not in known:
+            listed = ", ".join(known) or "it has none"
+            raise ConfigError(
+                f"{target} has no option {key!r}",
+                where=f"-o {key}={value}",
+                fix=f"{nearest(key, known)}known here: {listed}; `manyhands run --on {target} --help` explains them",
+            )
+        if not value or not value.isprintable():
+            raise ConfigError(f"the option {key!r} has no value", where=f"-o {key}", fix=f"write it as -o {key}=VALUE")
+
+
+def yes(given: Mapping[str, str], key: str, *, default: bool) -> bool:
+    """A switch among the options.
+
+    Raises:
+        ConfigError: it is neither yes nor no.
+    """
+    value = given.get(key, "yes" if default else "no")
+    if value not in ("yes", "no"):
+        raise ConfigError(f"{key} is {value!r}", where=f"-o {key}={value}", fix="write yes or no")
+    return value == "yes"
+
+
+def count(given: Mapping[str, str], key: str, default: int) -> int:
+    """A whole number among the options, 1 or more.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    value = given.get(key, str(default))
+    if not value.isdecimal() or int(value) < 1:
+        raise ConfigError(f"{key} is {value!r}", where=f"-o {key}={value}", fix="give a whole number, 1 or more")
+    return int(value)

@@ -1,0 +1,58 @@
+"""Real Open MPI starts the agents on four hosts, and mpirun starts a script by itself."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from engines import FOLDER, environment, furthest_from_one_process, hashes, recipe, run, share
+from launching import wait_until
+from testbed import needs
+
+from manyhands.lab import Lab
+
+pytestmark = needs("mpirun", "sshd")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def folder(four: Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What all hosts share."""
+    shared = tmp_path_factory.mktemp("shared")
+    share(four, shared)
+    return shared
+
+
+def test_four_hosts_by_mpi_train_to_the_weights_of_one_process(four: Lab, folder: Path, tmp_path: Path) -> None:
+    order = "lab3,lab1,lab4,lab2"
+    words = ["--on", "mpi", "--hosts", order, "--run-dir", f"{FOLDER}/run", "recipe_script.py"]
+    done = run(four[0], words)
+    assert done.returncode == 0, done.stderr
+    found = hashes(done.stdout)
+    assert [found[rank][0] for rank in range(4)] == order.split(",")
+    assert len({digest for _, digest in found.values()}) == 1
+    assert furthest_from_one_process(folder / "run" / "weights-0.npz", tmp_path) < 1e-5
+
+
+def test_unmodified_torchrun_script_runs_by_mpi_with_several_workers_on_each_host(four: Lab) -> None:
+    words = ["--hosts", "lab2,lab3", "--workers-per-node", "2", "--run-dir", f"{FOLDER}/plain", "torchrun_script.py"]
+    done = run(four[0], ["--on", "mpi", *words])
+    assert done.returncode == 0, done.stderr
+    assert sorted(re.findall(r"sum 6 of 4 on (lab\d) sees \[\]", done.stdout)) == ["lab2", "lab2", "lab3", "lab3"]
+
+
+def test_host_that_mpirun_does_not_reach_ends_the_start_with_a_sentence(four: Lab) -> None:
+    done = run(four[0], ["--on", "mpi", "--hosts", "lab1,nowhere", "torchrun_script.py"])
+    assert (done.returncode, "nowhere does not resolve" in done.stderr) == (3, True), done.stderr
+
+
+def test_script_that_the_users_own_mpirun_starts_knows_its_place(four: Lab) -> None:
+    variables = [f"{name}={value}" for name, value in environment(MANYHANDS_RUN_DIR=f"{FOLDER}/own").items()]
+    variables.append(recipe())
+    words = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable, "recipe_script.py"]
+    done = four[0].run(["env", *variables, *words], folder=FOLDER, timeout_s=120, check=False)
+    assert done.returncode == 0, done.stderr
+    found = hashes(done.stdout)
+    assert len({digest for _, digest in found.values()}) == 1
+    wait_until(lambda: "orted" not in str(four[0].processes()), "mpirun is gone")

@@ -1,0 +1,102 @@
+"""Real Slurm on four hosts: in an allocation, as a batch job, warned before its limit, by the user's srun."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from engines import FOLDER, MANYHANDS, environment, furthest_from_one_process, hashes, recipe, run, share
+from launching import wait_until
+from slurms import start_slurm
+from testbed import needs
+
+from manyhands.lab import Lab
+
+pytestmark = needs("slurmctld", "slurmd", "munged")
+
+LONG = """
+import os, signal, time
+from pathlib import Path
+seen = Path("long-seen")
+def save(*_):
+    if os.environ["RANK"] == "0":
+        seen.write_text("saved")
+    os._exit(0)
+signal.signal(signal.SIGTERM, save)
+print("goes on" if seen.exists() else "begins", os.environ["MANYHANDS_RUN_DIR"], flush=True)
+while not seen.exists():
+    time.sleep(0.1)
+"""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def folder(four: Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What all hosts share."""
+    shared = tmp_path_factory.mktemp("shared")
+    share(four, shared)
+    (shared / "long.py").write_text(LONG)
+    start_slurm(four)
+    return shared
+
+
+def state(four: Lab, handle: str) -> dict[str, str]:
+    words = [*MANYHANDS, "status", "--json", handle]
+    found: dict[str, str] = json.loads(four[1].run(words, env=environment()).stdout)
+    return found
+
+
+def test_four_hosts_in_an_allocation_train_to_the_weights_of_one_process(
+    four: Lab, folder: Path, tmp_path: Path
+) -> None:
+    words = ["--on", "slurm", "--run-dir", f"{FOLDER}/run", "recipe_script.py"]
+    done = run(four[0], words, before=["salloc", "--quiet", "--nodes", "4"])
+    assert done.returncode == 0, done.stderr
+    found = hashes(done.stdout)
+    assert [found[rank][0] for rank in range(4)] == four.names
+    assert len({digest for _, digest in found.values()}) == 1
+    assert furthest_from_one_process(folder / "run" / "weights-0.npz", tmp_path) < 1e-5
+
+
+def test_unmodified_torchrun_script_runs_as_a_batch_job_that_is_waited_for(four: Lab) -> None:
+    words = ["--on", "slurm", "--nodes", "4", "-o", "time=10", "--run-dir", f"{FOLDER}/plain", "torchrun_script.py"]
+    done = run(four[1], words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(re.findall(r"sum 6 of 4 on (lab\d) sees \[\]", done.stdout)) == four.names
+    [handle] = re.findall(r"slurm://\d+", done.stdout)
+    assert state(four, handle)["state"] == "done"
+
+
+def test_job_that_is_warned_of_its_limit_goes_on_in_the_same_run_directory(four: Lab, folder: Path) -> None:
+    words = ["--on", "slurm", "--nodes", "2", "--detach", "--run-dir", f"{FOLDER}/long", "long.py"]
+    handle = run(four[0], words).stdout.strip()
+    number = handle.removeprefix("slurm://")
+    log = folder / "long" / "logs" / f"slurm-{number}.log"
+    wait_until(lambda: log.exists() and log.read_text().count("begins") == 2, "both workers run", timeout_s=90)
+    four[0].run(["scancel", "--batch", "--signal", "USR1", number])
+    wait_until(lambda: "queued again" in log.read_text(), "Slurm is asked", timeout_s=60)
+    wait_until(lambda: state(four, handle)["state"] == "waiting", "it waits", timeout_s=60)
+    four[0].run(["scontrol", "update", f"JobId={number}", "StartTime=now"])  # Slurm has requeued jobs wait 2 minutes
+    wait_until(lambda: state(four, handle)["state"] == "done", "it is done", timeout_s=90)
+    assert log.read_text().count(f"goes on {FOLDER}/long") == 2
+    assert f"begins {FOLDER}/long" in four[0].run([*MANYHANDS, "logs", handle], env=environment()).stdout
+
+
+def test_job_is_cancelled_once_and_for_all(four: Lab, folder: Path) -> None:
+    (folder / "long-seen").unlink(missing_ok=True)
+    words = ["--on", "slurm", "--nodes", "2", "--detach", "--run-dir", f"{FOLDER}/longer", "long.py"]
+    handle = run(four[0], words).stdout.strip()
+    for _ in range(2):
+        four[0].run([*MANYHANDS, "cancel", handle], env=environment())
+    wait_until(lambda: state(four, handle)["state"] == "cancelled", "it is cancelled", timeout_s=60)
+
+
+def test_script_that_the_users_own_srun_starts_knows_its_place(four: Lab) -> None:
+    words = ["srun", "--quiet", "--nodes", "2", "env", recipe(), f"MANYHANDS_RUN_DIR={FOLDER}/own"]
+    done = four[0].run([*words, sys.executable, "recipe_script.py"], folder=FOLDER, env=environment(), timeout_s=150)
+    found = hashes(done.stdout)
+    assert len(found) >= 1, done.stderr
+    assert len({digest for _, digest in found.values()}) == 1
+    assert "2 workers on 2 hosts" in done.stdout

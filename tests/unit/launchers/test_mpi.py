@@ -1,0 +1,119 @@
+"""What mpirun is told, and what an agent makes of what mpirun tells it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from manyhands.errors import ConfigError, LaunchError
+from manyhands.launchers import addresses, node
+from manyhands.launchers.display import PlainDisplay
+from manyhands.launchers.job import Job
+from manyhands.launchers.mpi import Mpi
+from manyhands.launchers.placement import Placement
+
+
+def job(folder: Path = Path("/work"), **more: object) -> Job:
+    hosts = more.pop("hosts", ("a", "b"))
+    return Job(program="train.py", folder=folder, run_dir=folder / "run", nodes=len(hosts), hosts=hosts, **more)
+
+
+def test_plan_is_one_mpirun_with_one_agent_on_each_host() -> None:
+    assert " ".join(Mpi().plan(job()).command) == (
+        "mpirun --bind-to none --mca plm_rsh_agent ssh -np 1 --host a:1 -x MANYHANDS_TOKEN"
+        f" {sys.executable} -P -m manyhands.launchers.node --head ADDRESS:PORT --nodes 0"
+        " : -np 1 --host b:1 -x MANYHANDS_TOKEN"
+        f" {sys.executable} -P -m manyhands.launchers.node --head ADDRESS:PORT --nodes 1"
+    )
+
+
+def test_plan_touches_nothing_and_is_the_same_again(tmp_path: Path) -> None:
+    assert Mpi().plan(job(tmp_path)) == Mpi().plan(job(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_options_reach_mpirun() -> None:
+    options = {"mpirun": "/opt/mpirun", "mca": "btl_tcp_if_include:eth1", "python": "/opt/python"}
+    command = " ".join(Mpi().plan(job(options=options)).command)
+    assert command.startswith("/opt/mpirun ")
+    assert "--mca btl_tcp_if_include eth1" in command
+    assert " /opt/python -P -m " in command
+
+
+def test_unknown_option_is_refused_with_the_one_that_was_meant() -> None:
+    with pytest.raises(ConfigError, match="no option 'mpirum'") as caught:
+        Mpi().plan(job(options={"mpirum": "x"}))
+    assert "did you mean 'mpirun'" in caught.value.fix
+
+
+def test_host_that_is_named_twice_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a, a"):
+        Mpi().plan(job(hosts=("a", "a")))
+
+
+def test_missing_mpirun_is_named(tmp_path: Path) -> None:
+    plan = Mpi().plan(job(tmp_path, options={"mpirun": "no-such-mpirun"}))
+    with pytest.raises(LaunchError, match="no-such-mpirun"):
+        Mpi().submit(plan, PlainDisplay(sys.stdout, sys.stderr))
+
+
+def test_no_worker_takes_itself_for_a_rank_of_mpirun() -> None:
+    variables = {"OMPI_COMM_WORLD_RANK": "2", "PMIX_RANK": "2", "OMPI_MCA_plm": "rsh", "PATH": "/bin"}
+    node.forget_task(variables)
+    assert variables == {"PATH": "/bin"}
+
+
+def test_agent_that_was_started_by_hand_says_so() -> None:
+    with pytest.raises(ConfigError, match="SLURM_PROCID is 'not set'"):
+        node.number_of("slurm", {})
+
+
+def test_workers_use_the_interface_that_leads_to_the_head() -> None:
+    variables: dict[str, str] = {}
+    assert node.use_interface("127.0.0.1", variables) == "127.0.0.1"
+    assert variables == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+
+
+def test_name_that_does_not_resolve_is_told_with_the_host() -> None:
+    with pytest.raises(LaunchError, match=r"nowhere\.invalid does not resolve"):
+        addresses.towards(["nowhere.invalid"])
+
+
+def placement(nodes: int) -> tuple[Placement, list[list[int]]]:
+    started: list[list[int]] = []
+
+    def command(which: list[int], head: str) -> list[str]:
+        started.append(list(which))
+        return ["sleep", "60"]
+
+    return Placement(nodes, command, {}), started
+
+
+def test_one_process_starts_all_agents_and_a_lost_one_is_started_alone() -> None:
+    placed, started = placement(3)
+    seats = [placed.start_agent(number, "h:1", "secret") for number in range(3)]
+    seats[1].kill()  # the head gives the lost one up before it starts it anew
+    assert seats[1].wait() == 0
+    again = placed.start_agent(1, "h:1", "secret")
+    still_there = seats[0].poll() is None
+    again.kill()
+    again.wait()
+    for seat in (seats[0], seats[2]):
+        seat.kill()
+    assert (started, still_there, seats[0].wait()) == ([[0, 1, 2], [1]], True, -9)
+
+
+def test_waiting_in_vain_for_all_takes_as_long_as_for_one() -> None:
+    placed, _ = placement(8)
+    seats = [placed.start_agent(number, "h:1", "secret") for number in range(8)]
+    with pytest.raises(subprocess.TimeoutExpired):
+        seats[0].wait(timeout=0.1)
+    for seat in seats[1:]:
+        with pytest.raises(subprocess.TimeoutExpired):
+            seat.wait(timeout=100)  # the test's own time limit would end this
+    for seat in seats:
+        seat.kill()
+    assert seats[0].wait(timeout=10) == -9

@@ -44,6 +44,7 @@ def start_slurm(lab: Lab) -> None:
     for host in lab:
         host.run(["mkdir", "-p", f"{_FOLDER}/state", f"{_FOLDER}/spool", "/etc/slurm"])
         host.path("/etc/slurm/slurm.conf").write_text(config)
+        host.path("/etc/slurm/cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # the older one asks for no mounts
         key = host.path(f"{_FOLDER}/munge.key")
         key.write_bytes(bytes(range(256)) * 4)
         key.chmod(0o600)

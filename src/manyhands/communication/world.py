@@ -100,7 +100,7 @@ class World:
         return self.size > 1 or self.membership is not None
 
     def _join(self) -> None:
-        # env:// honours TORCHELASTIC_USE_AGENT_STORE, a store kept by the launcher; mpirun and srun set no such variables
+        # env:// honours TORCHELASTIC_USE_AGENT_STORE: a store kept by the launcher; mpirun and srun set nothing
         place = f"tcp://{self.place.head_address}:{self.place.head_port}"
         self._form(init_method="env://" if "RANK" in os.environ else place)
 

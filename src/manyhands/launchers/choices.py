@@ -55,3 +55,8 @@ def count(given: Mapping[str, str], key: str, default: int) -> int:
     if not value.isdecimal() or int(value) < 1:
         raise ConfigError(f"{key} is {value!r}", where=f"-o {key}={value}", fix="give a whole number, 1 or more")
     return int(value)
+
+
+def gpus(given: Mapping[str, str]) -> str:
+    """The number of GPUs that is asked for, without their kind: `4` for `a100:4`, and `0` for none."""
+    return given.get("gpus", "0").rpartition(":")[2]

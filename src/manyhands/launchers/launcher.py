@@ -34,6 +34,7 @@ LAUNCHERS: Table[type[Launcher]] = Table(
     own={
         "local": "manyhands.launchers.local:Local",
         "mpi": "manyhands.launchers.mpi:Mpi",
+        "ray": "manyhands.launchers.ray:Ray",
         "ssh": "manyhands.launchers.ssh:Ssh",
         "slurm": "manyhands.launchers.slurm:Slurm",
     },

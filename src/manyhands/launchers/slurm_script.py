@@ -44,7 +44,7 @@ def check(job: Job) -> None:
     choices.yes(job.options, "requeue", default=True)
     choices.yes(job.options, "exclusive", default=False)
     choices.count(job.options, "warning", 90)
-    gpus = job.options.get("gpus", "").rpartition(":")[2]
+    gpus = choices.gpus(job.options)
     if gpus.isdecimal() and job.workers_per_node == 1 < int(gpus):
         raise ConfigError(
             f"every node gets {gpus} GPUs, and one worker that uses one of them",

@@ -1,0 +1,210 @@
+"""What Slurm is told, and what is made of what it answers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from manyhands.errors import ConfigError, LaunchError
+from manyhands.launchers import job_file, slurm_script
+from manyhands.launchers.commands import run_command
+from manyhands.launchers.display import PlainDisplay
+from manyhands.launchers.job import Job
+from manyhands.launchers.slurm import Slurm
+
+INSIDE = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "n[1-4]"}
+RUNNING = "JobId=4711 JobName=x JobState=RUNNING Reason=None ExitCode=0:0 NodeList=n[1-2] StdOut={log}\n"
+
+
+class FakeSlurm:
+    """Answers as Slurm does, and remembers what it was told. An answer that is an error is raised."""
+
+    def __init__(self, **answers: str | Exception | list[str]) -> None:
+        self.answers, self.told = answers, []
+
+    def __call__(self, command: Sequence[str]) -> str:
+        self.told.append(list(command))
+        answer = self.answers[command[0]]
+        if isinstance(answer, list):
+            return answer.pop(0) if len(answer) > 1 else answer[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def slurm(present: dict[str, str] | None = None, **answers: str | Exception | list[str]) -> Slurm:
+    return Slurm(present or {}, FakeSlurm(**answers), lambda _: None)
+
+
+def job(folder: Path = Path("/work"), **more: object) -> Job:
+    return Job(program="train.py", folder=folder, run_dir=folder / "run", **{"nodes": 2, **more})
+
+
+def test_batch_script_is_this_text() -> None:
+    options = {"partition": "gpu", "time": "2:00:00", "gpus": "a100:4", "account": "lab one", "mem": "0"}
+    assert slurm_script.script(job(options=options, workers_per_node=4)) == (
+        "#!/bin/bash\n"
+        "#SBATCH --job-name=run\n"
+        "#SBATCH --nodes=2\n"
+        "#SBATCH --ntasks-per-node=1\n"
+        "#SBATCH --chdir=/work\n"
+        "#SBATCH --output=/work/run/logs/slurm-%j.log\n"
+        "#SBATCH --open-mode=append\n"
+        "#SBATCH --signal=B:USR1@90\n"
+        "#SBATCH --partition=gpu\n"
+        '#SBATCH --account="lab one"\n'
+        "#SBATCH --time=2:00:00\n"
+        "#SBATCH --gpus-per-node=a100:4\n"
+        "#SBATCH --mem=0\n"
+        "#SBATCH --requeue\n"
+        f"exec {sys.executable} -P -m manyhands.launchers.slurm_batch /work/run/job.json\n"
+    )
+
+
+def test_every_option_is_explained_and_reaches_slurm() -> None:
+    values = dict.fromkeys(slurm_script.OPTIONS, "7") | {"requeue": "no", "exclusive": "yes", "python": "/opt/python"}
+    wished = job(options=values, workers_per_node=7)
+    slurm_script.check(wished)
+    text = slurm_script.script(wished)
+    assert text.count("=7\n") == 13
+    assert all(part in text for part in ("--no-requeue\n", "--exclusive\n", "B:USR1@7\n", "exec /opt/python "))
+
+
+def test_plan_touches_nothing_and_dry_run_shows_files_and_command(tmp_path: Path) -> None:
+    fake = FakeSlurm()
+    plan = Slurm({}, fake).plan(job(tmp_path))
+    assert (fake.told, list(tmp_path.iterdir())) == ([], [])
+    assert f"$ sbatch --parsable {tmp_path}/run/job.sbatch" in str(plan)
+    assert "#SBATCH --nodes=2" in str(plan)
+
+
+def test_sending_writes_the_plan_and_returns_the_number(tmp_path: Path) -> None:
+    engine = slurm(sbatch="4711;cluster-a\n")
+    plan = engine.plan(job(tmp_path, environment={"A": "1"}))
+    assert engine.send(plan) == "4711"
+    assert (tmp_path / "run" / "job.sbatch").read_text() == plan.files[str(tmp_path / "run" / "job.sbatch")]
+    assert job_file.load(tmp_path / "run" / "job.json") == plan.job
+
+
+def test_inside_an_allocation_srun_starts_an_agent_on_every_node_of_it() -> None:
+    plan = slurm(INSIDE).plan(job(nodes=1, nodes_are_chosen=False))
+    assert plan.hosts == ("n1", "n2", "n3", "n4")
+    assert " ".join(plan.command) == (
+        "srun --nodes 4 --ntasks 4 --ntasks-per-node 1 --nodelist n1,n2,n3,n4 --cpu-bind none --kill-on-bad-exit=0"
+        f" --overlap --unbuffered --quit-on-interrupt {sys.executable} -P -m manyhands.launchers.node"
+        " --head ADDRESS:PORT --engine slurm --nodes 0,1,2,3"
+    )
+
+
+def test_inside_an_allocation_some_of_its_nodes_can_be_asked_for() -> None:
+    assert slurm(INSIDE).plan(job(nodes=2)).hosts == ("n1", "n2")
+
+
+@pytest.mark.parametrize(
+    ("present", "more", "what"),
+    [
+        ({}, {"options": {"partitoin": "gpu"}}, "no option 'partitoin'"),
+        ({}, {"options": {"requeue": "maybe"}}, "requeue is 'maybe'"),
+        ({}, {"options": {"warning": "soon"}}, "warning is 'soon'"),
+        ({}, {"options": {"gpus": "4"}}, "4 GPUs, and one worker"),
+        ({}, {"hosts": ("a", "b")}, "chooses the hosts"),
+        ({}, {"encrypt": True}, "--encrypt required"),
+        (INSIDE, {"nodes": 5}, "has 4 nodes, and --nodes is 5"),
+        ({**INSIDE, "SLURM_STEP_ID": "0"}, {}, "a task that srun has started"),
+    ],
+)
+def test_request_that_makes_no_sense_is_refused_before_it_waits_in_a_queue(
+    present: dict[str, str], more: dict[str, object], what: str
+) -> None:
+    with pytest.raises(ConfigError, match=what):
+        slurm(present).plan(job(**more))
+
+
+def test_interactive_shell_of_an_allocation_is_no_task() -> None:
+    assert slurm({**INSIDE, "SLURM_STEP_ID": "4294967290"}).plan(job()).hosts == ("n1", "n2")
+
+
+@pytest.mark.parametrize(
+    ("said", "state", "code"),
+    [
+        ("JobState=PENDING Reason=Priority ExitCode=0:0", "waiting", 0),
+        ("JobState=RUNNING Reason=None ExitCode=0:0", "running", 0),
+        ("JobState=COMPLETED Reason=None ExitCode=0:0", "done", 0),
+        ("JobState=FAILED Reason=NonZeroExitCode ExitCode=4:0", "failed", 4),
+        ("JobState=TIMEOUT Reason=TimeLimit ExitCode=0:0", "failed", 1),
+        ("JobState=CANCELLED Reason=None ExitCode=0:15", "cancelled", 130),
+    ],
+)
+def test_states_of_slurm_in_our_words(said: str, state: str, code: int) -> None:
+    status = slurm(scontrol=f"JobId=4711 {said} NodeList=n1\n").status("4711")
+    assert (status.state, status.exit_code) == (state, code)
+
+
+def test_job_that_is_long_over_is_looked_up_in_the_accounts() -> None:
+    gone = LaunchError("scontrol refused: slurm_load_jobs error: Invalid job id specified")
+    found = slurm(scontrol=gone, sacct="CANCELLED by 1000|0:0|n[1-2]\n").status("4711")
+    assert (found.state, found.hosts) == ("cancelled", "n[1-2]")
+    assert slurm(scontrol=gone, sacct=LaunchError("no accounts")).status("4711").state == "unknown"
+
+
+def test_cancelling_a_job_that_is_over_is_no_error() -> None:
+    slurm(scancel=LaunchError("scancel refused: Invalid job id specified")).cancel("4711")
+    with pytest.raises(LaunchError, match="Access denied"):
+        slurm(scancel=LaunchError("scancel refused: Access denied")).cancel("4711")
+
+
+def test_name_that_is_no_number_never_reaches_slurm() -> None:
+    with pytest.raises(ConfigError, match="no number of a job"):
+        slurm().cancel("-u root")
+
+
+def test_log_is_followed_until_the_job_is_over(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("one\ntw")
+    running = RUNNING.format(log=log)
+    engine = slurm(scontrol=[running, running, running.replace("RUNNING", "COMPLETED")])
+    lines = engine.logs("4711", follow=True)
+    first = next(lines)
+    with log.open("a") as file:
+        file.write("o\nlast")
+    assert [first, *lines] == ["one", "two", "last"]
+
+
+def test_waiting_for_a_batch_job_shows_its_words_and_ends_with_its_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "log").write_text("epoch 1\n")
+    over = RUNNING.format(log=tmp_path / "log").replace("RUNNING", "FAILED").replace("0:0", "4:0")
+    engine = slurm(sbatch="4711\n", scontrol=["JobState=PENDING StdOut=\n", over])
+    assert engine.submit(engine.plan(job(tmp_path)), PlainDisplay(sys.stdout, sys.stderr)) == 4
+    said = capsys.readouterr().out.splitlines()
+    assert said[:2] == ["manyhands: queued as slurm://4711", "epoch 1"]
+    assert said[-1].startswith("manyhands: the job has failed FAILED")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "hosts"),
+    [("a", "a"), ("n[1-3],m", "n1 n2 n3 m"), ("g[08-10,12]-x", "g08-x g09-x g10-x g12-x"), ("", "")],
+)
+def test_lists_of_hosts_as_slurm_writes_them(nodes: str, hosts: str) -> None:
+    assert slurm_script.hosts_of(nodes) == hosts.split()
+
+
+def test_program_that_is_not_there_is_a_sentence() -> None:
+    with pytest.raises(LaunchError, match="there is no no-such-program on this machine"):
+        run_command(["no-such-program"])
+
+
+def test_what_a_program_says_last_is_the_reason() -> None:
+    with pytest.raises(LaunchError, match="sh refused: no such partition"):
+        run_command(["sh", "-c", "echo usage >&2; echo no such partition >&2; exit 1"])
+
+
+def test_job_file_of_another_version_is_named(tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text(json.dumps({"program": "x"}))
+    with pytest.raises(ConfigError, match="cannot read what to run"):
+        job_file.load(tmp_path / "job.json")

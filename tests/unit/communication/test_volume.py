@@ -1,0 +1,26 @@
+"""What a worker puts on the wire, reckoned by hand."""
+
+from __future__ import annotations
+
+import torch
+
+from manyhands.communication import volume
+
+
+def test_sum_over_two_workers_sends_the_payload_once() -> None:
+    assert volume.all_reduce_bytes(1000, 2) == 1000
+
+
+def test_sum_is_a_scatter_and_a_gather_of_the_parts() -> None:
+    for workers in (2, 4, 8):
+        parts = volume.all_to_all_bytes(800, workers) + volume.all_gather_bytes(800 // workers, workers)
+        assert volume.all_reduce_bytes(800, workers) == parts
+
+
+def test_one_worker_sends_nothing() -> None:
+    kinds = (volume.all_reduce_bytes, volume.all_gather_bytes, volume.all_to_all_bytes, volume.broadcast_bytes)
+    assert [kind(1000, 1) for kind in kinds] == [0, 0, 0, 0]
+
+
+def test_size_counts_elements_by_their_width() -> None:
+    assert volume.size_of(torch.zeros(3, 5, dtype=torch.bfloat16)) == 30

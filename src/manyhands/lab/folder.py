@@ -49,7 +49,7 @@ class Folder:
     def __init__(self) -> None:
         try:
             PLACE.mkdir(mode=0o755, parents=True, exist_ok=True)
-            self.path = Path(tempfile.mkdtemp(prefix="", dir=PLACE))
+            self.path = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=PLACE))
         except OSError as cause:
             raise ConfigError(
                 f"a lab cannot keep its files here: {cause.strerror}", where=str(PLACE), fix="start it as root"

@@ -57,11 +57,11 @@ def see_that_they_meet(
     Raises:
         LaunchError: some did not; each pair is named once.
     """
-    closed = {}
+    closed: dict[frozenset[int], tuple[int, int, str]] = {}
     for one, said in enumerate(answers):
         for other, reason in enumerate(said):
             if reason and one != other:
-                closed[frozenset((one, other))] = (one, other, reason)
+                closed.setdefault(frozenset((one, other)), (one, other, reason))
     if not closed:
         return
     one, other, reason = next(iter(closed.values()))

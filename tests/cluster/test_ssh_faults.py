@@ -128,7 +128,7 @@ def test_encrypted_link_between_hosts_is_chosen_by_the_way_they_are_named(make_l
     user.path("/root/script.py").write_text("import os; print('over', os.environ['GLOO_SOCKET_IFNAME'])")
     words = [*MANYHANDS, "run", "--hosts", "w2,w3", "--encrypt", "required", "script.py"]
     ended = user.run(words, check=False)
-    assert (ended.returncode, ended.stdout.count("over wg0")) == (0, 2), ended.stderr
+    assert (ended.returncode, ended.stdout.count("] over wg0")) == (0, 2), ended.stderr
 
 
 def join_by_wireguard(hosts: Lab) -> None:

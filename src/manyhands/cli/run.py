@@ -53,7 +53,11 @@ class _Run(click.Command):
     metavar="N",
     help="Workers on this machine.  [default: one per GPU, or 1 where there is none]",
 )
-@click.option("--nodes", type=int, metavar="N", help="Hosts; on local, several are rehearsed here.  [default: 1]")
+@click.option(
+    "--nodes",
+    metavar="N",
+    help="Hosts; on local, several are rehearsed here. MIN:MAX: they may go and come while it runs.  [default: 1]",
+)
 @click.option("--workers-per-node", type=int, metavar="M", help="Workers on each host.")
 @click.option("--restarts", type=int, default=0, show_default=True, metavar="N", help="Start again after a failure.")
 @click.option("--no-sync", is_flag=True, help="Do not bring the working directory to the hosts.")
@@ -110,7 +114,7 @@ class _Asked:
     encrypt: str | None
     options: Sequence[str]
     workers: int | None
-    nodes: int | None
+    nodes: str | None
     workers_per_node: int | None
     restarts: int
     env: Sequence[str]
@@ -132,7 +136,8 @@ def _job(asked: _Asked) -> Job:
     kind = scripts.kind_of(module=asked.module, no_python=asked.no_python)
     scripts.check(asked.script, kind)
     changed = overrides.parse(asked.settings)
-    hosts, slots = _hosts(asked)
+    least, most = _nodes(asked.nodes)
+    hosts, slots = _hosts(asked, most)
     counts = (asked.workers, asked.workers_per_node, slots, 1 if hosts else None)
     job = Job(
         program=asked.script,
@@ -140,8 +145,9 @@ def _job(asked: _Asked) -> Job:
         arguments=tuple(asked.arguments),
         folder=Path.cwd(),
         run_dir=Path(asked.run_dir).absolute() if asked.run_dir else new_run_dir(asked.script),
-        nodes=len(hosts) or (1 if asked.nodes is None else asked.nodes),
-        nodes_are_chosen=bool(hosts) or asked.nodes is not None,
+        nodes=len(hosts) or (1 if most is None else most),
+        nodes_are_chosen=bool(hosts) or most is not None,
+        least_nodes=least,
         workers_per_node=next((count for count in counts if count is not None), max(1, _gpus())),
         restarts=asked.restarts,
         hosts=hosts,
@@ -161,7 +167,17 @@ def _job(asked: _Asked) -> Job:
     return job
 
 
-def _hosts(asked: _Asked) -> tuple[tuple[str, ...], int | None]:
+def _nodes(words: str | None) -> tuple[int | None, int | None]:
+    """`4` or `2:4`: the fewest nodes, where they may go and come, and the most."""
+    if words is None:
+        return None, None
+    least, colon, most = words.rpartition(":")
+    if not most.isdigit() or (colon and not least.isdigit()):
+        raise ConfigError(f"cannot read --nodes {words!r}", where="--nodes", fix="give a number, or MIN:MAX")
+    return int(least) if colon else None, int(most)
+
+
+def _hosts(asked: _Asked, nodes: int | None) -> tuple[tuple[str, ...], int | None]:
     """The hosts that are named, and how many workers each is to have, where that is said with them."""
     if asked.hosts is not None and asked.hostfile is not None:
         raise ConfigError("both --hosts and --hostfile are given", where="--hosts", fix="give one of them")
@@ -174,9 +190,9 @@ def _hosts(asked: _Asked) -> tuple[tuple[str, ...], int | None]:
             where="--workers",
             fix="use --workers-per-node",
         )
-    if hosts and asked.nodes not in (None, len(hosts)):
+    if hosts and nodes not in (None, len(hosts)):
         raise ConfigError(
-            f"--nodes is {asked.nodes}, but {len(hosts)} hosts are named", where="--nodes", fix="leave --nodes out"
+            f"--nodes is {nodes}, but {len(hosts)} hosts are named", where="--nodes", fix="leave --nodes out"
         )
     return hosts, slots
 

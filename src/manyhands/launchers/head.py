@@ -11,7 +11,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from manyhands.errors import LaunchError, ManyhandsError
@@ -26,8 +26,14 @@ from manyhands.launchers.roster import MOST_WITHOUT_PROGRESS, Member
 from manyhands.launchers.tracebacks import is_native_frame, without_native_frames
 
 _JOIN_LIMIT_S = 60.0
+_GATHER_S = 15.0
+"""How long a run that may begin with fewer nodes waits for the others."""
+_CALL_AGAIN_S = 2.0
+_LONGEST_CALL_AGAIN_S = 30.0
 _FIRST_CAUSE_S = 2.0
 """How long a failure that looks like the consequence of another one waits for that other one to be heard of."""
+_ASKED_TO_STOP = tuple(128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
+"""How a worker of ours ends when one of them was asked to stop by a signal."""
 _STRANGER_LIMIT_S = 10.0
 _GOODBYE_LIMIT_S = 5.0
 _LOOK_S = 0.2
@@ -83,10 +89,11 @@ class Head:
         """When the first signal came, on the monotonic clock; 0 before."""
         self._result: int | ManyhandsError | None = None
         self._trainer_seen = False
+        self._exit_code = 0
         self._expect_agents()
 
     def run(self) -> int:
-        """Returns 0, or 130 if it was interrupted.
+        """Returns 0, 130 if it was interrupted, or 128 + the signal that asked a worker to stop.
 
         Raises:
             LaunchError: an agent did not start.
@@ -142,12 +149,21 @@ class Head:
         channel.on_message = lambda heard: self._hear(number, heard)
         channel.on_end = lambda: self._lose_agent(number)
         self._prepare(node)
-        if self._running:
-            for member in node.late:
-                self.start_late(member)
-            node.late.clear()
-        elif all(each.channel is not None for each in self._nodes):
-            self._open_store()
+        if not self._running:
+            if all(each.channel is not None for each in self._nodes):
+                self._open_store()
+            return
+        late, node.late = node.late or self._newcomers(number), []
+        for member in late:
+            self._regroup.add_late(member)
+
+    def _newcomers(self, number: int) -> list[Member]:
+        """The workers of a node that comes while others train."""
+        first = number * self._job.workers_per_node
+        return [
+            Member(number=next(self._numbers), node=number, local_rank=place, rank=first + place, late=True)
+            for place in range(self._job.workers_per_node)
+        ]
 
     def _prepare(self, node: _Node) -> None:
         job = self._job
@@ -168,7 +184,10 @@ class Head:
         if not missing or self._result is not None:
             return
         dead = [node for node in missing if node.agent.poll() is not None]
-        if dead or waited_s > _JOIN_LIMIT_S:
+        if self._job.is_elastic and (len(dead) == len(missing) or waited_s > _GATHER_S):
+            if self._begin_without(missing):
+                return
+        elif dead or waited_s > _JOIN_LIMIT_S:
             why = "ended before it said a word" if dead else f"did not report within {_JOIN_LIMIT_S:.0f} s"
             self._result = LaunchError(
                 f"the agent {why}",
@@ -176,6 +195,42 @@ class Head:
                 fix=f"see what it printed above, and that it can open a connection to {self._address}",
             )
         self._loop.after(_LOOK_S, lambda: self._expect_agents(waited_s + _LOOK_S))
+
+    def _present(self) -> list[int]:
+        """The nodes whose agents are here."""
+        return [number for number, node in enumerate(self._nodes) if node.channel is not None]
+
+    def _begin_without(self, missing: Sequence[_Node]) -> bool:
+        """Begin with the nodes that are here, if they are enough; the others may come later."""
+        present = self._present()
+        if len(present) < (self._job.least_nodes or len(self._nodes)):
+            if all(node.agent.poll() is not None for node in missing):
+                names = ", ".join(node.name for node in missing)
+                self._result = LaunchError(
+                    f"only {len(present)} of at least {self._job.least_nodes} nodes are here",
+                    where=f"not here: {names}",
+                    fix="see what their agents printed above",
+                )
+            return False
+        self._open_store()
+        for number, node in enumerate(self._nodes):
+            if node in missing:
+                self._call_again(number, self._generation, _CALL_AGAIN_S)
+        return True
+
+    def _call_again(self, number: int, generation: int, pause_s: float) -> None:
+        """Try now and then to start the agent of a node that is away, so that it can come back."""
+        node = self._nodes[number]
+
+        def call() -> None:
+            if self._result is not None or generation != self._generation or node.channel is not None:
+                return
+            if node.agent.poll() is not None:
+                node.agent.wait()
+                node.agent = self._begin_agent(number)
+            self._call_again(number, generation, min(2 * pause_s, _LONGEST_CALL_AGAIN_S))
+
+        self._loop.after(pause_s, call)
 
     def _lose_agent(self, number: int) -> None:
         node = self._nodes[number]
@@ -189,6 +244,9 @@ class Head:
         gone = [member for member in self._regroup.roster.members.values() if member.node == number]
         for member in gone:
             self._running.discard(member.number)
+        if self._job.is_elastic and len(self._present()) >= (self._job.least_nodes or 0):
+            node.agent.kill()
+            self._call_again(number, self._generation, _CALL_AGAIN_S)
         self._note_failures(
             {each.number: Failure(rank=each.rank, host=node.name, lost="its agent is gone") for each in gone}
         )
@@ -220,10 +278,11 @@ class Head:
         self._trouble.clear()
         self._culprit = None
         self._regroup = Regroup(self._loop, self, self._generation)
-        for number in range(len(self._nodes)):
+        present = self._present()
+        for place, number in enumerate(present):
             members = []
             for local_rank in range(self._job.workers_per_node):
-                rank = number * self._job.workers_per_node + local_rank
+                rank = place * self._job.workers_per_node + local_rank
                 members.append(Member(number=next(self._numbers), node=number, local_rank=local_rank, rank=rank))
                 self._regroup.add(members[-1])
             self._start(members, (self._store_address(), port), shared=shared)
@@ -231,11 +290,12 @@ class Head:
     def _start(self, members: Sequence[Member], store: tuple[str, int], *, shared: bool = True) -> None:
         """Start workers that are all of one host."""
         workers = []
+        present = self._present()
         for member in members:
             self._running.add(member.number)
             environment = variables.of_worker(
-                self._job,
-                node=member.node,
+                self._job if member.late else replace(self._job, nodes=len(present), least_nodes=None),
+                node=member.node if member.late else present.index(member.node),
                 local_rank=member.local_rank,
                 generation=self._generation,
                 store=store,
@@ -302,7 +362,10 @@ class Head:
             self._broadcast_to([self._nodes[self._store[0]]], "close_store")
         self._store = None
 
-    def _successor(self, lost: Member) -> Member:
+    def _successor(self, lost: Member) -> Member | None:
+        """Who takes the place of a worker; nobody where its node is away and the run can do without."""
+        if self._job.is_elastic and self._nodes[lost.node].channel is None:
+            return None
         return Member(number=next(self._numbers), node=lost.node, local_rank=lost.local_rank, rank=lost.rank, late=True)
 
     def _hear(self, number: int, message: Message) -> None:
@@ -359,11 +422,15 @@ class Head:
     def _note_end(self, node: _Node, message: Message) -> None:
         self._running.discard(message["member"])
         code, number = message["code"], message["signal"]
-        if message["finished"] or (code == 0 and number == 0):
+        asked = self._trainer_seen and code in _ASKED_TO_STOP
+        if asked:
+            self._exit_code = code  # the workers have agreed to stop and saved what they have: nothing has failed
+        if message["finished"] or (code == 0 and number == 0) or asked:
             # A script whose main module came to its end has succeeded, whatever its destructors do then.
             self._regroup.drop(message["member"])
+            self._dismiss_those_that_come_too_late()
             if not self._running and not self._failures:
-                self._result = 130 if self._interrupted else 0
+                self._result = 130 if self._interrupted else self._exit_code
             else:
                 self._consider()
             return
@@ -381,6 +448,16 @@ class Head:
 
     # Failure, and what follows from it.
 
+    def _dismiss_those_that_come_too_late(self) -> None:
+        """All that trained have finished: whoever was on the way to them is needed no more."""
+        roster = self._regroup.roster
+        if roster.trained():
+            return
+        for member in list(roster.members.values()):
+            self._running.discard(member.number)
+            self._regroup.drop(member.number)
+            self.kill_member(member)
+
     def _note_failures(self, failures: Mapping[int, Failure]) -> None:
         """Workers, by number, have failed or are lost: the others go on, or the run ends or starts again."""
         for number, failure in failures.items():
@@ -392,6 +469,8 @@ class Head:
 
     def _goes_on_without(self, number: int, failure: Failure) -> bool:
         if self._interrupted or self._culprit or self._failures or not failure.is_loss:
+            return False
+        if self._job.is_elastic and len(self._present()) < (self._job.least_nodes or 0):
             return False
         reason = failure.told(0).what
         if self._regroup.goes_on_without(number, reason, replace=self._successor):

@@ -30,6 +30,8 @@ class Job:
     nodes: int = 1
     nodes_are_chosen: bool = True
     """Whether the user has said how many; if not, an engine that has given us some uses all of them."""
+    least_nodes: int | None = None
+    """With how many nodes the run goes on where others are gone, and begins where others are late. None: with all."""
     workers_per_node: int = 1
     restarts: int = 0
     """How often all workers are started anew after a failure."""
@@ -60,6 +62,12 @@ class Job:
         ):
             if count < least:
                 raise ConfigError(f"{name} is {count}", where=name, fix=f"give {least} or more")
+        if self.least_nodes is not None and not 1 <= self.least_nodes <= self.nodes:
+            raise ConfigError(
+                f"--nodes is {self.least_nodes}:{self.nodes}, which no number is between",
+                where="--nodes",
+                fix="give MIN:MAX with MIN from 1 to MAX",
+            )
 
     @property
     def workers(self) -> int:
@@ -70,6 +78,11 @@ class Job:
     def recovers(self) -> bool:
         """Whether workers are told how to go on without one of them: alone, none can."""
         return self.workers > 1
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether nodes may go and come."""
+        return self.least_nodes is not None and self.least_nodes < self.nodes
 
     @property
     def run_id(self) -> str:

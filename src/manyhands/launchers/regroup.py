@@ -91,8 +91,10 @@ class Regroup:
 
     def add_late(self, member: Member) -> None:
         """A host has come: start a worker there that will join the others."""
-        self.roster.add(member)
+        if member.number not in self.roster.members:
+            self.roster.add(member)
         self._hosts.start_late(member)
+        self._loop.after(START_LIMIT_S, lambda: self._kill_if_not_there(member))
 
     def drop(self, number: int) -> None:
         """A worker has come to its end, or will never come."""

@@ -1,0 +1,61 @@
+"""Nodes go and come while a run goes on: with virtual workers not a bit of the result depends on it."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+from commands import finish, kill_all, start, steps_done, summary, wait_for_step
+from launching import agents, run, wait_until
+from runs import Recipe, samples_by_step, step_lines
+
+pytestmark = pytest.mark.multiprocess
+VIRTUAL = ["--set", "virtual_workers=4", "--set", "snapshots.every=1000 steps", "--set", "validate_every=1000 steps"]
+
+
+def recipe(steps: int) -> Recipe:
+    return Recipe(samples=150, batch=16, duration=f"{steps} steps", batch_norm=True, dropout=0.3, augment=True)
+
+
+def told(run_dir: Path) -> list[str]:
+    """What the metrics tell beside steps."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line.get("text") or line.get("how") or "" for line in lines if line["event"] in ("note", "restart")]
+
+
+def test_node_that_dies_is_dropped_and_taken_in_again_when_it_is_back(tmp_path: Path) -> None:
+    process = start(1, tmp_path / "run", recipe(1_000_000), [*VIRTUAL, "--nodes", "1:2"])
+    try:
+        wait_for_step(process, tmp_path / "run", 5)
+        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        agents(family)[0].kill()
+        wait_until(lambda: "with 1 worker" in told(tmp_path / "run"), "the other goes on", timeout_s=60)
+        gone_on_from = steps_done(tmp_path / "run")
+        wait_until(
+            lambda: "goes on with 2 workers, 1 of them new" in told(tmp_path / "run"), "it is back", timeout_s=60
+        )
+        wait_for_step(process, tmp_path / "run", gone_on_from + 20)
+        process.send_signal(signal.SIGTERM)
+        output = finish(process)
+    except BaseException:
+        kill_all(process)
+        raise
+    ended = summary(tmp_path / "run")
+    assert ended["status"] == "interrupted", output
+    assert "rank 0 on host node0 was lost: its agent is gone" in output
+    steps = ended["steps"]
+    assert isinstance(steps, int)
+    finish(start(1, tmp_path / "whole", recipe(steps), VIRTUAL))
+    assert ended["weights_sha256"] == summary(tmp_path / "whole")["weights_sha256"]
+    assert [line["step"] for line in step_lines(tmp_path / "run")] == list(range(1, steps + 1))
+    assert samples_by_step(tmp_path / "run") == samples_by_step(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("words", ["2:1", "0:2", "a:b", "1:"])
+def test_range_that_makes_no_sense_is_refused(tmp_path: Path, words: str) -> None:
+    ended = run(tmp_path, "print('must not run')", "--nodes", words)
+    assert (ended.code, ended.out) == (2, "")
+    assert "--nodes" in ended.err

@@ -38,8 +38,8 @@ sys.exit(0 if tree >= 0 and done == 0 else os.strerror(ctypes.get_errno()))
 
 def share(lab: Lab, folder: Path, target: str = FOLDER) -> None:
     """Let every host see `folder` of this machine as `target`, as a file server would; with the scripts in it."""
-    for script in SCRIPTS.glob("*_script.py"):
-        shutil.copy(script, folder)
+    for script in [*SCRIPTS.glob("*_script.py"), *(SCRIPTS.parent / name for name in ("runs.py", "ranks.py"))]:
+        shutil.copy(script, folder)  # hosts may not see the tests themselves
     os.chmod(folder, 0o755)
     for host in lab:
         subprocess.run([sys.executable, "-c", _SHARE, str(folder), str(host.process), target], check=True)

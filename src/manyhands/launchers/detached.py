@@ -108,7 +108,7 @@ def of_handle(handle: str) -> tuple[Engine, str]:
         raise ConfigError(
             f"{handle!r} is no handle of a job",
             where="HANDLE",
-            fix="give what `manyhands run --detach` printed: slurm://4711, kubernetes://NAMESPACE/NAME, ...",
+            fix="give what `manyhands run --detach` printed, such as slurm://4711",
         )
     return engine(LAUNCHERS.load(kind)(), kind), name
 

@@ -36,7 +36,7 @@ class Placement:
     ) -> None:
         """`command(nodes, head)` is what starts the agents of `nodes`; `environment` is set for it.
 
-        In the environment, the word TOKEN stands for the run's token.
+        In the values of `environment`, the word TOKEN stands for the run's token.
         """
         self._nodes, self._command, self._environment = nodes, command, environment
         self._together: _Together | None = None

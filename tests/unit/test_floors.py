@@ -197,7 +197,7 @@ def test_everything_that_is_asked_for_is_pinned() -> None:
 TRAINER_ARGUMENTS = (
     "model optimizer data loss step metrics schedule strategy precision micro_batch_size clip_gradients snapshots "
     "validate_every early_stopping listeners init_from seed virtual_workers batch_norm lr_scaling warmup compile "
-    "backend record_samples run_dir"
+    "backend record_samples run_dir on_bad_step"
 )
 OPTIONS = {
     "run": "--on --hosts --hostfile --workers --nodes --workers-per-node --restarts --no-sync --encrypt --env "

@@ -112,6 +112,13 @@ def make_strategy(settings: Settings, world: World) -> Strategy:
             where="virtual_workers",
             fix='leave virtual_workers out, or choose "ddp"',
         )
+    plain = isinstance(settings.strategy, DDP) and settings.strategy.compression == "none"
+    if settings.on_bad_step == "skip" and not plain:
+        raise ConfigError(
+            "a step that is left out is left out by all, with nothing kept of it; compression and local steps keep some",
+            where="on_bad_step",
+            fix='leave compression and local steps out, or use on_bad_step="stop"',
+        )
     if isinstance(settings.strategy, LocalSGD):
         return LocalSteps(settings.strategy, world)
     if isinstance(settings.strategy, DiLoCo):

@@ -17,6 +17,7 @@ from manyhands.errors import TrainingError
 from manyhands.events import EpochDone, Event, Note, StepDone, StepTiming, ValidationDone
 from manyhands.strategies.alone import together
 from manyhands.strategies.strategy import Piece, StepOutcome
+from manyhands.training.bad_steps import BadSteps, shown
 from manyhands.training.build import Parts
 from manyhands.training.evaluate import Evaluation
 from manyhands.training.keeping import Keeping
@@ -58,6 +59,7 @@ class Loop:
         self.validate_every = Duration.parse(settings.validate_every, where="validate_every")
         self.snapshot_every = Duration.parse(settings.snapshots.every, where="snapshots.every")
         self.numbers = Numbers(parts.world.device)
+        self.bad_steps = BadSteps(parts, leave_out=settings.on_bad_step == "skip")
         self.before = self.mark()
         self.began = time.perf_counter() - state.seconds
         self.on_cpu = parts.world.device.type == "cpu"
@@ -159,6 +161,7 @@ class Loop:
     def train_step(self, step: Step) -> tuple[StepOutcome, Any]:
         """The arithmetic of one optimizer step. Returns what it found, and the gradient's norm where it is clipped."""
         parts = self.parts
+        self.bad_steps.begin()
         outcome = parts.strategy.forward_backward(
             parts.model, self.pieces(step), parts.compute, parts.precision.scale, self.riders()
         )
@@ -166,6 +169,9 @@ class Loop:
         if self.settings.clip_gradients is not None:
             parts.precision.unscale(parts.optimizer)
             norm = parts.strategy.clip_gradients(parts.model, self.settings.clip_gradients)
+        if self.bad_steps.must_go(self.state.step + 1, outcome.values["loss"], norm):
+            advance(parts.schedule)
+            return outcome, norm
         self.keeping.before_update()
         self.torn = True
         if self.state.step < parts.warmup.steps:
@@ -202,30 +208,35 @@ class Loop:
     def read_numbers(self, *, all_of_them: bool = False) -> None:
         """Tell the steps whose numbers have come, and take from them what the workers decide together."""
         for numbers in self.numbers.read(all_of_them=all_of_them):
-            self.check(numbers)
+            good = self.check(numbers)
             clock, asked, joining = numbers.riders
             state, facts = self.state, numbers.facts
             state.seconds = clock
             self.wishes.hear(asked)
             self.change_granted = self.change_granted or joining > 0
-            state.epoch_loss += numbers.values["loss"] * facts.samples
-            state.epoch_samples += facts.samples
+            if good:
+                state.epoch_loss += numbers.values["loss"] * facts.samples
+                state.epoch_samples += facts.samples
             state.epoch_seconds += facts.timing.total
             self.tell(step_done(numbers))
         while world_notes := self.parts.world.notes:
             self.tell(Note(text=world_notes.pop(0), step=self.state.step, time=time.time()))
 
-    def check(self, numbers: StepNumbers) -> None:
-        """Raise where the loss is no number: every worker sees the same one, so all raise."""
-        loss = numbers.values["loss"]
-        if math.isfinite(loss):
-            return
-        facts = numbers.facts
-        shown = ", ".join(map(str, facts.indices[:16])) + (", …" if len(facts.indices) > 16 else "")
+    def check(self, numbers: StepNumbers) -> bool:
+        """Whether the numbers of a step are numbers. Where not, stop, or say that the step was left out."""
+        facts, trouble = numbers.facts, self.bad_steps.trouble(numbers)
+        if not trouble:
+            return True
+        where = f"epoch {facts.epoch}, samples {shown(facts.indices)} of rank {self.parts.world.rank}"
+        if self.bad_steps.leave_out:
+            text = f"step {facts.step} was left out: {trouble} ({where})"
+            self.tell(Note(text=text, step=facts.step, time=time.time()))
+            return False
         raise TrainingError(
-            f"the loss is {loss} in step {facts.step}",
-            where=f"epoch {facts.epoch}, samples [{shown}] of rank {self.parts.world.rank}",
-            fix=f"{self.keeping.last_good()} Look at those samples, lower the learning rate, or set clip_gradients",
+            f"{trouble} in step {facts.step}",
+            where=where,
+            fix=f"{self.keeping.last_good()} Look at those samples, lower the learning rate, set clip_gradients, "
+            'or leave such steps out with on_bad_step="skip"',
         )
 
     def end_epoch(self) -> None:
@@ -238,7 +249,7 @@ class Loop:
             EpochDone(
                 step=state.step,
                 epoch=state.position.epoch - 1,
-                train_loss=state.epoch_loss / state.epoch_samples,
+                train_loss=state.epoch_loss / state.epoch_samples if state.epoch_samples else math.nan,
                 seconds=state.epoch_seconds,
                 samples=state.epoch_samples,
                 time=time.time(),

@@ -1,0 +1,68 @@
+"""Steps whose numbers went wrong: a loss or a gradient that is NaN or infinite. Found, named, and by choice left out.
+
+To stop costs nothing: the numbers of a step are read when they are there. To leave a step out its numbers must be known
+before the update; on a CPU they are, and for a GPU this is one wait per step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from manyhands.training.build import Parts
+from manyhands.training.numbers import StepNumbers
+
+
+class BadSteps:
+    """Watches one loop. Every worker sees the same numbers, so all find the same steps bad."""
+
+    def __init__(self, parts: Parts, *, leave_out: bool) -> None:
+        self.parts, self.leave_out = parts, leave_out
+        self.scaled = parts.precision.scaler is not None
+        """Whether fp16's scaler looks for overflows, which are nothing unusual there, and leaves those steps out."""
+        self.buffers = list(parts.model.buffers()) if leave_out else []
+        self.before = [buffer.clone() for buffer in self.buffers]
+        self.bad_norms: dict[int, float] = {}
+        """Of steps that were left out, until they are told."""
+
+    def begin(self) -> None:
+        """Before a step: remember what its forward pass changes."""
+        if self.buffers:
+            torch._foreach_copy_(self.before, self.buffers)
+
+    @torch.no_grad()
+    def must_go(self, step: int, loss: Tensor, norm: Tensor | None) -> bool:
+        """Whether `step`, just computed, must not change the model. Buffers are then as they were before it."""
+        if not self.leave_out:
+            return False
+        good = bool(loss.isfinite())
+        if good and not self.scaled:
+            found = self._norm() if norm is None else norm
+            good = bool(found.isfinite())
+            if not good:
+                self.bad_norms[step] = found.item()
+        if not good and self.buffers:
+            torch._foreach_copy_(self.buffers, self.before)
+        return not good and not self.scaled
+
+    def _norm(self) -> Tensor:
+        gradients = [parameter.grad for parameter in self.parts.model.parameters() if parameter.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients)
+
+    def trouble(self, numbers: StepNumbers) -> str:
+        """What is wrong with a step, in words; empty where nothing is."""
+        loss = numbers.values["loss"]
+        norm = self.bad_norms.pop(numbers.facts.step, numbers.gradient_norm)
+        if not math.isfinite(loss):
+            return f"the loss is {loss}"
+        if norm is not None and not math.isfinite(norm) and not self.scaled:
+            return f"the norm of the gradient is {norm}"
+        return ""
+
+
+def shown(indices: Sequence[int]) -> str:
+    """The samples of a step, the first ones of many."""
+    return "[" + ", ".join(map(str, indices[:16])) + (", …" if len(indices) > 16 else "") + "]"

@@ -115,7 +115,7 @@ def make_strategy(settings: Settings, world: World) -> Strategy:
     plain = isinstance(settings.strategy, DDP) and settings.strategy.compression == "none"
     if settings.on_bad_step == "skip" and not plain:
         raise ConfigError(
-            "a step that is left out is left out by all, with nothing kept of it; compression and local steps keep some",
+            "a bad step is left out by all, with nothing kept of it; compression and local steps keep some of it",
             where="on_bad_step",
             fix='leave compression and local steps out, or use on_bad_step="stop"',
         )

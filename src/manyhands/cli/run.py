@@ -173,7 +173,7 @@ def _nodes(words: str | None) -> tuple[int | None, int | None]:
         return None, None
     least, colon, most = words.rpartition(":")
     if not most.isdigit() or (colon and not least.isdigit()):
-        raise ConfigError(f"cannot read --nodes {words!r}", where="--nodes", fix="give a number, or MIN:MAX")
+        raise ConfigError(f"--nodes is {words}", where="--nodes", fix="give a number, or MIN:MAX")
     return int(least) if colon else None, int(most)
 
 

@@ -243,7 +243,9 @@ def test_command_line_has_no_new_option() -> None:
 
 def test_help_answers_without_torch() -> None:
     code = "import sys\nfrom manyhands.cli.main import main\nmain(sys.argv[1:])\nsys.exit('torch' in sys.modules)"
-    for words in (["--help"], *([*name.split(), "--help"] for name in OPTIONS)):
+    # `lab with` takes everything behind it as the command to run, `--help` too.
+    verbs = [name.split() for name in OPTIONS if name != "lab with"]
+    for words in (["--help"], ["lab", "--help"], *([*verb, "--help"] for verb in verbs)):
         done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
         assert done.returncode == 0, f"{words} loads torch\n{done.stderr}"
         assert "Usage: manyhands" in done.stdout

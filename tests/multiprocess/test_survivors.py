@@ -122,8 +122,8 @@ def test_error_in_the_script_is_no_death_to_go_on_from(tmp_path: Path) -> None:
         ).fit("1 epoch")
     """
     ended = run(tmp_path, source, "--workers", "2")
-    assert ended.code == 1
-    assert "failed with ValueError: sample 40 is broken; 1 other worker was ended" in ended.err
+    assert ended.code == 2
+    assert "sample 40 of the train set cannot be read" in ended.err
     assert "went on" not in ended.out
 
 

@@ -283,3 +283,24 @@ def test_script_that_init_writes_trains(tmp_path: Path, workers: str) -> None:
     ended = run_words(tmp_path, "--run-dir", "run", "--workers", workers, "--set", "seed=1", "train.py")
     assert (ended.code, "'accuracy'" in ended.out) == (0, True), ended.err
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["workers"] == int(workers)
+
+
+def test_group_that_a_script_takes_down_does_not_hold_it_up(tmp_path: Path) -> None:
+    """Gloo's destructor waits for threads that wait for peers: without care every second such run hung."""
+    script = tmp_path / "takes_down.py"
+    script.write_text(
+        "import torch, torch.distributed as dist\n"
+        "from torch.nn.parallel import DistributedDataParallel\n"
+        "def main():\n"
+        "    dist.init_process_group('gloo')\n"
+        "    model = DistributedDataParallel(torch.nn.Linear(2, 2))\n"
+        "    model(torch.ones(1, 2)).sum().backward()\n"
+        "    dist.destroy_process_group()\n"
+        "main()\n"
+        "print('went on')\n"
+    )
+    for _ in range(3):
+        command = [sys.executable, "-m", "manyhands.cli.main", "run", "--workers", "2", str(script)]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("went on") == 2

@@ -3,6 +3,8 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 SOURCES := src tests examples benchmarks
+AT_ONCE ?= 2
+PYTEST := $(BIN)/python -m pytest
 
 .PHONY: train test test-all testbed-packages check format clean
 
@@ -10,10 +12,10 @@ train: .venv/runtime-installed ## train the digits example with two workers
 	$(BIN)/manyhands run --workers 2 examples/digits.py
 
 test: .venv/dev-installed testbed-packages ## run the tests
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -n $(AT_ONCE) --dist loadgroup -m "not slow"
 
 test-all: .venv/dev-installed testbed-packages ## run the tests, the slow ones too
-	$(BIN)/python -m pytest
+	$(PYTEST) -n $(AT_ONCE) --dist loadgroup
 
 testbed-packages: ## install the Debian packages that tests/cluster starts, where that is allowed
 	@.ci/testbed-packages
@@ -22,7 +24,7 @@ check: .venv/dev-installed ## format, lint, types, floors, documents (whose bloc
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/unit/test_floors.py tests/docs -m "not multiprocess"
+	$(PYTEST) tests/unit/test_floors.py tests/docs -m "not multiprocess"
 
 format: .venv/dev-installed ## bring every file into the common format
 	$(BIN)/ruff format $(SOURCES)

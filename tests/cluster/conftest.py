@@ -21,6 +21,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker("cluster")
+            item.add_marker(pytest.mark.xdist_group("cluster"))  # one by one: each sees what others leave
             if reason is not None:
                 item.add_marker(pytest.mark.skip(reason=f"{reason.what}: {reason.fix}"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,6 +16,7 @@ from manyhands.lab.lab import why_not
 HERE = Path(__file__).parent
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Everything in this folder needs hosts: skipped, with the reason, where there can be none."""
     reason = why_not()
@@ -43,6 +45,8 @@ def make_lab() -> Iterator[Callable[..., Lab]]:
 @pytest.fixture(autouse=True)
 def leaves_hosts_as_they_were(request: pytest.FixtureRequest) -> Iterator[None]:
     """No process, port or file is left on a host of `four`; no interface, namespace or lab on this machine."""
+    alone = "PYTEST_XDIST_WORKER" not in os.environ or request.node.nodeid.endswith("@cluster")
+    assert alone, "these tests see each other's hosts: run them with --dist loadgroup"
     hosts = list(request.getfixturevalue("four")) if "four" in request.fixturenames else []
     before, machine = {host.name: traces(host) for host in hosts}, traces_here()
     yield

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from manyhands.cluster.reports import Reporter
+from manyhands.cluster.reports import Reporter, when_told
 
 
 class Agent:
@@ -104,3 +104,15 @@ def test_process_forked_from_a_worker_says_nothing(agent: Agent, address: str) -
     os.waitpid(child, 0)
     reporter.close()
     assert agent.read_all() == []
+
+
+def test_whoever_waits_for_a_kind_of_report_is_called_once(address: str, agent: Agent) -> None:
+    called: list[str] = []
+    when_told("trainer of this test", lambda: called.append("told"))
+    reporter = Reporter(address, 0)
+    reporter.send("say", text="something else")
+    assert called == []
+    reporter.send("trainer of this test")
+    reporter.send("trainer of this test")
+    assert called == ["told"]
+    reporter.close()

@@ -4,7 +4,8 @@ Kinds that the agent and the head know:
 
     progress    fields for the display, each replacing the one before: epoch, epochs, step, total_steps, loss, …
     say         a line that stays, shown without a rank: text
-    step        the last finished step, so that a hang can be noticed: step
+    step        the last finished step, so that a hang can be noticed: step. A Trainer tells its own; where a script
+                has none, its optimizer steps are counted
     trainer     a Trainer was made, so the settings of `--set` were heard
 """
 
@@ -16,13 +17,19 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 VARIABLE = "MANYHANDS_AGENT"
 """Names the agent's socket in the environment of a worker."""
 
 _SHORTEST_PAUSE_S = {"step": 0.5}
 _MOST_UNSENT_BYTES = 1 << 20
+_calls: dict[str, list[Callable[[], None]]] = {}
+
+
+def when_told(kind: str, call: Callable[[], None]) -> None:
+    """Call `call` once, when this process first reports something of `kind`."""
+    _calls.setdefault(kind, []).append(call)
 
 
 class Reporter:
@@ -60,6 +67,8 @@ class Reporter:
         """Report `fields`, which must be plain JSON values. A `step` is sent at most every 0.5 s."""
         if self._socket is None or os.getpid() != self._process:
             return
+        for call in _calls.pop(kind, ()):
+            call()
         now = time.monotonic()
         with self._lock:
             if now - self._last.get(kind, -1e9) < _SHORTEST_PAUSE_S.get(kind, 0):

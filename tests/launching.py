@@ -8,6 +8,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,11 +81,21 @@ def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 def alive(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
-    return [each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+    found = []
+    for each in processes:
+        with suppress(psutil.NoSuchProcess):
+            if each.is_running() and each.status() != psutil.STATUS_ZOMBIE:
+                found.append(each)
+    return found
 
 
 def agents(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
-    return [each for each in processes if "manyhands.launchers.agent" in each.cmdline()]
+    found = []
+    for each in processes:
+        with suppress(psutil.NoSuchProcess):  # a zombie is none such, either
+            if "manyhands.launchers.agent" in each.cmdline():
+                found.append(each)
+    return found
 
 
 def templates(processes: Sequence[psutil.Process]) -> list[psutil.Process]:

@@ -136,6 +136,8 @@ class Recovered:
     steps_redone: int
     seconds_lost: float
     time: float
+    rewound: bool = False
+    """Whether it is the numbers that failed: the run went back to the snapshot of `step`, and left samples out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

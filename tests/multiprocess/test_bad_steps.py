@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from torch.utils.data import TensorDataset
 
 import manyhands as mh
 from manyhands.errors import ConfigError, TrainingError
+from manyhands.events import StepDone
+from manyhands.records.metrics import read
+from manyhands.records.samples import counted
 
 pytestmark = pytest.mark.multiprocess
 
@@ -28,13 +32,13 @@ def train(rank: int, steps: int, run_dir: Path, kind: str, settings: dict[str, A
     """What `fit` gave: the hash of the weights, or the error. Sample 17, in step 2, is the bad one."""
     torch.manual_seed(3)
     inputs = torch.randn(40, 4)
-    inputs[17] = math.nan if kind == "loss" else 0.0
+    inputs[slice(None) if kind == "diverging" else 17] = 0.0 if kind == "gradient" else math.nan
     norm = [nn.BatchNorm1d(4)] if kind == "loss" else []
     model = nn.Sequential(nn.Linear(4, 4, bias=False), *norm, nn.Linear(4, 2, bias=False))
     trainer = mh.Trainer(
         model=model,
-        loss=nn.CrossEntropyLoss() if kind == "loss" else None,
-        step=None if kind == "loss" else root_of_products,
+        loss=None if kind == "gradient" else nn.CrossEntropyLoss(),
+        step=root_of_products if kind == "gradient" else None,
         optimizer=lambda params: torch.optim.AdamW(params, lr=0.01),
         data=mh.Data(TensorDataset(inputs, (inputs[:, 0] > 0).long()), batch_size=10, shuffle=False),
         run_dir=run_dir,
@@ -70,12 +74,78 @@ def test_virtual_workers_leave_out_the_same_step_on_any_number_of_workers(tmp_pa
 def test_gradient_that_is_no_number_stops_the_run_and_is_named(tmp_path: Path) -> None:
     for _, error in run_ranks(2, train, 4, tmp_path, "gradient", {"clip_gradients": 1.0}):
         assert "the norm of the gradient is nan in step 2" in error
-        assert "samples [1" in error
+        assert "samples [10, 11, 12, 13, 14, 15, 16, 17, 18, 19]" in error, "those of all workers"
 
 
 def test_compression_does_not_go_with_leaving_out(tmp_path: Path) -> None:
     settings = {"on_bad_step": "skip", "strategy": mh.DDP(compression="int8")}
     assert "with nothing kept of it" in run_ranks(2, train_refused, tmp_path, settings)[0]
+
+
+@pytest.mark.parametrize("kind", ["loss", "gradient"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_rewound_run_ends_with_the_weights_of_one_that_skipped_the_step(
+    workers: int, kind: str, tmp_path: Path
+) -> None:
+    often = {"snapshots": mh.Snapshots(every="4 steps"), "record_samples": True}
+    # sample 17 comes in step 2, 6, 10: behind the snapshots of step 0, 4 and 8
+    skipped = run_ranks(workers, train, 11, tmp_path / "skip", kind, {"on_bad_step": "skip", **often})
+    rewound = run_ranks(workers, train, 11, tmp_path / "rewind", kind, {"on_bad_step": "rewind", **often})
+    assert rewound == skipped
+    lines = read(tmp_path / "rewind" / "metrics.jsonl")
+    restarts = [line for line in lines if line["event"] == "restart"]
+    assert [(line["step"], line["steps_redone"], line["rewound"]) for line in restarts] == [
+        (0, 1, True),
+        (4, 1, True),
+        (8, 1, True),
+    ]
+    assert f"without the samples of step {2}" in restarts[0]["how"]
+    assert "samples [10, 11, 12, 13, 14, 15, 16, 17, 18, 19]" in restarts[0]["reason"], "those of all workers"
+    steps = step_lines(tmp_path / "rewind")
+    assert [line["step"] for line in steps] == list(range(1, 12))
+    good = [line["step"] for line in steps if math.isfinite(float(line["loss"]))]
+    assert good == [1, 3, 4, 5, 7, 8, 9, 11]
+    assert sorted(counted(tmp_path / "rewind" / "logs")) == good, "a step that is left out takes no samples"
+    found = json.loads((tmp_path / "rewind" / "summary.json").read_text())
+    assert (found["restarts"], found["steps_redone"]) == (3, 3)
+    assert found["seconds_lost"] > 0
+
+
+def test_steps_before_the_bad_one_have_the_same_bits_again_under_compression(tmp_path: Path) -> None:
+    settings = {
+        "on_bad_step": "rewind",
+        "strategy": mh.DDP(compression="int8", compress_above=1),
+        "snapshots": mh.Snapshots(every="3 steps"),
+    }
+    for told in run_ranks(2, told_steps, tmp_path, settings):
+        if told:  # the leader's
+            assert told[:6] == [(1, told[0][1]), (1, told[0][1]), (2, told[2][1]), (3, told[3][1]), *told[4:6]]
+            assert [step for step, _ in told] == [1, 1, 2, 3, 4, 5, 4, 5, 6, 7]
+            assert told[4:6] == told[6:8], "what error feedback kept was taken back, too"
+
+
+def told_steps(rank: int, run_dir: Path, settings: dict[str, Any]) -> list[tuple[int, str]]:
+    """Each step that was told, in order, with its loss."""
+    steps: list[tuple[int, str]] = []
+
+    def note(event: Any) -> None:
+        if isinstance(event, StepDone):
+            steps.append((event.step, event.loss.hex()))
+
+    train(rank, 7, run_dir, "loss", {"listeners": [note], **settings})
+    return steps
+
+
+def test_run_that_goes_wrong_again_and_again_is_not_gone_back_with_for_ever(tmp_path: Path) -> None:
+    for _, error in run_ranks(2, train, 20, tmp_path, "diverging", {"on_bad_step": "rewind"}):
+        assert "in step 4, after 3 others behind the snapshot of step 0" in error
+    restarts = [line for line in read(tmp_path / "metrics.jsonl") if line["event"] == "restart"]
+    assert [line["reason"].split(" (")[0] for line in restarts] == [f"the loss is nan in step {n}" for n in (1, 2, 3)]
+
+
+def test_local_steps_do_not_go_with_going_back(tmp_path: Path) -> None:
+    settings = {"on_bad_step": "rewind", "strategy": "local-sgd"}
+    assert "one alone would find it bad" in run_ranks(2, train_refused, tmp_path, settings)[0]
 
 
 def train_refused(rank: int, run_dir: Path, settings: dict[str, Any]) -> str:

@@ -50,8 +50,9 @@ class Settings:
     """Cut each batch into so many parts, whoever computes them: the same bits on 1 to that many workers."""
     threads: int | None = None
     """Threads that torch computes with in one worker. None: torch's own choice; 1 with virtual workers."""
-    on_bad_step: Literal["stop", "skip"] = "stop"
-    """What to do about a loss or gradient that is NaN or infinite: stop, or leave that step's update out and go on."""
+    on_bad_step: Literal["stop", "skip", "rewind"] = "stop"
+    """What to do about a loss or gradient that is NaN or infinite: stop; leave that step's update out and go on;
+    or go back to the last snapshot, and leave its samples out when they come again."""
     compile: bool = False
     backend: Literal["gloo", "nccl"] | None = None
     """None: Gloo for CPU, NCCL for GPU."""
@@ -75,7 +76,7 @@ class Settings:
         _one_of("precision", self.precision, ("fp32", "bf16", "fp16"))
         _one_of("batch_norm", self.batch_norm, ("global", "local"))
         _one_of("lr_scaling", self.lr_scaling, ("sqrt", "linear", None))
-        _one_of("on_bad_step", self.on_bad_step, ("stop", "skip"))
+        _one_of("on_bad_step", self.on_bad_step, ("stop", "skip", "rewind"))
         _one_of("backend", self.backend, ("gloo", "nccl", None))
         for key in ("lr", "clip_gradients"):
             value = getattr(self, key)

@@ -56,6 +56,8 @@ class Step:
     """Where the data stands when the step is done."""
     ends_epoch: bool
     pieces: list[LoadedPiece]
+    taken: Indices
+    """The samples of the global batch, by index; of a stream that is read in shards, those of this worker."""
     stream: Mapping[str, Any] = field(default_factory=dict)
     """What a stream needs beside `after` to go on from here; its own on every worker."""
 
@@ -104,29 +106,29 @@ class Loader:
     def steps(self, order: Order, cut: Cut, position: Position) -> Iterator[Step]:
         """Every step from `position` on, epoch after epoch without end."""
         if not self.processes:
-            for epoch, samples, after, pieces in _walk(order, cut, position):
+            for epoch, taken, after, pieces in _walk(order, cut, position):
                 loaded = [LoadedPiece(piece, self._fetch(epoch, piece.indices)) for piece in pieces]
-                yield Step(epoch, samples, after, after.epoch > epoch, loaded)
+                yield Step(epoch, len(taken), after, after.epoch > epoch, loaded, taken)
         # The plan is walked twice: once ahead, for the fetching, and once as steps are taken. So a step in which this
         # worker has no piece is taken without waiting for the first batch of a later one.
         batches = self.batches(
             (epoch, piece.indices) for epoch, _, _, pieces in _walk(copy(order), cut, position) for piece in pieces
         )
-        for epoch, samples, after, pieces in _walk(order, cut, position):
+        for epoch, taken, after, pieces in _walk(order, cut, position):
             loaded = [LoadedPiece(piece, next(batches)) for piece in pieces]
-            yield Step(epoch, samples, after, after.epoch > epoch, loaded)
+            yield Step(epoch, len(taken), after, after.epoch > epoch, loaded, taken)
 
     def _fetch(self, epoch: int, indices: Indices) -> Any:
         batch = self.fetcher(epoch, indices)
         return pinned(batch) if self.pin else batch
 
 
-def _walk(order: Order, cut: Cut, position: Position) -> Iterator[tuple[int, int, Position, list[PiecePlan]]]:
+def _walk(order: Order, cut: Cut, position: Position) -> Iterator[tuple[int, Indices, Position, list[PiecePlan]]]:
     """Epoch, samples, end and pieces of every step from `position` on."""
     while True:
         indices = order.at(position)
         after = order.after(position)
-        yield position.epoch, len(indices), after, plan_pieces(indices, cut)
+        yield position.epoch, indices, after, plan_pieces(indices, cut)
         position = after
 
 

@@ -95,7 +95,8 @@ class Stream:
                 LoadedPiece(replace(plan, indices=plan.indices + begin), self._batch(samples, plan))
                 for plan in plan_pieces(np.arange(len(samples)), cut)
             ]
-            yield Step(position.epoch, len(samples), after, ends, pieces, {} if ends else left_at)
+            taken = np.arange(begin, begin + len(samples))
+            yield Step(position.epoch, len(samples), after, ends, pieces, taken, {} if ends else left_at)
             begin, samples = begin + len(samples), following
 
     def _batch(self, samples: list[Any], plan: PiecePlan) -> Any:

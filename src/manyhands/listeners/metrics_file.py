@@ -20,6 +20,8 @@ class WriteMetrics:
         """Take note of `event`."""
         if type(event) is not StepDone and isinstance(event, RunStarted):
             self._resume(event)
+        elif isinstance(event, Recovered) and event.rewound:
+            self.metrics.resume_at(event.step, time=event.time)
         self.metrics.add(event)
 
     def _resume(self, event: RunStarted) -> None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from manyhands.events import Event, RunEnded, RunStarted, StepDone, TestDone, ValidationDone
+from manyhands.events import Event, Recovered, RunEnded, RunStarted, StepDone, TestDone, ValidationDone
 from manyhands.records.aside import Aside
 
 _EVERY_S = 0.5
@@ -115,5 +115,5 @@ def _draw_other(event: Event, file: _EventFile) -> None:
             file.add(event.step, event.time, {f"validation/{name}": value for name, value in event.values.items()})
         case TestDone():
             file.add(event.step, event.time, {f"test/{name}": value for name, value in event.values.items()})
-        case RunStarted():
+        case RunStarted() | Recovered(rewound=True):
             file.forget_after(event.step, event.time)

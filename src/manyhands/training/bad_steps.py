@@ -1,29 +1,39 @@
 """Steps whose numbers went wrong: a loss or a gradient that is NaN or infinite. Found, named, and by choice left out.
 
-To stop costs nothing: the numbers of a step are read when they are there. To leave a step out its numbers must be known
-before the update; on a CPU they are, and for a GPU this is one wait per step.
+To stop, or to go back to a snapshot, costs nothing: the numbers of a step are read when they are there. To leave a step
+out at once its numbers must be known before the update; on a CPU they are, and for a GPU this is one wait per step.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from manyhands.data.order import Indices
 from manyhands.training.build import Parts
 from manyhands.training.numbers import StepNumbers
+
+
+class BadStep(Exception):
+    """A step went wrong, and all workers, who see the same numbers, are to go back behind it."""
+
+    def __init__(self, step: int, trouble: str, where: str) -> None:
+        super().__init__(step, trouble, where)
+        self.step, self.trouble, self.where = step, trouble, where
 
 
 class BadSteps:
     """Watches one loop. Every worker sees the same numbers, so all find the same steps bad."""
 
-    def __init__(self, parts: Parts, *, leave_out: bool) -> None:
-        self.parts, self.leave_out = parts, leave_out
+    def __init__(self, parts: Parts, choice: str) -> None:
+        """`choice`: the setting `on_bad_step`."""
+        self.parts = parts
+        self.leave_out, self.rewinds = choice == "skip", choice == "rewind"
         self.scaled = parts.precision.scaler is not None
         """Whether fp16's scaler looks for overflows, which are nothing unusual there, and leaves those steps out."""
-        self.buffers = list(parts.model.buffers()) if leave_out else []
+        self.buffers = list(parts.model.buffers()) if self.leave_out else []
         self.before = [buffer.clone() for buffer in self.buffers]
         self.bad_norms: dict[int, float] = {}
         """Of steps that were left out, until they are told."""
@@ -32,6 +42,11 @@ class BadSteps:
         """Before a step: remember what its forward pass changes."""
         if self.buffers:
             torch._foreach_copy_(self.before, self.buffers)
+
+    @torch.no_grad()
+    def watched(self, norm: Tensor | None) -> Tensor | None:
+        """The norm of the gradient that this step is judged by; where nobody else wants it, found here."""
+        return self._norm() if self.rewinds and norm is None and not self.scaled else norm
 
     @torch.no_grad()
     def must_go(self, step: int, loss: Tensor, norm: Tensor | None) -> bool:
@@ -63,6 +78,6 @@ class BadSteps:
         return ""
 
 
-def shown(indices: Sequence[int]) -> str:
+def shown(indices: Indices, most: int = 64) -> str:
     """The samples of a step, the first ones of many."""
-    return "[" + ", ".join(map(str, indices[:16])) + (", …" if len(indices) > 16 else "") + "]"
+    return "[" + ", ".join(map(str, indices[:most])) + (", …" if len(indices) > most else "") + "]"

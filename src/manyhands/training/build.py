@@ -119,6 +119,12 @@ def make_strategy(settings: Settings, world: World) -> Strategy:
             where="on_bad_step",
             fix='leave compression and local steps out, or use on_bad_step="stop"',
         )
+    if settings.on_bad_step == "rewind" and not isinstance(settings.strategy, DDP):
+        raise ConfigError(
+            "with local steps each worker has a gradient of its own, and one alone would find it bad and go back",
+            where="on_bad_step",
+            fix='leave local steps out, or use on_bad_step="stop"',
+        )
     if isinstance(settings.strategy, LocalSGD):
         return LocalSteps(settings.strategy, world)
     if isinstance(settings.strategy, DiLoCo):

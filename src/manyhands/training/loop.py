@@ -17,12 +17,13 @@ from manyhands.errors import TrainingError
 from manyhands.events import EpochDone, Event, Note, StepDone, StepTiming, ValidationDone
 from manyhands.strategies.alone import together
 from manyhands.strategies.strategy import Piece, StepOutcome
-from manyhands.training.bad_steps import BadSteps, shown
+from manyhands.training.bad_steps import BadStep, BadSteps, shown
 from manyhands.training.build import Parts
 from manyhands.training.evaluate import Evaluation
 from manyhands.training.keeping import Keeping
 from manyhands.training.marks import Mark, due, reached
 from manyhands.training.numbers import HostTiming, Numbers, StepFacts, StepNumbers
+from manyhands.training.source import ShardedSource
 from manyhands.training.state import RunState
 from manyhands.training.wishes import Wishes
 from manyhands.units import Duration
@@ -59,7 +60,7 @@ class Loop:
         self.validate_every = Duration.parse(settings.validate_every, where="validate_every")
         self.snapshot_every = Duration.parse(settings.snapshots.every, where="snapshots.every")
         self.numbers = Numbers(parts.world.device)
-        self.bad_steps = BadSteps(parts, leave_out=settings.on_bad_step == "skip")
+        self.bad_steps = BadSteps(parts, settings.on_bad_step)
         self.before = self.mark()
         self.began = time.perf_counter() - state.seconds
         self.on_cpu = parts.world.device.type == "cpu"
@@ -86,6 +87,7 @@ class Loop:
 
         Raises:
             WorkersChange: somebody waits to join, and all have finished the same step.
+            BadStep: a step went wrong, and all are to go back behind it.
         """
         self.parts.model.train()
         steps: Iterator[Step] | None = None
@@ -115,6 +117,13 @@ class Loop:
                 for buffer, before in zip(self.buffers, self.buffers_before, strict=True):
                     buffer.copy_(before)
 
+    def stand(self) -> None:
+        """The state is that of a snapshot now: forget what was under way."""
+        self.numbers.pending.clear()
+        self.duties_done, self.ends_epoch = len(self.duties), False
+        self.under_way, self.torn, self.save_again = 0, False, False
+        self.before = self.mark()
+
     def mark(self) -> Mark:
         """How far the run has come, in numbers that are equal on all workers."""
         state = self.state
@@ -132,12 +141,13 @@ class Loop:
         step = next(steps)
         fetched = time.perf_counter()
         self.under_way = state.step + 1
-        if self.note_samples is not None:
+        left_out = state.step + 1 in state.left_out
+        if self.note_samples is not None and not left_out:
             self.note_samples(state.step + 1, _indices(step))
         if self.buffers:
             torch._foreach_copy_(self.buffers_before, self.buffers)
         lr = self.parts.optimizer.param_groups[0]["lr"] * self.parts.warmup.factor(state.step)
-        outcome, norm = self.train_step(step)
+        outcome, norm = self.pass_over() if left_out else self.train_step(step)
         end = time.perf_counter()
         state.step += 1
         state.position, state.stream = step.after, step.stream
@@ -152,7 +162,7 @@ class Loop:
             bytes_sent=world.bytes_sent - sent,
             timing=timing,
             time=time.time(),
-            indices=_indices(step),
+            indices=step.taken,
         )
         self.numbers.add(facts, outcome.values, norm, outcome.riders, world.take_waits())
         self.read_numbers()
@@ -169,6 +179,7 @@ class Loop:
         if self.settings.clip_gradients is not None:
             parts.precision.unscale(parts.optimizer)
             norm = parts.strategy.clip_gradients(parts.model, self.settings.clip_gradients)
+        norm = self.bad_steps.watched(norm)
         if self.bad_steps.must_go(self.state.step + 1, outcome.values["loss"], norm):
             advance(parts.schedule)
             return outcome, norm
@@ -182,6 +193,13 @@ class Loop:
         advance(parts.schedule)
         self.torn = False
         return outcome, norm
+
+    def pass_over(self) -> tuple[StepOutcome, Any]:
+        """A step that went wrong before: nothing is computed, and the schedule moves on."""
+        world = self.parts.world
+        riders = world.all_reduce(torch.tensor(self.riders(), dtype=torch.float64, device=world.device))
+        advance(self.parts.schedule)
+        return StepOutcome({"loss": torch.full((), math.nan, device=world.device)}, riders), None
 
     def pieces(self, step: Step) -> list[Piece]:
         """The step's pieces on this worker's device."""
@@ -223,12 +241,17 @@ class Loop:
             self.tell(Note(text=world_notes.pop(0), step=self.state.step, time=time.time()))
 
     def check(self, numbers: StepNumbers) -> bool:
-        """Whether the numbers of a step are numbers. Where not, stop, or say that the step was left out."""
+        """Whether the numbers of a step are numbers. Where not, stop, go back, or say that the step was left out."""
         facts, trouble = numbers.facts, self.bad_steps.trouble(numbers)
         if not trouble:
             return True
-        where = f"epoch {facts.epoch}, samples {shown(facts.indices)} of rank {self.parts.world.rank}"
-        if self.bad_steps.leave_out:
+        shard = f" of the shard of rank {self.parts.world.rank}" if isinstance(self.parts.source, ShardedSource) else ""
+        where = f"epoch {facts.epoch}, samples {shown(facts.indices)}{shard}"
+        if facts.step in self.state.left_out:
+            trouble = "it went wrong before"
+        elif self.bad_steps.rewinds:
+            raise BadStep(facts.step, trouble, where)
+        if self.bad_steps.leave_out or self.bad_steps.rewinds:
             text = f"step {facts.step} was left out: {trouble} ({where})"
             self.tell(Note(text=text, step=facts.step, time=time.time()))
             return False
@@ -236,7 +259,7 @@ class Loop:
             f"{trouble} in step {facts.step}",
             where=where,
             fix=f"{self.keeping.last_good()} Look at those samples, lower the learning rate, set clip_gradients, "
-            'or leave such steps out with on_bad_step="skip"',
+            'or leave such steps out with on_bad_step="skip" or "rewind"',
         )
 
     def end_epoch(self) -> None:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from manyhands.data.order import Indices
+
 LAG_ON_GPU = 2
 
 
@@ -39,8 +41,8 @@ class StepFacts:
     bytes_sent: int
     timing: HostTiming
     time: float
-    indices: Sequence[int]
-    """The samples that this worker computed."""
+    indices: Indices
+    """The samples of the global batch."""
 
 
 @dataclass(frozen=True, slots=True)

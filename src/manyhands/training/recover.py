@@ -105,6 +105,10 @@ def farthest(standings: list[Standing]) -> int:
     return max(range(len(standings)), key=lambda rank: (standings[rank].progress, -rank))
 
 
+class NobodyHasIt(Exception):
+    """There are only snapshots left."""
+
+
 class Recovery:
     """Takes one worker through a change of the workers."""
 
@@ -140,6 +144,8 @@ class Recovery:
             ) from None
         try:
             self._meet(group, loop, lost=False)
+        except NobodyHasIt as nobody:
+            raise CommunicationError(str(nobody), where="recovery", fix="start it again") from None
         except Exception as error:
             if not is_break(error):
                 raise
@@ -163,6 +169,8 @@ class Recovery:
                 raise error from None
             try:
                 self._meet(group, loop, lost=lost)
+            except NobodyHasIt:
+                raise error from None
             except Exception as again:
                 if not is_break(again):
                     raise
@@ -179,9 +187,7 @@ class Recovery:
         standings = self._standings(loop, lost=lost)
         source = farthest(standings)
         if standings[source].step == _NOWHERE:
-            raise CommunicationError(
-                "no worker is left that holds the state of the run", where="recovery", fix="start it again"
-            )
+            raise NobodyHasIt("no worker is left that holds the state of the run")
         self._hand_over(standings, source, loop)
         self.parts.recut(self.parts.batch)
         assert isinstance(self.parts.strategy, Survivable), "can_survive() comes before"

@@ -27,6 +27,7 @@ from manyhands.records.run_record import RunRecord, plain_settings, versions_for
 from manyhands.records.samples import SamplesFile
 from manyhands.snapshot.fingerprint import weights_sha256
 from manyhands.strategies.alone import Drifting
+from manyhands.training.bad_steps import BadStep
 from manyhands.training.build import Parts
 from manyhands.training.evaluate import Evaluation
 from manyhands.training.keeping import Keeping
@@ -34,6 +35,7 @@ from manyhands.training.loop import Loop, WorkersChange
 from manyhands.training.marks import reached
 from manyhands.training.recover import Recovery
 from manyhands.training.result import Result
+from manyhands.training.rewind import go_back
 from manyhands.training.state import RunState
 from manyhands.training.wishes import Wishes
 from manyhands.units import Duration
@@ -201,22 +203,39 @@ class Run:
 
     def train_with_whoever_is_there(self, loop: Loop) -> str:
         """Train to the end, whoever goes and comes meanwhile. Returns why it ended."""
-        recovery = self.recovery
+        recovery, bad = self.recovery, None
         while True:
             try:
+                if bad is not None:
+                    self.rewind(bad, loop)
+                    bad = None
                 reason = self.train(loop)
+            except BadStep as found:
+                bad, loop.torn = found, True  # what this worker holds is of no use to those that have not come so far
             except Exception as error:
                 if recovery is None or not (isinstance(error, WorkersChange) or is_break(error)):
                     raise
+                bad = None  # whoever goes on stands before it, and will come to it again
                 recovery.go_on(loop, error)
             else:
                 if recovery is not None:
                     recovery.withdraw()
                 return reason
 
+    def rewind(self, bad: BadStep, loop: Loop) -> None:
+        """Go back to the last snapshot, in the records too."""
+        news = go_back(bad, loop, self.keeping)
+        self.recent.clear()  # it is told again
+        if self.samples is not None:
+            self.samples.resume_at(self.state.step)
+        self.tell(news)
+        self.flush()
+
     def train(self, loop: Loop) -> str:
         """Train, validate and save. Returns why it ended. Called anew where workers went or came."""
         state = self.state
+        if self.settings.on_bad_step == "rewind" and self.keeping.saved_at < 0:
+            loop.save()  # so that there always is one to go back to
         reason = loop.run()
         if self.validation is not None and state.step and state.validated_at != state.step and not loop.wishes.granted:
             loop.validate()

@@ -130,7 +130,8 @@ class ShardedSource:
             sample += total
             after = Position(epoch, sample) if going_on else Position(epoch + 1)
             kept = {**(step.stream if step else {}), "shards": self.cut.parts, "exhausted": ended} if going_on else {}
-            yield Step(epoch, total, after, not going_on, pieces, kept)
+            taken = step.taken if step else held.taken[:0]
+            yield Step(epoch, total, after, not going_on, pieces, taken, kept)
             if step is not None:
                 held = None
             if not going_on:

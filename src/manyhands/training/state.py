@@ -30,6 +30,8 @@ class RunState:
     best: float | None = None
     best_step: int = -1
     validations_without_gain: int = 0
+    left_out: tuple[int, ...] = ()
+    """Steps that went wrong before the run went back behind them: their samples are not trained on."""
     ended: str = ""
     """Why early stopping ended the run; empty while it has not."""
 
@@ -48,11 +50,17 @@ class RunState:
             "best": self.best,
             "best_step": self.best_step,
             "validations_without_gain": self.validations_without_gain,
+            "left_out": list(self.left_out),
             "ended": self.ended,
         }
 
     @classmethod
     def from_dict(cls, kept: Mapping[str, Any], stream: Mapping[str, Any]) -> RunState:
         """What `to_dict` gave."""
-        plain = {key: value for key, value in kept.items() if key not in ("epoch", "sample")}
-        return cls(position=Position(kept["epoch"], kept["sample"]), stream=stream, **plain)
+        plain = {key: value for key, value in kept.items() if key not in ("epoch", "sample", "left_out")}
+        return cls(
+            position=Position(kept["epoch"], kept["sample"]),
+            stream=stream,
+            left_out=tuple(kept.get("left_out", ())),
+            **plain,
+        )

@@ -69,7 +69,8 @@ class Trainer:
         init_from: weights to begin with: a snapshot, a run directory, a `.safetensors` or a `.pt` file.
         seed: behind the order of the samples, augmentation, dropout, and a model that is made by a callable.
         virtual_workers: cut each batch into so many parts, whoever computes them: no bit depends on the workers.
-        on_bad_step: what to do about a loss or gradient that is NaN or infinite: `"stop"`, or `"skip"` that update.
+        on_bad_step: what to do about a loss or gradient that is NaN or infinite: `"stop"`, `"skip"` that update, or
+            `"rewind"`: go back to the last snapshot, and leave those samples out.
         batch_norm: `"global"`: BatchNorm sees the batch of all workers; `"local"`: each worker's own part.
         lr_scaling, warmup: what the learning rate does when `batch_size_per_worker` lets the batch grow.
         compile: run the model through `torch.compile`.
@@ -104,7 +105,7 @@ class Trainer:
         init_from: str | Path | None = None,
         seed: int = 0,
         virtual_workers: int | None = None,
-        on_bad_step: Literal["stop", "skip"] = "stop",
+        on_bad_step: Literal["stop", "skip", "rewind"] = "stop",
         batch_norm: Literal["global", "local"] = "global",
         lr_scaling: Literal["sqrt", "linear"] | None = None,
         warmup: str | None = None,

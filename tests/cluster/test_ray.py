@@ -1,49 +1,70 @@
-"""A real Ray cluster on four hosts, started by `ray start`, places the agents."""
+"""A real Ray cluster on several hosts, started by `ray start`, places the agents."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
-import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from engines import FOLDER, environment, furthest_from_one_process, hashes, run, share
+from engines import FOLDER, MANYHANDS, environment, furthest_from_one_process, hashes, run, share
 
-from manyhands.lab import Lab
+from manyhands.lab import Host, Lab, lab
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'manyhands[ray]'"
 )
 RAY = [sys.executable, "-P", "-m", "ray.scripts.scripts"]
 SMALL = ["--num-cpus=1", "--object-store-memory=100000000", "--disable-usage-stats"]
+LONG_S = 300
+"""Ray starts six programs on each host, all on the cores of this machine."""
+
+
+@pytest.fixture(params=[2, pytest.param(4, marks=pytest.mark.slow)], scope="module")
+def hosts(request: pytest.FixtureRequest) -> Iterator[Lab]:
+    with lab(request.param) as made:
+        yield made
 
 
 @pytest.fixture(autouse=True, scope="module")
-def folder(four: Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(hosts: Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What all hosts share."""
     shared = tmp_path_factory.mktemp("shared")
-    share(four, shared)
-    roles = [["--head", "--port=6379", "--include-dashboard=false"], *[["--address=lab1:6379"]] * 3]
-    for host, role in zip(four, roles, strict=True):
-        words = [*RAY, "start", *role, f"--node-ip-address={host.address}", *SMALL]
-        host.run(words, env=environment(), timeout_s=120, stdin=subprocess.DEVNULL)
+    share(hosts, shared)
+    begin(hosts[0], ["--head", "--port=6379", "--include-dashboard=false"])
+    with ThreadPoolExecutor() as each:
+        list(each.map(lambda host: begin(host, ["--address=lab1:6379"]), hosts.hosts[1:]))
     return shared
 
 
-def test_four_hosts_by_ray_train_to_the_weights_of_one_process(four: Lab, folder: Path, tmp_path: Path) -> None:
-    words = ["--on", "ray", "--nodes", "4", "--run-dir", f"{FOLDER}/run", "recipe_script.py"]
-    done = run(four[1], words)
+def begin(host: Host, role: list[str]) -> None:
+    words = [*RAY, "start", *role, f"--node-ip-address={host.address}", *SMALL]
+    host.run(words, env=environment(), timeout_s=LONG_S)
+
+
+@pytest.mark.timeout(3 * LONG_S)
+def test_hosts_of_a_ray_cluster_train_to_the_weights_of_one_process(hosts: Lab, folder: Path, tmp_path: Path) -> None:
+    words = ["--on", "ray", "--nodes", str(len(hosts)), "--run-dir", f"{FOLDER}/run", "recipe_script.py"]
+    done = run(hosts[1], words, timeout_s=LONG_S)
     assert done.returncode == 0, done.stderr
     found = hashes(done.stdout)
-    assert sorted(host for host, _ in found.values()) == four.names
+    assert sorted(host for host, _ in found.values()) == hosts.names
     assert len({digest for _, digest in found.values()}) == 1
     assert furthest_from_one_process(folder / "run" / "weights-0.npz", tmp_path) < 1e-5
 
 
-def test_unmodified_torchrun_script_runs_by_ray(four: Lab) -> None:
-    words = ["--on", "ray", "--nodes", "4", "-o", "address=lab1:6379", "--run-dir", f"{FOLDER}/plain"]
-    done = run(four[0], [*words, "torchrun_script.py"])
-    assert done.returncode == 0, done.stderr
-    assert sorted(re.findall(r"sum 6 of 4 on (lab\d) sees \[\]", done.stdout)) == four.names
+@pytest.mark.timeout(3 * LONG_S)
+def test_unmodified_torchrun_script_runs_by_ray_without_a_terminal(hosts: Lab) -> None:
+    count = len(hosts)
+    words = ["--on", "ray", "--nodes", str(count), "-o", "address=lab1:6379", "--run-dir", f"{FOLDER}/plain"]
+    handle = run(hosts[0], ["--detach", *words, "torchrun_script.py"], timeout_s=LONG_S).stdout.strip()
+    assert handle == f"ray://{FOLDER}/plain"
+    asked = [*MANYHANDS, "logs", "--follow", handle]
+    told = hosts[0].run(asked, env=environment(), timeout_s=LONG_S).stdout
+    everybody = rf"sum {sum(range(count))} of {count} on (lab\d) sees \[\]"
+    assert sorted(re.findall(everybody, told)) == hosts.names, told
+    status = hosts[0].run([*MANYHANDS, "status", handle], env=environment()).stdout
+    assert status.startswith("done · "), status

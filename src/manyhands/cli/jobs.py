@@ -6,7 +6,7 @@ import json
 
 import click
 
-from manyhands.launchers import detached
+from manyhands.launchers import handles
 
 _TRACE = click.option("--trace", is_flag=True, help="Show where in manyhands an error was raised.")
 
@@ -17,7 +17,7 @@ _TRACE = click.option("--trace", is_flag=True, help="Show where in manyhands an 
 @click.argument("handle")
 def status(handle: str, as_json: bool, trace: bool) -> int:
     """Say how the job HANDLE stands: waiting, running, done, failed, cancelled or unknown."""
-    jobs, name = detached.of_handle(handle)
+    jobs, name = handles.of_handle(handle)
     found = jobs.status(name)
     if as_json:
         print(json.dumps({"handle": handle, **found.to_json()}))
@@ -32,7 +32,7 @@ def status(handle: str, as_json: bool, trace: bool) -> int:
 @click.argument("handle")
 def logs(handle: str, follow: bool, trace: bool) -> int:
     """Print what the job HANDLE has printed."""
-    jobs, name = detached.of_handle(handle)
+    jobs, name = handles.of_handle(handle)
     for line in jobs.logs(name, follow=follow):
         print(line, flush=True)
     return 0
@@ -43,6 +43,6 @@ def logs(handle: str, follow: bool, trace: bool) -> int:
 @click.argument("handle")
 def cancel(handle: str, trace: bool) -> int:
     """End the job HANDLE. A job that is over, or was cancelled before, is left as it is."""
-    jobs, name = detached.of_handle(handle)
+    jobs, name = handles.of_handle(handle)
     jobs.cancel(name)
     return 0

@@ -14,7 +14,7 @@ import click
 
 from manyhands.config import overrides
 from manyhands.errors import ConfigError
-from manyhands.launchers import detached, scripts, ssh_hostfile, variables
+from manyhands.launchers import handles, scripts, ssh_hostfile, variables
 from manyhands.launchers.display import Display, PlainDisplay
 from manyhands.launchers.job import Job
 from manyhands.launchers.launch import new_run_dir
@@ -88,7 +88,7 @@ def run(**options: Any) -> int:
     job = _job(asked)
     target = asked.target or ("ssh" if job.hosts else "local")
     launcher = LAUNCHERS.load(target)()
-    jobs = detached.engine(launcher, target) if asked.detach else None
+    jobs = handles.engine(launcher, target) if asked.detach else None
     plan = launcher.plan(job)
     if asked.dry_run:
         print(plan)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import codecs
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, Protocol, cast, runtime_checkable
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
 
-from manyhands.errors import ConfigError
 from manyhands.launchers.display import Display
 from manyhands.launchers.job import Plan
-from manyhands.launchers.launcher import LAUNCHERS, Launcher
 
 State = Literal["waiting", "running", "done", "failed", "cancelled", "unknown"]
 _LOOK_S = 2.0
@@ -81,38 +81,6 @@ class Engine(Protocol):
         """
 
 
-def engine(launcher: Launcher, target: str) -> Engine:
-    """`launcher`, where its jobs can go on alone.
-
-    Raises:
-        ConfigError: they cannot.
-    """
-    if not isinstance(launcher, Engine):
-        able = ", ".join(name for name in LAUNCHERS.own if isinstance(LAUNCHERS.load(name)(), Engine))
-        raise ConfigError(
-            f"runs on {target} belong to the terminal that they were started from",
-            where="--detach",
-            fix=f"leave --detach out, and use tmux or nohup; jobs that go on alone are those on {able}",
-        )
-    return cast(Engine, launcher)
-
-
-def of_handle(handle: str) -> tuple[Engine, str]:
-    """The engine of a handle such as `slurm://4711`, and the job's name there.
-
-    Raises:
-        ConfigError: this is no handle.
-    """
-    kind, separator, name = handle.partition("://")
-    if not separator or not name or kind not in LAUNCHERS.names():
-        raise ConfigError(
-            f"{handle!r} is no handle of a job",
-            where="HANDLE",
-            fix="give what `manyhands run --detach` printed, such as slurm://4711",
-        )
-    return engine(LAUNCHERS.load(kind)(), kind), name
-
-
 def follow(jobs: Engine, name: str, display: Display, *, wait: Callable[[float], None] = time.sleep) -> int:
     """Show what the job prints until it is over. Returns its exit code. Ctrl-C cancels it."""
     try:
@@ -143,3 +111,20 @@ def tail(read: Callable[[], str], over: Callable[[], bool], wait: Callable[[floa
         wait(_LOOK_S)
     if rest:
         yield rest
+
+
+def growing(path: Path) -> Callable[[], str]:
+    """What reads on in a file that may not be there yet: each call returns what has come since the last."""
+    read, decoder = 0, codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def more() -> str:
+        nonlocal read
+        if not path.exists():
+            return ""
+        with path.open("rb") as file:
+            file.seek(read)
+            chunk = file.read()
+        read += len(chunk)
+        return decoder.decode(chunk)
+
+    return more

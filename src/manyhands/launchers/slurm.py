@@ -127,19 +127,8 @@ class Slurm:
                 where=f"slurm://{name}",
                 fix=f"look for logs/slurm-{name}.log in its run directory",
             )
-        path, read = Path(status.log), 0
-
-        def more() -> str:
-            nonlocal read
-            if not path.exists():
-                return ""
-            with path.open("rb") as file:
-                file.seek(read)
-                chunk = file.read()
-            read += len(chunk)
-            return chunk.decode(errors="replace")
-
-        return detached.tail(more, lambda: not follow or self.status(name).over, self._wait)
+        read = detached.growing(Path(status.log))
+        return detached.tail(read, lambda: not follow or self.status(name).over, self._wait)
 
     def cancel(self, name: str) -> None:
         """scancel, which forgives a job that is over."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from manyhands.cli.main import main
@@ -14,18 +16,13 @@ def test_word_that_is_no_handle_is_a_wrong_request(verb: str, handle: str, capsy
     assert f"{handle!r} is no handle of a job" in capsys.readouterr().err
 
 
-def test_handle_of_a_target_that_keeps_no_jobs_is_a_wrong_request(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["status", "local://1"]) == 2
-    assert "belong to the terminal" in capsys.readouterr().err
-
-
-def test_detaching_from_a_target_that_keeps_no_jobs_is_a_wrong_request(
-    tmp_path, monkeypatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("target", ["local", "ssh", "mpi", "ray"])
+@pytest.mark.parametrize("verb", ["status", "logs", "cancel"])
+def test_handle_of_a_run_that_is_not_on_this_machine_gets_a_sentence(
+    verb: str, target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text("")
-    assert main(["run", "--detach", "train.py"]) == 2
-    assert "slurm" in capsys.readouterr().err
+    assert main([verb, f"{target}://{tmp_path}/gone"]) == 2
+    assert "there is no detached run of that name on this machine" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("target", ["slurm", "mpi", "ssh", "local"])

@@ -26,21 +26,27 @@ class Broadcast:
 
     tell = __call__
 
-    def flush(self) -> None:
-        """Have all that was told on the disk, where a listener writes. The loop calls it before each snapshot."""
-        self._call_all("flush")
+    def flush(self) -> bool:
+        """Have all that was told on the disk, where a listener writes. The loop calls it before each snapshot.
+
+        Returns whether it is there.
+        """
+        return self._call_all("flush")
 
     def close(self) -> None:
         """Let every listener finish. Safe to call twice."""
         self._call_all("close")
 
-    def _call_all(self, name: str) -> None:
+    def _call_all(self, name: str) -> bool:
+        good = True
         for listener in self.listeners:
             method: Callable[[], None] = getattr(listener, name, _nothing)
             try:
                 method()
             except Exception as error:  # it may work the next time: a full disk has room again
                 _LOG.warning("the listener %s could not %s: %s", _name(listener), name, _in_words(error))
+                good = False
+        return good
 
     def _drop(self, listener: Listener, error: Exception) -> None:
         self.listeners = [other for other in self.listeners if other is not listener]

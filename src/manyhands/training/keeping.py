@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -98,6 +99,12 @@ class Keeping:
             unchanged_until_update=[*parts.model.parameters(), *_tensors(parts.optimizer.state)],
         )
         self.listen()
+
+    def leave_out(self, state: RunState, reason: str) -> None:
+        """Make no snapshot here, and say why."""
+        self.saved_at = state.step
+        path = self.store.folder / f"step-{state.step:08d}"
+        self.tell(SnapshotSkipped(step=state.step, path=path, reason=reason, time=time.time()))
 
     def save_best(self, state: RunState) -> None:
         """Begin to write the model as the best one."""

@@ -48,7 +48,7 @@ class Loop:
         keeping: Keeping,
         wishes: Wishes,
         tell: Tell,
-        flush: Callable[[], None],
+        flush: Callable[[], bool],
         note_samples: Callable[[int, Sequence[int]], None] | None,
         keep_buffers: bool = False,
     ) -> None:
@@ -335,10 +335,12 @@ class Loop:
         return position.epoch if position.sample else max(position.epoch - 1, 0)
 
     def save(self) -> None:
-        """Make a snapshot of everything."""
+        """Make a snapshot of everything, unless a disk does not take the records of the steps that it would count."""
         self.read_numbers(all_of_them=True)
-        self.flush()
-        self.keeping.save(self.state)
+        if self.parts.world.any(not self.flush()):
+            self.keeping.leave_out(self.state, "a disk does not take the records of its steps")
+        else:
+            self.keeping.save(self.state)
 
 
 def advance(schedule: LRScheduler | None) -> None:

@@ -62,8 +62,8 @@ class Records(Protocol):
     def open_samples(self) -> None:
         """Note samples under the present rank."""
 
-    def flush(self) -> None:
-        """Have everything that was told on the disk."""
+    def flush(self) -> bool:
+        """Have everything that was told on the disk. Whether it is there."""
 
 
 def can_survive(parts: Parts) -> bool:

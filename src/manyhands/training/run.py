@@ -291,11 +291,18 @@ class Run:
             notes.append(f"this run is finished ({why}); ask for a longer one, or choose another run directory")
         return notes
 
-    def flush(self) -> None:
-        """Have everything that was told on the disk: a snapshot must not be ahead of the records."""
-        self.news.flush()
+    def flush(self) -> bool:
+        """Have everything that was told on the disk: a snapshot must not be ahead of the records. Whether it is there.
+
+        Where the disk is full the lines wait, and training goes on.
+        """
+        written = self.news.flush()
         if self.samples is not None:
-            self.samples.flush()
+            try:
+                self.samples.flush()
+            except OSError:
+                return False
+        return written
 
     def end(self, status: str, reason: str) -> str:
         """Record how the run ended. Returns the hash of the weights."""

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +19,8 @@ from torch.utils.data import TensorDataset
 
 import manyhands as mh
 from manyhands.errors import SnapshotError
+from manyhands.events import Event, StepDone
+from manyhands.records.samples import counted
 
 FIRST_HALF = Recipe(duration="6 steps", dropout=0.2, trainer={"snapshots": mh.Snapshots(every="2 steps")})
 
@@ -114,3 +120,29 @@ def test_half_written_snapshot_is_passed_over(undisturbed: str, tmp_path: Path) 
     half.mkdir()
     (half / "tensors-00000-of-00001.safetensors").write_bytes(b"torn")
     assert fit(tmp_path / "run", "12 steps")[0] == undisturbed
+
+
+def test_full_disk_costs_the_snapshot_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the lines of `samples-0.jsonl` cannot be written, there is no snapshot that counts their steps."""
+    full, write = threading.Event(), os.write
+
+    def write_unless_full(descriptor: int, data: bytes) -> int:
+        if full.is_set() and os.readlink(f"/proc/self/fd/{descriptor}").endswith("samples-0.jsonl"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data)
+
+    def fill_in_step_3_and_make_room_in_step_5(event: Event) -> None:
+        if isinstance(event, StepDone):
+            (full.clear if event.step == 5 else full.set if event.step == 3 else int)()
+
+    monkeypatch.setattr(os, "write", write_unless_full)
+    listeners = [fill_in_step_3_and_make_room_in_step_5]
+    snapshots = mh.Snapshots(every="2 steps", keep=10)
+    make_trainer(replace(FIRST_HALF, trainer={"snapshots": snapshots}), tmp_path, listeners=listeners).fit("8 steps")
+    found = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    told = [(line["event"], line["step"]) for line in found if "step-" in line.get("path", "")]
+    assert sorted(told, key=lambda one: one[1]) == [("snapshot", 2), ("skipped", 4), ("snapshot", 6), ("snapshot", 8)]
+    assert [path.name for path in sorted((tmp_path / "snapshots").iterdir())] == [
+        f"step-{step:08d}" for step in (2, 6, 8)
+    ]
+    assert list(counted(tmp_path / "logs")) == list(range(1, 9)), "the lines waited until there was room"

@@ -1,0 +1,401 @@
+"""What does each kind of fault cost a run on several hosts, and does it end with the same bits?
+
+    python benchmarks/faults.py --workers 2,4,8 --faults 36        # as root, on Linux: it makes hosts of this machine
+    python benchmarks/faults.py --workers 4 --faults 12 --kinds worker,agent --seed 7
+    python benchmarks/faults.py --table
+
+A digits ConvNet (BatchNorm, dropout, augmentation, AdamW) trains on practice hosts that share one disk, with 8 virtual
+workers and a snapshot every 50 steps. Chapter by chapter, faults drawn from the seed happen to it at random steps, each
+when the one before is healed; at the end of a chapter it is asked to stop, and one process here, to which nothing
+happens, trains as many steps. Samples, losses and weights of the two must be the same. Every fault is a line in
+`faults.jsonl`, to which runs add; the table in `faults.md` is made from all of them. A chapter that fails keeps its
+line, and is counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from faults_kinds import ENDS_THE_COMMAND, KINDS, Scene, workers
+from machine import describe
+
+from manyhands.lab import Lab, lab
+from manyhands.records.line_file import read_lines
+from manyhands.records.samples import counted
+
+HERE = Path(__file__).parent
+REPORT, RECORDED = HERE / "faults.md", HERE / "faults.jsonl"
+CHAPTER = 12
+"""Faults until a run is stopped and compared."""
+MOST_HOSTS = 4
+DISK_MB = 96
+WAIT_S = 180.0
+"""A run that makes no step for so long after a fault counts as lost."""
+SCRIPT = """
+import os, socket
+from pathlib import Path
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import Dataset
+
+import manyhands as mh
+
+if "PIDS" in os.environ:
+    Path(os.environ["PIDS"], f"{socket.gethostname()}-{os.getpid()}").touch()
+
+
+class Noisy(Dataset):
+    def __init__(self):
+        digits = load_digits()
+        self.images = torch.tensor(digits.images[:1000], dtype=torch.float32)[:, None] / 16
+        self.labels = torch.tensor(digits.target[:1000])
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, index):
+        return self.images[index] + 0.1 * torch.randn(1, 8, 8), self.labels[index]
+
+
+def network():
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Dropout(0.2), nn.Linear(256, 10),
+    )
+
+
+trainer = mh.Trainer(
+    model=network,
+    loss=nn.CrossEntropyLoss(),
+    optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3),
+    data=mh.Data(train=Noisy(), batch_size=64),
+    snapshots=mh.Snapshots(every="50 steps"),
+    virtual_workers=8,
+    record_samples=True,
+)
+trainer.fit(os.environ["DURATION"])
+"""
+
+
+class Run:
+    """The command that a user types, and types again where it has ended."""
+
+    def __init__(self, hosts: Lab, shared: Path, workers: int, draw: random.Random) -> None:
+        self.hosts, self.shared = hosts, shared
+        self.run_dir = shared / f"run-{time.time_ns()}"
+        (shared / "pids").mkdir(exist_ok=True)
+        each = workers // len(hosts)
+        self.words = [sys.executable, "-P", "-m", "manyhands.cli.main", "run", "--hosts", ",".join(hosts.names)]
+        self.words += ["--workers-per-node", str(each), "--restarts", "20", "--run-dir", str(self.run_dir)]
+        self.words += [
+            "--env",
+            "OMP_NUM_THREADS=1",
+            "--env",
+            f"PIDS={shared / 'pids'}",
+            "--env",
+            "DURATION=1000000 steps",
+        ]
+        self.log = (shared.parent / "output.log").open("a")
+        self.workers = workers
+        self.scene = Scene(hosts, shared, self.run_dir, self._start(), draw)
+
+    def _start(self) -> subprocess.Popen[str]:
+        return self.hosts.desk.start(
+            [*self.words, "train.py"],
+            folder=str(self.shared),
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+            process_group=0,
+        )
+
+    def type_again(self) -> bool:
+        """Start it again if it has ended."""
+        if self.scene.command.poll() is None:
+            return False
+        self.scene.command = self._start()
+        return True
+
+    def lines(self) -> list[dict[str, Any]]:
+        return list(read_lines(self.run_dir / "metrics.jsonl"))
+
+    def last_step(self) -> int:
+        return max((line["step"] for line in self.lines() if line["event"] == "step"), default=0)
+
+    def wait_for(self, step: int) -> None:
+        """Until `step` is done, or nothing has happened for too long."""
+        deadline, last = time.monotonic() + WAIT_S, -1
+        while (now := self.last_step()) < step:
+            if now > last:
+                deadline, last = time.monotonic() + WAIT_S, now
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no step after step {now} for {WAIT_S:.0f} s")
+            self.type_again()
+            time.sleep(0.02)
+
+    def wait_until_whole(self) -> None:
+        """Until as many workers as were asked for train again."""
+        deadline = time.monotonic() + WAIT_S
+        while len(workers(self.scene)) < self.workers or _size(self.lines()) not in (0, self.workers):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{len(workers(self.scene))} of {self.workers} workers train after {WAIT_S:.0f} s")
+            self.type_again()
+            time.sleep(0.02)
+
+    def stop(self) -> None:
+        self.hosts.desk.end(self.scene.command, signal.SIGTERM)
+        self.scene.command.wait(timeout=WAIT_S)
+
+    def close(self) -> None:
+        self.hosts.desk.end(self.scene.command)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.scene.command.wait(timeout=30)
+        self.log.close()
+
+
+def _size(lines: Sequence[dict[str, Any]]) -> int:
+    """How many workers the last change left; 0 where there was none since the last start."""
+    size = 0
+    for line in lines:
+        words = (line.get("how") or line.get("text") or "").split()
+        if line["event"] == "start":
+            size = 0
+        elif line["event"] in ("restart", "note") and "with" in words:
+            with contextlib.suppress(ValueError, IndexError):
+                size = int(words[words.index("with") + 1])
+    return size
+
+
+def one_fault(run: Run, kind: str, steps: int) -> dict[str, Any]:
+    """Let `steps` steps pass, do harm, and see what it costs."""
+    run.wait_for(run.last_step() + steps)
+    run.wait_until_whole()
+    time.sleep(run.scene.draw.uniform(0, 0.5))  # lines come to the disk in bundles, with a snapshot for one
+    at_step = run.last_step()
+    began = time.time()
+    KINDS[kind](run.scene)
+    if kind in ENDS_THE_COMMAND:
+        run.scene.command.wait(timeout=WAIT_S)
+        began = began if kind != "sigterm" else time.time()
+        run.type_again()
+    for undo in run.scene.undo:
+        undo()
+    run.scene.undo.clear()
+    run.wait_for(at_step + 1)
+    run.wait_until_whole()
+    run.wait_for(run.last_step() + 2)
+    after = [line for line in run.lines() if line["time"] > began]
+    restarts = [line for line in after if line["event"] == "restart"]
+    joined = [line for line in after if line["event"] in ("note", "restart") and "new" in _how(line)]
+    return {
+        "kind": kind,
+        "step": at_step,
+        "next_step_s": _next_step(after, restarts[0]["time"] if restarts else began) - began,
+        "whole_s": _next_step(after, joined[-1]["time"]) - began if joined else None,
+        "steps_redone": sum(line["steps_redone"] for line in restarts),
+    }
+
+
+def _how(line: dict[str, Any]) -> str:
+    return str(line.get("how") or line.get("text") or "")
+
+
+def _next_step(lines: Sequence[dict[str, Any]], after: float) -> float:
+    return min(line["time"] for line in lines if line["event"] == "step" and line["time"] > after)
+
+
+def undisturbed(shared: Path, steps: int) -> Path:
+    """A run of one process here that nothing happens to."""
+    folder = shared.parent / "undisturbed"
+    variables = {**os.environ, "DURATION": f"{steps} steps", "OMP_NUM_THREADS": "1", "MANYHANDS_RUN_DIR": str(folder)}
+    with tempfile.TemporaryDirectory() as place:
+        script = Path(place, "train.py")
+        script.write_text(SCRIPT)
+        done = subprocess.run(
+            [sys.executable, str(script)], env=variables, cwd=place, capture_output=True, text=True, check=False
+        )
+    if done.returncode:
+        raise SystemExit(done.stderr[-3000:])
+    return folder
+
+
+def compare(broken: Path, whole: Path) -> dict[str, Any]:
+    """What must be equal: every sample of every step, every loss, and the weights."""
+    one, other = (json.loads((folder / "summary.json").read_text()) for folder in (broken, whole))
+    steps = [
+        [line for line in read_lines(folder / "metrics.jsonl") if line["event"] == "step"] for folder in (broken, whole)
+    ]
+    numbers = [[line["step"] for line in lines] for lines in steps]
+    taken = [counted(folder / "logs") for folder in (broken, whole)]
+    wrong = [step for step in taken[1] if taken[0].get(step) != taken[1][step]]
+    return {
+        "steps": one["steps"],
+        "samples_wrong": sum(len(set(taken[0].get(step, [])) ^ set(taken[1][step])) for step in wrong),
+        "lines_wrong": len(set(numbers[0]) ^ set(numbers[1])) + len(numbers[0]) - len(set(numbers[0])),
+        "losses_equal": [line["loss"] for line in steps[0]] == [line["loss"] for line in steps[1]],
+        "weights_equal": one["weights_sha256"] == other["weights_sha256"],
+    }
+
+
+@contextmanager
+def stage(hosts: int) -> Iterator[tuple[Lab, Path]]:
+    """Hosts, and a small disk that all of them share with this machine."""
+    with tempfile.TemporaryDirectory(prefix="manyhands-faults-") as folder:
+        shared = Path(folder, "shared")
+        shared.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "tmpfs", str(shared)], check=True)
+        before = os.environ.get("PYTHONPATH", "")
+        # what Python looks through is shown to every host
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [before, str(shared)]))
+        try:
+            (shared / "train.py").write_text(SCRIPT)
+            with lab(hosts) as made:
+                for host in made:
+                    host.run(["mount", "-o", "remount,bind,rw", str(shared)])
+                yield made, shared
+        finally:
+            os.environ["PYTHONPATH"] = before
+            subprocess.run(["umount", "--lazy", str(shared)], check=True)
+
+
+def chapter(workers: int, kinds: Sequence[str], seed: int, record: Path) -> bool:
+    """One run and its faults, each written down when it is over. Whether all was well."""
+    draw = random.Random(seed)
+    output = Path(tempfile.gettempdir(), f"faults-{seed}.log")
+    ended: dict[str, Any] = {"chapter": seed, "workers": workers, "faults": len(kinds)}
+    with stage(min(workers, MOST_HOSTS)) as (hosts, shared):
+        ended["import_torch_s"] = import_seconds(hosts)
+        run = Run(hosts, shared, workers, draw)
+        try:
+            for kind in kinds:
+                found = one_fault(run, kind, draw.randint(5, 60))
+                write(record, {"chapter": seed, "workers": workers, **found})
+                say(f"{workers} workers, {kind:>9} at step {found['step']}: {found['next_step_s']:.2f} s")
+            run.stop()
+            steps = json.loads((run.run_dir / "summary.json").read_text())["steps"]
+            ended |= compare(run.run_dir, undisturbed(shared, steps))
+        except Exception as trouble:
+            ended["trouble"] = f"{type(trouble).__name__}: {trouble}"
+            say(f"what it printed is in {output}")
+        finally:
+            run.close()
+            output.write_text((shared.parent / "output.log").read_text())
+    write(record, ended)
+    say(json.dumps(ended))
+    return bool(ended.get("weights_equal")) and not ended["samples_wrong"] and not ended["lines_wrong"]
+
+
+def import_seconds(hosts: Lab) -> float:
+    """How long Python needs on a host to import torch, the way everybody does."""
+    began = time.perf_counter()
+    hosts[0].run([sys.executable, "-c", "import torch"])
+    return time.perf_counter() - began
+
+
+def write(record: Path, line: dict[str, Any]) -> None:
+    with record.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--workers", default="2,4,8", help="numbers of workers, each with as many faults")
+    parser.add_argument("--faults", type=int, default=CHAPTER, help="faults for each number of workers")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="which kinds are drawn from")
+    parser.add_argument(
+        "--seed", type=int, default=None, help="what the faults are drawn by  [default: drawn, and said]"
+    )
+    parser.add_argument("--record", type=Path, default=RECORDED, help="the file that lines are added to")
+    parser.add_argument("--table", action="store_true", help="only make the table from what is recorded")
+    asked = parser.parse_args()
+    unknown = set(asked.kinds.split(",")) - set(KINDS)
+    if unknown:
+        parser.error(f"unknown kinds {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
+    good = True
+    if not asked.table:
+        seed = random.SystemRandom().randrange(1 << 31) if asked.seed is None else asked.seed
+        say(f"seed {seed}")
+        draw = random.Random(seed)
+        for count in map(int, asked.workers.split(",")):
+            known = asked.kinds.split(",")
+            kinds = (known * -(-asked.faults // len(known)))[: asked.faults]  # each kind about equally often
+            draw.shuffle(kinds)
+            for begin in range(0, len(kinds), CHAPTER):
+                good &= chapter(count, kinds[begin : begin + CHAPTER], draw.randrange(1 << 31), asked.record)
+    REPORT.write_text(table(asked.record)) if asked.record == RECORDED else say(table(asked.record))
+    return 0 if good else 1
+
+
+def table(record: Path) -> str:
+    """The recorded answer, as Markdown."""
+    lines = list(read_lines(record))
+    chapters = [line for line in lines if "faults" in line]
+    faults = [line for line in lines if "kind" in line]
+    sizes = sorted({line["workers"] for line in faults})
+    rows = []
+    for kind in KINDS:
+        for size in sizes:
+            found = [line for line in faults if (line["kind"], line["workers"]) == (kind, size)]
+            if found:
+                whole = [line["whole_s"] for line in found if line["whole_s"] is not None]
+                rows.append(
+                    f"| {kind} | {size} | {len(found)} | {_spread([line['next_step_s'] for line in found])} "
+                    f"| {_spread(whole) if whole else ''} | {_spread([line['steps_redone'] for line in found], 0)} |"
+                )
+    done = [line for line in chapters if "weights_equal" in line]
+    broken = [line for line in chapters if "trouble" in line]
+    imports = [line["import_torch_s"] for line in chapters]
+    return "\n".join(
+        [
+            "# What each kind of fault costs",
+            "",
+            "Written by `python benchmarks/faults.py`; its first lines say what is done, and `faults_kinds.py` what",
+            "each fault is. Made from `faults.jsonl`, which has a line for each fault.",
+            "",
+            describe(Path(sys.executable), ["torch", "manyhands"]),
+            "",
+            f"{len(faults)} faults in {len(chapters)} runs on {', '.join(map(str, sizes))} workers over up to "
+            f"{MOST_HOSTS} practice hosts that share this machine's processor and one disk in memory. Median (worst).",
+            "",
+            "| fault | workers | n | seconds to the next step | seconds until all workers train | steps redone |",
+            "|---|---:|---:|---:|---:|---:|",
+            *rows,
+            "",
+            f"* Samples lost or repeated, over all steps: {sum(line['samples_wrong'] for line in done)}; lines of "
+            f"steps missing or twice: {sum(line['lines_wrong'] for line in done)}.",
+            f"* Runs that ended with the weights of an undisturbed one, bit for bit: "
+            f"{sum(line['weights_equal'] for line in done)} of {len(chapters)}.",
+            f"* Runs that did not come to their end: {len(broken)}"
+            + "".join(f"; {line['trouble']}" for line in broken)
+            + ".",
+            f"* Python needed {_spread(imports, 2)} s to import torch on one of these hosts.",
+            "",
+        ]
+    )
+
+
+def _spread(values: Sequence[float], digits: int = 2) -> str:
+    return f"{statistics.median(values):.{digits}f} ({max(values):.{digits}f})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -37,6 +37,8 @@ class ThreadLink:
 
     def __init__(self, rank: int, board: Board) -> None:
         self.rank, self.size, self.board = rank, board.size, board
+        self.inside: ThreadLink | None = None
+        self.across: ThreadLink | None = None
         self.bytes_sent = 0
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -48,8 +50,8 @@ class ThreadLink:
     def all_to_all(self, parts: Tensor) -> Tensor:
         return torch.stack([theirs[self.rank] for theirs in self.board.exchange(self.rank, parts)])
 
-    def broadcast(self, tensor: Tensor) -> Tensor:
-        return tensor.copy_(self.board.exchange(self.rank, tensor)[0])
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        return tensor.copy_(self.board.exchange(self.rank, tensor)[source])
 
 
 def on_links(size: int, work: Callable[[ThreadLink], T]) -> list[T]:
@@ -57,3 +59,21 @@ def on_links(size: int, work: Callable[[ThreadLink], T]) -> list[T]:
     board = Board(size)
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(lambda rank: work(ThreadLink(rank, board)), range(size)))
+
+
+def on_nodes(nodes: int, each: int, work: Callable[[ThreadLink], T]) -> list[T]:
+    """The same for `nodes` nodes of `each` workers, whose links know the two levels."""
+    world, inside, across = (
+        Board(nodes * each),
+        [Board(each) for _ in range(nodes)],
+        [Board(nodes) for _ in range(each)],
+    )
+
+    def life(rank: int) -> T:
+        link = ThreadLink(rank, world)
+        link.inside = ThreadLink(rank % each, inside[rank // each])
+        link.across = ThreadLink(rank // each, across[rank % each])
+        return work(link)
+
+    with ThreadPoolExecutor(nodes * each) as pool:
+        return list(pool.map(life, range(nodes * each)))

@@ -62,6 +62,8 @@ LOCAL = {
     "local-sgd": mh.LocalSGD(sync_every=5, sync_warmup=2),
     "diloco": mh.DiLoCo(sync_every=4, fragments=2, overlap_steps=1),
     "diloco at once": mh.DiLoCo(sync_every=4, fragments=1, overlap_steps=0),
+    "local-sgd, ever more rarely": mh.LocalSGD(sync_every=3, sync_rule="quadratic", sync_at_most=5),
+    "diloco, ever more rarely": mh.DiLoCo(sync_every=4, fragments=2, sync_rule="quadratic", sync_at_most=6),
 }
 
 
@@ -69,7 +71,7 @@ LOCAL = {
 def test_run_that_goes_on_from_a_snapshot_between_two_meetings_ends_with_the_same_bits(
     name: str, tmp_path: Path
 ) -> None:
-    recipe = replace(PLAIN, trainer={"strategy": LOCAL[name]})
+    recipe = replace(PLAIN, trainer={"strategy": LOCAL[name]}, schedule="rarely" in name)
     whole = trained(2, recipe, tmp_path / "whole")
     trained(2, replace(recipe, duration="9 steps"), tmp_path / "parts")
     parts = trained(2, recipe, tmp_path / "parts")
@@ -105,3 +107,25 @@ def test_bytes_are_sent_when_the_workers_meet(tmp_path: Path) -> None:
     trained(2, replace(PLAIN, trainer={"strategy": mh.LocalSGD(sync_every=4)}, duration="6 steps"), tmp_path)
     sent = [line["bytes_sent"] for line in step_lines(tmp_path)]
     assert sent[3] > 5000 > 100 > max(sent[0], sent[1], sent[2], sent[4])
+
+
+def train_with_falling_rate(rank: int, strategy: Any, folder: Path) -> None:
+    """The learning rate halves after the fourth step, and again after the twelfth."""
+    trainer = make_trainer(replace(PLAIN, trainer={"strategy": strategy}), folder)
+    trainer.parts.schedule = torch.optim.lr_scheduler.MultiStepLR(trainer.parts.optimizer, [4, 12], gamma=0.5)
+    trainer.fit("24 steps")
+
+
+def test_rounds_grow_with_the_square_of_what_the_learning_rate_has_fallen_by(tmp_path: Path) -> None:
+    run_ranks(2, train_with_falling_rate, mh.LocalSGD(sync_every=2, sync_rule="quadratic", sync_at_most=9), tmp_path)
+    met = [line["step"] for line in step_lines(tmp_path) if line["bytes_sent"] > 5000]
+    # Fixed when a round begins: 2 steps at the full rate, 8 at a half, and 9 at most where 32 would be due.
+    assert met == [2, 4, 6, 14, 23]
+
+
+def test_fragments_take_their_turns_in_a_round_that_has_grown(tmp_path: Path) -> None:
+    strategy = mh.DiLoCo(sync_every=2, fragments=2, overlap_steps=1, sync_rule="quadratic", sync_at_most=9)
+    run_ranks(2, train_with_falling_rate, strategy, tmp_path)
+    sent = [line["step"] for line in step_lines(tmp_path) if line["bytes_sent"] > 200]
+    # Counted when it has arrived, a step after it was sent: at the middle and the end of each round.
+    assert sent == [2, 3, 4, 5, 6, 7, 11, 15, 19, 24]

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.communication.compression.feedback import Compressor
-from manyhands.communication.packing import ReadyOrder, packed
-from manyhands.communication.world import Work, World
+from manyhands.communication.packing import Members, ReadyOrder, packed
+from manyhands.communication.world import Work
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class GradientBuckets:
     def __init__(
         self,
         parameters: Iterable[nn.Parameter],
-        world: World,
+        world: Members,
         *,
         bucket_bytes: int,
         compressor: Compressor | None = None,

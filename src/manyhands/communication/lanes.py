@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from datetime import timedelta
 from queue import SimpleQueue
 
 import torch
 import torch.distributed as dist
 
 from manyhands.communication.link import Link
+from manyhands.communication.nodes import find_levels, make_link
 from manyhands.communication.world import World
 
 LANES_ON_CPU = 2
@@ -50,8 +50,9 @@ class Ticket:
 class Lanes:
     """Runs jobs in the order in which they are handed in, which must be the same on all workers."""
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, world: World, *, by_node: bool = False) -> None:
+        """`by_node`: let jobs exchange inside a node and between nodes apart, where there are such."""
+        self.world, self.by_node = world, by_node
         self.links: list[Link] = []
         self._queues: list[SimpleQueue[tuple[Job, Ticket] | None]] = []
         self._stream: torch.cuda.Stream | None = None
@@ -67,15 +68,13 @@ class Lanes:
             return
         self.close()
         self._made_for = base
+        levels = find_levels(world) if self.by_node else None
         if world.device.type == "cuda":
             self._stream = torch.cuda.Stream(world.device)
-            self.links = [Link(world.rank, world.size)]
+            self.links = [make_link(world, levels, groups_of_its_own=False)]
             return
         for _ in range(LANES_ON_CPU):
-            group = None
-            if world.size > 1:
-                group = dist.new_group(timeout=timedelta(seconds=world.timeout_s), backend=world.backend)
-            self.links.append(Link(world.rank, world.size, group))
+            self.links.append(make_link(world, levels))
             queue: SimpleQueue[tuple[Job, Ticket] | None] = SimpleQueue()
             self._queues.append(queue)
             threading.Thread(target=_work, args=(queue, self.links[-1]), name="manyhands-lane", daemon=True).start()

@@ -17,6 +17,10 @@ class Link:
 
     def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None = None) -> None:
         self.rank, self.size, self.group = rank, size, group
+        self.inside: Link | None = None
+        """The link to those of this worker's node, where there are several nodes of several workers each."""
+        self.across: Link | None = None
+        """Then: the link to those that stand in this worker's place on the other nodes."""
         self.bytes_sent = 0
         """By this worker through this link, all in all: see `communication.volume`."""
 
@@ -45,9 +49,9 @@ class Link:
         dist.all_to_all_single(received, parts.contiguous(), group=self.group)
         return received
 
-    def broadcast(self, tensor: Tensor) -> Tensor:
-        """Replace `tensor` on every worker by that of worker 0 of this link, and give it back."""
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """Replace `tensor` on every worker by that of worker `source` of this link, and give it back."""
         if self.size > 1:
             self.bytes_sent += volume.broadcast_bytes(volume.size_of(tensor), self.size)
-            dist.broadcast(tensor, group=self.group, group_src=0)
+            dist.broadcast(tensor, group=self.group, group_src=source)
         return tensor

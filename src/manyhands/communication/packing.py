@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from manyhands.communication.world import World
+from manyhands.communication.world import Work
 
 FIRST_BUCKET_BYTES = 1 << 20
 """The first bucket is small, so that the network has something to do early in the backward pass."""
@@ -29,10 +30,25 @@ def packed(parameters: Sequence[nn.Parameter], order: Iterable[int], *, bucket_b
     return [*groups, group] if group else groups
 
 
+class Members(Protocol):
+    """The workers that gradients are summed over: a `World`, or the part of one that shares a node."""
+
+    device: torch.device
+
+    def start_all_reduce(self, tensor: Tensor) -> Work:
+        """Begin to sum `tensor` over them, in place."""
+
+    def wait(self, work: Work) -> None:
+        """Wait for what `start_all_reduce` began."""
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """Replace `tensor` by that of member `source`, and give it back."""
+
+
 class ReadyOrder:
     """The order in which gradients become ready, found in one backward pass and then fixed for all by the leader."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], world: World) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], world: Members) -> None:
         self.world = world
         self.number_of: dict[Tensor, int] = {parameter: number for number, parameter in enumerate(parameters)}
         self.guess = list(reversed(range(len(parameters))))

@@ -1,7 +1,8 @@
 """How many bytes a worker puts on the wire in a collective: the one place where `bytes_sent` is defined.
 
 Counted is payload, without the headers of the network: what each worker sends in the algorithms that Gloo and NCCL use
-for large messages. Where the workers send unequal amounts (a broadcast down a tree) it is the mean over them.
+for large messages. Where the workers send unequal amounts (a broadcast down a tree) it is the mean over them. What the
+workers of a node exchange so that only nodes compress or drift apart is on no wire, and does not count.
 """
 
 from __future__ import annotations

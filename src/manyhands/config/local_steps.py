@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from manyhands.errors import ConfigError
 
@@ -19,10 +19,20 @@ class LocalSGD:
 
     sync_every: int = 8
     """Optimizer steps between two means. 1 is data parallelism, for SGD."""
+    sync_rule: Literal["fixed", "quadratic"] = "fixed"
+    """`fixed`: a round has always `sync_every` steps. `quadratic`: where the learning rate has fallen to a share s of
+    its highest value, it has `1 / s²` times as many (Gu et al. 2023, arXiv:2310.14423)."""
+    sync_at_most: int | None = None
+    """Most steps of a round under the quadratic rule; 16 times `sync_every` where it is not given."""
     sync_warmup: int = 0
     """Steps at the start of a run after each of which the mean is taken: post-local SGD."""
+    inside_node: Literal["exact", "alike"] = "exact"
+    """What the workers of one node do among themselves, where there are several nodes of several workers each:
+    `exact`: sum their gradients in every step, so that only nodes drift apart; `alike`: step alone, each of them."""
 
     def __post_init__(self) -> None:
+        check_inside_node("LocalSGD", self.inside_node)
+        _check_rule("LocalSGD", self.sync_rule, self.sync_every, self.sync_at_most)
         _at_least("LocalSGD", {"sync_every": (self.sync_every, 1), "sync_warmup": (self.sync_warmup, 0)})
 
 
@@ -37,6 +47,10 @@ class DiLoCo:
 
     sync_every: int = 32
     """Optimizer steps between two outer steps of the same parameter."""
+    sync_rule: Literal["fixed", "quadratic"] = "fixed"
+    """As in `LocalSGD`."""
+    sync_at_most: int | None = None
+    """As in `LocalSGD`."""
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     """Nesterov's."""
@@ -48,8 +62,12 @@ class DiLoCo:
     """What a worker keeps of its own fragment where inner steps went on; 0 where none did."""
     outer_compression: str = "int8"
     """How outer gradients travel: any compression that `DDP` knows."""
+    inside_node: Literal["exact", "alike"] = "exact"
+    """As in `LocalSGD`."""
 
     def __post_init__(self) -> None:
+        check_inside_node("DiLoCo", self.inside_node)
+        _check_rule("DiLoCo", self.sync_rule, self.sync_every, self.sync_at_most)
         _at_least(
             "DiLoCo",
             {
@@ -69,6 +87,23 @@ class DiLoCo:
                 raise ConfigError(
                     f"{key} is {getattr(self, key)}", where=f"DiLoCo({key}=…)", fix="give a number from 0 to 1"
                 )
+
+
+def check_inside_node(kind: str, value: str) -> None:
+    """Raise ConfigError where `value` is no way to treat the workers of one node."""
+    if value not in ("exact", "alike"):
+        raise ConfigError(f"inside_node is {value!r}", where=f"{kind}(inside_node=…)", fix='give "exact" or "alike"')
+
+
+def _check_rule(kind: str, rule: str, every: int, most: int | None) -> None:
+    if rule not in ("fixed", "quadratic"):
+        raise ConfigError(f"sync_rule is {rule!r}", where=f"{kind}(sync_rule=…)", fix='give "fixed" or "quadratic"')
+    if most is not None and most < every:
+        raise ConfigError(
+            f"a round has at most {most} steps, but {every} at least",
+            where=f"{kind}(sync_every=…, sync_at_most=…)",
+            fix="raise sync_at_most, or leave it out",
+        )
 
 
 def _at_least(kind: str, values: dict[str, tuple[int, int]]) -> None:

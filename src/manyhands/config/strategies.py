@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from manyhands.config.compression import check_name
-from manyhands.config.local_steps import DiLoCo, LocalSGD
+from manyhands.config.local_steps import DiLoCo, LocalSGD, check_inside_node
 from manyhands.errors import ConfigError
 from manyhands.table import nearest
 
@@ -41,6 +41,9 @@ class DDP:
     """Steps at the start of a run whose gradients travel uncompressed."""
     compress_above: int = 1024
     """Tensors with fewer elements (biases, norms) travel uncompressed."""
+    inside_node: Literal["exact", "alike"] = "exact"
+    """What the workers of one node do among themselves, where there are several nodes of several workers each:
+    `exact`: exchange every bit, and compress between nodes only; `alike`: compress as between nodes."""
     compression_errors: bool = False
     """Log for each layer how large what is kept back is, relative to the gradient: `compression_error/LAYER`."""
 
@@ -58,6 +61,7 @@ class DDP:
                 raise ConfigError(
                     f"{key} is {getattr(self, key)}", where=f"DDP({key}=…)", fix=f"set it to {least} or more"
                 )
+        check_inside_node("DDP", self.inside_node)
         if self.bucket_mb <= 0:
             raise ConfigError(
                 f"bucket_mb is {self.bucket_mb}, but a bucket must hold something",

@@ -9,9 +9,14 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from manyhands.communication.world import World
+from manyhands.communication.buckets import GradientBuckets
+from manyhands.communication.nodes import Node, find_levels
+from manyhands.communication.world import Work, World
 from manyhands.errors import ConfigError
 from manyhands.strategies.strategy import Compute, Piece, Scale, StepOutcome, Steppable, Tally
+
+BUCKET_BYTES = 25_000_000
+"""Of gradients that travel together inside a node."""
 
 
 @runtime_checkable
@@ -62,19 +67,39 @@ def weighted_mean(tensors: Sequence[Tensor], weight: float, world: World) -> Non
 
 
 class Alone:
-    """The gradient of a worker's own samples, and how many of all samples they were."""
+    """The gradient of one's own samples, and how many of all samples they were.
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    Where nodes step alone, "one" is a node: its workers sum their gradients in every step, and stay equal.
+    """
+
+    def __init__(self, world: World, *, by_node: bool = False) -> None:
+        """`by_node`: nodes step alone and not workers, where there are several nodes of several workers each."""
+        self.world, self.by_node = world, by_node
+        self.node: Node | None = None
+        self.buckets: GradientBuckets | None = None
         self.share = 0.0
-        """Samples since the last exchange, in batches: over all workers it sums to the steps."""
+        """Samples since the last exchange, in batches: over all that step alone it sums to the steps."""
         self.steps = 0
         """Since the last exchange."""
 
+    def place(self, model: nn.Module) -> None:
+        """Make ready to sum the gradients of `model` inside the node. Called by all workers."""
+        levels = find_levels(self.world) if self.by_node else None
+        if levels is not None:
+            self.node = Node(self.world, levels)
+            self.buckets = GradientBuckets(model.parameters(), self.node, bucket_bytes=BUCKET_BYTES)
+
+    @property
+    def node_of(self) -> list[int]:
+        """For each worker, by rank, the number of whoever steps alone: its node, or the worker itself."""
+        return list(range(self.world.size)) if self.node is None else self.node.node_of
+
     @property
     def weight(self) -> float:
-        """This worker's part of all samples since the last exchange."""
-        return self.share / self.steps if self.steps else 1 / self.world.size
+        """This worker's part of all samples since the last exchange; those of a node share it evenly."""
+        if not self.steps:
+            return 1 / self.world.size
+        return self.share / self.steps / (1 if self.node is None else self.node.size)
 
     def met(self) -> None:
         """An exchange is over."""
@@ -83,7 +108,7 @@ class Alone:
     def forward_backward(
         self, model: nn.Module, pieces: Sequence[Piece], compute: Compute, scale: Scale, riders: Sequence[float]
     ) -> StepOutcome:
-        """Fill the gradients with the mean over this worker's own samples."""
+        """Fill the gradients with the mean over one's own samples."""
         one = torch.ones((), device=self.world.device)
         if scale(one) is not one:
             raise ConfigError(
@@ -94,10 +119,16 @@ class Alone:
         for parameter in model.parameters():
             parameter.grad = None
         tally = Tally(riders)
-        for piece in pieces:
-            tally.add(compute(model, piece), piece.weight).backward()
-        summed = tally.start_sum(self.world)
         own = sum(piece.weight for piece in pieces)
+        if self.node is None or self.buckets is None:
+            for piece in pieces:
+                tally.add(compute(model, piece), piece.weight).backward()
+            summed = tally.start_sum(self.world)
+        else:
+            summed = self._backward_in_node(self.buckets, model, pieces, compute, tally)
+            of_node = torch.tensor([own], dtype=torch.float64, device=self.world.device)
+            self.node.wait(self.node.start_all_reduce(of_node))
+            own = float(of_node)
         for parameter in model.parameters():
             if own == 0:
                 parameter.grad = None  # a ghost's gradient is none: this worker stands still in this step
@@ -108,17 +139,36 @@ class Alone:
         self.world.wait(summed)
         return tally.outcome()
 
+    def _backward_in_node(
+        self, buckets: GradientBuckets, model: nn.Module, pieces: Sequence[Piece], compute: Compute, tally: Tally
+    ) -> Work:
+        """All backward passes; the gradients of the node's workers are summed while the last one runs."""
+        buckets.begin()
+        for piece in pieces[:-1]:
+            tally.add(compute(model, piece), piece.weight).backward()
+        last = tally.add(compute(model, pieces[-1]), pieces[-1].weight) if pieces else None
+        buckets.arm()
+        summed = tally.start_sum(self.world)
+        if last is not None:
+            last.backward()
+        buckets.finish()
+        return summed
+
     def state_dict(self) -> dict[str, Any]:
-        """How far since the last exchange."""
-        return {"share": self.share, "since": self.steps}
+        """How far since the last exchange, and who steps alone."""
+        return {"share": self.share, "since": self.steps, "alone": self.node_of[self.world.rank]}
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Take up what `state_dict` gave; where the workers changed, all count alike."""
+        """Take up what `state_dict` gave; where those that step alone changed, all count alike."""
         if not states or not states[0]:
             return
         self.steps = states[0]["since"]
-        same = len(states) == self.world.size
-        self.share = states[self.world.rank]["share"] if same else self.steps / self.world.size
+        alone = self.node_of
+        self.share = states[self.world.rank]["share"] if self.same(states) else self.steps / len(set(alone))
+
+    def same(self, states: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether those who gave `states`, by rank, stepped alone in the groups of now."""
+        return [state.get("alone", rank) for rank, state in enumerate(states)] == self.node_of
 
 
 class Own:
@@ -155,9 +205,9 @@ class Own:
             },
         }
 
-    def load_state_dict(self, model: nn.Module, states: Sequence[Mapping[str, Any]]) -> None:
-        """Take up this worker's own; where the workers changed, all go on from the mean that the snapshot holds."""
-        if len(states) == self.world.size and states[self.world.rank].get("tensors"):
+    def load_state_dict(self, model: nn.Module, states: Sequence[Mapping[str, Any]], *, same: bool) -> None:
+        """Take up this worker's own, where the `same` step alone; else all go on from the mean in the snapshot."""
+        if same and states[self.world.rank].get("tensors"):
             state = states[self.world.rank]
             put(drifting(model), state["tensors"])
             self._waiting = {int(key): values for key, values in state["optimizer"].items()}

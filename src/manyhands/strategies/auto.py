@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from manyhands.communication.compression.choose import BY_LOSS, Choice, choose, cost_of
+from manyhands.communication.nodes import find_levels
 from manyhands.communication.probe import probe
 from manyhands.communication.world import World
 from manyhands.config.strategies import DDP
@@ -56,8 +57,12 @@ class Stopwatch:
         timed = self.times[1:]
         compute_s = world.agree(statistics.median(total for total, _ in timed))
         hidden_s = world.agree(statistics.median(hidden for _, hidden in timed))
+        levels = find_levels(world)
+        each = 1 if levels is None else len(levels.nodes[0])
         costs = {
-            name: cost_of(name, config, parameters, rank=world.rank, size=world.size, bucket_bytes=bucket_bytes)
+            name: cost_of(
+                name, config, parameters, rank=world.rank, size=world.size, bucket_bytes=bucket_bytes, each=each
+            )
             for name in BY_LOSS
         }
         choice = choose(costs, network, compute_s=compute_s, hidden_s=hidden_s)

@@ -68,7 +68,7 @@ class DataParallel:
             return None
         return Compressor(
             compression,
-            Lanes(self.world),
+            Lanes(self.world, by_node=self.config.inside_node == "exact"),
             above=self.config.compress_above,
             feedback=self.config.error_feedback,
             parameters=parameters,

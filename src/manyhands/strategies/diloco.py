@@ -26,6 +26,7 @@ from manyhands.communication.world import World
 from manyhands.config.local_steps import DiLoCo
 from manyhands.config.strategies import DDP
 from manyhands.strategies.alone import Alone, Own, drifting, weighted_mean
+from manyhands.strategies.rounds import Rounds
 from manyhands.strategies.strategy import Compute, Piece, Scale, Shard, StepOutcome, Steppable
 
 
@@ -34,8 +35,8 @@ class Fragment:
     """Some of the parameters, and what all workers share of them."""
 
     parameters: list[nn.Parameter]
-    turn: int
-    """It is sent after the steps k with `k % sync_every == turn`."""
+    number: int
+    """From 0: they take turns in this order."""
     shared: Tensor
     """Shape (elements,): the parameters after the last outer step, equal on all workers."""
     momentum: Tensor
@@ -64,12 +65,17 @@ class OuterSteps:
 
     def __init__(self, config: DiLoCo, world: World) -> None:
         self.config, self.world = config, world
-        self.alone, self.own, self.lanes = Alone(world), Own(world), Lanes(world)
-        self.compression: Compression = make_compression(DDP(compression=config.outer_compression)) or _as_it_is
+        by_node = config.inside_node == "exact"
+        self.alone, self.own, self.lanes = Alone(world, by_node=by_node), Own(world), Lanes(world, by_node=by_node)
+        outer = DDP(compression=config.outer_compression, inside_node=config.inside_node)
+        self.compression: Compression = make_compression(outer) or _as_it_is
         self.model: nn.Module | None = None
         self.fragments: list[Fragment] = []
         self.steps = 0
         """Of the run."""
+        self.rounds = Rounds(config)
+        self.began = 0
+        """The step after which the round under way began."""
 
     def shard(self) -> Shard:
         """One part for each worker."""
@@ -80,23 +86,23 @@ class OuterSteps:
         self.model = model.to(self.world.device)
         for tensor in [*model.parameters(), *model.buffers()]:
             self.world.broadcast(tensor.data)
+        self.alone.place(self.model)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        every, count = self.config.sync_every, min(self.config.fragments, len(trained))
+        count = min(self.config.fragments, len(trained))
         for number, parameters in enumerate(even_parts(trained, count)):
             flat = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
             momentum, kept, moved = (torch.zeros_like(flat) for _ in range(3))
-            turn = (every * (number + 1)) // count % every
-            self.fragments.append(Fragment(parameters, turn, flat, momentum, kept, moved))
+            self.fragments.append(Fragment(parameters, number, flat, momentum, kept, moved))
         return self.model
 
     def forward_backward(
         self, model: nn.Module, pieces: Sequence[Piece], compute: Compute, scale: Scale, riders: Sequence[float]
     ) -> StepOutcome:
-        """Fill the gradients with the mean over this worker's own samples."""
+        """Fill the gradients with the mean over one's own samples: the worker's, or its node's."""
         return self.alone.forward_backward(model, pieces, compute, scale, riders)
 
     def clip_gradients(self, model: nn.Module, max_norm: float) -> Tensor:
-        """Clip by the norm of this worker's own gradient."""
+        """Clip by the norm of one's own gradient: the worker's, or its node's."""
         return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
     def update(self, model: nn.Module, optimizer: Steppable) -> None:
@@ -107,11 +113,19 @@ class OuterSteps:
             if fragment.arrives == self.steps:
                 self._take(fragment)
         self.lanes.ready()
+        self.rounds.saw(optimizer)
         for fragment in self.fragments:
-            if self.steps % self.config.sync_every == fragment.turn:
+            if self.steps - self.began == self._turn(fragment):
                 self._send(fragment)
                 if self.config.overlap_steps == 0:
                     self._take(fragment)
+        if self.steps - self.began >= self.rounds.length:
+            self.began = self.steps
+            self.rounds.next()
+
+    def _turn(self, fragment: Fragment) -> int:
+        """After which step of the round under way it is sent; the last one after its last step."""
+        return self.rounds.length * (fragment.number + 1) // len(self.fragments)
 
     @torch.no_grad()
     def _send(self, fragment: Fragment) -> None:
@@ -124,7 +138,7 @@ class OuterSteps:
         """The way of an outer gradient, in a lane."""
         whole = fragment.moved + fragment.kept
         fragment.moved.copy_(whole)
-        parcel = Parcel(fragment.moved, [parameter.shape for parameter in fragment.parameters], [fragment.turn])
+        parcel = Parcel(fragment.moved, [parameter.shape for parameter in fragment.parameters], [fragment.number])
         sent = self.compression(parcel, link)
         fragment.kept.copy_(torch.zeros_like(whole) if sent is None else whole - sent)
 
@@ -155,6 +169,8 @@ class OuterSteps:
             self._arrive(fragment)
         return {
             "steps": self.steps,
+            "began": self.began,
+            **self.rounds.state_dict(),
             **self.alone.state_dict(),
             **self.own.state_dict(self.model),
             "fragments": [
@@ -175,8 +191,11 @@ class OuterSteps:
             return
         assert self.model is not None, "place() comes before load_state_dict()"
         self.steps = states[0]["steps"]
+        every = self.config.sync_every
+        self.began = states[0].get("began", self.steps // every * every)
+        self.rounds.load_state_dict(states[0])
         self.alone.load_state_dict(states)
-        self.own.load_state_dict(self.model, states)
+        self.own.load_state_dict(self.model, states, same=self.alone.same(states))
         for number, fragment in enumerate(self.fragments):
             equal = states[0]["fragments"][number]
             for name in ("shared", "momentum", "moved"):

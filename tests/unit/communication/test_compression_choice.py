@@ -30,6 +30,20 @@ def test_bytes_of_a_rehearsal_are_those_of_the_formulas(name: str, sent: float) 
     assert COSTS[name].bytes_sent == pytest.approx(sent, rel=0.001)
 
 
+def cable(name: str, inside_node: str) -> float:
+    """Of eight workers, two on each node."""
+    config = DDP(inside_node=inside_node)  # type: ignore[arg-type]
+    return cost_of(name, config, PARAMETERS, rank=0, size=8, bucket_bytes=25_000_000, each=2).bytes_sent
+
+
+def test_cable_of_a_node_carries_once_what_its_workers_send_together() -> None:
+    exact, small = LARGE * 2, 1.75 * 4 * SMALL
+    assert cable("bf16", "exact") == pytest.approx(2 * 3 / 4 * exact + small, rel=0.001)
+    # There to each of six others from both workers of a node; back in a ring.
+    assert cable("bf16", "alike") == pytest.approx((2 * 6 / 8 + 7 / 8) * exact + small, rel=0.001)
+    assert cable("none", "exact") == cable("none", "alike")
+
+
 def test_larger_model_is_reckoned_from_a_part_of_it() -> None:
     part = [nn.Parameter(torch.zeros(1000, 1000)) for _ in range(4)]
     whole = [nn.Parameter(torch.zeros(1000, 1000)) for _ in range(20)]

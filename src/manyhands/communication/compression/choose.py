@@ -59,9 +59,18 @@ class Choice:
 
 
 class DryLink(Link):
-    """A link that sends nothing: each worker is taken to hold what this one does."""
+    """A link that sends nothing: each worker is taken to hold what this one does.
+
+    Counted is what the cable of a node carries, as far as it is more than what one worker sends: a ring passes each
+    cable once, however many workers a node has, but what goes to every other worker directly leaves it for each.
+    """
 
     exchanges = 0
+
+    def __init__(self, rank: int, size: int, *, on_cable: int = 1, each: int = 1) -> None:
+        """`on_cable`: links that share a node's cable; `each`: workers of this link on a node."""
+        super().__init__(rank, size)
+        self.on_cable, self.each = on_cable, each
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Leave `tensor` as it is."""
@@ -75,30 +84,48 @@ class DryLink(Link):
 
     def all_to_all(self, parts: Tensor) -> Tensor:
         """The parts as they are."""
-        self._count(volume.all_to_all_bytes(volume.size_of(parts), self.size))
+        sent = volume.all_to_all_bytes(volume.size_of(parts), self.size)
+        # What stays on the node does not count; what leaves it does for each of its workers.
+        self._count(sent * self.each * (self.size - self.each) // max(1, self.size - 1))
         return parts
 
-    def broadcast(self, tensor: Tensor) -> Tensor:
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Leave `tensor` as it is."""
         self._count(volume.broadcast_bytes(volume.size_of(tensor), self.size))
         return tensor
 
     def _count(self, sent: int) -> None:
-        self.bytes_sent += sent
+        self.bytes_sent += self.on_cable * sent
         self.exchanges += 1
+
+
+def dry_link(rank: int, size: int, each: int) -> DryLink:
+    """For `size` workers, `each` on a node: with the two levels of `communication.nodes`, where there are such."""
+    if each == 1 or size == each:
+        return DryLink(rank, size)
+    link = DryLink(rank, size, each=each)
+    link.inside, link.across = DryLink(0, each), DryLink(rank // each, size // each, on_cable=each)
+    return link
 
 
 @torch.no_grad()
 def cost_of(
-    name: str, config: DDP, parameters: Sequence[nn.Parameter], *, rank: int, size: int, bucket_bytes: int
+    name: str,
+    config: DDP,
+    parameters: Sequence[nn.Parameter],
+    *,
+    rank: int,
+    size: int,
+    bucket_bytes: int,
+    each: int = 1,
 ) -> Cost:
-    """Rehearse one way on this worker."""
+    """Rehearse one way on this worker. `each`: workers on a node, the same number on every one of them."""
     compression = make_compression(replace(config, compression=name))
     groups = packed(parameters, reversed(range(len(parameters))), bucket_bytes=bucket_bytes)
     if compression is None:
         sent = sum(volume.all_reduce_bytes(volume.size_of(parameter), size) for parameter in parameters)
         return Cost(0.0, sent, len(groups))
-    link = DryLink(rank, size)
+    link = dry_link(rank, size, each)
     elements = rehearsed = 0
     begin, seconds = 0.0, 0.0
     exact = 0
@@ -121,7 +148,7 @@ def cost_of(
     return Cost(
         arithmetic_s=seconds * scale,
         bytes_sent=link.bytes_sent * scale + volume.all_reduce_bytes(exact, size),
-        exchanges=math.ceil(link.exchanges * scale) + len(groups),
+        exchanges=math.ceil((link.exchanges + getattr(link.across, "exchanges", 0)) * scale) + len(groups),
     )
 
 

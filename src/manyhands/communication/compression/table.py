@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from manyhands.communication.compression.between_nodes import between_nodes
 from manyhands.communication.compression.exchange import Compression
 from manyhands.config.compression import GROUP, OWN
 from manyhands.config.strategies import DDP
@@ -18,8 +19,10 @@ COMPRESSIONS: Table[Callable[[DDP], Compression]] = Table(
 
 def make_compression(config: DDP) -> Compression | None:
     """The compression that `config` asks for; None for none, and where it is yet to be chosen."""
-    if callable(config.compression):
-        return config.compression
     if config.compression in ("none", "auto"):
         return None
-    return COMPRESSIONS.load(config.compression)(config)
+    if callable(config.compression):
+        compression: Compression = config.compression
+    else:
+        compression = COMPRESSIONS.load(config.compression)(config)
+    return between_nodes(compression) if config.inside_node == "exact" else compression

@@ -206,6 +206,7 @@ OPTIONS = {
     "snapshots show": "--json --trace",
     "snapshots verify": "--json --trace",
     "snapshots prune": "--keep --dry-run --json --trace",
+    "doctor": "--on --hosts --hostfile --nodes --run-dir --data --json --trace",
     "status": "--json --trace",
     "logs": "--follow --trace",
     "cancel": "--trace",

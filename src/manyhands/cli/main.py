@@ -14,6 +14,7 @@ from manyhands.cli.boundary import exit_code_of, let_go_of_closed_streams
 
 VERBS = {
     "run": ("manyhands.cli.run:run", "Start a script on one or many workers: any script that runs under torchrun."),
+    "doctor": ("manyhands.cli.doctor:doctor", "What is wrong with hosts and between them, and what mends it."),
     "status": ("manyhands.cli.jobs:status", "How a job that `run --detach` started stands."),
     "logs": ("manyhands.cli.jobs:logs", "What such a job has printed."),
     "cancel": ("manyhands.cli.jobs:cancel", "End such a job."),

@@ -12,9 +12,10 @@ from typing import Any
 
 import click
 
+from manyhands.cli.where import Where, pairs
 from manyhands.config import overrides
 from manyhands.errors import ConfigError
-from manyhands.launchers import handles, scripts, ssh_hostfile, variables
+from manyhands.launchers import handles, scripts, variables
 from manyhands.launchers.display import Display, PlainDisplay
 from manyhands.launchers.job import Job
 from manyhands.launchers.launch import new_run_dir
@@ -136,8 +137,17 @@ def _job(asked: _Asked) -> Job:
     kind = scripts.kind_of(module=asked.module, no_python=asked.no_python)
     scripts.check(asked.script, kind)
     changed = overrides.parse(asked.settings)
-    least, most = _nodes(asked.nodes)
-    hosts, slots = _hosts(asked, most)
+    where = Where(
+        target=asked.target, hosts=asked.hosts, hostfile=asked.hostfile, nodes=asked.nodes, options=asked.options
+    )
+    least, most = where.least_and_most()
+    hosts, slots = where.named()
+    if hosts and asked.workers is not None:
+        raise ConfigError(
+            "--workers counts workers on this machine, and other hosts are named",
+            where="--workers",
+            fix="use --workers-per-node",
+        )
     counts = (asked.workers, asked.workers_per_node, slots, 1 if hosts else None)
     job = Job(
         program=asked.script,
@@ -151,11 +161,11 @@ def _job(asked: _Asked) -> Job:
         workers_per_node=next((count for count in counts if count is not None), max(1, _gpus())),
         restarts=asked.restarts,
         hosts=hosts,
-        options=_pairs(asked.options, "-o"),
+        options=pairs(asked.options, "-o"),
         sync=not asked.no_sync,
         encrypt=asked.encrypt is not None,
         environment={
-            **_pairs(asked.env, "--env"),
+            **pairs(asked.env, "--env"),
             **overrides.to_environment(changed),
             **({} if asked.run_dir else {run_directory.UNASKED: "1"}),
             **({variables.FIRST: _REHEARSAL, "CUDA_VISIBLE_DEVICES": ""} if asked.rehearse else {}),
@@ -165,43 +175,6 @@ def _job(asked: _Asked) -> Job:
     )
     scripts.check_run_dir(job)
     return job
-
-
-def _nodes(words: str | None) -> tuple[int | None, int | None]:
-    """`4` or `2:4`: the fewest nodes, where they may go and come, and the most."""
-    if words is None:
-        return None, None
-    least, colon, most = words.rpartition(":")
-    if not most.isdigit() or (colon and not least.isdigit()):
-        raise ConfigError(f"--nodes is {words}", where="--nodes", fix="give a number, or MIN:MAX")
-    return int(least) if colon else None, int(most)
-
-
-def _hosts(asked: _Asked, nodes: int | None) -> tuple[tuple[str, ...], int | None]:
-    """The hosts that are named, and how many workers each is to have, where that is said with them."""
-    if asked.hosts is not None and asked.hostfile is not None:
-        raise ConfigError("both --hosts and --hostfile are given", where="--hosts", fix="give one of them")
-    hosts, slots = ssh_hostfile.in_file(Path(asked.hostfile)) if asked.hostfile is not None else ((), None)
-    if asked.hosts is not None:
-        hosts = ssh_hostfile.in_words(asked.hosts)
-    if hosts and asked.workers is not None:
-        raise ConfigError(
-            "--workers counts workers on this machine, and other hosts are named",
-            where="--workers",
-            fix="use --workers-per-node",
-        )
-    if hosts and nodes not in (None, len(hosts)):
-        raise ConfigError(
-            f"--nodes is {nodes}, but {len(hosts)} hosts are named", where="--nodes", fix="leave --nodes out"
-        )
-    return hosts, slots
-
-
-def _pairs(words: Sequence[str], option: str) -> dict[str, str]:
-    for word in words:
-        if not word.partition("=")[0] or "=" not in word:
-            raise ConfigError(f"cannot read {word!r}", where=option, fix=f"write it as {option} NAME=value")
-    return dict(word.split("=", 1) for word in words)
 
 
 def _gpus() -> int:

@@ -73,6 +73,14 @@ def script(job: Job) -> str:
     return "\n".join([*text, f"exec {shlex.join(start)}", ""])
 
 
+def allocation(job: Job) -> list[str]:
+    """The command that gets an allocation as the batch script of `job` would, and runs in it what is written behind."""
+    check(job)
+    flags = [f"{flag}={job.options[key]}" for key, (flag, _) in _FLAGS.items() if key in job.options and key != "array"]
+    flags += ["--exclusive"] if choices.yes(job.options, "exclusive", default=False) else []
+    return ["salloc", "--quiet", f"--nodes={job.nodes}", "--ntasks-per-node=1", *flags]
+
+
 def hosts_of(nodes: str) -> list[str]:
     """The hosts of what Slurm writes as `gpu[07-09,12],cpu1`, in its order."""
     found = []

@@ -57,8 +57,7 @@ class Ssh:
     def submit(self, plan: Plan, display: Display) -> int:
         """Reach all hosts, see that they agree, bring the working directory, and run the job to its end."""
         job = plan.job
-        pythons = [job.options["python"]] if "python" in job.options else [sys.executable, "python3"]
-        with _connected(plan.hosts, pythons) as hosts:
+        with connected(plan.hosts, pythons(job)) as hosts:
             cluster = _Cluster(job, hosts)
             cluster.survey()
             display.say(cluster.interfaces_in_words())
@@ -200,12 +199,20 @@ class _Cluster:
             return list(pool.map(ask, self._hosts, range(len(self._hosts))))
 
 
+def pythons(job: Job) -> list[str]:
+    """The Pythons that are tried on every host, in this order."""
+    return [job.options["python"]] if "python" in job.options else [sys.executable, "python3"]
+
+
 @contextmanager
-def _connected(names: Sequence[str], pythons: Sequence[str]) -> Iterator[list[Connection]]:
-    """Connections to all hosts, which are told every now and then that this side is there."""
+def connected(names: Sequence[str], pythons: Sequence[str], program: bytes = b"") -> Iterator[list[Connection]]:
+    """Connections to all hosts, which are told every now and then that this side is there.
+
+    `program` is what answers there, in place of an outpost.
+    """
     over = threading.Event()
     with tempfile.TemporaryDirectory(prefix="manyhands-ssh-") as folder:
-        hosts = [Connection(name, Path(folder), pythons) for name in names]
+        hosts = [Connection(name, Path(folder), pythons, program) for name in names]
 
         def pulse() -> None:
             while not over.wait(ssh_outpost.PULSE_S):

@@ -41,11 +41,11 @@ def see_that_they_agree(facts: Mapping[str, Mapping[str, Any]], mine: Mapping[st
     for package in ("python", "manyhands", "torch"):
         usual = mine[package] or Counter(found[package] for found in facts.values()).most_common(1)[0][0]
         for host, found in facts.items():
-            if _counts(package, found[package]) != _counts(package, usual):
+            if counts(package, found[package]) != counts(package, usual):
                 raise LaunchError(
                     f"host {host} has {package} {found[package]}, and this machine has {usual}",
                     where=f"host {host}, {found['executable']}",
-                    fix=_remedy(package, usual, found["executable"]),
+                    fix=remedy(package, usual, found["executable"]),
                 )
 
 
@@ -94,15 +94,16 @@ def see_that_all_have(path: str, names: Sequence[str], there: Sequence[bool], *,
         )
 
 
-def _counts(package: str, version: str) -> str:
+def counts(package: str, version: str) -> str:
     """The part of a version that must be the same."""
     if package == "python":
         return ".".join(version.split(".")[:2])
     return version.partition("+")[0]
 
 
-def _remedy(package: str, version: str, python: str) -> str:
+def remedy(package: str, version: str, python: str) -> str:
+    """How `version` of `package` comes to a host whose Python is `python`."""
     if package == "python":
-        short = _counts(package, version)
+        short = counts(package, version)
         return f"install Python {short} there with the same packages, or name one with -o python=PATH"
     return f"install the same there: {python} -m pip install {package}=={version}"

@@ -68,8 +68,11 @@ _TROUBLES = [
 class Connection:
     """A host that ssh has been asked to reach. Use `facts` first: it waits until the host has answered."""
 
-    def __init__(self, host: str, folder: Path, pythons: Sequence[str]) -> None:
-        """Begin to connect. `folder` is where the sockets of shared connections are; `pythons` are tried in order."""
+    def __init__(self, host: str, folder: Path, pythons: Sequence[str], program: bytes = b"") -> None:
+        """Begin to connect. `folder` is where the sockets of shared connections are; `pythons` are tried in order.
+
+        `program` takes the outpost's place there, and speaks as it does.
+        """
         self.host, self._pythons = host, pythons
         self._path = folder / f"{abs(hash(host)):x}"
         self._lines: queue.Queue[str | None] = queue.Queue()
@@ -90,7 +93,7 @@ class Connection:
         ]
         for reader in self._readers:
             reader.start()
-        program = Path(ssh_outpost.__file__).read_bytes()
+        program = program or Path(ssh_outpost.__file__).read_bytes()
         self._write(f"{len(program)}\n".encode() + program)
 
     def command(self, words: str, *options: str) -> list[str]:

@@ -37,8 +37,8 @@ def facts() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "executable": sys.executable,
-        "torch": _version("torch"),
-        "manyhands": _version("manyhands"),
+        "torch": version("torch"),
+        "manyhands": version("manyhands"),
         "name": socket.gethostname(),
         "address": connection[2] if len(connection) == 4 else "",
         "rsync": shutil.which("rsync") is not None,
@@ -81,7 +81,8 @@ def knock(address: str, port: int, timeout_s: float) -> str:
     return ""
 
 
-def _knock_at_all(places: list[list[Any]]) -> list[str]:
+def knock_at_all(places: list[list[Any]]) -> list[str]:
+    """Knock at all places (address, port) at once. For each, why it was not opened, or nothing."""
     answers = [""] * len(places)
 
     def ask(index: int) -> None:
@@ -104,7 +105,7 @@ def _kind(name: str) -> str:
     return "wireguard" if os.path.exists(f"/run/wireguard/{name}.sock") else ""  # one that runs outside the kernel
 
 
-def _version(package: str) -> str:
+def version(package: str) -> str:
     """The version that is installed; empty where there is none."""
     if importlib.util.find_spec(package) is None:
         return ""
@@ -142,7 +143,7 @@ def _answer(question: dict[str, Any], listening: list[socket.socket]) -> Any:
             listening.append(socket.create_server((question["address"], 0), backlog=256))
             return listening[-1].getsockname()[1]
         case "knock":
-            return _knock_at_all(question["places"])
+            return knock_at_all(question["places"])
         case "way":
             return way_to(question["address"])
         case "stamp":
@@ -177,6 +178,11 @@ def _watch(heard: list[float]) -> None:
     """End this host's side of the connection when the launcher is gone without a word, as with a cut cable."""
     while time.monotonic() - heard[0] < SILENCE_S:
         time.sleep(1)
+    hang_up()
+
+
+def hang_up() -> None:
+    """End this process, and the ssh server's own for this connection."""
     with contextlib.suppress(OSError):
         parent = os.getppid()
         with open(f"/proc/{parent}/comm") as name:

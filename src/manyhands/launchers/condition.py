@@ -1,0 +1,113 @@
+"""What a host has left for a run: disk, memory, descriptors, shared memory, time; and variables that change a run.
+
+Needs the standard library alone, of Python 3.8 or newer, because it is also sent to hosts that have nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import socket
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+VARIABLES = (
+    *("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "CUDA_LAUNCH_BLOCKING", "TORCH_DISTRIBUTED_DEBUG", "NCCL_DEBUG"),
+    *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"),
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"),
+)
+"""What changes how workers talk and compute. Nothing else of the environment is told to anybody."""
+PROXIES = ("http_proxy", "https_proxy", "all_proxy")
+SHARED_MEMORY = "/dev/shm"  # noqa: S108  # it is looked at, nothing is made there
+
+
+def gather(run_dir: str, environment: Mapping[str, str]) -> dict[str, Any]:
+    """Everything, in some milliseconds. `environment` is what workers would find."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return {
+        "time_s": time.time(),
+        "cores": cores(),
+        "cpu_quota": cpu_quota(),
+        "load": os.getloadavg()[0],
+        "memory": memory(),
+        "disks": {"run directory": disk(run_dir), "temporary files": disk(os.environ.get("TMPDIR", "/tmp"))},  # noqa: S108
+        "shared_memory": disk(SHARED_MEMORY) if os.path.isdir(SHARED_MEMORY) else None,
+        "descriptors": {"limit": soft, "most": hard},
+        "environment": variables(environment),
+        "interfaces": [name for _, name in socket.if_nameindex()],
+        "has_gpus": os.path.isdir("/proc/driver/nvidia/gpus"),
+    }
+
+
+def cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_quota() -> float | None:
+    """How many cores' worth of time this container is let, where it is held to some."""
+    with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/cpu.max") as file:
+        quota, period = file.read().split()
+        return int(quota) / int(period)  # the word `max` is no number: no limit
+    quota_us = _number_in("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")
+    period_us = _number_in("/sys/fs/cgroup/cpu/cpu.cfs_period_us")
+    return quota_us / period_us if quota_us and period_us and quota_us > 0 else None
+
+
+def memory() -> dict[str, int] | None:
+    """Bytes in all, and those that programs may still take; of the container, where it has less. None: nobody says."""
+    try:
+        with open("/proc/meminfo") as table:
+            lines = dict(line.split(":", 1) for line in table)
+        total, available = (int(lines[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
+    except (OSError, KeyError, ValueError):
+        return None
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        most = _number_in(limit)
+        if most is not None and most < total:
+            total, available = most, min(available, max(0, most - (_number_in(used) or 0)))
+    return {"total": total, "available": available}
+
+
+def disk(path: str) -> dict[str, Any]:
+    """What is free where `path` is, or would be made."""
+    place = os.path.abspath(path)
+    while not os.path.exists(place):
+        place = os.path.dirname(place)
+    state = os.statvfs(place)
+    return {
+        "path": path,
+        "free": state.f_bavail * state.f_frsize,
+        "total": state.f_blocks * state.f_frsize,
+        "files_left": state.f_favail if state.f_files else None,
+        "writable": os.access(place, os.W_OK),
+    }
+
+
+def variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Those that matter. Of a proxy only that it is set, and what it leaves out: its address may hold a password."""
+    found = {name: environment[name] for name in VARIABLES if name in environment}
+    for name in _spellings(PROXIES):
+        if environment.get(name):
+            found[name] = "set"
+    for name in _spellings(("no_proxy",)):
+        if name in environment:
+            found[name] = environment[name]
+    return found
+
+
+def _spellings(names: Iterable[str]) -> list[str]:
+    return [spelling for name in names for spelling in (name, name.upper())]
+
+
+def _number_in(path: str) -> int | None:
+    try:
+        with open(path) as file:
+            return int(file.read())
+    except (OSError, ValueError):  # the word `max`, too
+        return None

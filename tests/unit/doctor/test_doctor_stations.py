@@ -1,0 +1,169 @@
+"""What runs on the hosts: ways that are tried out, likeness of data, GPUs, and all of it as one program."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manyhands.doctor import desk, graphics, likeness, wires
+from manyhands.launchers import condition
+
+
+def test_way_is_measured_there_and_back() -> None:
+    listener = wires.Listener("127.0.0.1", "secret")
+    found = wires.try_out("127.0.0.1", listener.port, "secret", 0.05)
+    listener.close()
+    assert found["latency_s"] > 0
+    assert found["bandwidth"] > 1e6
+    assert found["mtu"] > 1000
+
+
+def test_whoever_does_not_know_the_secret_is_not_served() -> None:
+    listener = wires.Listener("127.0.0.1", "secret")
+    found = wires.try_out("127.0.0.1", listener.port, "guess", 0.05)
+    listener.close()
+    assert found["trouble"]
+    assert found["stage"] == "talk", "it came as far as the proof, and no further"
+
+
+def test_secret_itself_is_never_sent() -> None:
+    heard: list[bytes] = []
+
+    def listen(server: socket.socket) -> None:
+        connection, _ = server.accept()
+        with connection:
+            connection.sendall(b"a challenge of 16"[:16])
+            heard.append(connection.recv(1000))
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        listening = threading.Thread(target=listen, args=(server,))
+        listening.start()
+        wires.try_out("127.0.0.1", server.getsockname()[1], "secret", 0.05)
+        listening.join()
+    assert len(heard[0]) > 16
+    assert b"secret" not in heard[0]
+
+
+def test_listener_is_on_one_address_only_and_gone_when_it_is_closed() -> None:
+    listener = wires.Listener("127.0.0.1", "secret")
+    tables = Path("/proc/net/tcp").read_text()
+    assert f"0100007F:{listener.port:04X} 00000000:0000 0A" in tables
+    assert f"00000000:{listener.port:04X}" not in tables
+    listener.close()
+    assert wires.try_out("127.0.0.1", listener.port, "secret", 0.05)["stage"] == "connect"
+
+
+def test_equal_folders_are_alike_and_one_other_bit_is_seen(tmp_path: Path) -> None:
+    for name in ("one", "two", "three"):
+        (tmp_path / name / "sub").mkdir(parents=True)
+        (tmp_path / name / "sub" / "file").write_bytes(b"\0" * 1000)
+    (tmp_path / "three" / "sub" / "file").write_bytes(b"\0" * 999 + b"\1")
+    one, two, three = (likeness.of_path(str(tmp_path / name)) for name in ("one", "two", "three"))
+    assert one == two
+    assert (one["files"], one["bytes"], one["sampled"]) == (1, 1000, False)
+    assert three["sha256"] != one["sha256"]
+
+
+def test_name_of_a_file_counts(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"file-{name}").write_bytes(b"same")
+    found = [likeness.of_path(str(tmp_path / name)) for name in ("a", "b")]
+    assert found[0]["sha256"] != found[1]["sha256"]
+
+
+def test_large_file_is_sampled_from_its_beginning_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(likeness, "MOST_BYTES", 8 << 20)
+    path = tmp_path / "large"
+    path.write_bytes(bytes(20 << 20))
+    before = likeness.of_path(str(path))
+    assert before["sampled"]
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\1")
+    assert likeness.of_path(str(path))["sha256"] != before["sha256"]
+
+
+def test_what_is_not_there_is_none(tmp_path: Path) -> None:
+    assert likeness.of_path(str(tmp_path / "nothing")) is None
+
+
+def nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, code: int = 0) -> dict[str, Any]:
+    """What is made of a driver that says `text`."""
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\ncat <<'END'\n{text}\nEND\nexit {code}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return graphics.look()
+
+
+def test_gpus_are_read_from_what_the_driver_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "NVIDIA H200, 550.54, 143771, 12, 33, 5, 0, Not Active\nNVIDIA H200, 550.54, 143771, 0, 91, 0, [N/A], Active"
+    found = nvidia_smi(tmp_path, monkeypatch, text)
+    assert found["trouble"] == ""
+    one, two = found["gpus"]
+    assert (one["name"], one["driver"], one["memory"], one["errors"]) == ("NVIDIA H200", "550.54", 143771 << 20, 0)
+    assert (two["temperature"], two["errors"], two["slowed"]) == (91, None, True)
+
+
+def test_driver_that_refuses_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = nvidia_smi(tmp_path, monkeypatch, "Failed to initialize NVML: Driver/library version mismatch", 18)
+    assert found == {
+        "gpus": [],
+        "trouble": "nvidia-smi says: Failed to initialize NVML: Driver/library version mismatch",
+    }
+
+
+def test_no_gpu_is_no_trouble(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert graphics.look() == {"gpus": [], "trouble": ""}
+
+
+def test_address_of_a_proxy_is_told_to_nobody() -> None:
+    told = condition.variables({"HTTP_PROXY": "http://user:secret@proxy", "no_proxy": "a", "OTHER": "x", "RANK": "0"})
+    assert told == {"HTTP_PROXY": "set", "no_proxy": "a", "RANK": "0"}
+
+
+def test_condition_of_a_folder_that_is_yet_to_be_made_is_that_of_the_disk_it_comes_to(tmp_path: Path) -> None:
+    found = condition.disk(str(tmp_path / "not" / "yet"))
+    assert found["free"] > 0
+    assert found["writable"]
+    assert not (tmp_path / "not").exists()
+
+
+def test_station_runs_as_one_program_with_the_standard_library_alone(tmp_path: Path) -> None:
+    program = desk.program()
+    questions = [
+        {"ask": "look", "run_dir": str(tmp_path / "runs"), "script": ""},
+        {"ask": "mark", "folder": str(tmp_path / "runs"), "name": "mark", "text": "here"},
+        {"ask": "see mark", "folder": str(tmp_path / "runs"), "name": "mark"},
+        {"ask": "nonsense"},
+        {"ask": "loop", "seconds": 0.01},
+    ]
+    text = "".join(json.dumps(question) + "\n" for question in questions)
+    words = [
+        sys.executable,
+        "-I",
+        "-S",
+        "-c",
+        "import sys; exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())))",
+    ]
+    done = subprocess.run(
+        words, input=f"{len(program)}\n".encode() + program + text.encode(), capture_output=True, timeout=60, check=True
+    )
+    said = [json.loads(line.removeprefix(b"manyhands-outpost ")) for line in done.stdout.splitlines()]
+    hello, look, mark, seen, nonsense, loop = said
+    assert (hello["manyhands"], hello["torch"]) == ("", "")
+    assert look["answer"]["condition"]["cores"] >= 1
+    assert (mark["answer"], seen["answer"]) == ("", "here")
+    assert "nonsense" in nonsense["trouble"]
+    assert loop["answer"]["cpu"] > 0
+    assert not (tmp_path / "runs").exists(), "what it made is gone"

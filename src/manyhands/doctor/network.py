@@ -104,7 +104,9 @@ def _of_slow_hosts(hosts: Sequence[Facts], pairs: Sequence[Facts]) -> Iterator[F
 def _of_slow_pairs(hosts: Sequence[Facts], pairs: Sequence[Facts]) -> Iterator[Finding]:
     """Ways that are slower than what both of their ends can do."""
     sending, taking = caps(hosts, pairs, "from"), caps(hosts, pairs, "to")
-    if len(hosts) == 2 and pairs:  # what a host can do is not known from elsewhere: one direction is held against the other
+    if (
+        len(hosts) == 2 and pairs
+    ):  # what a host can do is not known from elsewhere: one direction is held against the other
         sending = taking = {host["name"]: max(pair.get("bandwidth", 0) for pair in pairs) for host in hosts}
     for pair in pairs:
         if "bandwidth" not in pair:

@@ -52,8 +52,8 @@ class Head:
             self._agents.say_goodbye()
         if isinstance(course.result, ManyhandsError):
             raise course.result
-        if course.job.overrides and not course.trainer_seen and course.result == 0:
-            course.display.say("manyhands: --set had no effect, because the script made no mh.Trainer")
+        if course.result == 0:
+            self._news.tell_end()
         return course.result or 0
 
     # What agents ask of their owner.

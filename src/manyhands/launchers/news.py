@@ -6,6 +6,7 @@ from typing import Any
 
 from manyhands.launchers.agents import Node
 from manyhands.launchers.course import Course
+from manyhands.launchers.notices import Notices
 from manyhands.launchers.tracebacks import is_native_frame, without_native_frames
 
 
@@ -15,6 +16,7 @@ class News:
     def __init__(self, course: Course, nodes: int) -> None:
         """`nodes` is the number of hosts: a prefix names the host only where there are several."""
         self._course, self._nodes = course, nodes
+        self._notices = Notices(course.display.say)
 
     def show(self, node: Node, rank: int, lines: list[str], *, is_error: bool) -> None:
         """Lines that a worker has printed."""
@@ -35,6 +37,14 @@ class News:
             self._course.display.say(str(fields.get("text", "")))
         elif kind == "trainer":
             self._course.trainer_seen = True
+        elif kind == "witness":
+            self._notices.hear(self._course.generation, rank, fields)
+
+    def tell_end(self) -> None:
+        """The run has ended well: what is to be told of it?"""
+        self._notices.tell_end()
+        if self._course.job.overrides and not self._course.trainer_seen:
+            self._course.display.say("manyhands: --set had no effect, because the script made no mh.Trainer")
 
     def show_traceback(self, text: str) -> None:
         """The traceback of the worker that failed first."""

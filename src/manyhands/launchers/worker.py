@@ -41,11 +41,11 @@ def be(request: Request, descriptors: list[int]) -> int:
     sys.argv = [request["program"], *request["arguments"]]
     sys.orig_argv = [sys.executable, *(["-m"] if request["kind"] == "module" else []), *sys.argv]
     _freshen()
-    code = 0
+    code, watching = 0, None
     try:
         for name in filter(None, os.environ.get(variables.FIRST, "").split(",")):
             importlib.import_module(name).begin()
-        witness.begin()
+        watching = witness.begin()
         _run_main(request["program"], request["kind"])
     except SystemExit as ended:
         code = _exit_code(ended)
@@ -56,6 +56,8 @@ def be(request: Request, descriptors: list[int]) -> int:
         faulthandler.disable()  # the work is done: an abort on the way out is no news
     _tell(line, "finished", code=code)
     _wind_up()
+    if watching is not None and code == 0:
+        watching.tell_end()
     return code
 
 

@@ -74,3 +74,61 @@ def test_trainer_rehearses_as_it_runs(tmp_path: Path) -> None:
     done = rehearse(script, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("] completed") == 2
+
+
+ACCELERATE = """
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader, TensorDataset
+
+accelerator = Accelerator(mixed_precision="fp16")
+assert torch.cuda.is_available()
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = TensorDataset(torch.randn(64, 8), torch.randint(0, 3, (64,)))
+model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=8, pin_memory=True))
+for inputs, targets in loader:
+    optimizer.zero_grad()
+    accelerator.backward(torch.nn.functional.cross_entropy(model(inputs), targets))
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+print("of", accelerator.num_processes, "weights", sum(float(each.detach().sum()) for each in model.parameters()))
+"""
+LIGHTNING = """
+import lightning
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+class Model(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 3)
+
+    def training_step(self, batch, _):
+        return torch.nn.functional.cross_entropy(self.layer(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+lightning.seed_everything(0)
+model = Model()
+data = TensorDataset(torch.randn(64, 8), torch.randint(0, 3, (64,)))
+quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+trainer = lightning.Trainer(accelerator="gpu", devices=2, strategy="ddp", precision="16-mixed", max_epochs=1, **quiet)
+trainer.fit(model, DataLoader(data, batch_size=8, pin_memory=True))
+print("of", trainer.world_size, "weights", sum(float(each.detach().sum()) for each in model.parameters()))
+"""
+
+
+@pytest.mark.parametrize("source", [ACCELERATE, LIGHTNING], ids=["accelerate", "lightning"])
+def test_script_of_a_library_for_gpus_trains_its_workers_together(source: str, tmp_path: Path) -> None:
+    script = tmp_path / "for_gpus.py"
+    script.write_text(source)
+    done = rehearse(script, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    said = [line.partition("] ")[2] for line in done.stdout.splitlines() if "weights" in line]
+    assert len(said) == 2, done.stdout
+    assert said[0] == said[1], "the workers are equal"
+    assert said[0].startswith("of 2 ")
+    assert "GPUs become this machine's CPU" in done.stderr

@@ -25,7 +25,7 @@ OTHER_FILES = [path for folder in ("tests", "examples", "benchmarks") for path i
 
 FLOORS = [  # from the ground up
     ["errors"],  # the ground's own ground: those beside it in the design raise them
-    ["events", "units", "table"],
+    ["events", "imports", "units", "table"],
     ["config", "cluster", "records"],
     ["communication", "data", "launchers", "listeners", "analysis", "rehearsal"],
     ["strategies", "snapshot", "planner", "study", "lab"],
@@ -34,7 +34,19 @@ FLOORS = [  # from the ground up
     ["cli"],
 ]
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
-WITHOUT_TORCH = ["errors", "events", "units", "table", "cli", "config", "cluster", "records", "launchers", "listeners"]
+WITHOUT_TORCH = [
+    "errors",
+    "events",
+    "imports",
+    "units",
+    "table",
+    "cli",
+    "config",
+    "cluster",
+    "records",
+    "launchers",
+    "listeners",
+]
 """Import torch late, if at all: they answer on login nodes, and at once."""
 TEMPLATE = "launchers/template.py"
 """The process that workers are forked from exists to have torch loaded. It is started, never imported."""

@@ -14,15 +14,12 @@ Account = Mapping[str, Any]
 _PROCESS_GROUP = (
     "call torch.distributed.init_process_group() and wrap the model in DistributedDataParallel; or use one worker"
 )
-_LIGHTNING = "give {} devices=WORKERS_PER_NODE, num_nodes=NODES and strategy='ddp'"
 _WAYS_TOGETHER = {
     "accelerate": "on CPUs, let Accelerate form its group: --env ACCELERATE_USE_CPU=true, or Accelerator(cpu=True)",
-    "lightning.fabric": _LIGHTNING.format("Fabric"),
-    "lightning_fabric": _LIGHTNING.format("Fabric"),
-    "lightning.pytorch": _LIGHTNING.format("the Trainer"),
-    "pytorch_lightning": _LIGHTNING.format("the Trainer"),
+    "lightning": "give Fabric, or the Trainer, devices=WORKERS_PER_NODE, num_nodes=NODES and strategy='ddp'",
+    "pytorch_lightning": "give the Trainer devices=WORKERS_PER_NODE, num_nodes=NODES and strategy='ddp'",
 }
-"""By library that a script has imported; the last one that it has counts, and a Trainer stands on Fabric."""
+"""By library that a script has imported; where it has several, the last one counts."""
 
 
 class Notices:

@@ -19,7 +19,7 @@ from typing import Any
 
 from manyhands.cluster import reports
 from manyhands.cluster.reports import Reporter
-from manyhands.launchers.imports import when_imported
+from manyhands.imports import when_imported
 from manyhands.launchers.prints import Prints, tensors_in
 
 LOOKS = 3
@@ -29,7 +29,7 @@ _PAUSE_S = 0.5
 _OTHER_WAYS = ("horovod", "mpi4py", "deepspeed", "ray.train", "bagua", "oneccl_bindings_for_pytorch")
 """Who imports one of these may train together without a process group of torch, or cut the weights up as it likes."""
 _CUT_UP = ("DTensor", "ShardedTensor", "FlatParameter")
-_LIBRARIES = ("accelerate", "lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric")
+_LIBRARIES = ("accelerate", "lightning", "pytorch_lightning")
 
 
 def begin() -> Witness | None:
@@ -38,10 +38,10 @@ def begin() -> Witness | None:
     if reporter is None:
         return None
     witness = Witness(reporter, int(os.environ.get("WORLD_SIZE", "1")))
-    when_imported("torch.optim.optimizer", witness.watch_steps)
+    when_imported("torch.optim.optimizer", _harmless(witness.watch_steps))
     if witness.looks_closely:
-        when_imported("torch.utils.data.dataloader", witness.watch_batches)
-        when_imported("torch.nn.parallel.distributed", witness.watch_inputs)
+        when_imported("torch.utils.data.dataloader", _harmless(witness.watch_batches))
+        when_imported("torch.nn.parallel.distributed", _harmless(witness.watch_inputs))
     reports.when_told("trainer", witness.withdraw)
     return witness
 
@@ -112,12 +112,13 @@ class Witness:
 
     def watch_inputs(self, parallel: ModuleType) -> None:
         """Look at what `DistributedDataParallel` is given: a script may cut the batches of its loader up by itself."""
+        torch: Any = sys.modules["torch"]
         wrapper = parallel.DistributedDataParallel
         prepare = wrapper._pre_forward
 
         @functools.wraps(prepare)
         def look_and_prepare(model: Any, *inputs: Any, **named: Any) -> Any:
-            if not sys.modules["torch"].compiler.is_dynamo_compiling() and self.looks_closely and model.training:
+            if not torch.compiler.is_dynamo_compiling() and self.looks_closely and model.training:
                 self._add(f"inputs {self.done}", (inputs, named))
             return prepare(model, *inputs, **named)
 
@@ -227,6 +228,16 @@ class Witness:
         self._over, self._batch, self._prints = True, None, Prints()
         while self._undo_looks:
             self._undo_looks.pop()()
+
+
+def _harmless(watch: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
+    """Some of what is watched is private to torch: where another version has it no more, it is not watched."""
+
+    def try_to_watch(module: ModuleType) -> None:
+        with contextlib.suppress(Exception):
+            watch(module)
+
+    return try_to_watch
 
 
 def _is_cut_up(weight: Any) -> bool:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.errors import ManyhandsError
-from manyhands.launchers import tracebacks, variables, witness
+from manyhands.launchers import libraries, tracebacks, variables, witness
 
 Request = dict[str, Any]
 
@@ -45,6 +45,7 @@ def be(request: Request, descriptors: list[int]) -> int:
     try:
         for name in filter(None, os.environ.get(variables.FIRST, "").split(",")):
             importlib.import_module(name).begin()
+        libraries.begin()
         watching = witness.begin()
         _run_main(request["program"], request["kind"])
     except SystemExit as ended:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 
 from manyhands.cluster.place import REHEARSING
-from manyhands.rehearsal import cuda, devices, distributed, numbers
+from manyhands.rehearsal import cuda, devices, distributed, lightning, numbers
 
 
 def begin() -> None:
@@ -20,3 +20,4 @@ def begin() -> None:
     devices.put_in_place()
     numbers.put_in_place()
     distributed.put_in_place()
+    lightning.put_in_place()

@@ -40,12 +40,12 @@ def test_workers_without_a_group_train_alone() -> None:
     ("library", "remedy"),
     [
         ("accelerate", "ACCELERATE_USE_CPU=true"),
-        ("lightning.fabric", "give Fabric devices="),
-        ("lightning.pytorch", "give the Trainer devices="),
+        ("lightning", "give Fabric, or the Trainer, devices="),
+        ("pytorch_lightning", "give the Trainer devices="),
     ],
 )
 def test_remedy_is_in_the_words_of_the_library(library: str, remedy: str) -> None:
-    lonely = account(world=0, libraries=[library] if library == "accelerate" else ["lightning.fabric", library])
+    lonely = account(world=0, libraries=[library])
     assert remedy in heard(lonely, lonely)
 
 

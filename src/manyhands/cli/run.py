@@ -95,6 +95,8 @@ def run(**options: Any) -> int:
         print(plan)
         return 0
     if jobs is not None:
+        for note in plan.notes:
+            print(f"manyhands: {note}", file=sys.stderr)
         print(f"{target}://{jobs.send(plan)}")
         return 0
     display = _display()

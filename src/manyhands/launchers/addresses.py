@@ -48,6 +48,24 @@ def interface_of(address: str) -> str:
     return ""
 
 
+def address_on(interface: str) -> str:
+    """The IPv4 address of an interface of this machine.
+
+    Raises:
+        LaunchError: there is no such interface, or it has none.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()))
+        except OSError as cause:
+            raise LaunchError(
+                f"the interface {interface} has no address: {cause.strerror}",
+                where=f"host {socket.gethostname()}",
+                fix="see `ip address` there, and whether that is how its network is called",
+            ) from cause
+    return socket.inet_ntoa(answer[20:24])
+
+
 def _resolved(host: str) -> str:
     try:
         found = socket.getaddrinfo(host.rpartition("@")[2], None, type=socket.SOCK_STREAM)

@@ -24,7 +24,7 @@ From the head:
     close_store generation                        so that whoever waits for it waits no more
     end         generation, grace_s              SIGTERM to all the workers have started, SIGKILL when the time is over
     signal      generation, signal, farewell_s   to the workers themselves; SIGKILL when the time is over
-    leave                                        end everything
+    leave       code                             end everything; code is what the run ends with
 
 When the head is gone, everything this host runs is ended.
 """
@@ -81,6 +81,8 @@ class Agent:
         """Whether this host can start workers at all."""
         self._stores = 0
         self.done = False
+        self.verdict: int | None = None
+        """The exit code of the run, once the head has said it; a head that was lost has not."""
         self._node = node
         self._host = socket.gethostname()
         self._head.send(
@@ -132,6 +134,7 @@ class Agent:
                 self._signal(message["generation"], message["signal"], group=False)
                 self._kill_later(message["generation"], message["farewell_s"])
             case "leave":
+                self.verdict = message.get("code", 0)
                 self.leave()
             case _:
                 self._obey_about_members(message)
@@ -311,22 +314,41 @@ def main(words: list[str] | None = None) -> int:
     for name in interfaces.VARIABLES if asked.interface else ():
         os.environ.setdefault(name, asked.interface)
     token = os.environ.pop(TOKEN, "") or sys.stdin.readline().strip()
-    host, _, port = asked.head.rpartition(":")
-    adopt_orphans()
-    loop = Loop()
     try:
-        connection = socket.create_connection((host, int(port)), timeout=30)
+        connection = connect(asked.head)
     except OSError as error:
         sys.stderr.write(f"manyhands: this host cannot reach the head at {asked.head}: {error}\n")
         return 3
+    serve(connection, node=asked.node, token=token, address=asked.address)
+    return 0
+
+
+def connect(head: str) -> socket.socket:
+    """A connection to `head`, host:port.
+
+    Raises:
+        OSError: there is none to be had.
+    """
+    host, _, port = head.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=30)
+
+
+def serve(connection: socket.socket, *, node: int, token: str, address: str) -> int | None:
+    """Be the agent of this host until the head has said that all is over, or is lost.
+
+    Returns:
+        The exit code of the run, or None if the head was lost before it has said one.
+    """
+    adopt_orphans()
+    loop = Loop()
     notice_loss(connection)
-    agent = Agent(loop, connection, node=asked.node, token=token, address=asked.address)
+    agent = Agent(loop, connection, node=node, token=token, address=address)
     loop.on_signals([signal.SIGTERM, signal.SIGINT, signal.SIGHUP], agent.ask_to_leave)
     try:
         loop.run(until=lambda: agent.done)
     finally:
         agent.leave()
-    return 0
+    return agent.verdict
 
 
 if __name__ == "__main__":

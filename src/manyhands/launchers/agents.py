@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import hmac
-import secrets
 import socket
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from manyhands.errors import LaunchError
+from manyhands.errors import LaunchError, ManyhandsError
 from manyhands.launchers.course import Course
 from manyhands.launchers.loop import Channel, Message, notice_loss
+from manyhands.launchers.meeting import Meeting
 from manyhands.launchers.placement import AgentProcess
 
 SEE_ABOVE = "mend that on this host, or run without it; what was printed above may say more"
 
-_JOIN_LIMIT_S = 60.0
 _GATHER_S = 15.0
 """How long a run that may begin with fewer nodes waits for the others."""
 _CALL_AGAIN_S = 2.0
@@ -63,12 +62,19 @@ class Agents:
     """One agent per node, started here; whoever else connects is hung up on."""
 
     def __init__(
-        self, course: Course, hosts: Sequence[str], start_agent: StartAgent, address: str, owner: Owner
+        self,
+        course: Course,
+        hosts: Sequence[str],
+        start_agent: StartAgent,
+        address: str,
+        owner: Owner,
+        meeting: Meeting | None = None,
     ) -> None:
         """Start them all. `address` is where they reach this process, `hosts` the names of the nodes in order."""
         self._course, self._start_agent, self._owner, self.address = course, start_agent, owner, address
-        self._token = secrets.token_hex(16)
-        self._listening = socket.create_server((address, 0))
+        self._meeting = meeting or Meeting()
+        self._token = self._meeting.token
+        self._listening = socket.create_server((address, self._meeting.port))
         course.loop.watch(self._listening, self._accept)
         self.nodes = [Node(number, name, self._begin(number)) for number, name in enumerate(hosts)]
         self._strangers: set[Channel] = set()
@@ -147,10 +153,10 @@ class Agents:
             return
         dead = [node for node in missing if node.agent.poll() is not None]
         if course.job.is_elastic and (len(dead) == len(missing) or waited_s > _GATHER_S):
-            if self._begin_without(missing):
+            if self._begin_without(missing, waited_s):
                 return
-        elif dead or waited_s > _JOIN_LIMIT_S:
-            why = "ended before it said a word" if dead else f"did not report within {_JOIN_LIMIT_S:.0f} s"
+        elif dead or waited_s > self._meeting.patience_s:
+            why = "ended before it said a word" if dead else f"did not report within {self._meeting.patience_s:.0f} s"
             course.result = LaunchError(
                 f"the agent {why}",
                 where="host " + ", ".join(node.name for node in dead or missing),
@@ -158,11 +164,11 @@ class Agents:
             )
         course.loop.after(_LOOK_S, lambda: self.expect(waited_s + _LOOK_S))
 
-    def _begin_without(self, missing: Sequence[Node]) -> bool:
+    def _begin_without(self, missing: Sequence[Node], waited_s: float) -> bool:
         """Begin with the nodes that are here, if they are enough; the others may come later."""
         present, least = len(self.present()), self._course.job.least_nodes
         if present < (least or len(self.nodes)):
-            if all(node.agent.poll() is not None for node in missing):
+            if waited_s > self._meeting.patience_s or all(node.agent.poll() is not None for node in missing):
                 names = ", ".join(node.name for node in missing)
                 self._course.result = LaunchError(
                     f"only {present} of at least {least} nodes are here",
@@ -211,7 +217,7 @@ class Agents:
         course = self._course
         if node.channel is not None or course.is_over or generation != course.generation:
             return
-        if node.agent.poll() is not None or waited_s > _JOIN_LIMIT_S:
+        if node.agent.poll() is not None or waited_s > self._meeting.patience_s:
             on_failure()
             return
         course.loop.after(_LOOK_S, lambda: self._expect_back(node, generation, on_failure, waited_s + _LOOK_S))
@@ -220,7 +226,9 @@ class Agents:
         """Have every agent end what is left, and see that it has gone."""
         for node in self.nodes:
             node.leaving = True
-        self.tell_all("leave")
+        result = self._course.result
+        code = result.exit_code if isinstance(result, ManyhandsError) else result
+        self.tell_all("leave", code=1 if code is None else code)
         for node in self.nodes:
             if node.channel is not None:
                 node.channel.flush(timeout_s=1)

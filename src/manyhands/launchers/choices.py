@@ -60,3 +60,20 @@ def count(given: Mapping[str, str], key: str, default: int) -> int:
 def gpus(given: Mapping[str, str]) -> str:
     """The number of GPUs that is asked for, without their kind: `4` for `a100:4`, and `0` for none."""
     return given.get("gpus", "0").rpartition(":")[2]
+
+
+def see_that_gpus_are_used(job: Job) -> None:
+    """See that a worker is there for each GPU that is asked for.
+
+    Raises:
+        ConfigError: the number of GPUs is none, or one worker would have many and use one.
+    """
+    count = gpus(job.options)
+    if not count.isdecimal():
+        raise ConfigError(f"gpus is {job.options['gpus']!r}", where="-o gpus", fix="give a whole number")
+    if job.workers_per_node == 1 < int(count):
+        raise ConfigError(
+            f"every node gets {count} GPUs, and one worker that uses one of them",
+            where=f"-o gpus={job.options['gpus']}",
+            fix=f"give --workers-per-node {count}",
+        )

@@ -19,6 +19,7 @@ from manyhands.launchers.ending import Ending
 from manyhands.launchers.failures import Failure
 from manyhands.launchers.job import Job
 from manyhands.launchers.loop import Message
+from manyhands.launchers.meeting import Meeting
 from manyhands.launchers.news import News
 
 
@@ -26,12 +27,22 @@ class Head:
     """Runs one job on agents that `start_agent` starts, until all workers are done, failed too often or interrupted."""
 
     def __init__(
-        self, job: Job, hosts: Sequence[str], start_agent: StartAgent, display: Display, *, address: str = "127.0.0.1"
+        self,
+        job: Job,
+        hosts: Sequence[str],
+        start_agent: StartAgent,
+        display: Display,
+        *,
+        address: str = "127.0.0.1",
+        meeting: Meeting | None = None,
     ) -> None:
-        """`hosts` are the names of the nodes in order; `address` is where agents can reach this process."""
+        """`hosts` are the names of the nodes in order; `address` is where agents can reach this process.
+
+        `meeting` is what agents that an engine starts have been told beforehand.
+        """
         self._course = Course(job, display)
         self._news = News(self._course, len(hosts))
-        self._agents = Agents(self._course, hosts, start_agent, address, self)
+        self._agents = Agents(self._course, hosts, start_agent, address, self, meeting)
         self._ending = Ending(self._course, self._agents, self._news)
         self._crew = self._ending.crew
         self._agents.expect()

@@ -110,6 +110,8 @@ class Plan:
     """Path → text: what is written first, for an engine to read."""
     command: tuple[str, ...] = ()
     """What asks an engine to start the agents, where one does that."""
+    notes: tuple[str, ...] = ()
+    """What the user should know before it begins, each a sentence."""
 
     def __str__(self) -> str:
         job = self.job
@@ -123,4 +125,5 @@ class Plan:
             lines += [f"node {node}: {host}", f"  $ {shlex.join(agent)}"]
             for rank in range(node * job.workers_per_node, (node + 1) * job.workers_per_node):
                 lines += [f"  rank {rank}:", *(f"    {name}={value}" for name, value in self.workers[rank].items())]
+        lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)

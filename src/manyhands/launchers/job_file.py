@@ -23,15 +23,28 @@ def load(path: Path) -> Job:
         ConfigError: there is no such file, or it is of another version of manyhands.
     """
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
+        return of_text(path.read_text(), where=str(path))
+    except OSError as cause:
+        raise _unreadable(cause, str(path)) from cause
+
+
+def of_text(text: str, *, where: str) -> Job:
+    """The job that `text_of` has written.
+
+    Raises:
+        ConfigError: it is of another version of manyhands.
+    """
+    try:
+        found: dict[str, Any] = json.loads(text)
         for name in ("folder", "run_dir"):
             found[name] = Path(found[name])
         for name in ("arguments", "preload", "hosts"):
             found[name] = tuple(found[name])
         return Job(**found)
-    except (OSError, ValueError, KeyError, TypeError) as cause:
-        raise ConfigError(
-            f"cannot read what to run: {cause}",
-            where=str(path),
-            fix="see that all nodes have this file and the same version of manyhands",
-        ) from cause
+    except (ValueError, KeyError, TypeError) as cause:
+        raise _unreadable(cause, where) from cause
+
+
+def _unreadable(cause: Exception, where: str) -> ConfigError:
+    fix = "see that all nodes have it, and the same version of manyhands"
+    return ConfigError(f"cannot read what to run: {cause}", where=where, fix=fix)

@@ -32,6 +32,7 @@ LAUNCHERS: Table[type[Launcher]] = Table(
     kind="target",
     group="manyhands.launchers",
     own={
+        "kubernetes": "manyhands.launchers.kubernetes:Kubernetes",
         "local": "manyhands.launchers.local:Local",
         "mpi": "manyhands.launchers.mpi:Mpi",
         "ray": "manyhands.launchers.ray:Ray",

@@ -17,7 +17,7 @@ from collections.abc import Mapping, MutableMapping
 from manyhands.errors import ConfigError, LaunchError, ManyhandsError
 from manyhands.launchers import addresses, agent
 
-NUMBERS = {"slurm": "SLURM_PROCID"}
+NUMBERS = {"slurm": "SLURM_PROCID", "kubernetes": "JOB_COMPLETION_INDEX"}
 """Engine → the variable in which it says which of the processes that it has started together this one is."""
 
 _OF_A_TASK = re.compile(

@@ -1,0 +1,136 @@
+"""Pods that are hosts of a lab: real addresses and processes, started from what the API was sent."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from containers import Container, call, digits, manyhands, weights, weights_here
+from engines import share
+from kubernetes_cluster import Cluster, cluster
+from launching import MANYHANDS, environment, wait_until
+
+from manyhands.lab import Lab, lab
+
+NAMES = ("first", "evicted", "lost", "wrong")
+LONG_S = 240
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Lab]:
+    with lab(2) as hosts:
+        call(hosts, {f"{name}-{index}.{name}": host for name in NAMES for index, host in enumerate(hosts)})
+        yield hosts
+
+
+@pytest.fixture(scope="module")
+def disk(pair: Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The volume that all pods see as /data."""
+    folder = tmp_path_factory.mktemp("disk")
+    share(pair, folder, "/data")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The user's folder."""
+    folder = tmp_path_factory.mktemp("desk")
+    digits(folder, epochs=3)
+    (folder / "wrong.py").write_text("import os\nif os.environ['RANK'] == '1':\n    raise ValueError('a slip')\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(desk: Path) -> str:
+    return weights_here(desk)
+
+
+@pytest.fixture
+def pods(pair: Lab, disk: Path, tmp_path: Path) -> Iterator[Cluster]:
+    with cluster(tmp_path, lambda index: Container(pair[index])) as made:
+        yield made
+
+
+def words(name: str, script: str, *more: str) -> list[str]:
+    options = ["-o", "image=me/train:1", "-o", f"python={sys.executable}", "-o", "volumes=disk:/data"]
+    return ["run", "--on", "kubernetes", "--nodes", "2", *options, "--run-dir", f"/data/{name}", *more, script]
+
+
+def ask(pods: Cluster, desk: Path, *asked: str) -> Any:
+    return manyhands(desk, *asked, KUBECONFIG=str(pods.folder / "kubeconfig"))
+
+
+def status(pods: Cluster, desk: Path, handle: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(ask(pods, desk, "status", "--json", handle).stdout)
+    return found
+
+
+def running(pair: Lab) -> list[str]:
+    return [each for host in pair for each in host.processes().values() if "manyhands.launchers" in each]
+
+
+def lines_of(run_dir: Path) -> int:
+    metrics = run_dir / "metrics.jsonl"
+    return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+
+
+@pytest.mark.timeout(LONG_S)
+def test_two_pods_train_to_the_weights_of_this_machine(pods: Cluster, desk: Path, disk: Path, expected: str) -> None:
+    done = ask(pods, desk, *words("first", "digits.py"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "manyhands: sent as kubernetes://default/first" in done.stdout
+    assert weights(disk / "first") == expected
+    assert sorted(path.name for path in (disk / "first" / "logs").glob("*.log")) == ["first-0-0.log", "first-1-1.log"]
+
+
+@pytest.mark.timeout(LONG_S)
+def test_run_whose_pod_is_evicted_goes_on_to_the_same_weights(
+    pods: Cluster, desk: Path, disk: Path, expected: str
+) -> None:
+    handle = ask(pods, desk, *words("evicted", "digits.py", "--detach")).stdout.strip()
+    wait_until(lambda: lines_of(disk / "evicted") > 20, "it trains", timeout_s=90)
+    pods.evict(1)
+    said = ask(pods, desk, "logs", "--follow", handle).stdout
+    assert status(pods, desk, handle)["state"] == "done", said
+    assert "asked to end; started again, the run goes on" in said
+    assert len(pods.of_index(0)) == len(pods.of_index(1)) == 2
+    assert pods.objects["Job", "default", "evicted"]["status"].get("failed", 0) == 0, "an eviction is nobody's fault"
+    assert weights(disk / "evicted") == expected
+
+
+@pytest.mark.timeout(LONG_S)
+def test_script_that_fails_in_a_pod_ends_the_job_with_its_error(pods: Cluster, desk: Path) -> None:
+    done = ask(pods, desk, *words("wrong", "wrong.py"))
+    assert done.returncode == 1
+    assert "ValueError: a slip" in done.stdout
+    assert "host wrong-1" in done.stdout
+    found = status(pods, desk, "kubernetes://default/wrong")
+    assert (found["state"], found["code"]) == ("failed", 1)
+    assert len(pods.pods) <= 3, "what is wrong with a script is not tried again"
+
+
+@pytest.mark.timeout(LONG_S)
+def test_cancelled_job_leaves_nothing_in_the_cluster_nor_on_its_machines(
+    pods: Cluster, pair: Lab, desk: Path, disk: Path
+) -> None:
+    handle = ask(pods, desk, *words("lost", "digits.py", "--detach")).stdout.strip()
+    wait_until(lambda: lines_of(disk / "lost") > 5, "it trains", timeout_s=90)
+    assert status(pods, desk, handle)["state"] == "running"
+    assert running(pair)
+    follower = subprocess.Popen(
+        [*MANYHANDS, "logs", "--follow", handle],
+        env={**environment(), "KUBECONFIG": str(pods.folder / "kubeconfig")},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    for _ in range(2):
+        assert ask(pods, desk, "cancel", handle).returncode == 0
+    wait_until(lambda: not pods.pods, "the pods are gone", timeout_s=90)
+    assert pods.objects == {}
+    wait_until(lambda: not running(pair), "nothing runs in the pods")
+    assert follower.wait(timeout=60) == 0

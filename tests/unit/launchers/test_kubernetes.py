@@ -1,0 +1,292 @@
+"""What Kubernetes is sent, held to the schema of its API, and what is made of its answers."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import sys
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from kubernetes_cluster import VERSION, Cluster, cluster, kubeconfig
+from launching import wait_until
+
+from manyhands.cli.main import main
+from manyhands.errors import ConfigError
+from manyhands.launchers import kubernetes_manifest, yaml_text
+from manyhands.launchers.job import Job
+from manyhands.launchers.kubernetes import Kubernetes
+
+EVERYTHING = {
+    "image": "me/train:1",
+    "namespace": "team",
+    "context": "here",
+    "folder": "/data/project",
+    "volumes": "disk:/data,more:/more",
+    "gpus": "4",
+    "cpu": "8",
+    "memory": "64Gi",
+    "shm": "8Gi",
+    "node-selector": "pool=big,zone=a",
+    "tolerations": "gpu-only,spot",
+    "service-account": "trainer",
+    "pull-secret": "registry",
+    "priority-class": "low",
+    "time": "8h",
+    "wait": "10 min",
+    "python": "/opt/python",
+}
+
+
+def job(folder: Path = Path("/work"), **more: Any) -> Job:
+    options = {"image": "me/train:1", **more.pop("options", {})}
+    words = {"nodes": 2, "run_dir": folder / "runs" / "first", **more}
+    return Job(program="train.py", folder=folder, options=options, **words)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """A cluster whose pods wait for ever, and a folder with a script."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+    (tmp_path / "train.py").write_text("print('trained')\n")
+    with cluster(tmp_path) as made:
+        yield made
+
+
+def send(*words: str) -> int:
+    return main(["run", "--on", "kubernetes", "--nodes", "2", "-o", "image=x", *words, "train.py"])
+
+
+@pytest.mark.parametrize("options", [{}, EVERYTHING], ids=["least", "everything"])
+def test_everything_that_is_sent_fits_the_schema_of_the_api(options: dict[str, str]) -> None:
+    wished = job(options=options, workers_per_node=4, environment={"A": "$(B)"})
+    kubernetes_manifest.check(wished)
+    made = kubernetes_manifest.manifests(wished)
+    assert list(made) == ["Job", "Service", "Secret", *(["ConfigMap"] if not options else [])]
+    for manifest in made.values():
+        kubernetes_validate.validate(manifest, VERSION, strict=True)
+
+
+def test_schema_would_notice_a_slip(here: Cluster) -> None:
+    manifest = kubernetes_manifest.manifests(job())["Job"]
+    manifest["spec"]["backoffLimits"] = manifest["spec"].pop("backoffLimit")
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(manifest, VERSION, strict=True)
+
+
+def test_every_option_reaches_the_manifest() -> None:
+    text = json.dumps(kubernetes_manifest.manifests(job(options=EVERYTHING, workers_per_node=4)))
+    assert EVERYTHING.keys() == kubernetes_manifest.OPTIONS.keys()
+    words = ["me/train:1", '"namespace": "team"', "/data/project", '"disk"', '"/more"', '"nvidia.com/gpu": "4"']
+    words += ['"cpu": "8"', '"memory": "64Gi"', '"sizeLimit": "8Gi"', '"pool": "big"', '"key": "spot"', '"trainer"']
+    words += ['"name": "registry"', '"low"', '"activeDeadlineSeconds": 28800', "/opt/python", "10 min"]
+    assert [word for word in words if word not in text] == []
+
+
+def test_dry_run_prints_yaml_that_a_reader_of_yaml_and_the_api_take(
+    here: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert send("--dry-run") == 0
+    text = capsys.readouterr().out.partition(".yaml\n")[2].partition("\n---\nnote:")[0]
+    documents = list(yaml.safe_load_all(text))
+    assert [each["kind"] for each in documents] == ["Job", "Service", "Secret", "ConfigMap"]
+    for document in documents:
+        kubernetes_validate.validate(document, VERSION, strict=True)
+    assert here.asked == [], "a dry run asks nobody"
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(VALUES)
+def test_yaml_says_what_was_meant(value: Any) -> None:
+    assert yaml.safe_load(yaml_text.dump(value)) == value
+
+
+def test_pods_find_each_other_by_the_service_and_know_the_token_by_the_secret() -> None:
+    made = kubernetes_manifest.manifests(job(), token=b"a secret", packed=b"")
+    pod = made["Job"]["spec"]["template"]
+    [container] = pod["spec"]["containers"]
+    variables = {each["name"]: each for each in container["env"]}
+    assert variables[kubernetes_manifest.HEAD]["value"] == "first-0.first:29400"
+    assert pod["spec"]["subdomain"] == made["Service"]["metadata"]["name"] == "first"
+    assert made["Service"]["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    assert made["Service"]["spec"]["publishNotReadyAddresses"] is True
+    assert base64.b64decode(made["Secret"]["data"]["token"]) == b"a secret"
+    assert "a secret" not in json.dumps(made["Job"])
+
+
+@pytest.mark.parametrize(
+    ("run_dir", "volumes", "there", "kept"),
+    [
+        ("/work/runs/first", "", "/manyhands/folder/runs/first", False),
+        ("/data/runs/first", "disk:/data", "/data/runs/first", True),
+        ("/data/runs/first", "disk:/database", "/data/runs/first", False),
+    ],
+)
+def test_run_directory_that_no_volume_keeps_is_told(run_dir: str, volumes: str, there: str, kept: bool) -> None:
+    wished = job(run_dir=Path(run_dir), options={"volumes": volumes} if volumes else {})
+    assert str(kubernetes_manifest.job_there(wished).run_dir) == there
+    notes = Kubernetes().plan(wished).notes
+    assert bool(notes) is not kept
+    assert kept or f"{there}, is on no volume" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("more", "what"),
+    [
+        ({"options": {"imagee": "x"}}, "no option 'imagee'"),
+        ({"options": {"gpus": "two"}}, "gpus is 'two'"),
+        ({"options": {"gpus": "4"}}, "4 GPUs, and one worker"),
+        ({"options": {"memory": "64 GB"}}, "memory is '64 GB'"),
+        ({"options": {"cpu": "many"}}, "cpu is 'many'"),
+        ({"options": {"namespace": "My Team"}}, "namespace is 'My Team'"),
+        ({"options": {"volumes": "disk"}}, "cannot read 'disk'"),
+        ({"options": {"volumes": "disk:data"}}, "'data' is no absolute path"),
+        ({"options": {"node-selector": "big"}}, "cannot read 'big'"),
+        ({"options": {"time": "5 epochs"}}, "time is '5 epochs'"),
+        ({"options": {"folder": "app"}}, "folder is 'app'"),
+        ({"sync": False}, "nothing brings the script"),
+        ({"hosts": ("a", "b")}, "chooses the hosts"),
+        ({"encrypt": True}, "--encrypt required"),
+    ],
+)
+def test_request_that_makes_no_sense_is_refused_before_it_is_sent(more: dict[str, Any], what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        Kubernetes().plan(job(**more))
+
+
+def test_script_that_is_not_in_what_is_sent_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="outside of the working directory"):
+        Kubernetes().plan(Job(program="../train.py", folder=tmp_path, run_dir=tmp_path / "r", options={"image": "x"}))
+
+
+def test_missing_image_is_a_sentence(here: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--on", "kubernetes", "train.py"]) == 2
+    assert "no image is named" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["2026-run", "UPPER_case", "-", "x" * 90, "train-20260101-120000", "é"])
+def test_run_of_any_name_becomes_a_name_that_kubernetes_takes(name: str) -> None:
+    made = kubernetes_manifest.manifests(job(run_dir=Path("/work/runs") / name))
+    found = made["Job"]["metadata"]["name"]
+    assert found[0].isalpha()
+    assert len(found) <= 54
+    kubernetes_validate.validate(made["Service"], VERSION, strict=True)
+    assert set(found) <= set("abcdefghijklmnopqrstuvwxyz0123456789-")
+
+
+def test_sending_makes_a_job_with_all_that_goes_when_it_goes(here: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    assert send("--detach", "--run-dir", "runs/first") == 0
+    handle = capsys.readouterr().out.strip()
+    assert handle == "kubernetes://default/first"
+    assert {kind for kind, _, _ in here.objects} == {"Job", "Service", "Secret", "ConfigMap"}
+    assert here.objects["Job", "default", "first"]["spec"]["suspend"] is False
+    packed = base64.b64decode(here.objects["ConfigMap", "default", "first"]["binaryData"]["folder.tar.gz"])
+    with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+        assert "train.py" in archive.getnames()
+    token = base64.b64decode(here.objects["Secret", "default", "first"]["data"]["token"])
+    assert len(bytes.fromhex(token.decode())) == 16
+    for _ in range(2):
+        assert main(["cancel", handle]) == 0
+    assert here.objects == {}
+    assert main(["status", handle]) == 0
+    assert capsys.readouterr().out.startswith("unknown · Kubernetes has no such job")
+
+
+def test_job_of_the_same_name_is_left_alone(here: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    assert send("--detach", "--run-dir", "runs/first") == 0
+    before = here.objects.copy()
+    assert send("--detach", "--run-dir", "runs/first") == 3
+    assert 'Kubernetes refused: jobs "first" already exists' in capsys.readouterr().err
+    assert here.objects == before
+
+
+def test_job_is_taken_back_when_what_it_needs_is_refused(here: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    here.objects["Secret", "default", "first"] = {"metadata": {"name": "first", "uid": "another"}}
+    assert send("--detach", "--run-dir", "runs/first") == 3
+    assert 'secrets "first" already exists' in capsys.readouterr().err
+    assert list(here.objects) == [("Secret", "default", "first")], "somebody else's Secret is all that is left"
+
+
+def test_status_says_what_the_pods_wait_for(here: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    send("--detach", "--run-dir", "runs/first")
+    wait_until(lambda: len(here.pods) == 2, "there are pods")
+    capsys.readouterr()
+    assert main(["status", "--json", "kubernetes://default/first"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["state"] == "waiting"
+    assert found["reason"].startswith("0 of 2 pods run; Unschedulable: 0/3 nodes are available")
+    assert main(["logs", "kubernetes://default/first"]) == 3
+    assert "the first node has printed nothing: 0 of 2 pods run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "what"),
+    [
+        (["-o", "namespace=nowhere"], 3, 'Kubernetes refused: namespaces "nowhere" not found'),
+        (["-o", "namespace=secret-place"], 3, "is forbidden: User"),
+        (["-o", "context=elsewhere"], 3, "no Kubernetes cluster is configured"),
+    ],
+)
+def test_refusals_are_sentences(
+    options: list[str], code: int, what: str, here: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert send(*options) == code
+    assert what in capsys.readouterr().err
+
+
+def test_cluster_that_does_not_answer_is_a_sentence(here: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("kubeconfig").write_text(json.dumps(kubeconfig("http://127.0.0.1:9")))
+    assert send() == 3
+    assert "the Kubernetes cluster was not reached" in capsys.readouterr().err
+
+
+def test_folder_that_is_too_large_to_be_sent_is_a_sentence(here: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("data.bin").write_bytes(os.urandom(1_100_000))
+    assert send() == 2
+    assert "the working directory is 1.1 MB when packed, and Kubernetes takes 1 MB" in capsys.readouterr().err
+    assert here.asked == []
+    Path(".manyhandsignore").write_text("*.bin\n")
+    assert send("--detach") == 0
+
+
+def test_missing_client_is_a_sentence_with_the_line_to_type(
+    here: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "kubernetes", None)
+    assert send() == 3
+    said = capsys.readouterr().err
+    assert "the Kubernetes client is not installed here" in said
+    assert "-m pip install 'manyhands[kubernetes]'" in said
+
+
+@pytest.mark.parametrize("handle", ["kubernetes://first", "kubernetes://Team/first", "kubernetes://a/b c"])
+def test_word_that_names_no_job_is_a_wrong_request(
+    handle: str, here: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status", handle]) == 2
+    assert "is no name of a job" in capsys.readouterr().err
+    assert here.asked == []
+
+
+def test_handle_remembers_the_context(here: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    send("--detach", "-o", "context=here", "--run-dir", "runs/first")
+    assert capsys.readouterr().out == "kubernetes://here/default/first\n"
+    assert main(["status", "kubernetes://here/default/first"]) == 0
+    assert main(["status", "kubernetes://there/default/first"]) == 3

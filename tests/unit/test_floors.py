@@ -212,8 +212,8 @@ TRAINER_ARGUMENTS = (
     "backend record_samples run_dir on_bad_step"
 )
 OPTIONS = {
-    "run": "--on --hosts --hostfile --workers --nodes --workers-per-node --restarts --no-sync --encrypt --env "
-    "--set --run-dir --module --no-python --rehearse --detach --dry-run --trace",
+    "run": "--on --hosts --hostfile --workers --nodes --workers-per-node --restarts --hang-timeout --no-sync --encrypt "
+    "--env --set --run-dir --module --no-python --rehearse --detach --dry-run --trace",
     "snapshots ls": "--json --quick --trace",
     "snapshots show": "--json --trace",
     "snapshots verify": "--json --trace",

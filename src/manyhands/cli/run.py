@@ -61,6 +61,12 @@ class _Run(click.Command):
 )
 @click.option("--workers-per-node", type=int, metavar="M", help="Workers on each host.")
 @click.option("--restarts", type=int, default=0, show_default=True, metavar="N", help="Start again after a failure.")
+@click.option(
+    "--hang-timeout",
+    type=float,
+    metavar="SECONDS",
+    help="End or mend a run that gets no further for so long; 0: never.  [default: 600 with mh.Trainer, else never]",
+)
 @click.option("--no-sync", is_flag=True, help="Do not bring the working directory to the hosts.")
 @click.option("--encrypt", type=click.Choice(["required"]), help="Refuse links between hosts that are not encrypted.")
 @click.option(
@@ -120,6 +126,7 @@ class _Asked:
     nodes: str | None
     workers_per_node: int | None
     restarts: int
+    hang_timeout: float | None
     env: Sequence[str]
     settings: Sequence[str]
     run_dir: str | None
@@ -162,6 +169,7 @@ def _job(asked: _Asked) -> Job:
         least_nodes=least,
         workers_per_node=next((count for count in counts if count is not None), max(1, _gpus())),
         restarts=asked.restarts,
+        hang_timeout_s=asked.hang_timeout,
         hosts=hosts,
         options=pairs(asked.options, "-o"),
         sync=not asked.no_sync,

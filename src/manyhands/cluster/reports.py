@@ -9,6 +9,8 @@ Kinds that the agent and the head know:
     witness     what was seen of a training without a Trainer, after its first steps and at its good end: workers, world
                 (the size of its process group), apart (a part of the model, or other ways to train together),
                 optimizer (one was made), shapes, weights, samples (fingerprints), libraries, steps, ended
+    busy        something goes on that takes long and is no step (an evaluation, a snapshot): no hang
+    rest        no steps are to be expected any more: training has ended
     trainer     a Trainer was made, so the settings of `--set` were heard
 """
 
@@ -16,16 +18,19 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 VARIABLE = "MANYHANDS_AGENT"
 """Names the agent's socket in the environment of a worker."""
 
-_SHORTEST_PAUSE_S = {"step": 0.5}
+_SHORTEST_PAUSE_S = {"step": 0.5, "busy": 0.5}
 _MOST_UNSENT_BYTES = 1 << 20
 _calls: dict[str, list[Callable[[], None]]] = {}
 
@@ -33,6 +38,19 @@ _calls: dict[str, list[Callable[[], None]]] = {}
 def when_told(kind: str, call: Callable[[], None]) -> None:
     """Call `call` once, when this process first reports something of `kind`."""
     _calls.setdefault(kind, []).append(call)
+
+
+def board_of(address: str | os.PathLike[str], process: int) -> Path:
+    """The file beside the agent's socket in which a worker keeps the number of its last step, as 8 bytes."""
+    return Path(f"{os.fspath(address)}-{process}")
+
+
+def step_on(board: Path) -> int | None:
+    """The last step that a worker has noted; None where it has noted none."""
+    try:
+        return int.from_bytes(board.read_bytes()[:8], sys.byteorder) or None
+    except OSError:
+        return None
 
 
 class Reporter:
@@ -49,6 +67,7 @@ class Reporter:
         self._unsent = bytearray()
         self._last: dict[str, float] = {}
         self._process = os.getpid()
+        self._board = _open_board(board_of(address, self._process))
         self._socket: socket.socket | None = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._socket.settimeout(5)
@@ -66,12 +85,19 @@ class Reporter:
             return None
         return cls(address, int(variables.get("LOCAL_RANK", "0")))
 
+    def note_step(self, step: int) -> None:
+        """Leave the number of the last step where the agent finds it, whatever becomes of this worker."""
+        if self._board is not None and os.getpid() == self._process:
+            self._board[0] = step
+
     def send(self, kind: str, **fields: object) -> None:
-        """Report `fields`, which must be plain JSON values. A `step` is sent at most every 0.5 s."""
+        """Report `fields`, which must be plain JSON values. A `step` or `busy` is sent at most every 0.5 s."""
         if self._socket is None or os.getpid() != self._process:
             return
         for call in _calls.pop(kind, ()):
             call()
+        if kind == "step" and isinstance(step := fields.get("step"), int):
+            self.note_step(step)
         now = time.monotonic()
         with self._lock:
             if now - self._last.get(kind, -1e9) < _SHORTEST_PAUSE_S.get(kind, 0):
@@ -111,3 +137,13 @@ class Reporter:
             with contextlib.suppress(OSError):
                 self._socket.close()
         self._socket = None
+
+
+def _open_board(path: Path) -> memoryview | None:
+    """A number in memory that others can read as a file; None where there can be none."""
+    try:
+        with path.open("a+b") as file:
+            file.truncate(8)
+            return memoryview(mmap.mmap(file.fileno(), 8)).cast("q")
+    except (OSError, ValueError):
+        return None

@@ -10,6 +10,7 @@ From the agent:
     report    rank, generation, member, kind, fields       what a worker said through `cluster.reports`
     member    member, kind, fields                         what a worker said through `cluster.membership`
     ended     rank, generation, member, code, signal, finished, error, out_of_memory
+    seen      round, workers: [{rank, generation, member, step, state, cpu_s, busy, stack, loader}]
     trouble   text, where, early                           this host can start no worker; early: and has started none
     asked     signal                                       this host's agent was asked to end: a wish for the whole run
     alive                                                  every `HEARTBEAT_S` seconds
@@ -21,6 +22,7 @@ From the head:
     start       generation, workers: [{rank, local_rank, member, environment}]
     tell        member, content                   for a worker, through `cluster.membership`
     kill        member                            SIGKILL to one worker
+    look        round                         say of all workers what they are doing, by `seen`
     close_store generation                        so that whoever waits for it waits no more
     end         generation, grace_s              SIGTERM to all the workers have started, SIGKILL when the time is over
     signal      generation, signal, farewell_s   to the workers themselves; SIGKILL when the time is over
@@ -48,6 +50,7 @@ from typing import Any
 from manyhands import __version__
 from manyhands.cluster import reports
 from manyhands.launchers import interfaces, variables
+from manyhands.launchers.inspection import Look, Seen
 from manyhands.launchers.loop import Channel, Loop, Message, notice_loss
 from manyhands.launchers.nursery import Nursery
 from manyhands.launchers.processes import adopt_orphans, kill_descendants
@@ -147,6 +150,13 @@ class Agent:
                 self._kill_member(message["member"])
             case "close_store":
                 self._close_store()
+            case "look":
+                number = message["round"]
+                workers = list(self._workers.values())
+                Look(self._loop, workers, self._desk.address, lambda seen: self._tell_seen(number, seen))
+
+    def _tell_seen(self, number: int, seen: list[Seen]) -> None:
+        self._head.send("seen", round=number, workers=seen)
 
     def _prepare(self, message: Message) -> None:
         """Start the template, so that it loads torch while the head still waits for other hosts."""
@@ -225,6 +235,7 @@ class Agent:
         if event["event"] == "started":
             worker.process = event["process"]
         elif event["event"] == "ended":
+            reports.board_of(self._desk.address, worker.process).unlink(missing_ok=True)
             worker.end(event["code"], event["signal"])
 
     def _lose_nursery(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -40,6 +41,8 @@ class Node:
     facts: Message = field(default_factory=dict)
     """What its agent said of it when it came."""
     leaving: bool = False
+    heard: float = 0.0
+    """When it last gave a sign of life, on the monotonic clock."""
 
 
 class Owner(Protocol):
@@ -51,8 +54,8 @@ class Owner(Protocol):
     def hear(self, node: Node, message: Message) -> None:
         """An agent says something."""
 
-    def lose(self, node: Node) -> None:
-        """An agent is gone, and nobody had asked it to go."""
+    def lose(self, node: Node, why: str) -> None:
+        """An agent is gone, and nobody had asked it to go. `why` is what is known of that."""
 
     def begin(self) -> None:
         """Some agents are late, and those that are here are enough."""
@@ -140,10 +143,14 @@ class Agents:
         self._strangers.discard(channel)
         channel.longest_line = 64 << 20
         node = self.nodes[number]
-        node.channel, node.facts = channel, message
-        channel.on_message = lambda heard: self._owner.hear(node, heard)
+        node.channel, node.facts, node.heard = channel, message, time.monotonic()
+        channel.on_message = lambda heard: self._hear(node, heard)
         channel.on_end = lambda: self._lose(node)
         self._owner.welcome(node)
+
+    def _hear(self, node: Node, message: Message) -> None:
+        node.heard = time.monotonic()
+        self._owner.hear(node, message)
 
     def expect(self, waited_s: float = 0) -> None:
         """Look now and then whether the agents that have not said hello are still on their way."""
@@ -183,10 +190,16 @@ class Agents:
 
     # They go, and are called back.
 
-    def _lose(self, node: Node) -> None:
+    def _lose(self, node: Node, why: str = "its agent is gone") -> None:
         node.channel = None
         if not node.leaving and not self._course.is_over:
-            self._owner.lose(node)
+            self._owner.lose(node, why)
+
+    def give_up(self, node: Node, why: str) -> None:
+        """Count an agent as lost that is connected still. Should it go on one day, it finds nobody, and ends all."""
+        if node.channel is not None:
+            node.channel.close()
+            self._lose(node, why)
 
     def call_again(self, node: Node, pause_s: float = _CALL_AGAIN_S) -> None:
         """Try now and then to start the agent of a node that is away, so that it can come back."""

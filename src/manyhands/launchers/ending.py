@@ -14,6 +14,7 @@ from manyhands.launchers.failures import Failure, first, signal_name
 from manyhands.launchers.loop import Message
 from manyhands.launchers.news import News
 from manyhands.launchers.roster import MOST_WITHOUT_PROGRESS
+from manyhands.launchers.verdict import Verdict
 
 _FIRST_CAUSE_S = 2.0
 """How long a failure that looks like the consequence of another one waits for that other one to be heard of."""
@@ -35,6 +36,10 @@ class Ending:
         self._trouble: dict[str, str] = {}
         """By host: why it can start no worker."""
         self._exit_code = 0
+        self.ended_well: list[str] = []
+        """The workers of this start that have come to their end, as the user calls them."""
+        self._given_up: set[int] = set()
+        """Members that were killed because they hung: how they end is told already."""
 
     @property
     def crew(self) -> Crew:
@@ -45,6 +50,7 @@ class Ending:
         """There is a store: all workers start, and nothing that went wrong before counts."""
         self._failures.clear()
         self._trouble.clear()
+        self.ended_well.clear()
         self._culprit = None
         self._crew.start_all(message["port"], shared=message["shared"])
 
@@ -58,6 +64,8 @@ class Ending:
     def note_end(self, node: Node, message: Message) -> None:
         """A worker has ended, in one way or another."""
         course = self._course
+        if message["member"] in self._given_up:
+            return
         course.running.discard(message["member"])
         code, number = message["code"], message["signal"]
         asked = course.trainer_seen and code in _ASKED_TO_STOP
@@ -65,6 +73,7 @@ class Ending:
             self._exit_code = code  # the workers have agreed to stop and saved what they have: nothing has failed
         if message["finished"] or (code == 0 and number == 0) or asked:
             # A script whose main module came to its end has succeeded, whatever its destructors do then.
+            self.ended_well.append(f"rank {self._crew.rank(message)} on host {node.name}")
             self._crew.drop(message["member"])
             if not course.running and not self._failures:
                 course.result = 130 if course.interrupted else self._exit_code
@@ -82,6 +91,36 @@ class Ending:
             log=str(course.job.run_dir / "logs" / f"{node.name}-{message['rank']}.log"),
         )
         self.note_failures({message["member"]: failure})
+
+    def note_verdict(self, verdict: Verdict) -> None:
+        """Workers get no further: those that are to blame are killed, and count as failed; else the run ends."""
+        crew, running = self._crew, self._course.running
+        members = crew.regroup.roster.members
+        log = self._course.job.run_dir / "logs"
+        guilty = [members[number] for number in verdict.guilty if number in members and number in running]
+        failures = {}
+        for member in guilty:
+            host = self._agents.nodes[member.node].name
+            failures[member.number] = Failure(
+                rank=member.rank,
+                host=host,
+                hang=verdict.what,
+                remedy=verdict.fix,
+                stack=verdict.stack,
+                log=str(log / f"{host}-{member.rank}.log"),
+            )
+        if len(guilty) < len(running):
+            for member in guilty:
+                crew.kill_member(member)
+                self._given_up.add(member.number)
+                running.discard(member.number)
+            self.note_failures(failures)
+        if not guilty or len(guilty) == len(running):
+            self._failures.append(
+                Failure(rank=0, host="", hang=verdict.what, remedy=verdict.fix, stack=verdict.stack, log=str(log))
+            )
+            crew.regroup.refuse()
+            self._end_workers(self._course.generation)
 
     def note_failures(self, failures: Mapping[int, Failure]) -> None:
         """Workers, by number, have failed or are lost: the others go on, or the run ends or starts again."""
@@ -123,6 +162,8 @@ class Ending:
         if self._culprit or generation != course.generation or course.is_over:
             return
         self._culprit = first(self._failures)
+        if self.ended_well and self._culprit.may_be_consequence:
+            self._culprit = self._culprit.caused_by_end_of(self.ended_well[0])
         self._others_ended = len(course.running) + len(self._failures) - 1
         self._agents.tell_all("end", generation=generation, grace_s=course.job.grace_s)
         if not course.running:

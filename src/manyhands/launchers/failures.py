@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from manyhands import errors
-from manyhands.errors import ManyhandsError, RankLost, ScriptError
+from manyhands.errors import CommunicationError, ManyhandsError, RankLost, ScriptError
+from manyhands.launchers.verdict import EVERY_RANK
 
 _CONSEQUENCE = re.compile(
     r"connection (was )?(reset|closed|refused|aborted|lost)|broken pipe|timed? ?out|socket.*closed|peer|"
@@ -47,13 +48,17 @@ class Failure:
     log: str = ""
     lost: str = ""
     """Why nothing is known of its end, where its host is the reason."""
+    hang: str = ""
+    """The whole sentence, where it got no further; `remedy` and `stack` go with it."""
+    remedy: str = ""
+    stack: str = ""
     note: str = ""
     """What else belongs to the sentence."""
 
     @property
     def is_loss(self) -> bool:
         """Whether the worker was taken away, rather than failed or was asked to go."""
-        return bool(self.lost) or (self.signal != 0 and signal_name(self.signal) not in _POLITE)
+        return bool(self.lost or self.hang) or (self.signal != 0 and signal_name(self.signal) not in _POLITE)
 
     @property
     def may_be_consequence(self) -> bool:
@@ -62,9 +67,18 @@ class Failure:
             return False
         return _CONSEQUENCE.search(str(self.error.get("summary", ""))) is not None
 
+    def caused_by_end_of(self, who: str) -> Failure:
+        """The same, where it failed because another one had left."""
+        summary = str((self.error or {}).get("summary", "an error"))
+        what = f"{who} came to its end while others still waited for it: rank {self.rank} on host {self.host} then"
+        words = {"type": "ScriptError", "what": f"{what} failed with {summary}", "where": self.log, "fix": EVERY_RANK}
+        return replace(self, error={**words, "words": words})
+
     @property
     def traceback(self) -> str:
         """The worker's traceback; empty where there is none to show."""
+        if self.hang:
+            return self.stack
         if self.error is None or self.error.get("words"):
             return ""
         return str(self.error.get("text", ""))
@@ -75,6 +89,8 @@ class Failure:
         rest = self.note
         if others_ended:
             rest += f"; {others_ended} other worker{'s were' if others_ended > 1 else ' was'} ended"
+        if self.hang:
+            return CommunicationError(f"{self.hang}{rest}", where=self.log, fix=self.remedy)
         if self.lost:
             return RankLost(
                 f"{who} was lost: {self.lost}{rest}",

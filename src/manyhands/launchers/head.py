@@ -1,7 +1,7 @@
 """The head of a run, one per run: hears all agents and passes what they say to the part that it concerns.
 
 `course` is what its parts know of the whole; `agents` come and go; `crew` starts the workers; `news` is what the user
-hears of them; `ending` is what follows when they end.
+hears of them; `vigil` notices that they get no further; `ending` is what follows when they end.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from manyhands.launchers.job import Job
 from manyhands.launchers.loop import Message
 from manyhands.launchers.meeting import Meeting
 from manyhands.launchers.news import News
+from manyhands.launchers.vigil import Vigil
 
 
 class Head:
@@ -45,6 +46,14 @@ class Head:
         self._agents = Agents(self._course, hosts, start_agent, address, self, meeting)
         self._ending = Ending(self._course, self._agents, self._news)
         self._crew = self._ending.crew
+        self._vigil = Vigil(
+            self._course,
+            self._agents,
+            self._crew,
+            on_silence=self._lose_silent,
+            on_verdict=self._ending.note_verdict,
+            gone=lambda: self._ending.ended_well,
+        )
         self._agents.expect()
 
     def run(self) -> int:
@@ -94,11 +103,14 @@ class Head:
         """Some agents are late, and those that are here are enough."""
         self._crew.begin()
 
-    def lose(self, node: Node) -> None:
+    def _lose_silent(self, node: Node, seconds: float) -> None:
+        self._agents.give_up(node, f"the host has given no sign of life for {seconds:.0f} s")
+
+    def lose(self, node: Node, why: str) -> None:
         """An agent is gone, and with it its workers."""
         course = self._course
         if not course.running:
-            course.result = LaunchError("the agent ended while it prepared", where=f"host {node.name}", fix=SEE_ABOVE)
+            course.result = LaunchError(f"{why}, before a worker was started", where=f"host {node.name}", fix=SEE_ABOVE)
         self._crew.forget_store(node)
         gone = self._crew.of_node(node)
         for member in gone:
@@ -106,9 +118,7 @@ class Head:
         if course.job.is_elastic and self._agents.are_enough:
             node.agent.kill()
             self._agents.call_again(node)
-        self._ending.note_failures(
-            {each.number: Failure(rank=each.rank, host=node.name, lost="its agent is gone") for each in gone}
-        )
+        self._ending.note_failures({each.number: Failure(rank=each.rank, host=node.name, lost=why) for each in gone})
 
     def hear(self, node: Node, message: Message) -> None:
         """What an agent says."""
@@ -133,6 +143,9 @@ class Head:
                 is_error = message["stream"] == "err"
                 self._news.show(node, self._crew.rank(message), message["lines"], is_error=is_error)
             case "report":
+                self._vigil.take_report(message["member"], message["kind"], message["fields"])
                 self._news.take_report(self._crew.rank(message), message["kind"], message["fields"])
+            case "seen":
+                self._vigil.take_sights(node, message)
             case "ended":
                 self._ending.note_end(node, message)

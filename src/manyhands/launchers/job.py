@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,6 +10,9 @@ from pathlib import Path
 from typing import Literal
 
 from manyhands.errors import ConfigError
+
+LEAST_HANG_TIMEOUT_S = 2
+"""Steps are reported twice a second at most, and a look at all workers takes half a second."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +37,8 @@ class Job:
     least_nodes: int | None = None
     """With how many nodes the run goes on where others are gone, and begins where others are late. None: with all."""
     workers_per_node: int = 1
+    hang_timeout_s: float | None = None
+    """How long workers may get no further. 0: for ever. None: long, and only where they tell how they get on."""
     restarts: int = 0
     """How often all workers are started anew after a failure."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -62,6 +68,14 @@ class Job:
         ):
             if count < least:
                 raise ConfigError(f"{name} is {count}", where=name, fix=f"give {least} or more")
+        if self.hang_timeout_s is not None and not (
+            self.hang_timeout_s == 0 or LEAST_HANG_TIMEOUT_S <= self.hang_timeout_s < math.inf
+        ):
+            raise ConfigError(
+                f"--hang-timeout is {self.hang_timeout_s:g} s",
+                where="--hang-timeout",
+                fix=f"give {LEAST_HANG_TIMEOUT_S} seconds or more, longer than the longest step; or 0 for never",
+            )
         if self.least_nodes is not None and not 1 <= self.least_nodes <= self.nodes:
             raise ConfigError(
                 f"--nodes is {self.least_nodes}:{self.nodes}, which no number is between",

@@ -14,18 +14,21 @@ from manyhands.launchers.job import Job
 from manyhands.launchers.launcher import LAUNCHERS
 
 
-def run(
+def run(  # noqa: PLR0913  # what `manyhands run` takes
     script: str | os.PathLike[str],
     arguments: Sequence[str] = (),
     *,
     workers: int = 1,
     nodes: int = 1,
     restarts: int = 0,
+    hang_timeout_s: float | None = None,
     environment: Mapping[str, str] | None = None,
     run_dir: str | os.PathLike[str] | None = None,
     display: Display | None = None,
 ) -> int:
     """Run `script` on `workers` workers of each of `nodes` nodes, all on this machine, as `manyhands run` does.
+
+    `hang_timeout_s`: how long workers may get no further. 0: for ever. None: 600 s where they use mh.Trainer.
 
     Returns:
         0, or 130 if it was interrupted.
@@ -44,6 +47,7 @@ def run(
         nodes=nodes,
         workers_per_node=workers,
         restarts=restarts,
+        hang_timeout_s=hang_timeout_s,
         environment=dict(environment or {}),
         preload=scripts.preload(program, "script"),
     )

@@ -7,7 +7,7 @@ from typing import Any
 from manyhands.launchers.agents import Node
 from manyhands.launchers.course import Course
 from manyhands.launchers.notices import Notices
-from manyhands.launchers.tracebacks import is_native_frame, without_native_frames
+from manyhands.launchers.tracebacks import is_idle_notice, is_native_frame, without_native_frames
 
 
 class News:
@@ -21,7 +21,7 @@ class News:
     def show(self, node: Node, rank: int, lines: list[str], *, is_error: bool) -> None:
         """Lines that a worker has printed."""
         for line in lines:
-            if not is_native_frame(line):
+            if not is_native_frame(line) and not is_idle_notice(line):
                 self._course.display.line(line, self._prefix(node, rank), is_error)
 
     def _prefix(self, node: Node, rank: int) -> str:

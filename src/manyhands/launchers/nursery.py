@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.launchers.loop import Loop
+from manyhands.launchers.output import Lines
+from manyhands.launchers.tracebacks import is_idle_notice
 
 _START = "import sys; sys.flags.safe_path or sys.path.pop(0); from manyhands.launchers.template import main; main()"
 """Python's argument for `-c`: the folder of the script takes the place in `sys.path` that is freed here."""
@@ -46,9 +48,13 @@ class Nursery:
             cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
         )
         theirs.close()
         loop.watch(self._socket, self._read)
+        assert self._process.stderr is not None, "it was asked for as a pipe"
+        self._words, self._lines = self._process.stderr, Lines()
+        loop.watch(self._words, self._pass_on)
 
     def ask(self, do: str, descriptors: Sequence[int] = (), **fields: Any) -> None:
         """Send one request, with the descriptors it needs. They stay open here."""
@@ -66,6 +72,21 @@ class Nursery:
         except subprocess.TimeoutExpired:
             self._process.send_signal(signal.SIGKILL)
             self._process.wait()
+        self._forget_words()
+
+    def _pass_on(self) -> None:
+        """What the template and the store have to say goes where this agent's own words go, but for idle notices."""
+        chunk = os.read(self._words.fileno(), 1 << 16)
+        lines = self._lines.feed(chunk) if chunk else self._lines.end()
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.write("".join(f"{line}\n" for line in lines if not is_idle_notice(line)))
+            sys.stderr.flush()
+        if not chunk:
+            self._forget_words()
+
+    def _forget_words(self) -> None:
+        self._loop.unwatch(self._words)
+        self._words.close()
 
     def _read(self) -> None:
         try:
@@ -85,4 +106,5 @@ class Nursery:
             self._loop.unwatch(self._socket)
             self._process.send_signal(signal.SIGKILL)
             self._process.wait()
+            self._forget_words()
             self._on_end()

@@ -51,6 +51,11 @@ class Regroup:
         """A worker was started with the others."""
         self.roster.add(member)
 
+    @property
+    def is_forming(self) -> bool:
+        """Whether workers wait for others, to go on with them in a new group."""
+        return (self._waiting or self._forming) and not self.ended
+
     def hear(self, number: int, kind: str, fields: dict[str, Any]) -> None:
         """What a worker says of itself."""
         member = self.roster.members.get(number)

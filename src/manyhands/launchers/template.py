@@ -3,7 +3,7 @@
 It must never touch CUDA, run a torch operation or start a thread: whatever it has, every worker has. Its agent talks to
 it over a socket, one JSON line per request, with the descriptors that a request needs sent along:
 
-    worker    fork a worker; descriptors: its stdout, its stderr, its line to the agent
+    worker    fork a worker; descriptors: its stdout, its stderr, its line to the agent, one for its stack
     store     fork the process that keeps the store; descriptor: the socket it listens on
     signal    send a signal to a worker, or to all that it has started
 
@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 from manyhands.launchers import worker
 from manyhands.launchers.processes import adopt_orphans, die_with_parent, kill_descendants, kill_group
 
-_DESCRIPTORS = {"worker": 3, "store": 1, "signal": 0}
+_DESCRIPTORS = {"worker": 4, "store": 1, "signal": 0}
 _QUIET = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """The agent alone decides when the template ends."""
 

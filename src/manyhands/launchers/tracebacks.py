@@ -7,6 +7,8 @@ import traceback
 from pathlib import Path
 
 _OURS = (str(Path(__file__).parent), "<frozen runpy>", "<frozen importlib._bootstrap>")
+_NOTICES = re.compile(r"^\[W\S* .*\] \[c10d\] The hostname of the client socket cannot be retrieved\.")
+"""What torch says of itself and nobody can do anything about: hosts need no names that can be looked up backwards."""
 _NATIVE = re.compile(
     r"^\s*(frame #\d+: .*|Exception raised from .*\(most recent call first\):|C\+\+ CapturedTraceback:"
     r"|#\d+ .* from .*:\d+)$"
@@ -38,6 +40,11 @@ def without_native_frames(text: str) -> str:
 def is_native_frame(line: str) -> bool:
     """Whether `line` is one of a C++ backtrace."""
     return _NATIVE.match(line) is not None
+
+
+def is_idle_notice(line: str) -> bool:
+    """Whether `line` tells of nothing that anybody could or should mend."""
+    return _NOTICES.match(line) is not None
 
 
 def _strip(told: traceback.TracebackException | None) -> None:

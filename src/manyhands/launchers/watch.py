@@ -78,6 +78,7 @@ class WatchedWorker:
         self._lines = {"out": Lines(), "err": Lines()}
         self._records = b""
         self._pipes: dict[str, int] = {}
+        self._stack_pipe = -1
         self._out_of_memory_before = out_of_memory_kills()
         try:
             self._log: io.FileIO | None = io.FileIO(log, "a")
@@ -86,14 +87,24 @@ class WatchedWorker:
         loop.after(_GLIMPSE_S, self._glimpse)
 
     def open_pipes(self) -> list[int]:
-        """Start to listen. Returns the worker's ends: stdout, stderr, its line to the agent."""
+        """Start to listen. Returns the worker's ends: stdout, stderr, its line to the agent, the one for its stack."""
         theirs = []
         for stream in ("out", "err", "line"):
             reading, writing = os.pipe()
             self._pipes[stream] = reading
             theirs.append(writing)
             self._watch(stream)
-        return theirs
+        self._stack_pipe, writing = os.pipe()
+        os.set_blocking(self._stack_pipe, False)
+        return [*theirs, writing]
+
+    def take_stack(self) -> str:
+        """What it, and the processes that it has forked, have written about where they stand since the last call."""
+        text = b""
+        with contextlib.suppress(OSError):
+            while self._stack_pipe >= 0 and (chunk := os.read(self._stack_pipe, 1 << 16)):
+                text += chunk
+        return text.decode(errors="replace")
 
     def pause(self, paused: bool) -> None:
         """Leave output in its pipe for now, or read on."""
@@ -169,6 +180,9 @@ class WatchedWorker:
         self.ended = True
         if self._log is not None:
             self._log.close()
+        if self._stack_pipe >= 0:
+            os.close(self._stack_pipe)
+            self._stack_pipe = -1
         self._before_end()
         code, number = self._status
         self._tell(

@@ -166,6 +166,7 @@ class Witness:
             return
         self._turn = {number}
         self.done += 1
+        self._reporter.note_step(self.done)
         now = time.monotonic()
         if now >= self._next_report:
             self._next_report = now + _PAUSE_S

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.errors import ManyhandsError
-from manyhands.launchers import libraries, tracebacks, variables, witness
+from manyhands.launchers import inspection, libraries, tracebacks, variables, witness
 
 Request = dict[str, Any]
 
@@ -31,9 +31,9 @@ def be(request: Request, descriptors: list[int]) -> int:
     """Run the user's program in this process. Returns its exit code; an executable never returns.
 
     The agent is told on the third descriptor, one JSON line each: `finished` when the main module has ended, `failed`
-    with the error where it raised one.
+    with the error where it raised one. On the fourth the worker says where it stands, when it is asked by a signal.
     """
-    line = _take_streams(descriptors)
+    line = _take_streams(descriptors[:3])
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
     if request["kind"] == "executable":
@@ -41,6 +41,7 @@ def be(request: Request, descriptors: list[int]) -> int:
     sys.argv = [request["program"], *request["arguments"]]
     sys.orig_argv = [sys.executable, *(["-m"] if request["kind"] == "module" else []), *sys.argv]
     _freshen()
+    inspection.answer_on(descriptors[3])
     code, watching = 0, None
     try:
         for name in filter(None, os.environ.get(variables.FIRST, "").split(",")):

@@ -55,6 +55,8 @@ class Evaluation:
         self.loss, self.step, self.context = loss, step, context
         self.metrics = {name: alone(metric).to(world.device) for name, metric in metrics.items()}
         self.parts = number_of_parts(samples, batch)
+        self.on_progress: Callable[[], None] = _nothing
+        """Called after every forward pass, so that nobody takes a long evaluation for a hang."""
 
     @torch.no_grad()
     def __call__(self, model: nn.Module) -> dict[str, float]:
@@ -88,6 +90,7 @@ class Evaluation:
             for name, value in self._values(model, batch).items():
                 weighted = value.double() * len(piece)
                 sums[name] = sums[name] + weighted if name in sums else weighted
+            self.on_progress()
         return sums
 
     def _values(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
@@ -104,6 +107,10 @@ class Evaluation:
         for metric in self.metrics.values():
             metric.update(outputs, targets)
         return values
+
+
+def _nothing() -> None:
+    """What is done where nobody wants to know."""
 
 
 class _Merged:

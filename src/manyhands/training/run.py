@@ -18,7 +18,7 @@ from manyhands.config.settings import Settings
 from manyhands.config.stopping import EarlyStopping
 from manyhands.config.strategies import Single
 from manyhands.errors import ManyhandsError
-from manyhands.events import Event, Listener, Note, RunEnded, RunStarted
+from manyhands.events import Event, Listener, Note, RunEnded, RunStarted, StepDone
 from manyhands.listeners.broadcast import Broadcast
 from manyhands.listeners.standard import standard
 from manyhands.records.metrics import MetricsFile
@@ -147,6 +147,11 @@ class Run:
         """Tell the listeners, which are on the leader."""
         if self.world.is_shared:
             self.recent.append(event)
+        if self.reporter is not None:
+            if isinstance(event, StepDone):
+                self.reporter.send("step", step=event.step)
+            else:
+                self.reporter.send("busy")
         self.news(event)
 
     def fit(self) -> Result:
@@ -184,6 +189,9 @@ class Run:
         except KeyboardInterrupt:
             self.end("interrupted", "a second signal, obeyed at once")
             raise
+        finally:
+            if self.reporter is not None:
+                self.reporter.send("rest")
         status = "interrupted" if wishes.granted else "stopped early" if state.ended else "completed"
         weights = self.end(status, reason)
         if wishes.granted:

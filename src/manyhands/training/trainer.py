@@ -252,7 +252,7 @@ class Trainer:
         dataset = getattr(self.data, name)
         if dataset is None:
             return None
-        return make_evaluation(
+        evaluation = make_evaluation(
             name,
             dataset,
             data=self.data,
@@ -262,6 +262,9 @@ class Trainer:
             step=self.step,
             metrics=self.metrics,
         )
+        if (reporter := self.reporter) is not None:
+            evaluation.on_progress = lambda: reporter.send("busy")
+        return evaluation
 
     def _check_watched(self, data: Data) -> None:
         rule = self.settings.early_stopping

@@ -24,6 +24,15 @@ def test_line_of_a_person_is_none(line: str) -> None:
     assert not tracebacks.is_native_frame(line)
 
 
+def test_notice_that_nobody_can_do_anything_about_is_known_and_a_real_warning_is_none() -> None:
+    idle = (
+        "[W1121 15:39:41.141190743 socket.cpp:207] [c10d] The hostname of the client socket cannot be retrieved. err=-3"
+    )
+    assert tracebacks.is_idle_notice(idle)
+    real = "[W1121 15:39:41.141190743 socket.cpp:207] [c10d] The server socket has failed to listen on any address."
+    assert not tracebacks.is_idle_notice(real)
+
+
 def caught(error: Exception, cause: Exception | None = None) -> Exception:
     try:
         raise error from cause

@@ -40,7 +40,7 @@ class Host:
             on_failure=self.note_failure,
             before_end=self.desk.drain,
         )
-        self.out, self.err, self.line = self.worker.open_pipes()
+        self.out, self.err, self.line, self.stack = self.worker.open_pipes()
 
     def tell(self, kind: str, /, **fields: Any) -> None:
         self.told.append((kind, fields))
@@ -52,7 +52,7 @@ class Host:
         os.write(self.line, json.dumps(record).encode() + b"\n")
 
     def end(self, code: int = 0, number: int = 0) -> dict[str, Any]:
-        for pipe in (self.out, self.err, self.line):
+        for pipe in (self.out, self.err, self.line, self.stack):
             os.close(pipe)
         self.worker.end(code, number)
         self.loop.run(until=lambda: self.worker.ended)

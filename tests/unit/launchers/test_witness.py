@@ -21,6 +21,9 @@ class Heard:
         self.accounts: list[dict[str, Any]] = []
         self.closed = False
 
+    def note_step(self, step: int) -> None:
+        self.noted = step
+
     def send(self, kind: str, **fields: Any) -> None:
         if kind == "step":
             self.steps.append(fields["step"])

@@ -1,7 +1,8 @@
-"""Workers that share no disk keep snapshots all the same: the leader has them, and brings them to the others."""
+"""Hosts that share no disk keep snapshots all the same: two of them each one whole, so that any one may be lost."""
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,44 +10,106 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
+from runs import Recipe, make_trainer, step_lines
 
+import manyhands as mh
 from manyhands.cluster.place import Place
 from manyhands.communication.world import World
+from manyhands.records import run_directory
 from manyhands.records.manifest import Facts
 from manyhands.snapshot.store import Store
 
 pytestmark = pytest.mark.multiprocess
 STATE = {"weights": torch.arange(6.0), "plain": {"step": 3}}
-FACTS = Facts(step=3, epoch=0, position={}, strategy="single", model={})
 
 
-def store_of(rank: int, folder: Path) -> Store:
-    place = replace(Place.from_environment(), node_rank=rank, local_rank=0)
-    return Store(folder / f"disk{rank}", keep=2, world=World(place), apart=True)
+def facts(step: int) -> Facts:
+    return Facts(step=step, epoch=0, position={}, strategy="single", model={})
 
 
-def save_and_load(rank: int, folder: Path) -> dict[str, Any]:
-    """Save on disks apart; then another run of the same workers, whose other disks are empty, goes on from it."""
-    store = store_of(rank, folder)
-    store.save(STATE, FACTS, own={"number": 10 + rank, "noise": torch.full((rank + 1,), float(rank))})
-    store.wait()
-    written = sorted(path.name for path in (folder / f"disk{rank}").rglob("*"))
+def store_of(rank: int, folder: Path, per_host: int = 1) -> Store:
+    place = replace(Place.from_environment(), node_rank=rank // per_host, local_rank=rank % per_host)
+    return Store(folder / f"disk{rank // per_host}", keep=5, world=World(place), apart=True)
+
+
+def save(rank: int, folder: Path, steps: list[int], per_host: int) -> list[str]:
+    store = store_of(rank, folder, per_host)
+    for step in steps:
+        state = {"weights": STATE["weights"] + step, "plain": {"step": step}}
+        store.save(state, facts(step), own={"number": 10 + rank, "noise": torch.full((rank + 1,), float(rank))})
+        store.wait()
     store._world.barrier()
+    return sorted(path.name for path in (folder / f"disk{rank // per_host}").rglob("*"))
+
+
+def load(rank: int, folder: Path, per_host: int) -> dict[str, Any]:
+    store = store_of(rank, folder, per_host)
     loaded = store.latest()
-    again = Store(folder / f"disk{rank}", keep=2).latest()
+    store._world.barrier()
+    again = Store(folder / f"disk{rank // per_host}", keep=2).latest()
+    assert loaded is not None
     return {
-        "written": written,
-        "weights": loaded.state["weights"].tolist(),
+        "step": loaded.state["plain"]["step"],
+        "first weight": loaded.state["weights"][0].item(),
         "owns": [(own["number"], own["noise"].tolist()) for own in loaded.owns],
-        "whole alone": again is not None and again.state["plain"] == {"step": 3},
+        "whole alone": again is not None and again.state["plain"] == loaded.state["plain"],
     }
 
 
-def test_leader_writes_all_and_every_worker_reads_it(tmp_path: Path) -> None:
-    leader, other = run_ranks(2, save_and_load, tmp_path)
-    assert "tensors-00000-of-00001.safetensors" in leader["written"]
-    assert other["written"] == []
-    for found in (leader, other):
-        assert found["weights"] == [0, 1, 2, 3, 4, 5]
-        assert found["owns"] == [(10, [0.0]), (11, [1.0, 1.0])]
-        assert found["whole alone"]
+def flip_a_bit(folder: Path) -> None:
+    [path] = folder.rglob("step-00000004/tensors-*")
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def test_two_hosts_keep_all_and_the_others_nothing(tmp_path: Path) -> None:
+    written = run_ranks(4, save, tmp_path, [3], 1)
+    assert "tensors-00000-of-00001.safetensors" in written[0]
+    assert written[1] == written[0]
+    assert written[2] == written[3] == []
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_any_one_host_may_be_lost_and_their_number_may_change(lost: int, tmp_path: Path) -> None:
+    run_ranks(3, save, tmp_path, [3, 4], 1)
+    shutil.rmtree(tmp_path / f"disk{lost}", ignore_errors=True)  # the third has nothing
+    for workers, per_host in ((2, 1), (4, 2)):
+        for found in run_ranks(workers, load, tmp_path, per_host):
+            assert (found["step"], found["first weight"]) == (4, 4.0)
+            assert found["owns"] == [(10, [0.0]), (11, [1.0, 1.0]), (12, [2.0, 2.0, 2.0])]
+            assert found["whole alone"], "each host has it now"
+
+
+def test_copy_that_is_damaged_is_passed_over_for_the_other_one(tmp_path: Path) -> None:
+    run_ranks(2, save, tmp_path, [3, 4], 1)
+    flip_a_bit(tmp_path / "disk0")
+    assert [found["step"] for found in run_ranks(2, load, tmp_path, 1)] == [4, 4]
+    flip_a_bit(tmp_path / "disk0")
+    flip_a_bit(tmp_path / "disk1")
+    assert [found["step"] for found in run_ranks(2, load, tmp_path, 1)] == [3, 3]
+
+
+def train(rank: int, folder: Path, steps: int) -> tuple[str, dict[str, float]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(run_directory.APART, "1")
+        patch.setenv("GROUP_RANK", str(rank))
+        patch.setenv("LOCAL_RANK", "0")
+        trainer = make_trainer(RECIPE, folder / f"disk{rank}")
+        result = trainer.fit(f"{steps} steps")
+        trainer.data.test = trainer.data.validation
+        return result.weights_sha256, trainer.test()
+
+
+RECIPE = Recipe(samples=150, batch=16, dropout=0.3, trainer={"snapshots": mh.Snapshots(every="5 steps")})
+
+
+def test_run_whose_leader_lost_its_disk_goes_on_with_its_records(tmp_path: Path) -> None:
+    whole = run_ranks(2, train, tmp_path / "whole", 24)
+    run_ranks(2, train, tmp_path / "lost", 12)
+    shutil.rmtree(tmp_path / "lost" / "disk0")
+    lost = run_ranks(2, train, tmp_path / "lost", 24)
+    assert lost == whole
+    assert lost[0][1] == lost[1][1], "both test the best model, which the leader has found"
+    for disk in ("disk0", "disk1"):
+        assert [line["step"] for line in step_lines(tmp_path / "lost" / disk)] == list(range(1, 25))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import socket
 import subprocess
@@ -154,20 +155,32 @@ class _Cluster:
         return agent
 
     def fetch_record(self, display: Display) -> None:
-        """Bring the run directory of the first host here, and the logs of the others."""
-        run_dir = self._job.run_dir
+        """Bring the run directory of the host that led here, and the logs of the others."""
+        run_dir, leader = self._job.run_dir, self._host_with_the_record()
 
         def fetch(host: Connection, node: int) -> str:
             if self._share_record[node]:
                 return ""
             try:
-                sync.fetch(host, run_dir, only="." if node == 0 else "logs", with_rsync=self._has_rsync(node))
+                sync.fetch(host, run_dir, only="." if node == leader else "logs", with_rsync=self._has_rsync(node))
             except (LaunchError, OSError) as trouble:
                 return f"manyhands: the record on {host.host} stays there, in {run_dir}: {trouble}".partition("\n")[0]
             return ""
 
         for words in filter(None, self._of_all(fetch)):
             display.say(words)
+
+    def _host_with_the_record(self) -> int:
+        """The first host; or, where the run went on without it and ended on another one's disk, that one."""
+        path = str(self._job.run_dir / "summary.json")
+
+        def has(host: Connection, node: int) -> bool:
+            with contextlib.suppress(LaunchError, OSError):
+                return bool(host.ask("exists", path=path))
+            return False
+
+        found = self._of_all(has)
+        return found.index(True) if any(found) else 0
 
     def _find_interfaces(self) -> None:
         """For every host, the interface that its routes to the first one lead through; for that, to the second."""

@@ -29,7 +29,7 @@ from manyhands.events import SnapshotSaved, SnapshotSkipped
 from manyhands.records import run_directory
 from manyhands.records.manifest import NAME, Facts, FileRecord, Manifest
 from manyhands.snapshot import tensors as tensor_files
-from manyhands.snapshot.apart import bring_newest, gather_own
+from manyhands.snapshot.apart import bring_best, bring_newest, gather_own, keeps
 from manyhands.snapshot.commit import Part, discard, hear, put_in_place, remove_halves, remove_words, tell
 from manyhands.snapshot.copy import Copying, CopySpace
 from manyhands.snapshot.disk import Disk
@@ -75,8 +75,8 @@ class Store:
     ) -> None:
         """`patience_s`: how long the leader, done with its own part, waits for those of the others.
 
-        `apart`: whether hosts have disks of their own, so that the leader must write for all; None: as the launcher
-        has said.
+        `apart`: whether hosts have disks of their own, so that two of them keep everything; None: as the launcher has
+        said.
         """
         self.folder = folder
         self.keep = keep
@@ -86,7 +86,8 @@ class Store:
         self._disk = disk or Disk()
         self._patience_s = patience_s
         told = bool(os.environ.get(run_directory.APART))
-        self._apart = self._world.size > 1 and (told if apart is None else apart)
+        self.apart = self._world.is_shared and (told if apart is None else apart)
+        """Whether hosts have disks of their own."""
         self._space = CopySpace(self._world.device)
         self._copying: Copying | None = None
         self._thread: threading.Thread | None = None
@@ -108,8 +109,8 @@ class Store:
     ) -> None:
         """Begin to write `state` as the snapshot of `facts.step`. Every worker calls this, at the same step.
 
-        `state` is equal on all workers; each writes its share of the tensors, or the leader all of them where others
-        do not see its disk. `own` is this worker's alone; those of
+        `state` is equal on all workers; each writes its share of the tensors, or one worker of two hosts all
+        of them where hosts share no disk. `own` is this worker's alone; those of
         all workers are kept. What shares memory with one of the tensors `unchanged_until_update` (parameters,
         optimizer state) is copied beside what comes next, and `before_update` must be called before it changes;
         everything else is copied before this returns. Where a snapshot is still being written, this waits for it.
@@ -151,22 +152,22 @@ class Store:
             originals.update({f"{prefix}{name}": tensor for name, tensor in kept.items()})
 
         shared = take_apart(state)
-        writers: Sequence[int] = range(world.size)
-        if self._apart:
-            writers = [0]
+        rank, writers = world.rank, range(world.size)
+        if self.apart:
             owns = gather_own(own, world)
-            if not world.is_leader:
+            if not keeps(world):
                 self._count_stall(begin)
                 return
+            rank, writers = 0, range(1)  # the only one, as far as its disk goes
         else:
             owns = {world.rank: (_json(apart.nodes), apart.tensors)} if own and (apart := take_apart(own)) else {}
-        if world.is_leader:
+        if rank == 0:
             texts["state.json"] = _json(shared.nodes)
-        mine = share_out(shared.tensors, len(writers))[world.rank]
-        add("state:", mine, f"tensors-{world.rank:05d}-of-{len(writers):05d}.safetensors")
-        for rank, (nodes, kept) in owns.items():
-            texts[f"own-{rank:05d}.json"] = nodes
-            add(f"own:{rank}:", kept, f"own-{rank:05d}.safetensors")
+        mine = share_out(shared.tensors, len(writers))[rank]
+        add("state:", mine, f"tensors-{rank:05d}-of-{len(writers):05d}.safetensors")
+        for whose, (nodes, kept) in owns.items():
+            texts[f"own-{whose:05d}.json"] = nodes
+            add(f"own:{whose}:", kept, f"own-{whose:05d}.safetensors")
         self._copying = self._space.begin(originals, unchanged_until_update)
         task = _Task(
             path=path,
@@ -175,7 +176,7 @@ class Store:
             copying=self._copying,
             texts=texts,
             tensors=files,
-            rank=world.rank,
+            rank=rank,
             size=world.size,
             writers=writers,
             begin=begin,
@@ -254,12 +255,23 @@ class Store:
             SnapshotError: there are snapshots, and none can be gone on from; each is named with its reason.
         """
         self.wait()
-        if self._apart:
+        if self.apart:
             bring_newest(self.folder, self._world, self._disk)
         loaded = newest(self.folder, fits, self._world)
         if loaded is not None:
             self._passed_over = {skipped.path for skipped in loaded.skipped}
         return loaded
+
+    def everywhere(self, path: Path) -> None:
+        """See that all hosts have the leader's snapshot at `path` (`best`, say), where there is one. All call this."""
+        self.wait()
+        if self.apart:
+            self._world.barrier()  # the leader's is whole
+            bring_best(path, self._world, self._disk)
+
+    def keeps_copy(self) -> bool:
+        """Whether hosts have disks of their own, and this worker's is one that keeps everything. All call this."""
+        return self.apart and keeps(self._world)
 
     def _raise_crash(self) -> None:
         if self._crash is not None:

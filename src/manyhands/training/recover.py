@@ -59,6 +59,9 @@ class Records(Protocol):
         None where this worker has been the leader before.
         """
 
+    def copy_records(self) -> None:
+        """Where hosts share no disk, see that another one has the records, too. Every worker calls this."""
+
     def open_samples(self) -> None:
         """Note samples under the present rank."""
 
@@ -202,6 +205,7 @@ class Recovery:
         self.records.open_samples()
         if world.is_leader:
             self._tell(group, loop, redone=max(0, tried - self.state.step))
+        self.records.copy_records()
 
     def _half_saved(self) -> bool:
         """Whether the snapshot that was begun last will never be whole: the one who was to name it is gone."""

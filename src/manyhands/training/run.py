@@ -20,6 +20,7 @@ from manyhands.config.strategies import Single
 from manyhands.errors import ManyhandsError
 from manyhands.events import Event, Listener, Note, RunEnded, RunStarted, StepDone
 from manyhands.listeners.broadcast import Broadcast
+from manyhands.listeners.metrics_file import WriteMetrics
 from manyhands.listeners.standard import standard
 from manyhands.records.metrics import MetricsFile
 from manyhands.records.run_directory import RunDirectory
@@ -29,6 +30,7 @@ from manyhands.snapshot.fingerprint import weights_sha256
 from manyhands.strategies.alone import Drifting
 from manyhands.training.bad_steps import BadStep
 from manyhands.training.build import Parts
+from manyhands.training.copies import copy_records, restore_records
 from manyhands.training.evaluate import Evaluation
 from manyhands.training.keeping import Keeping
 from manyhands.training.loop import Loop, WorkersChange
@@ -89,12 +91,16 @@ class Run:
         self.recovery = Recovery(parts, self.keeping, self.state, self, any_size=any_size) if survive else None
         self.samples: SamplesFile | None = None
         self.led = False
+        self.copies = False
+        """Whether this worker writes a copy of the leader's records, on a disk that others do not see."""
         if not self.world.apart:
             self.open_records(strategy)
 
     def open_records(self, strategy: str) -> None:
         """Record what was asked, and let the leader have its listeners."""
         hosts = gather_words(self.world, socket.gethostname())
+        if self.keeping.store.apart:
+            restore_records(self.directory, self.world)
         if self.world.is_leader:
             record = RunRecord(
                 script=str(self.script),
@@ -111,6 +117,7 @@ class Run:
             record.write(self.directory.run_json)
             self.news = Broadcast([*standard(self.directory, record), *self.listeners])
             self.led = True
+        self.copy_records()
         self.open_samples()
 
     def lead(self) -> Callable[[Event], bool] | None:
@@ -118,6 +125,7 @@ class Run:
         if self.led:
             return None
         self.led = True
+        self.news.close()
         metrics = MetricsFile(self.directory.metrics)
         was_told = metrics.take_over()
         record = RunRecord.read(self.directory.run_json)
@@ -125,6 +133,18 @@ class Run:
             [*standard(self.directory, record, metrics=metrics, started=self.started), *self.listeners]
         )
         return was_told
+
+    def copy_records(self) -> None:
+        """Where hosts share no disk, have another host write down the steps, too, should the leader's be lost."""
+        store = self.keeping.store
+        if not store.apart:
+            return
+        lacks = store.keeps_copy() and not self.led and not self.copies
+        if self.world.is_leader:
+            self.news.flush()
+        copy_records(self.directory, self.world, lacks=lacks)
+        if lacks:
+            self.copies, self.news = True, Broadcast([WriteMetrics(MetricsFile(self.directory.metrics))])
 
     def remembered(self) -> list[Event]:
         """What was told last, oldest first."""

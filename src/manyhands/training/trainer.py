@@ -234,6 +234,8 @@ class Trainer:
             raise ConfigError("there is no test set", where="mh.Data(test=…)", fix="give one")
         begin = time.perf_counter()
         best = self._run.directory.best if self._run is not None and weights == "best" else None
+        if self._run is not None and best is not None:
+            self._run.keeping.store.everywhere(best)
         if best is not None and best.exists():
             now = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
             load_model(self.model, load(best, same_model(fingerprint(self.model))).state["model"])

@@ -1,0 +1,99 @@
+"""Hosts that share no disk: one comes back with an empty one, and the run goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from launching import MANYHANDS, wait_until, write_script
+from remote import run, start
+from runs import step_lines
+
+from manyhands.lab import Host, Lab
+
+SOURCE = """
+    import os, time
+    import torch
+    from sklearn.datasets import load_digits
+    from torch import nn
+    import manyhands as mh
+
+    class Slow(torch.utils.data.TensorDataset):
+        def __getitem__(self, index):
+            time.sleep(float(os.environ.get("SLOW", "0")))
+            return super().__getitem__(index)
+
+    digits = load_digits()
+    images, labels = torch.tensor(digits.data[:300], dtype=torch.float32) / 16, torch.tensor(digits.target[:300])
+    trainer = mh.Trainer(
+        model=lambda: nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 10)),
+        loss=nn.CrossEntropyLoss(),
+        optimizer=lambda params: torch.optim.AdamW(params, lr=0.01),
+        data=mh.Data(train=Slow(images, labels), batch_size=30),
+        snapshots=mh.Snapshots(every="5 steps"),
+        virtual_workers=3,
+    )
+    trainer.fit(os.environ["DURATION"])
+"""
+
+
+def summary(run_dir: Path) -> dict[str, object]:
+    found: dict[str, object] = json.loads((run_dir / "summary.json").read_text())
+    return found
+
+
+def undisturbed(folder: Path, steps: int) -> dict[str, object]:
+    script = write_script(folder, SOURCE, "alone.py")
+    words = [*MANYHANDS, "run", "--env", f"DURATION={steps} steps", "--run-dir", str(folder / "whole"), str(script)]
+    subprocess.run(words, check=True, capture_output=True, timeout=120)
+    return summary(folder / "whole")
+
+
+@pytest.mark.timeout(400)
+def test_leader_that_comes_back_with_an_empty_disk_gets_all_from_its_neighbour(
+    make_lab: Callable[..., Lab], tmp_path: Path
+) -> None:
+    hosts = make_lab(3)
+    options = ["--hosts", ",".join(hosts.names), "--run-dir", "many"]
+    first = run(hosts, tmp_path, SOURCE, "--env", "DURATION=12 steps", *options)
+    assert first.code == 0, first.err
+    hosts[0].kill()
+    hosts[0].boot()
+    second = run(hosts, tmp_path, SOURCE, "--env", "DURATION=24 steps", *options)
+    assert second.code == 0, second.err
+    assert "goes on after step 12" in second.out
+    assert summary(tmp_path / "many")["weights_sha256"] == undisturbed(tmp_path, 24)["weights_sha256"]
+    assert [line["step"] for line in step_lines(tmp_path / "many")] == list(range(1, 25))
+
+
+def agent_of(host: Host) -> int:
+    [agent] = [pid for pid, words in host.processes().items() if "manyhands.launchers.agent" in words]
+    return agent
+
+
+@pytest.mark.timeout(400)
+def test_leader_whose_host_is_lost_while_training_is_followed_by_one_that_has_the_records(
+    make_lab: Callable[..., Lab], tmp_path: Path
+) -> None:
+    hosts = make_lab(3)
+    options = ["--hosts", ",".join(hosts.names), "--run-dir", "many", "--env", "SLOW=0.01"]
+    process = start(hosts, tmp_path, SOURCE, "--env", "DURATION=100 steps", *options)
+    records = [host.path(tmp_path / "many" / "metrics.jsonl") for host in hosts]
+    try:
+        wait_until(lambda: records[0].exists() and '"step": 20,' in records[0].read_text(), "it trains", timeout_s=90)
+        os.kill(agent_of(hosts[0]), signal.SIGKILL)
+        out, err = process.communicate(timeout=180)
+    finally:
+        hosts.desk.end(process)
+        process.communicate()
+    assert process.returncode == 0, err
+    assert "went on with 2 workers after rank 0 on host lab1 was lost" in out
+    run_dirs = [tmp_path / "many", *(host.path(tmp_path / "many") for host in hosts[1:])]
+    assert summary(run_dirs[0])["weights_sha256"] == undisturbed(tmp_path, 100)["weights_sha256"]
+    for run_dir in run_dirs:  # here; on the second host, which led; on the third, which has had a copy since then
+        assert [line["step"] for line in step_lines(run_dir)] == list(range(1, 101))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 from runs import step_lines
 from torch import Tensor, nn
@@ -151,4 +152,5 @@ def test_local_steps_do_not_go_with_going_back(tmp_path: Path) -> None:
 def train_refused(rank: int, run_dir: Path, settings: dict[str, Any]) -> str:
     with pytest.raises(ConfigError) as caught:
         train(rank, 1, run_dir, "loss", settings)
+    dist.barrier()  # the store of the first goes with it, and the second may still be on its way in
     return str(caught.value)

@@ -51,7 +51,7 @@ class Worker:
 
     def __init__(self, crew: Crew, rank: int) -> None:
         self.crew, self.rank, self.size = crew, rank, crew.size
-        self.is_leader = rank == 0
+        self.is_leader, self.is_shared = rank == 0, True
         self.device = torch.device("cpu")
 
     def agree(self, value: float) -> float:

@@ -13,7 +13,13 @@ ManyhandsError                exit code 1
 
 from __future__ import annotations
 
+import os
+import sys
+from types import TracebackType
 from typing import Any, ClassVar
+
+TRACE = "MANYHANDS_TRACE"
+"""Set in the environment, it has a script that nobody launched show where in it an error of ours was raised."""
 
 
 class ManyhandsError(Exception):
@@ -86,3 +92,23 @@ class CommunicationError(ManyhandsError):
 
 class RankLost(CommunicationError):
     """A worker or its host went away."""
+
+
+def speak_plainly() -> None:
+    """Have a script that nobody launched end with an error of ours as `manyhands run` would: sentence, exit code.
+
+    Other errors are shown as before, and these too where `MANYHANDS_TRACE` is set or somebody types line by line.
+    Safe to call twice.
+    """
+    before = sys.excepthook
+    if getattr(before, "__module__", "") == __name__ or hasattr(sys, "ps1") or sys.flags.interactive:
+        return
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, ManyhandsError) or os.environ.get(TRACE):
+            before(kind, error, trace)
+            return
+        sys.stderr.write(f"manyhands: {error}\n")
+        raise SystemExit(error.exit_code)  # the one way to an exit code from here
+
+    sys.excepthook = show

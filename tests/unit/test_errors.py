@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,3 +47,28 @@ def test_tree_in_the_docstring_tells_name_exit_code_and_meaning(kind: type[Manyh
         return
     assert re.search(rf"{kind.__name__}\s+{kind.exit_code}\b", line), line
     assert line.split("  ")[-1].strip().lower() in (kind.__doc__ or "").lower()
+
+
+def ended(source: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A script of its own that speaks plainly."""
+    begin = "from manyhands.errors import ConfigError, speak_plainly\nspeak_plainly()\nspeak_plainly()\n"
+    command = [sys.executable, "-c", begin + source]
+    return subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=60)
+
+
+def test_script_that_nobody_launched_ends_with_the_sentence_and_the_exit_code() -> None:
+    done = ended("import atexit\natexit.register(print, 'tidied up')\nraise ConfigError('no', where='here', fix='do')")
+    assert (done.returncode, done.stderr) == (2, "manyhands: no\n  where: here\n  fix:   do\n")
+    assert done.stdout == "tidied up\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "variables"),
+    [("raise ConfigError('no')", {"MANYHANDS_TRACE": "1"}), ("raise ValueError('theirs')", {})],
+)
+def test_traceback_is_shown_where_it_is_asked_for_and_for_errors_of_others(
+    source: str, variables: dict[str, str]
+) -> None:
+    done = ended(source, **variables)
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr

@@ -98,7 +98,8 @@ def preload(program: str, kind: Kind, own: Sequence[str] = ()) -> tuple[str, ...
         return ()
     if imported <= sys.stdlib_module_names:
         return ()
-    return (*TORCH, *own) if "manyhands" in imported else TORCH
+    metrics = ["torchmetrics"] if "torchmetrics" in imported else []  # a second, for everybody at once
+    return (*TORCH, *metrics, *own) if "manyhands" in imported else (*TORCH, *metrics)
 
 
 def _imports(source: str) -> set[str]:

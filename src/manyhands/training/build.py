@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torchmetrics import Metric
 
 from manyhands.communication.batch_norm import Membership, make_global
 from manyhands.communication.world import World
@@ -36,6 +35,9 @@ from manyhands.training.compute import ForwardPass, Loss, UserStep
 from manyhands.training.evaluate import Evaluation
 from manyhands.training.precision import Precision
 from manyhands.training.source import Source, make_source
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
 
 ModelOrMaker = nn.Module | Callable[[], nn.Module]
 MakeOptimizer = Callable[[Sequence[nn.Parameter]], Optimizer]

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric, MetricCollection
-from torchmetrics.utilities import dim_zero_cat, dim_zero_sum
 
 from manyhands.communication.gathering import gather_lists
 from manyhands.communication.world import World
@@ -24,6 +22,9 @@ from manyhands.data.order import Indices, bounds
 from manyhands.data.steps import Loader, mapped
 from manyhands.errors import ConfigError
 from manyhands.training.compute import Loss, UserStep, pair, step_values
+
+if TYPE_CHECKING:  # it takes a second to load, so whoever has no metrics does without it
+    from torchmetrics import Metric, MetricCollection
 
 FEWEST_PARTS, MOST_PARTS = 16, 128
 """A set is cut into at least 16 parts (or one per sample), so that up to 16 workers share even a small one."""
@@ -117,7 +118,7 @@ class _Merged:
     """The sums and the metrics' states of the parts, in order."""
 
     def __init__(self, metrics: Sequence[Metric]) -> None:
-        self.holders = [module for metric in metrics for module in metric.modules() if isinstance(module, Metric)]
+        self.holders = [holder for metric in metrics for holder in _holders(metric)]
         self.sums: dict[str, list[Tensor]] = {}
         self.states: list[dict[str, list[Tensor]]] = [
             {name: [] for name in holder._defaults} for holder in self.holders
@@ -131,7 +132,7 @@ class _Merged:
             for name, kept in states.items():
                 state = getattr(holder, name)
                 if isinstance(state, list):
-                    kept += [dim_zero_cat(state)] if state else []
+                    kept += [_in_a_row(state)] if state else []
                 elif kept and _order_free(holder, name, state):
                     kept[0] = kept[0] + state  # whole numbers add up alike in any order: one state to send, not many
                 else:
@@ -155,7 +156,23 @@ class _Merged:
         return [bytes(word.tolist()).decode() for word in theirs]
 
 
+def _holders(metric: Metric) -> list[Metric]:
+    """`metric` and those inside it."""
+    from torchmetrics import Metric
+
+    return [module for module in metric.modules() if isinstance(module, Metric)]
+
+
+def _in_a_row(states: list[Tensor]) -> Tensor:
+    from torchmetrics.utilities import dim_zero_cat
+
+    joined: Tensor = dim_zero_cat(states)
+    return joined
+
+
 def _order_free(holder: Metric, name: str, state: Tensor) -> bool:
+    from torchmetrics.utilities import dim_zero_sum
+
     return holder._reductions[name] is dim_zero_sum and not state.is_floating_point()
 
 
@@ -172,7 +189,7 @@ def _restore(holder: Metric, name: str, parts: list[Tensor]) -> None:
     """What torchmetrics does with the states of several processes, done with those of several parts."""
     reduction = holder._reductions[name]
     if isinstance(holder._defaults[name], list):
-        setattr(holder, name, [dim_zero_cat(parts)] if parts else [])
+        setattr(holder, name, [_in_a_row(parts)] if parts else [])
     else:
         stacked = torch.stack(parts)
         setattr(holder, name, reduction(stacked) if reduction is not None else stacked)
@@ -181,10 +198,9 @@ def _restore(holder: Metric, name: str, parts: list[Tensor]) -> None:
 def alone(metric: Metric) -> Metric:
     """A copy of `metric` that never talks to other processes by itself: the evaluation does it."""
     copy = metric.clone()
-    for module in copy.modules():
-        if isinstance(module, Metric):
-            module.sync_on_compute = False
-            module._to_sync = False
+    for holder in _holders(copy):
+        holder.sync_on_compute = False
+        holder._to_sync = False
     return copy
 
 
@@ -194,6 +210,10 @@ def flattened(metrics: Mapping[str, Metric | MetricCollection]) -> dict[str, Met
     Raises:
         ConfigError: something in it is no torchmetrics metric.
     """
+    if not metrics:
+        return {}
+    from torchmetrics import Metric, MetricCollection
+
     flat: dict[str, Metric] = {}
     for name, metric in metrics.items():
         if isinstance(metric, MetricCollection):

@@ -9,10 +9,9 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from torch import nn
-from torchmetrics import Metric, MetricCollection
 
 from manyhands.cluster.membership import Membership
 from manyhands.cluster.place import Place
@@ -25,7 +24,7 @@ from manyhands.config.snapshots import Snapshots
 from manyhands.config.stopping import EarlyStopping
 from manyhands.config.strategies import DDP, Strategy, named
 from manyhands.data.data import Data
-from manyhands.errors import ConfigError
+from manyhands.errors import ConfigError, speak_plainly
 from manyhands.events import Listener, TestDone
 from manyhands.records.run_directory import UNASKED, VARIABLE, RunDirectory
 from manyhands.snapshot.fingerprint import fingerprint
@@ -38,6 +37,9 @@ from manyhands.training.recover import can_survive
 from manyhands.training.result import Result
 from manyhands.training.run import Run
 from manyhands.training.weights import load_initial
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric, MetricCollection
 
 _made_here = 0
 """Trainers made in this process: each has a run directory of its own."""
@@ -117,6 +119,8 @@ class Trainer:
         self.reporter = Reporter.from_environment()
         if self.reporter is not None:
             self.reporter.send("trainer")
+        else:
+            speak_plainly()
         if (loss is None) == (step is None):
             raise ConfigError(
                 "both loss and step are given" if loss is not None else "neither loss nor step is given",

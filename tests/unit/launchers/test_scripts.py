@@ -122,3 +122,10 @@ assert threading.active_count() == 1, threading.enumerate()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_metrics_are_loaded_once_for_all_where_a_script_has_some(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    for source, asked in (("import manyhands\nfrom torchmetrics import Metric", True), ("import manyhands", False)):
+        script.write_text(source)
+        assert ("torchmetrics" in scripts.preload(str(script), "script", own=("manyhands.training.trainer",))) == asked

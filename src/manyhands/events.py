@@ -72,6 +72,8 @@ class StepDone:
     """Seconds since the Unix epoch."""
     values: Mapping[str, float] = field(default_factory=dict)
     """What a `step` function of the user returned beside the loss: means over the global batch."""
+    exchange_seconds: float = 0.0
+    """From the first gradient's leaving to the last sum's arrival, hidden or not; 0 where that is not known (GPUs)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,6 +152,21 @@ class Note:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CompressionChosen:
+    """`compression="auto"` has measured, and goes on with `compression`."""
+
+    step: int
+    compression: str
+    why: str
+    """In one line."""
+    bandwidth: float
+    """Bytes that each worker could send in a second of a large exchange, as probed."""
+    latency: float
+    """Seconds that an exchange of next to nothing takes, as probed."""
+    time: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunEnded:
     """Training is over; `status` and `reason` are those of `summary.json`."""
 
@@ -180,6 +197,7 @@ Event = (
     | SnapshotSkipped
     | Recovered
     | Note
+    | CompressionChosen
     | RunEnded
     | TestDone
 )

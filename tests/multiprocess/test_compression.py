@@ -196,8 +196,12 @@ def test_probe_finds_the_same_network_on_every_worker_and_counts_as_nothing() ->
 def test_auto_says_what_it_takes_and_goes_on_with_it_after_a_snapshot(tmp_path: Path) -> None:
     auto = recipe("auto", compression_errors=True)
     trained(2, replace(auto, duration="8 steps"), tmp_path)
-    answers = trained(2, auto, tmp_path)
+    answers = trained(3, auto, tmp_path)
     assert len({answer["result"]["weights_sha256"] for answer in answers}) == 1
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["compression_reason"].startswith(f"compression: {summary['compression']}, the least lossy")
+    assert summary["network"].keys() == {"effective_bandwidth", "probed_bandwidth", "probed_latency"}
+    assert all(value > 0 for value in summary["network"].values())
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     said = [line["text"] for line in lines if line["event"] == "note" and "least lossy" in line["text"]]
     assert len(said) == 1, "chosen once, and kept in the snapshot"

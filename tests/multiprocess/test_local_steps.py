@@ -40,10 +40,21 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
         )
 
 
-def test_local_sgd_that_meets_in_every_step_equals_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", [mh.LocalSGD(sync_every=1), mh.DiLoCo(sync_warmup=9)], ids=lambda one: one.name)
+def test_workers_that_meet_in_every_step_equal_one_process(strategy: Any, tmp_path: Path) -> None:
     [alone] = weights_of(1, mh.DDP(), tmp_path / "alone")
-    for found in weights_of(3, mh.LocalSGD(sync_every=1), tmp_path / "together"):
+    for found in weights_of(3, strategy, tmp_path / "together"):
         assert_equal(alone, found)
+
+
+def test_first_round_begins_from_where_the_warm_up_ended(tmp_path: Path) -> None:
+    """With an outer step of one, without momentum, the mean of the models is taken after the round."""
+    warm = {"sync_warmup": 3, "sync_every": 6}
+    outer = mh.DiLoCo(
+        **warm, outer_lr=1.0, outer_momentum=0.0, fragments=1, overlap_steps=0, outer_compression="none"
+    )  # fmt: skip
+    local = weights_of(2, mh.LocalSGD(**warm), tmp_path / "local")
+    assert_equal(local[0], weights_of(2, outer, tmp_path / "outer")[0])
 
 
 def test_outer_step_of_one_without_momentum_is_the_mean_of_the_models(tmp_path: Path) -> None:
@@ -61,6 +72,7 @@ def test_outer_step_of_one_without_momentum_is_the_mean_of_the_models(tmp_path: 
 LOCAL = {
     "local-sgd": mh.LocalSGD(sync_every=5, sync_warmup=2),
     "diloco": mh.DiLoCo(sync_every=4, fragments=2, overlap_steps=1),
+    "diloco, warmed up": mh.DiLoCo(sync_every=4, fragments=2, sync_warmup=6),
     "diloco at once": mh.DiLoCo(sync_every=4, fragments=1, overlap_steps=0),
     "local-sgd, ever more rarely": mh.LocalSGD(sync_every=3, sync_rule="quadratic", sync_at_most=5),
     "diloco, ever more rarely": mh.DiLoCo(sync_every=4, fragments=2, sync_rule="quadratic", sync_at_most=6),

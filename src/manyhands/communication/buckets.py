@@ -14,6 +14,7 @@ format and its reduction cannot be chosen per bucket. Here the world may change 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -135,6 +136,8 @@ class GradientBuckets:
             bucket.missing = len(bucket.parameters)
             bucket.work = None
         self.sent = 0
+        self.first_left = 0.0
+        """When the first bucket was sent, by the host's clock."""
         self.armed = True
 
     def _ready(self, parameter: Tensor) -> None:
@@ -149,6 +152,8 @@ class GradientBuckets:
 
     @torch.no_grad()
     def _send(self, bucket: Bucket) -> None:
+        if self.sent == 0:
+            self.first_left = time.perf_counter()
         gradients = [parameter.grad for parameter in bucket.parameters]
         used = [gradient is not None for gradient in gradients]
         if all(used):

@@ -9,6 +9,7 @@ There are two lanes, taken in turn: while one waits for the network, the other c
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from queue import SimpleQueue
 
@@ -29,6 +30,8 @@ class Ticket:
 
     def __init__(self) -> None:
         self.bytes_sent = 0
+        self.seconds = 0.0
+        """That its job took, in a lane of a CPU."""
         self.error: BaseException | None = None
         self.event: torch.cuda.Event | None = None
         self._done = threading.Event()
@@ -115,10 +118,11 @@ def _work(queue: SimpleQueue[tuple[Job, Ticket] | None], link: Link) -> None:
     while (order := queue.get()) is not None:
         job, ticket = order
         if broken is None:
-            sent = link.bytes_sent
+            sent, begin = link.bytes_sent, time.perf_counter()
             try:
                 job(link)
             except BaseException as error:  # told to the main thread, which waits for the ticket
                 broken = error
+            ticket.seconds = time.perf_counter() - begin
             ticket.bytes_sent = link.bytes_sent - sent
         ticket.done(broken)  # after a failure nothing more is sent: the others do not know which exchange is which

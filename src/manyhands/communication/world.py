@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Protocol
@@ -22,6 +22,7 @@ from manyhands.cluster.membership import Group, Membership
 from manyhands.cluster.place import REHEARSING, Place
 from manyhands.communication import sockets, volume
 from manyhands.errors import CommunicationError, ConfigError
+from manyhands.events import Event
 
 
 class Waitable(Protocol):
@@ -68,11 +69,15 @@ class World:
             )
         self.exposed_s = 0.0
         """Seconds this worker has waited in collectives, all in all; on a GPU see `take_waits`."""
+        self.exchange_s = 0.0
+        """Seconds from each exchange's begin to its end, whether they were waited for or not; CPUs only."""
         self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self.bytes_sent = 0
         """Payload this worker has put on the wire, all in all, as `communication.volume` counts it."""
         self.notes: list[str] = []
         """What is worth saying once, until somebody takes it."""
+        self.news: list[Callable[..., Event]] = []
+        """The same as events, which are yet to be given their step and time."""
         self._sockets = sockets.Mine()
         if self.size > 1 and not dist.is_initialized():
             self._join()

@@ -54,6 +54,9 @@ class DiLoCo:
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     """Nesterov's."""
+    sync_warmup: int = 0
+    """Steps at the start of a run after each of which all take the mean of their models, and none is an outer one. The
+    published runs begin with a model that is trained already."""
     fragments: int = 4
     """Into how many parts the model is cut, which take turns: one is exchanged every `sync_every / fragments` steps."""
     overlap_steps: int = 1
@@ -72,6 +75,7 @@ class DiLoCo:
             "DiLoCo",
             {
                 "sync_every": (self.sync_every, 1),
+                "sync_warmup": (self.sync_warmup, 0),
                 "fragments": (self.fragments, 1),
                 "overlap_steps": (self.overlap_steps, 0),
             },

@@ -154,6 +154,9 @@ class ShowProgress:
             "fraction": self._fraction(last, left),
             "restarts": self._restarts,
         }
+        waited = sum(step.timing.communication_exposed for step in new_steps)
+        if self._record.workers > 1 and seconds > 0:
+            fields["waiting"] = waited / seconds
         return fields
 
     def _epochs(self) -> int | None:

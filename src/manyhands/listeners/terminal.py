@@ -153,7 +153,8 @@ class _Guarded:
 
 def live_line(fields: Fields, width: int, with_bar: bool = True) -> str:
     """The line for `epoch` (from 1), `epochs`, `step`, `total_steps`, `loss`, `samples_per_second`, `seconds_left`,
-    `fraction` (of the run, 0 to 1) and `restarts`, in at most `width` columns. What is not known is left out.
+    `waiting` (the share of the last steps that went on waiting for other workers), `fraction` (of the run, 0 to 1) and
+    `restarts`, in at most `width` columns. What is not known is left out.
     """
     epoch, epochs, step, total = (fields.get(name) for name in ("epoch", "epochs", "step", "total_steps"))
     parts: list[tuple[int, str]] = []  # how soon a narrow terminal drops it, and the text
@@ -167,8 +168,7 @@ def live_line(fields: Fields, width: int, with_bar: bool = True) -> str:
         parts.append((1, f"loss {number(fields['loss'])}"))
     if fields.get("samples_per_second"):
         parts.append((4, rate(fields["samples_per_second"])))
-    if fields.get("restarts"):
-        parts.append((5, paint(amount(fields["restarts"], "restart"), "yellow")))
+    parts += _troubles(fields)
     if fields.get("seconds_left") is not None:
         parts.append((2, paint(f"{clock(fields['seconds_left'])} left", "dim")))
     if _width(parts) > width and total:
@@ -179,6 +179,16 @@ def live_line(fields: Fields, width: int, with_bar: bool = True) -> str:
     if with_bar and fields.get("fraction") is not None and room >= _SHORTEST_BAR:
         parts.insert(min(bar_at, len(parts)), (0, _progress_bar(fields["fraction"], min(room, _LONGEST_BAR))))
     return "  ".join(text for _, text in parts)
+
+
+def _troubles(fields: Fields) -> list[tuple[int, str]]:
+    """What holds the run up, where anything does."""
+    parts = []
+    if fields.get("waiting", 0.0) >= 0.01:
+        parts.append((6, paint(f"{fields['waiting']:.0%} waiting", "dim")))
+    if fields.get("restarts"):
+        parts.append((5, paint(amount(fields["restarts"], "restart"), "yellow")))
+    return parts
 
 
 def _progress_bar(fraction: float, width: int) -> str:

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.events import (
+    CompressionChosen,
     EpochDone,
     Event,
     Note,
@@ -54,6 +55,7 @@ WORDS: dict[type[Event], str] = {
     SnapshotSkipped: "skipped",
     Recovered: "restart",
     Note: "note",
+    CompressionChosen: "compression",
     RunEnded: "end",
     TestDone: "test",
 }
@@ -63,13 +65,15 @@ _TOLD_AGAIN = frozenset({"step", "epoch", "validation", "snapshot"})
 """What happens once more when steps are done once more."""
 _ORDERLY = frozenset({"completed", "stopped early", "interrupted"})
 """How a run ends when nothing failed."""
-_TEXTS = frozenset({"event", "text", "reason", "how", "path", "resumed_from", "status", "weights_sha256"})
+_TEXTS = frozenset(
+    {"event", "text", "reason", "how", "why", "compression", "path", "resumed_from", "status", "weights_sha256"}
+)
 
 # what `line_of` makes of a step, three times as fast: a thread that writes takes its time from the loop
 _STEP = (
     '{"event": "step", "step": %d, "epoch": %d, "time": %.6f, "loss": %r, "lr": %r, "samples": %d, '
     '"gradient_norm": %s, "bytes_sent": %d, "seconds": %.6f, "compute": %.6f, "communication_exposed": %.6f, '
-    '"data_wait": %.6f, "snapshot_stall": %.6f, "other": %.6f}\n'
+    '"data_wait": %.6f, "snapshot_stall": %.6f, "other": %.6f, "exchange_seconds": %.6f}\n'
 )
 
 
@@ -163,6 +167,7 @@ def text_of(event: Event) -> str:
                 *(event.step, event.epoch, event.time, float(event.loss), float(event.lr), event.samples),
                 *("null" if norm is None else repr(float(norm)), event.bytes_sent, timing.total, timing.compute),
                 *(timing.communication_exposed, timing.data_wait, timing.snapshot_stall, timing.other),
+                event.exchange_seconds,
             )
     return json.dumps(line_of(event), allow_nan=False) + "\n"
 
@@ -177,6 +182,7 @@ def line_of(event: Event) -> Line:
     if isinstance(event, StepDone):
         timing = {name: round(seconds, 6) for name, seconds in fields.pop("timing").items()}
         values = fields.pop("values")
+        fields["exchange_seconds"] = round(fields["exchange_seconds"], 6)
         line |= fields | {"seconds": timing.pop("total")} | timing | ({"values": values} if values else {})
     else:
         line |= fields

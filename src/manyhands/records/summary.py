@@ -52,6 +52,11 @@ class Summary:
     are means, which add up to the mean step."""
     bytes_sent_per_step: float | None
     """Mean over the steps, of the leader."""
+    network: Mapping[str, float] = field(default_factory=dict)
+    """In bytes per second and worker: `effective_bandwidth`: what was sent over the time in which exchanges were under
+    way, hidden or not; where `compression="auto"` probed also `probed_bandwidth` and, in seconds, `probed_latency`."""
+    compression_reason: str = ""
+    """Why `auto` took the compression that it took."""
     restarts: int
     """How often training went on after a failure."""
     steps_redone: int
@@ -89,14 +94,17 @@ class Summary:
                 where=str(path),
                 fix="read it with the version of manyhands that wrote it (see `versions` in run.json)",
             )
+        given_later = {"network", "compression_reason"}  # an older file is none the worse without them
         names = [entry.name for entry in dataclasses.fields(cls)]
-        missing = [name for name in names if name not in fields]
+        missing = [name for name in names if name not in fields and name not in given_later]
         if missing:
             raise ConfigError(
                 f"summary.json lacks {', '.join(missing)}", where=str(path), fix="restore the file, or run again"
             )
-        texts = {"status", "reason", "strategy", "compression", "precision", "weights_sha256"}
-        return cls(**{name: fields[name] if name in texts else from_words(fields[name]) for name in names})
+        texts = {"status", "reason", "strategy", "compression", "compression_reason", "precision", "weights_sha256"}
+        return cls(
+            **{name: fields[name] if name in texts else from_words(fields[name]) for name in names if name in fields}
+        )
 
 
 def summarise(lines: Iterable[Line], record: RunRecord) -> Summary:
@@ -111,7 +119,9 @@ def summarise(lines: Iterable[Line], record: RunRecord) -> Summary:
         workers=record.workers,
         nodes=len(record.hosts),
         strategy=record.strategy,
-        compression=strategy.get("compression") or "none",
+        compression=story.compression.get("compression") or strategy.get("compression") or "none",
+        compression_reason=story.compression.get("why", ""),
+        network=story.network(),
         precision=record.settings["precision"],
         global_batch=_global_batch(record),
         lr=max(story.lrs, default=None),
@@ -149,6 +159,8 @@ class _Story:
         self.parts = dict.fromkeys(PARTS, 0.0)
         self.seconds_of: dict[int, float] = defaultdict(float)
         self.bytes_sent = 0
+        self.bytes_in_exchanges, self.exchange_seconds = 0, 0.0
+        self.compression: Line = {}
         self.last_step = 0
         self.epoch = -1
         self.loss_sum, self.loss_samples = 0.0, 0
@@ -167,12 +179,10 @@ class _Story:
                 self.best_validation = line
         elif kind == "restart":
             self.restarts.append(line)
-        elif kind == "test":
-            self.test = line
         elif kind == "start":
             self.start, self.end = line, {}
-        elif kind == "end":
-            self.end = line
+        elif kind in ("test", "compression", "end"):
+            setattr(self, kind, line)
         if kind != "test":
             self._clock(kind, line["time"])
 
@@ -185,6 +195,9 @@ class _Story:
             self.parts[part] += line[part]
         self.seconds_of[line["epoch"]] += line["seconds"]
         self.bytes_sent += line["bytes_sent"]
+        if line.get("exchange_seconds"):
+            self.bytes_in_exchanges += line["bytes_sent"]
+            self.exchange_seconds += line["exchange_seconds"]
         if line["epoch"] != self.epoch:
             self.epoch, self.loss_sum, self.loss_samples = line["epoch"], 0.0, 0
         self.loss_sum += line["loss"] * line["samples"]
@@ -206,6 +219,15 @@ class _Story:
         values = {"median": percentile(ordered, 50), "p95": percentile(ordered, 95)}
         values |= {part: total / len(ordered) for part, total in self.parts.items()}
         return {name: round(value, 9) for name, value in values.items()}
+
+    def network(self) -> dict[str, float]:
+        """What the network gave, and what it was found to be able to give."""
+        found = {}
+        if self.exchange_seconds:
+            found["effective_bandwidth"] = round(self.bytes_in_exchanges / self.exchange_seconds, 1)
+        if self.compression:
+            found |= {"probed_bandwidth": self.compression["bandwidth"], "probed_latency": self.compression["latency"]}
+        return found
 
     def best(self, record: RunRecord) -> dict[str, Any]:
         """The best validation by the metric that early stopping watches: the loss, where nothing is said."""

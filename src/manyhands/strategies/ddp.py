@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from manyhands.communication.buckets import GradientBuckets
+from manyhands.communication.compression.choose import Choice
 from manyhands.communication.compression.feedback import Compressor
 from manyhands.communication.compression.table import make_compression
 from manyhands.communication.lanes import Lanes
 from manyhands.communication.world import World
 from manyhands.config.strategies import DDP
+from manyhands.events import CompressionChosen
 from manyhands.strategies.auto import Stopwatch
 from manyhands.strategies.strategy import Compute, Piece, Scale, Shard, StepOutcome, Steppable, Tally
 
@@ -93,6 +97,8 @@ class DataParallel:
         if watch is not None:
             watch.computed()
         buckets.finish()
+        if self.world.size > 1 and self.world.device.type == "cpu" and buckets.buckets:
+            self.world.exchange_s += time.perf_counter() - buckets.first_left
         self.world.wait(summed)
         outcome = tally.outcome()
         if self.config.compression_errors and buckets.compressor is not None:
@@ -109,7 +115,7 @@ class DataParallel:
         watch = self.stopwatch
         if watch is not None and watch.enough:
             choice = watch.decide(self.config, buckets.parameters, bucket_bytes=self.bucket_bytes)
-            self.world.notes.append(choice.why())
+            self._tell(choice)
             self._settle_on(choice.name)
         elif watch is not None:
             watch.begin()
@@ -120,6 +126,19 @@ class DataParallel:
             buckets.begin(compressing=self.steps >= self.config.compression_warmup, scale=factor)
         self.steps += 1
         return buckets
+
+    def _tell(self, choice: Choice) -> None:
+        self.world.notes.append(choice.why())
+        network = choice.network
+        self.world.news.append(
+            partial(
+                CompressionChosen,
+                compression=choice.name,
+                why=choice.why(),
+                bandwidth=network.bandwidth,
+                latency=network.latency_s,
+            )
+        )
 
     def _settle_on(self, name: str) -> None:
         """What `auto` stands for from now on."""

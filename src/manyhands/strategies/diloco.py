@@ -114,6 +114,9 @@ class OuterSteps:
                 self._take(fragment)
         self.lanes.ready()
         self.rounds.saw(optimizer)
+        if self.steps <= self.config.sync_warmup:
+            self._warm_up(model)
+            return
         for fragment in self.fragments:
             if self.steps - self.began == self._turn(fragment):
                 self._send(fragment)
@@ -122,6 +125,14 @@ class OuterSteps:
         if self.steps - self.began >= self.rounds.length:
             self.began = self.steps
             self.rounds.next()
+
+    def _warm_up(self, model: nn.Module) -> None:
+        """All meet, and the first round begins from where they are."""
+        weighted_mean(drifting(model), self.alone.weight, self.world)
+        self.alone.met()
+        for fragment in self.fragments:
+            fragment.shared = fragment.now()
+        self.began = self.steps
 
     def _turn(self, fragment: Fragment) -> int:
         """After which step of the round under way it is sent; the last one after its last step."""
@@ -157,6 +168,7 @@ class OuterSteps:
     def _arrive(self, fragment: Fragment) -> None:
         if fragment.ticket is not None:
             self.lanes.wait(fragment.ticket)
+            self.world.exchange_s += fragment.ticket.seconds
             fragment.ticket = None
 
     def average(self, model: nn.Module) -> None:

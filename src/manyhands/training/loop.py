@@ -137,7 +137,7 @@ class Loop:
         """One optimizer step, from waiting for its samples to telling its numbers."""
         world, state = self.parts.world, self.state
         begin, exposed, sent, stalled = time.perf_counter(), world.exposed_s, world.bytes_sent, self.keeping.stalled_s
-        self.since = time.time()
+        self.since, exchanged = time.time(), world.exchange_s
         step = next(steps)
         fetched = time.perf_counter()
         self.under_way = state.step + 1
@@ -160,6 +160,7 @@ class Loop:
             lr=lr,
             samples=step.samples,
             bytes_sent=world.bytes_sent - sent,
+            exchange_s=world.exchange_s - exchanged,
             timing=timing,
             time=time.time(),
             indices=step.taken,
@@ -239,6 +240,8 @@ class Loop:
             self.tell(step_done(numbers))
         while world_notes := self.parts.world.notes:
             self.tell(Note(text=world_notes.pop(0), step=self.state.step, time=time.time()))
+        while world_news := self.parts.world.news:
+            self.tell(world_news.pop(0)(step=self.state.step, time=time.time()))
 
     def check(self, numbers: StepNumbers) -> bool:
         """Whether the numbers of a step are numbers. Where not, stop, go back, or say that the step was left out."""
@@ -372,6 +375,7 @@ def step_done(numbers: StepNumbers) -> StepDone:
             other=host.total - host.work - host.data_wait - host.snapshot_stall,
         ),
         bytes_sent=facts.bytes_sent,
+        exchange_seconds=facts.exchange_s,
         time=facts.time,
         values={name: value for name, value in numbers.values.items() if name != "loss"},
     )

@@ -39,6 +39,8 @@ class StepFacts:
     lr: float
     samples: int
     bytes_sent: int
+    exchange_s: float
+    """From the first gradient's leaving to the last sum's arrival; 0 on a GPU."""
     timing: HostTiming
     time: float
     indices: Indices

@@ -106,6 +106,7 @@ def test_live_line_says_how_far_how_fast_and_how_long() -> None:
         "seconds_left": 9.0,  # nine steps, a second each
         "fraction": 0.25,
         "restarts": 0,
+        "waiting": 0.25,
     }
 
 

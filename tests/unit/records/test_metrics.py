@@ -20,7 +20,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from stories import BEGIN, ended, epoch_done, snapshot_saved, started, stepped, validated, was_tested
 
-from manyhands.events import Event, Note, Recovered, SnapshotSkipped
+from manyhands.events import CompressionChosen, Event, Note, Recovered, SnapshotSkipped
 from manyhands.records import metrics
 from manyhands.records.metrics import MetricsFile, line_of, text_of
 
@@ -33,6 +33,7 @@ EVERY_KIND: list[Event] = [
     SnapshotSkipped(step=4, path=Path("snapshots/step-4"), reason="one bit is wrong", time=BEGIN),
     Recovered(step=4, reason="rank 1 died", how="without it", steps_redone=1, seconds_lost=0.5, time=BEGIN),
     Note(text="said once", step=4, time=BEGIN),
+    CompressionChosen(step=5, compression="int8", why="slow", bandwidth=1e6, latency=1e-4, time=BEGIN),
     ended(4),
     was_tested(4, loss=0.4),
 ]
@@ -53,7 +54,8 @@ def test_every_kind_of_event_has_its_line(tmp_path: Path) -> None:
     assert {type(event) for event in EVERY_KIND} == set(get_args(Event))
     write(tmp_path / "m", *EVERY_KIND)
     lines = metrics.read(tmp_path / "m")
-    words = ["start", "step", "epoch", "validation", "snapshot", "skipped", "restart", "note", "end", "test"]
+    words = ["start", "step", "epoch", "validation", "snapshot", "skipped", "restart", "note"]
+    words += ["compression", "end", "test"]
     assert [line["event"] for line in lines] == words
     for line in lines:
         assert isinstance(line["step"], int)
@@ -65,7 +67,7 @@ def test_line_of_a_step_holds_what_is_promised() -> None:
     where = {"event": "step", "step": 5, "epoch": 1, "time": BEGIN + 5}
     numbers = {"loss": 0.25, "lr": 0.1, "samples": 8, "gradient_norm": 1.5, "bytes_sent": 1000}
     parts = {"compute": 0.5, "communication_exposed": 0.25, "data_wait": 0.125, "snapshot_stall": 0.0, "other": 0.125}
-    assert line == where | numbers | {"seconds": 1.0} | parts
+    assert line == where | numbers | {"seconds": 1.0, "exchange_seconds": 0.0} | parts
 
 
 def test_values_of_the_user_are_kept_apart_from_our_names() -> None:

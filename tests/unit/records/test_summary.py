@@ -11,14 +11,14 @@ import pytest
 from stories import BEGIN, ended, epoch_done, record, snapshot_saved, started, stepped, validated, was_tested
 
 from manyhands.errors import ConfigError
-from manyhands.events import Event, Recovered
+from manyhands.events import CompressionChosen, Event, Recovered
 from manyhands.records.metrics import line_of
 from manyhands.records.summary import Summary, percentile, summarise
 
 FIELDS = (
     "status reason workers nodes strategy compression precision global_batch lr steps epochs steps_per_epoch "
-    "samples_per_second epoch_seconds step_seconds bytes_sent_per_step restarts steps_redone seconds_lost train_loss "
-    "validation best test weights_sha256 seconds schema_version"
+    "samples_per_second epoch_seconds step_seconds bytes_sent_per_step network compression_reason restarts "
+    "steps_redone seconds_lost train_loss validation best test weights_sha256 seconds schema_version"
 )
 
 WHOLE: list[Event] = [
@@ -187,3 +187,24 @@ def test_summary_that_cannot_be_understood_is_refused(tmp_path: Path, change: di
     path.write_text(json.dumps(fields))
     with pytest.raises(ConfigError, match=words):
         Summary.read(path)
+
+
+def test_effective_bandwidth_is_what_was_sent_over_the_time_it_was_under_way() -> None:
+    events = [started(), *(stepped(step, bytes_sent=3000, exchange_seconds=0.5) for step in (1, 2)), stepped(3)]
+    assert summary_of(*events).network == {"effective_bandwidth": 6000.0}
+
+
+def test_summary_names_what_auto_took_and_why() -> None:
+    chosen = CompressionChosen(step=6, compression="int8", why="slow", bandwidth=2e6, latency=3e-4, time=BEGIN + 6)
+    found = summary_of(started(), *(stepped(step) for step in range(1, 7)), chosen)
+    assert (found.compression, found.compression_reason) == ("int8", "slow")
+    assert found.network == {"probed_bandwidth": 2e6, "probed_latency": 3e-4}
+
+
+def test_summary_that_was_written_before_there_was_a_network_in_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    summary_of(*WHOLE).write(path)
+    fields = json.loads(path.read_text())
+    del fields["network"], fields["compression_reason"]
+    path.write_text(json.dumps(fields))
+    assert Summary.read(path).network == {}

@@ -1,0 +1,186 @@
+"""Asks what each way of sending less costs in accuracy, next to one process that sends nothing.
+
+    python benchmarks/accuracy.py --data DIR         # DIR holds fashion-mnist.npz
+    python benchmarks/accuracy.py --page             # the page once more, of the runs that are recorded
+
+Every run sees the same samples in the same order, from the same first weights. So each run is compared with that of
+one process of the same seed, in points of test accuracy. Both tasks are short (a learning rate that falls to zero
+over 471 and 300 steps), so that many runs fit on a small machine: what a way costs while a model learns fastest shows
+more here than at the end of a long training. Workers are processes of one machine; accuracy does not know the
+difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import small_runs
+from machine import describe
+from small_runs import Task, Wanted
+
+import manyhands as mh
+
+LINES, PAGE = (Path(__file__).with_suffix(end) for end in (".jsonl", ".md"))
+AIMS = {"fp16": 0.3, "bf16": 0.3, "int8": 0.3, "powersgd": 0.3, "powersgd, warmed up": 0.3}
+AIMS |= {"local-sgd": 0.5, "local-sgd, warmed up": 0.5, "diloco": 0.5, "diloco, warmed up": 0.5}
+"""Points of accuracy that a way may cost."""
+WARM = 3
+"""Warm-ups are the first third of a run."""
+
+
+def methods(steps: int) -> dict[str, Any]:
+    """Every way that is compared, for a run of so many steps; those that drop most also with an exact beginning."""
+    warm = steps // WARM
+    return {
+        "none": mh.DDP(),
+        "fp16": mh.DDP(compression="fp16"),
+        "bf16": mh.DDP(compression="bf16"),
+        "int8": mh.DDP(compression="int8"),
+        "powersgd": mh.DDP(compression="powersgd"),
+        "powersgd, warmed up": mh.DDP(compression="powersgd", compression_warmup=warm),
+        "topk": mh.DDP(compression="topk"),
+        "local-sgd": mh.LocalSGD(sync_every=8),
+        "local-sgd, warmed up": mh.LocalSGD(sync_every=8, sync_warmup=warm),
+        "diloco": mh.DiLoCo(sync_every=32),
+        "diloco, warmed up": mh.DiLoCo(sync_every=32, sync_warmup=warm),
+    }
+
+
+FIRST = [
+    "powersgd, warmed up",
+    "diloco, warmed up",
+    "local-sgd, warmed up",
+    "none",
+    "bf16",
+    "int8",
+    "powersgd",
+    "diloco",
+]
+"""What is run first in each round; topk, which has no aim, comes last."""
+ROUNDS = [(0, 4), (1, 4), (2, 4), (0, 8), (0, 2), (1, 8), (1, 2), (2, 8), (2, 2)]
+
+
+def every_run(tasks: Sequence[Task]) -> list[Wanted]:
+    """In the order in which they tell most."""
+    wanted = []
+    for seed, workers in ROUNDS:
+        for task in tasks:
+            found = methods(small_runs.steps_of(task, task.batch))
+            wanted.append(Wanted(task, "single", 1, seed))
+            order = [*FIRST, *(label for label in found if label not in FIRST and label != "topk"), "topk"]
+            wanted += [Wanted(task, label, workers, seed, strategy=found[label]) for label in order]
+    return wanted
+
+
+def differences(lines: Sequence[Mapping[str, Any]], task: str, label: str, workers: int | None = None) -> list[float]:
+    """In points, to the run of one process of the same seed; of all numbers of workers where none is given."""
+    alone = {line["seed"]: line["accuracy"] for line in lines if (line["task"], line["label"]) == (task, "single")}
+    return [
+        100 * (line["accuracy"] - alone[line["seed"]])
+        for line in lines
+        if (line["task"], line["label"]) == (task, label) and workers in (None, line["workers"])
+    ]
+
+
+def spread(found: Sequence[float]) -> str:
+    """The mean, the lowest and the highest, and how many."""
+    if not found:
+        return ""
+    if len(found) == 1:
+        return f"{found[0]:+.2f} (n = 1)"
+    return f"{statistics.mean(found):+.2f} ({min(found):+.2f} to {max(found):+.2f}, n = {len(found)})"
+
+
+def verdict(found: Sequence[float], aim: float | None) -> str:
+    """Whether the mean, give or take two standard errors, is above, below or around what was aimed at."""
+    if aim is None or not found:
+        return ""
+    if len(found) < 3:
+        return "too few runs to say"
+    mean, error = statistics.mean(found), statistics.stdev(found) / math.sqrt(len(found))
+    if mean - 2 * error >= -aim:
+        return "kept"
+    return "missed" if mean + 2 * error < -aim else "open"
+
+
+def page(lines: Sequence[Mapping[str, Any]]) -> str:
+    """What was found, as it stands."""
+    text = ["# Accuracy of each way of sending less", "", (__doc__ or "").split("\n\n", 2)[2].strip(), ""]
+    text += [describe(Path(sys.executable), ["torch", "numpy"]), "", "![differences by method](accuracy.png)", ""]
+    for task, what in (("images", "Images: a ConvNet on Fashion-MNIST"), ("letters", "Letters: a transformer")):
+        alone = [100 * line["accuracy"] for line in lines if (line["task"], line["label"]) == (task, "single")]
+        if not alone:
+            continue
+        text += [f"## {what}", ""]
+        text += [
+            f"One process: {statistics.mean(alone):.2f} % ({min(alone):.2f} to {max(alone):.2f}, {len(alone)} seeds). "
+            "Differences to it in points: mean (lowest to highest).",
+            "",
+            "| way | 2 workers | 4 workers | 8 workers | all | aim | |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for label in methods(300):
+            all_of_them = differences(lines, task, label)
+            if all_of_them:
+                cells = [spread(differences(lines, task, label, workers)) for workers in (2, 4, 8)]
+                aim = AIMS.get(label)
+                said = f"within {aim}" if aim is not None else ""
+                text.append(
+                    f"| {label} | {' | '.join(cells)} | {spread(all_of_them)} | {said} | {verdict(all_of_them, aim)} |"
+                )
+        text.append("")
+    return "\n".join(text)
+
+
+def plot(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Each run a dot, each way a row."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    matplotlib.rcParams["font.size"] = 9
+    from matplotlib import pyplot
+
+    labels = list(methods(300))
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.8), sharey=True, layout="constrained")
+    for axis, task in zip(axes, ("images", "letters"), strict=True):
+        axis.axvspan(-0.3, 0.3, color="0.9")
+        axis.axvline(0, color="0.6", linewidth=0.8)
+        for row, label in enumerate(labels):
+            for workers, color in ((2, "tab:green"), (4, "tab:blue"), (8, "tab:orange")):
+                found = differences(lines, task, label, workers)
+                axis.plot(found, [row] * len(found), "o", color=color, markersize=4, alpha=0.8)
+        axis.set_yticks(range(len(labels)), labels)
+        axis.set_title(task)
+        axis.set_xlabel("points of accuracy, to one process of the same seed")
+    axes[0].invert_yaxis()
+    dots = [pyplot.Line2D([], [], marker="o", linestyle="", color=c) for c in ("tab:green", "tab:blue", "tab:orange")]
+    axes[1].legend(dots, ["2 workers", "4", "8"], loc="lower right", fontsize=8)
+    figure.savefig(path, dpi=90)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--data", type=Path, help="folder with fashion-mnist.npz")
+    parser.add_argument("--lines", type=Path, default=LINES, help="where runs are recorded, one line each")
+    parser.add_argument("--minutes", type=float, default=600, help="begin no run after this time")
+    parser.add_argument("--page", action="store_true", help="make no runs, only the page and the plot")
+    asked = parser.parse_args()
+    if not asked.page:
+        if asked.data is None:
+            parser.error("give --data DIR, or --page")
+        tasks = [small_runs.images(asked.data), small_runs.letters()]
+        small_runs.make_all(every_run(tasks), asked.lines, minutes=asked.minutes)
+    lines = small_runs.recorded(asked.lines)
+    PAGE.write_text(page(lines))
+    plot(lines, PAGE.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

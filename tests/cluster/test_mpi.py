@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from engines import FOLDER, environment, furthest_from_one_process, hashes, recipe, run, share
+from engines import FOLDER, MANYHANDS, environment, furthest_from_one_process, hashes, recipe, run, share
 from launching import wait_until
 from testbed import needs
 
@@ -45,6 +45,21 @@ def test_unmodified_torchrun_script_runs_by_mpi_with_several_workers_on_each_hos
 def test_host_that_mpirun_does_not_reach_ends_the_start_with_a_sentence(four: Lab) -> None:
     done = run(four[0], ["--on", "mpi", "--hosts", "lab1,nowhere", "torchrun_script.py"])
     assert (done.returncode, "nowhere does not resolve" in done.stderr) == (3, True), done.stderr
+
+
+@pytest.mark.parametrize("gone", ["script", "folder"])
+def test_host_that_does_not_share_the_folder_is_named_with_what_it_lacks(four: Lab, gone: str) -> None:
+    for host in four.hosts[:2] if gone == "script" else four.hosts[:1]:
+        host.run(["mkdir", "-p", "/root/alone"])
+    four[0].path("/root/alone/here.py").write_text("print('here')\n")
+    words = [*MANYHANDS, "run", "--on", "mpi", "--hosts", "lab1,lab2", "--run-dir", f"{FOLDER}/alone", "here.py"]
+    done = four[0].run(words, folder="/root/alone", env=environment(), timeout_s=120, check=False)
+    wanted = "there is no script 'here.py' here" if gone == "script" else "the working directory is not here"
+    four[1].run(["rm", "-rf", "/root/alone"])
+    assert done.returncode == 3, done.stderr
+    assert wanted in done.stderr
+    assert "host lab2, /root/alone" in done.stderr
+    assert "here\n" not in done.stdout, "nothing has run"
 
 
 def test_script_that_the_users_own_mpirun_starts_knows_its_place(four: Lab) -> None:

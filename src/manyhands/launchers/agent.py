@@ -44,6 +44,7 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,10 @@ class Agent:
         self._command: dict[str, Any] = message["command"]
         self._host = message.get("host") or self._host
         self._logs = Path(message["run_dir"]) / "logs"
+        if missing := _missing(self._command):
+            self._head.send("trouble", text=missing, where=self._command["folder"], early=True)
+            self._fit = False
+            return
         try:
             self._logs.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -299,6 +304,16 @@ class Agent:
             self._loop.after(_BREATH_S, self._breathe)
         else:
             self._pause(False)
+
+
+def _missing(command: Mapping[str, Any]) -> str:
+    """What this host lacks of the files that the workers are to run, in a sentence; empty where all is there."""
+    folder = Path(command["folder"])
+    if not folder.is_dir():
+        return "the working directory is not here: hosts are expected to share it, or have copies"
+    if command["kind"] == "script" and not (folder / command["program"]).exists():
+        return f"there is no script {command['program']!r} here: hosts are expected to share it, or have copies"
+    return ""
 
 
 def _version(package: str) -> str | None:

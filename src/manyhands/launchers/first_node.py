@@ -84,8 +84,10 @@ def _starter(station: Station) -> StartAgent:
 
 def _be_agent(station: Station, patience_s: float) -> int:
     before = signal.signal(signal.SIGTERM, _end_at_once)  # until there is an agent, which does better
-    connection = _call(station.head, patience_s)
-    signal.signal(signal.SIGTERM, before)
+    try:
+        connection = _call(station.head, patience_s)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     verdict = agent.serve(connection, node=station.number, token=station.token, address=station.address)
     return AGAIN if verdict is None or verdict >= 128 else verdict
 

@@ -9,9 +9,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from manyhands.errors import ConfigError
-from manyhands.launchers import choices, first_node, job_file
+from manyhands.launchers import choices, first_node, job_file, packing
 from manyhands.launchers.job import Job
 from manyhands.launchers.meeting import PORT
+from manyhands.records import run_directory
 from manyhands.units import Duration
 
 OPTIONS = {
@@ -104,12 +105,7 @@ def _check_folder(job: Job) -> None:
             where="--no-sync",
             fix="say where it is in the image or on a volume: -o folder=/path",
         )
-    if job.kind == "script" and not _is_below((job.folder / job.program).resolve(), job.folder.resolve()):
-        raise ConfigError(
-            f"the script is outside of the working directory, {job.folder}, which is what is sent",
-            where=job.program,
-            fix="start from a folder that holds it, or say where it is in the image with -o folder=/path",
-        )
+    packing.program_there(job)
 
 
 def check_size(packed: bytes, folder: Path) -> None:
@@ -136,17 +132,28 @@ def name_of(job: Job) -> str:
 def job_there(job: Job) -> Job:
     """`job` as its pods see it: with their working directory, and their run directory."""
     folder = Path(job.options.get("folder", UNPACKED))
-    program = Path(job.program)
-    if job.kind == "script" and program.is_absolute() and _is_below(program, job.folder):
-        job = replace(job, program=str(program.relative_to(job.folder)))
-    kept = {key: value for key, value in job.options.items() if key == "wait"}
-    run_dir = folder / job.run_dir.relative_to(job.folder) if _is_below(job.run_dir, job.folder) else job.run_dir
-    return replace(job, folder=folder, run_dir=run_dir, options=kept, hosts=())
+    environment = dict(job.environment)
+    if not keeps_record(job):
+        environment[run_directory.APART] = "1"  # each pod has a disk of its own
+    return replace(
+        job,
+        program=packing.program_there(job) if "folder" not in job.options else job.program,
+        folder=folder,
+        run_dir=_run_dir_there(job),
+        options={key: value for key, value in job.options.items() if key == "wait"},
+        hosts=(),
+        environment=environment,
+    )
+
+
+def _run_dir_there(job: Job) -> Path:
+    folder = Path(job.options.get("folder", UNPACKED))
+    return folder / job.run_dir.relative_to(job.folder) if _is_below(job.run_dir, job.folder) else job.run_dir
 
 
 def keeps_record(job: Job) -> bool:
-    """Whether the run directory is on a volume, so that it is still there when the pods are gone."""
-    run_dir = job_there(job).run_dir
+    """Whether the run directory is on a volume, so that all pods share it and it is there when they are gone."""
+    run_dir = _run_dir_there(job)
     return any(_is_below(run_dir, Path(path)) for _, path in _pairs(job, "volumes", ":"))
 
 

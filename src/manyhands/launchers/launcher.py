@@ -36,6 +36,7 @@ LAUNCHERS: Table[type[Launcher]] = Table(
         "local": "manyhands.launchers.local:Local",
         "mpi": "manyhands.launchers.mpi:Mpi",
         "ray": "manyhands.launchers.ray:Ray",
+        "sagemaker": "manyhands.launchers.sagemaker:SageMaker",
         "ssh": "manyhands.launchers.ssh:Ssh",
         "slurm": "manyhands.launchers.slurm:Slurm",
     },

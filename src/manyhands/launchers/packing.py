@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gzip
 import io
+import os
 import tarfile
 from pathlib import Path
 
 from manyhands.errors import ConfigError
 from manyhands.launchers import sync
+from manyhands.launchers.job import Job
 
 
 def pack(folder: Path, *, leave_out: Path) -> bytes:
@@ -50,3 +52,21 @@ def unpack(packed: Path, folder: Path) -> None:
             where=f"{packed} to {folder}",
             fix="see that the disk of the node is not full, and start the run again",
         ) from cause
+
+
+def program_there(job: Job) -> str:
+    """What to run where the working directory was unpacked: a script by its path below that.
+
+    Raises:
+        ConfigError: the script is outside of what is packed.
+    """
+    if job.kind != "script":
+        return job.program
+    here, folder = os.path.abspath(job.folder / job.program), os.path.abspath(job.folder)
+    if os.path.commonpath([here, folder]) != folder:
+        raise ConfigError(
+            f"the script is outside of the working directory, {job.folder}, which is what is sent",
+            where=job.program,
+            fix="start from a folder that holds it",
+        )
+    return os.path.relpath(here, folder)

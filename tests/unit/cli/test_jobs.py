@@ -25,7 +25,7 @@ def test_handle_of_a_run_that_is_not_on_this_machine_gets_a_sentence(
     assert "there is no detached run of that name on this machine" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("target", ["slurm", "mpi", "ssh", "local"])
+@pytest.mark.parametrize("target", ["slurm", "mpi", "ssh", "local", "ray", "kubernetes", "sagemaker"])
 def test_help_of_a_target_lists_its_options(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--on", target, "--help"]) == 0
     assert f"Options of {target}, each as -o KEY=VALUE" in capsys.readouterr().out

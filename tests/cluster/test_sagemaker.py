@@ -1,0 +1,99 @@
+"""Instances that are hosts of a lab, with /opt/ml as SageMaker lays it out: real addresses, real processes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aws import Aws, serve, variables
+from containers import Container, call, digits, manyhands, weights_here
+from launching import wait_until
+
+from manyhands.lab import Lab, lab
+
+LONG_S = 240
+OPTIONS = {
+    "image": "123456789012.dkr.ecr.eu-central-1.amazonaws.com/train:1",
+    "role": "arn:aws:iam::123456789012:role/trainer",
+    "bucket": "s3://ours/runs",
+    "instance": "ml.g5.xlarge",
+}
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Lab]:
+    with lab(2) as hosts:
+        call(hosts, {f"algo-{number}": host for number, host in enumerate(hosts, start=1)})
+        yield hosts
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The user's folder."""
+    folder = tmp_path_factory.mktemp("desk")
+    digits(folder, epochs=3)
+    (folder / "wrong.py").write_text("import os\nif os.environ['RANK'] == '1':\n    raise ValueError('a slip')\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(desk: Path) -> str:
+    return weights_here(desk)
+
+
+@pytest.fixture
+def aws(pair: Lab, tmp_path: Path) -> Iterator[Aws]:
+    with serve(tmp_path, lambda: [Container(host) for host in pair]) as made:
+        yield made
+
+
+def run(aws: Aws, desk: Path, name: str, script: str, *more: str) -> Any:
+    options = [
+        word for key, value in {**OPTIONS, "python": sys.executable}.items() for word in ("-o", f"{key}={value}")
+    ]
+    words = ["run", "--on", "sagemaker", "--nodes", "2", *options, "--run-dir", f"runs/{name}", *more, script]
+    return manyhands(desk, *words, **variables(aws))
+
+
+def weights_there(aws: Aws, name: str) -> str:
+    summary = json.loads(aws.objects[f"s3://ours/runs/{name}/run/summary.json"])
+    assert summary["workers"] == 2
+    return str(summary["weights_sha256"])
+
+
+@pytest.mark.timeout(LONG_S)
+def test_two_instances_train_to_the_weights_of_this_machine(aws: Aws, desk: Path, expected: str) -> None:
+    done = run(aws, desk, "first", "digits.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "manyhands: sent as sagemaker://eu-central-1/first-" in done.stdout
+    assert "test" in done.stdout, "what the first instance printed came through CloudWatch"
+    assert weights_there(aws, "first") == expected
+
+
+@pytest.mark.timeout(LONG_S)
+def test_run_on_spare_instances_goes_on_when_they_are_taken_away(aws: Aws, desk: Path, expected: str) -> None:
+    handle = run(aws, desk, "spare", "digits.py", "-o", "spot=yes", "--detach").stdout.strip()
+    name = handle.rpartition("/")[2]
+    metrics = aws.machines[0].host.path("/opt/ml/checkpoints/metrics.jsonl")
+    wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 20, "it trains", timeout_s=90)
+    aws.take_away(name)
+    wait_until(lambda: aws.jobs[name].status == "Completed", "it is over", timeout_s=120)
+    said = manyhands(desk, "logs", handle, **variables(aws)).stdout
+    assert "started again, the run goes on from its last snapshot" in said
+    assert weights_there(aws, "spare") == expected
+
+
+@pytest.mark.timeout(LONG_S)
+def test_job_that_fails_says_so_in_the_words_of_the_first_failure(aws: Aws, desk: Path) -> None:
+    done = run(aws, desk, "wrong", "wrong.py")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "ValueError: a slip" in done.stdout
+    [handle] = [word for word in done.stdout.split() if word.startswith("sagemaker://")]
+    found = json.loads(manyhands(desk, "status", "--json", handle, **variables(aws)).stdout)
+    assert (found["state"], found["code"]) == ("failed", 1)
+    assert "rank 1" in found["reason"]
+    assert "host algo-2" in found["reason"]

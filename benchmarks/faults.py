@@ -148,6 +148,15 @@ class Run:
             self.type_again()
             time.sleep(0.02)
 
+    def wait_until_told(self, since: float) -> None:
+        """Until the record says that it went on, or began again."""
+        deadline = time.monotonic() + WAIT_S
+        while not any(line["event"] in ("restart", "start") and line["time"] > since for line in self.lines()):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"nothing was told for {WAIT_S:.0f} s")
+            self.type_again()
+            time.sleep(0.02)
+
     def wait_until_whole(self) -> None:
         """Until as many workers as were asked for train again."""
         deadline = time.monotonic() + WAIT_S
@@ -196,9 +205,10 @@ def one_fault(run: Run, kind: str, steps: int) -> dict[str, Any]:
     for undo in run.scene.undo:
         undo()
     run.scene.undo.clear()
-    run.wait_for(at_step + 1)
+    if kind != "disk-full":
+        run.wait_until_told(began)
     run.wait_until_whole()
-    run.wait_for(run.last_step() + 2)
+    run.wait_for(max(at_step, run.last_step()) + 2)
     after = [line for line in run.lines() if line["time"] > began]
     restarts = [line for line in after if line["event"] == "restart"]
     joined = [line for line in after if line["event"] in ("note", "restart") and "new" in _how(line)]

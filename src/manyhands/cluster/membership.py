@@ -3,7 +3,7 @@
 One connection per worker to the socket of its agent, both ways, one JSON object per line. The agent passes everything
 on between its workers and the head, which alone decides. From the worker (`kind`):
 
-    enrol      any_size                  training has begun: from now on others may go, and this worker goes on
+    enrol      most                      training has begun: from now on others may go, and this worker goes on
     regroup    step                      the group is broken, or is to change: this worker has finished so many steps
     join                                 a worker that was started later is ready to be one of them
     withdraw                             training is over: nobody can go on without this worker, or come to it
@@ -102,19 +102,19 @@ class Membership:
             joins=bool(variables.get(JOINS)),
         )
 
-    def enrol(self, *, any_size: bool) -> None:
-        """From now on the others may go. `any_size`: the number of workers changes no bit of the result."""
+    def enrol(self, *, most: int) -> None:
+        """From now on the others may go. `most`: any number of workers up to this gives the same bits; 0: none does."""
         self._connect()
-        self._send("enrol", any_size=any_size)
+        self._send("enrol", most=most)
 
-    def join(self, *, any_size: bool) -> Group:
+    def join(self, *, most: int) -> Group:
         """Wait until the others take this worker in.
 
         Raises:
             Refused: they do not.
         """
         self._connect()
-        self._send("join", any_size=any_size)
+        self._send("join", most=most)
         return self._answer()
 
     def regroup(self, step: int) -> Group:

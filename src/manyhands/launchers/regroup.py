@@ -64,11 +64,11 @@ class Regroup:
         if self.ended:
             self._hosts.tell_member(member, "refused", reason="the run is ending")
         elif kind == "enrol":
-            member.enrolled, member.any_size = True, bool(fields["any_size"])
+            member.enrolled, member.most = True, int(fields["most"])
         elif kind == "withdraw":
             member.enrolled = False
         elif kind == "join":
-            member.any_size = bool(fields["any_size"])
+            member.most = int(fields["most"])
             self.roster.ask(number, -1, group=self.roster.group)
             self._begin()
         elif kind == "regroup":
@@ -116,6 +116,8 @@ class Regroup:
     # A new group.
 
     def _begin(self) -> None:
+        if not self.roster.broken and not self.roster.wants_change():
+            return  # somebody has come for whom there is no room: idle, until one of the others is lost
         if not self._waiting:
             self._waiting = True
             self._turn += 1

@@ -30,7 +30,8 @@ class Member:
     """Whether it was started while others train, and has not joined them yet."""
     asked: int | None = None
     """How many steps it has finished, if it waits for a new group; a late one says -1."""
-    any_size: bool = False
+    most: int = 0
+    """Any number of workers up to this gives the same bits, and there cannot be more; 0: each number its own bits."""
 
 
 @dataclass(slots=True)
@@ -88,13 +89,20 @@ class Roster:
             self.broken = True  # nobody is known to be gone, but they cannot reach one another
 
     def wants_change(self) -> bool:
-        """Whether a worker that was started late is ready to join."""
-        return any(member.late and member.asked is not None for member in self.members.values())
+        """Whether a worker that was started late is ready to join, and there is room for it."""
+        return bool(self._joining())
+
+    def _joining(self) -> list[Member]:
+        """Those that were started late and are ready, host by host; as many as there is room for."""
+        ready = [member for member in self.members.values() if member.late and member.asked is not None]
+        most = max((member.most for member in self.members.values()), default=0)
+        room = max(0, most - len(self.trained())) if most else len(ready)
+        return sorted(ready, key=lambda member: (member.node, member.local_rank))[:room]
 
     def waited_for(self) -> list[Member]:
         """Those that a new group needs and that have not asked for it yet."""
         waiting = [member for member in self.trained() if member.asked is None]
-        if self.broken and not all(member.any_size for member in self.trained()):
+        if self.broken and not all(member.most for member in self.trained()):
             # The bits depend on how many there are: wait for those that take the places of the lost.
             waiting += [member for member in self.members.values() if member.late and member.asked is None]
         return waiting
@@ -110,10 +118,7 @@ class Roster:
         best = max((member.asked or 0 for member in stayed), default=0)
         if best > self._best:
             self._best, self._without_progress = best, 0
-        joining = sorted(
-            (member for member in self.members.values() if member.late and member.asked is not None),
-            key=lambda member: (member.node, member.local_rank),
-        )
+        joining = self._joining()
         nodes = list(dict.fromkeys(member.node for member in [*stayed, *joining]))
         formed = [member for node in nodes for member in [*stayed, *joining] if member.node == node]
         for rank, member in enumerate(formed):

@@ -115,16 +115,16 @@ class NobodyHasIt(Exception):
 class Recovery:
     """Takes one worker through a change of the workers."""
 
-    def __init__(self, parts: Parts, keeping: Keeping, state: RunState, records: Records, *, any_size: bool) -> None:
-        """`any_size`: the number of workers changes no bit of the result."""
+    def __init__(self, parts: Parts, keeping: Keeping, state: RunState, records: Records, *, most: int) -> None:
+        """`most`: any number of workers up to this gives the same bits; 0: each gives its own."""
         assert parts.world.membership is not None, "can_survive() comes before"
-        self.parts, self.keeping, self.state, self.records, self.any_size = parts, keeping, state, records, any_size
+        self.parts, self.keeping, self.state, self.records, self.most = parts, keeping, state, records, most
         self.world: World = parts.world
         self.membership: Membership = parts.world.membership
 
     def enrol(self) -> None:
         """Training begins: from now on workers may go and come."""
-        self.membership.enrol(any_size=self.any_size)
+        self.membership.enrol(most=self.most)
 
     def withdraw(self) -> None:
         """Training is over."""
@@ -138,7 +138,7 @@ class Recovery:
         """
         self.state.step = _NOWHERE
         try:
-            group = self.membership.join(any_size=self.any_size)
+            group = self.membership.join(most=self.most)
         except Refused as refused:
             raise CommunicationError(
                 f"this worker was to join others, and they do not go on: {refused}",

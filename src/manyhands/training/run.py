@@ -87,8 +87,9 @@ class Run:
         )
         self.state, self.loaded = (RunState(), None) if self.world.apart else self.keeping.restore()
         self.started: RunStarted | None = None
-        any_size = settings.virtual_workers is not None
-        self.recovery = Recovery(parts, self.keeping, self.state, self, any_size=any_size) if survive else None
+        self.recovery = (
+            Recovery(parts, self.keeping, self.state, self, most=settings.virtual_workers or 0) if survive else None
+        )
         self.samples: SamplesFile | None = None
         self.led = False
         self.copies = False

@@ -7,12 +7,12 @@ import pytest
 from manyhands.launchers.roster import MOST_WITHOUT_PROGRESS, Member, Roster, places
 
 
-def roster(workers: int, *, per_node: int = 1, any_size: bool = False) -> Roster:
+def roster(workers: int, *, per_node: int = 1, most: int = 0) -> Roster:
     """Workers 0, 1, … that all train."""
     made = Roster()
     for number in range(workers):
         node, local_rank = divmod(number, per_node)
-        made.add(Member(number=number, node=node, local_rank=local_rank, rank=number, enrolled=True, any_size=any_size))
+        made.add(Member(number=number, node=node, local_rank=local_rank, rank=number, enrolled=True, most=most))
     return made
 
 
@@ -42,7 +42,7 @@ def test_group_is_due_when_all_that_are_left_and_the_replacement_have_asked() ->
 
 
 def test_replacement_is_not_waited_for_where_the_number_of_workers_changes_no_bit() -> None:
-    who = roster(3, any_size=True)
+    who = roster(3, most=8)
     who.lose(1, "it was killed")
     who.add(late(3))
     ask_all(who, 7)
@@ -51,6 +51,29 @@ def test_replacement_is_not_waited_for_where_the_number_of_workers_changes_no_bi
     who.ask(3, -1, group=1)
     ask_all(who, 9)
     assert numbers(who.form()) == [0, 3, 2], "side by side with its host, and behind those that have trained there"
+
+
+def test_worker_for_whom_there_is_no_part_stays_idle_until_another_is_lost() -> None:
+    who = roster(2, most=2)
+    who.add(late(2, node=2))
+    who.members[2].most = 2
+    who.ask(2, -1, group=0)
+    assert not who.wants_change()
+    assert not who.due
+    who.lose(1, "it was killed")
+    ask_all(who, 7)
+    assert who.due
+    assert numbers(who.form()) == [0, 2]
+
+
+def test_of_several_that_come_as_many_join_as_there_is_room_for() -> None:
+    who = roster(2, most=3)
+    for number in (2, 3):
+        who.add(late(number, node=number))
+        who.ask(number, -1, group=0)
+    ask_all(who, 7)
+    assert numbers(who.form()) == [0, 1, 2]
+    assert not who.wants_change(), "the fourth waits"
 
 
 def test_leader_is_one_that_has_trained_before() -> None:

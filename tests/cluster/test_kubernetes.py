@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from launching import MANYHANDS, environment, wait_until
 
 from manyhands.lab import Lab, lab
 
-NAMES = ("first", "evicted", "lost", "wrong")
+NAMES = ("first", "evicted", "killed", "lost", "wrong")
 LONG_S = 240
 
 
@@ -101,6 +102,23 @@ def test_run_whose_pod_is_evicted_goes_on_to_the_same_weights(
     assert len(pods.of_index(0)) == len(pods.of_index(1)) == 2
     assert pods.objects["Job", "default", "evicted"]["status"].get("failed", 0) == 0, "an eviction is nobody's fault"
     assert weights(disk / "evicted") == expected
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LONG_S)
+def test_run_whose_pod_dies_without_a_word_goes_on_with_the_one_that_is_started_for_it(
+    pods: Cluster, desk: Path, disk: Path
+) -> None:
+    handle = ask(pods, desk, *words("killed", "digits.py", "--detach")).stdout.strip()
+    wait_until(lambda: lines_of(disk / "killed") > 20, "it trains", timeout_s=90)
+    [dead] = pods.of_index(1)
+    assert dead.machine is not None
+    dead.machine.signal(dead.process, signal.SIGKILL)
+    said = ask(pods, desk, "logs", "--follow", handle).stdout
+    assert status(pods, desk, handle)["state"] == "done", said
+    assert (len(pods.of_index(0)), len(pods.of_index(1))) == (1, 2), "the first pod has gone on"
+    assert pods.objects["Job", "default", "killed"]["status"]["failed"] == 1
+    assert json.loads((disk / "killed" / "summary.json").read_text())["workers"] == 2
 
 
 @pytest.mark.timeout(LONG_S)

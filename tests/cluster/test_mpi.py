@@ -62,6 +62,16 @@ def test_host_that_does_not_share_the_folder_is_named_with_what_it_lacks(four: L
     assert "here\n" not in done.stdout, "nothing has run"
 
 
+def test_detached_run_by_mpi_is_asked_after_by_its_handle(four: Lab) -> None:
+    words = ["--on", "mpi", "--hosts", "lab2,lab3", "--detach", "--run-dir", f"{FOLDER}/detached"]
+    handle = run(four[0], [*words, "torchrun_script.py"]).stdout.strip()
+    assert handle == f"mpi://{FOLDER}/detached"
+    told = four[0].run([*MANYHANDS, "logs", "--follow", handle], env=environment(), timeout_s=160).stdout
+    assert sorted(re.findall(r"sum 1 of 2 on (lab\d) sees \[\]", told)) == ["lab2", "lab3"], told
+    status = four[0].run([*MANYHANDS, "status", handle], env=environment()).stdout
+    assert status.startswith("done · lab2,lab3 · "), status
+
+
 def test_script_that_the_users_own_mpirun_starts_knows_its_place(four: Lab) -> None:
     variables = [f"{name}={value}" for name, value in environment(MANYHANDS_RUN_DIR=f"{FOLDER}/own").items()]
     variables.append(recipe())

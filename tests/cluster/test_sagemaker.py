@@ -74,6 +74,7 @@ def test_two_instances_train_to_the_weights_of_this_machine(aws: Aws, desk: Path
     assert weights_there(aws, "first") == expected
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(LONG_S)
 def test_run_on_spare_instances_goes_on_when_they_are_taken_away(aws: Aws, desk: Path, expected: str) -> None:
     handle = run(aws, desk, "spare", "digits.py", "-o", "spot=yes", "--detach").stdout.strip()

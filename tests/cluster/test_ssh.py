@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from launching import MANYHANDS, wait_until
 from remote import run
 from testbed import needs
 
@@ -153,3 +154,17 @@ def test_port_that_torchrun_would_take_may_be_taken(four: Lab, tmp_path: Path) -
         host.end(other)
         other.communicate()
     assert (ended.code, ended.out.count("met 2")) == (0, 2), ended.err
+
+
+def test_detached_run_over_ssh_is_followed_and_cancelled_by_its_handle(four: Lab, tmp_path: Path) -> None:
+    source = "import os, socket, time\nprint('begins on', socket.gethostname(), flush=True)\ntime.sleep(600)"
+    ended = run(four, tmp_path, source, "--detach", "--hosts", "lab1,lab2", "--run-dir", "run")
+    handle = ended.out.strip()
+    assert handle == f"ssh://{tmp_path}/run", ended.err
+    log = tmp_path / "run" / "logs" / "detached.log"
+    wait_until(lambda: log.read_text().count("begins on") == 2, "both workers run", timeout_s=90)
+    assert four.desk.run([*MANYHANDS, "status", handle]).stdout.startswith("running · process ")
+    four.desk.run([*MANYHANDS, "cancel", handle], timeout_s=120)
+    assert four.desk.run([*MANYHANDS, "status", handle]).stdout.startswith("cancelled · lab1,lab2 · ")
+    told = four.desk.run([*MANYHANDS, "logs", handle]).stdout
+    assert sorted(line.split()[-1] for line in told.splitlines() if "begins on" in line) == ["lab1", "lab2"]

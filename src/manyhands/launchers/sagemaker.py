@@ -17,8 +17,8 @@ from manyhands.launchers.job import Job, Plan
 from manyhands.launchers.sagemaker_client import Client, code_of
 from manyhands.launchers.sagemaker_request import OPTIONS, input_place, job_name, job_there
 
-_LOOK_S = 5.0
-_LATE_S = 5.0
+_LOOK_S = 3.0
+_LATE_S = 3.0
 """How long after its end the last words of a job may still be on their way to CloudWatch."""
 _LOGS = "/aws/sagemaker/TrainingJobs"
 _STATES: dict[str, State] = {"Completed": "done", "Failed": "failed", "Stopped": "cancelled"}

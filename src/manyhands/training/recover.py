@@ -69,20 +69,23 @@ class Records(Protocol):
         """Have everything that was told on the disk. Whether it is there."""
 
 
-def can_survive(parts: Parts) -> bool:
-    """Whether the workers that are left have everything that a run needs to go on.
-
-    On a GPU they do not: NCCL's collectives come back before they are done, so nobody knows which step is whole.
-    """
+def why_not_survive(parts: Parts) -> str:
+    """Why the workers that are left would not have everything that a run needs to go on; empty where they would."""
     world = parts.world
-    return (
-        world.membership is not None
-        and world.backend == "gloo"
-        and world.device.type == "cpu"
-        and isinstance(parts.strategy, Survivable)
-        and parts.strategy.survives
-        and not isinstance(parts.source, ShardedSource)
-    )
+    if world.backend != "gloo" or world.device.type != "cpu":
+        return "on GPUs nobody knows which step is whole"  # NCCL's collectives come back before they are done
+    if not isinstance(parts.strategy, Survivable):
+        return "each worker has a model of its own between two exchanges"
+    if not parts.strategy.survives:
+        return "a compression keeps on each worker what it has not sent"
+    if isinstance(parts.source, ShardedSource):
+        return "each worker reads a shard of the stream that no other reads"
+    return ""
+
+
+def can_survive(parts: Parts) -> bool:
+    """Whether the workers that are left go on without one that is lost."""
+    return parts.world.membership is not None and not why_not_survive(parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ from manyhands.training.evaluate import Evaluation
 from manyhands.training.keeping import Keeping
 from manyhands.training.loop import Loop, WorkersChange
 from manyhands.training.marks import reached
-from manyhands.training.recover import Recovery
+from manyhands.training.recover import Recovery, why_not_survive
 from manyhands.training.result import Result
 from manyhands.training.rewind import go_back
 from manyhands.training.state import RunState
@@ -315,6 +315,9 @@ class Run:
             notes.append("BatchNorm sees the batch of all workers; batch_norm='local' is faster and another model")
         elif self.world.size > 1 and self.settings.batch_norm == "local":
             notes.append("BatchNorm sees each worker's own samples, so the number of workers changes the model")
+        if self.recovery is None and self.world.membership is not None:
+            why = why_not_survive(self.parts) or "this is not the first fit of the script"
+            notes.append(f"if a worker is lost, all end ({why}); --restarts N goes on from the newest snapshot")
         if self.loaded is not None and (reached(loop.limit, loop.mark()) or self.state.ended):
             why = self.state.ended or f"it is {Duration.parse(self.settings.duration)} long already"
             notes.append(f"this run is finished ({why}); ask for a longer one, or choose another run directory")

@@ -7,6 +7,7 @@ From the agent:
     hello     token, node, host, address, process, cores, python, torch (or null), manyhands
     store     generation, port, shared                     the answer to `open_store`
     output    rank, generation, member, stream ("out", "err"), lines
+    unlogged  rank, generation, member, why                its log has gaps: its disk is full, say
     report    rank, generation, member, kind, fields       what a worker said through `cluster.reports`
     member    member, kind, fields                         what a worker said through `cluster.membership`
     ended     rank, generation, member, code, signal, finished, error, out_of_memory

@@ -145,6 +145,8 @@ class Head:
             case "report":
                 self._vigil.take_report(message["member"], message["kind"], message["fields"])
                 self._news.take_report(self._crew.rank(message), message["kind"], message["fields"])
+            case "unlogged":
+                self._news.tell_of_gaps(node, self._crew.rank(message), message["why"])
             case "seen":
                 self._vigil.take_sights(node, message)
             case "ended":

@@ -46,6 +46,10 @@ class News:
         if self._course.job.overrides and not self._course.trainer_seen:
             self._course.display.say("manyhands: --set had no effect, because the script made no mh.Trainer")
 
+    def tell_of_gaps(self, node: Node, rank: int, why: str) -> None:
+        """The log of a worker cannot be written. What it prints is shown all the same."""
+        self._course.display.say(f"manyhands: the log of rank {rank} on host {node.name} is not whole: {why}")
+
     def show_traceback(self, text: str) -> None:
         """The traceback of the worker that failed first."""
         for line in without_native_frames(text).splitlines():

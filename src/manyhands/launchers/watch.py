@@ -84,6 +84,7 @@ class WatchedWorker:
             self._log: io.FileIO | None = io.FileIO(log, "a")
         except OSError:
             self._log = None  # a full disk must not stop training
+        self._log_has_gaps = False
         loop.after(_GLIMPSE_S, self._glimpse)
 
     def open_pipes(self) -> list[int]:
@@ -151,9 +152,13 @@ class WatchedWorker:
             self._tell("output", **self.seat.to_json(), stream=stream, lines=lines)
 
     def _keep(self, lines: list[str]) -> None:
-        with contextlib.suppress(OSError):
+        try:
             if self._log is not None:
                 self._log.write("".join(line + "\n" for line in lines).encode())
+        except OSError as error:
+            if not self._log_has_gaps:
+                self._log_has_gaps = True
+                self._tell("unlogged", **self.seat.to_json(), why=error.strerror or str(error))
 
     def _glimpse(self) -> None:
         if not self.ended:

@@ -1,0 +1,199 @@
+"""What gets no further on real hosts is named with host, rank and seconds; and where others can, they go on."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from launching import run as run_here
+from launching import wait_until
+from remote import run, start
+
+from manyhands.lab import Lab
+
+PATIENCE_S = 5
+LONG_S = 120
+"""The longest time until a sentence, on a machine that is busy with other things."""
+
+TRAINING = """
+    import os, time
+    import torch
+    from torch import nn
+    import manyhands as mh
+
+    class Slow(nn.Linear):
+        def forward(self, inputs):
+            time.sleep(0.02 if os.environ["WORLD_SIZE"] != "1" else 0)
+            return super().forward(inputs)
+
+    torch.manual_seed(0)
+    data = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randint(0, 4, (64,)))
+    trainer = mh.Trainer(
+        model=lambda: nn.Sequential(Slow(8, 4096), nn.Linear(4096, 4)),
+        loss=nn.CrossEntropyLoss(),
+        optimizer=lambda params: torch.optim.AdamW(params, lr=0.01),
+        data=mh.Data(train=data, batch_size=16),
+        virtual_workers=4,
+        snapshots=mh.Snapshots(every="1000000 steps"),
+    )
+    trainer.fit(os.environ["DURATION"])
+"""
+
+
+def steps_done(hosts: Lab, run_dir: Path) -> int:
+    """How far the run is, as the records of the hosts tell."""
+    last = 0
+    for host in hosts:
+        path = host.path(run_dir / "metrics.jsonl")
+        for line in path.read_text().splitlines() if path.exists() else []:
+            if line.startswith('{"event": "step"') and line.endswith("}"):
+                last = max(last, json.loads(line)["step"])
+    return last
+
+
+class Training:
+    """A run of `TRAINING` without end on the hosts of a lab, read as it goes."""
+
+    def __init__(self, hosts: Lab, folder: Path, *options: str) -> None:
+        self.hosts, self.run_dir = hosts, folder / "run"
+        words = ["--hosts", ",".join(hosts.names), "--run-dir", str(self.run_dir), "--hang-timeout", str(PATIENCE_S)]
+        self.process = start(hosts, folder, TRAINING, "--env", "DURATION=1000000 steps", *words, *options)
+
+    def told(self) -> str:
+        """What the first host has put on record."""
+        return self.hosts[0].path(self.run_dir / "metrics.jsonl").read_text()
+
+    def wait_for(self, true: Callable[[], bool], what: str) -> None:
+        wait_until(lambda: self.process.poll() is not None or true(), what, timeout_s=LONG_S)
+        assert self.process.poll() is None, self.process.communicate()
+
+    def wait_for_step(self, step: int) -> None:
+        self.wait_for(lambda: steps_done(self.hosts, self.run_dir) >= step, f"step {step}")
+
+    def finish(self) -> str:
+        """Ask it to stop, and see that it does. Returns all that was printed."""
+        try:
+            self.hosts.desk.end(self.process, signal.SIGTERM)
+            out, err = self.process.communicate(timeout=LONG_S)
+        except subprocess.TimeoutExpired:
+            self.hosts.desk.end(self.process)
+            raise AssertionError(f"no end: {self.process.communicate()}") from None
+        return out + err
+
+
+def assert_as_if_nothing_had_happened(training: Training, folder: Path, told: str) -> None:
+    """The weights are, bit for bit, those of one process that trained as many steps."""
+    summary = json.loads((training.run_dir / "summary.json").read_text())
+    assert summary["status"] == "interrupted", told
+    run_here(folder, TRAINING, "--env", f"DURATION={summary['steps']} steps", "--run-dir", "one", name="one.py")
+    alone = json.loads((folder / "one" / "summary.json").read_text())
+    assert summary["weights_sha256"] == alone["weights_sha256"], told
+    assert summary["steps_redone"] <= summary["restarts"]
+
+
+@pytest.mark.timeout(400)
+def test_frozen_host_is_dropped_and_taken_in_again_when_it_is_thawed(
+    make_lab: Callable[..., Lab], tmp_path: Path
+) -> None:
+    hosts = make_lab(3)
+    training = Training(hosts, tmp_path, "--nodes", "2:3")
+    training.wait_for_step(10)
+    old = set(hosts[2].processes())
+    begin = time.monotonic()
+    hosts[2].freeze()
+    training.wait_for(lambda: '"event": "restart"' in training.told(), "the others go on")
+    training.wait_for_step(steps_done(hosts, training.run_dir) + 5)
+    seconds = time.monotonic() - begin
+    hosts[2].thaw()
+    training.wait_for(lambda: "goes on with 3 workers, 1 of them new" in training.told(), "it is taken in again")
+    training.wait_for_step(steps_done(hosts, training.run_dir) + 5)
+    left = {words for process, words in hosts[2].processes().items() if process in old and "launchers" in words}
+    told = training.finish()
+    assert not left, "the workers from before are ended"
+    said = re.search(r"rank 2 on host lab3 was lost: the host has given no sign of life for (\d+) s", told)
+    assert said, f"gone on after {seconds:.1f} s:\n{told}"
+    assert PATIENCE_S <= int(said[1]) <= 2 * PATIENCE_S
+    assert_as_if_nothing_had_happened(training, tmp_path, told)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_cable_that_is_cut_in_the_middle_of_an_exchange_costs_the_others_a_step(
+    make_lab: Callable[..., Lab], tmp_path: Path
+) -> None:
+    hosts = make_lab(4, bandwidth="20mbit")  # the gradient of 200 kB is on the wire for most of a step
+    training = Training(hosts, tmp_path, "--nodes", "2:4")
+    training.wait_for_step(5)
+    begin = time.monotonic()
+    hosts[3].cut()
+    training.wait_for(lambda: '"event": "restart"' in training.told(), "the others go on")
+    training.wait_for_step(steps_done(hosts, training.run_dir) + 5)
+    seconds = time.monotonic() - begin
+    told = training.finish()
+    assert "rank 3 on host lab4 was lost" in told, f"gone on after {seconds:.1f} s:\n{told}"
+    assert_as_if_nothing_had_happened(training, tmp_path, told)
+
+
+FOREIGN = """
+    import os, sys
+    import torch, torch.distributed as dist
+    from torch import nn
+
+    def spin():
+        while True:
+            pass
+
+    dist.init_process_group("gloo")
+    model = nn.parallel.DistributedDataParallel(nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(100):
+        optimizer.zero_grad()
+        model(torch.ones(4, 8)).sum().backward()
+        optimizer.step()
+        if step == 20 and dist.get_rank() == 1:
+            {fault}
+"""
+
+
+def test_endless_loop_on_a_host_is_named_with_host_rank_step_and_seconds(four: Lab, tmp_path: Path) -> None:
+    options = ("--hosts", ",".join(four.names), "--hang-timeout", str(PATIENCE_S))
+    ended = run(four, tmp_path, FOREIGN.format(fault="spin()"), *options)
+    assert re.search(
+        r"manyhands: rank 1 on host lab2 computes without end at script.py:[78] in spin, and has got no further "
+        r"for 5 s \(after step 21\); 3 others wait for it; 3 other workers were ended\n",
+        ended.err,
+    ), f"after {ended.seconds:.1f} s: {ended.err}"
+    assert ended.code == 4
+
+
+def test_data_that_one_host_does_not_have_is_told_once_with_the_host(four: Lab, tmp_path: Path) -> None:
+    source = FOREIGN.format(fault="open('/data/part-1.bin')").replace("step == 20", "step == 2")
+    ended = run(four, tmp_path, source, "--hosts", ",".join(four.names))
+    assert ended.code == 1
+    assert ended.err.count("manyhands: ") == ended.err.count("Traceback") == 1, ended.err
+    error = "FileNotFoundError: [Errno 2] No such file or directory: '/data/part-1.bin'"
+    assert f"manyhands: rank 1 on host lab2 failed with {error}" in ended.err, f"after {ended.seconds:.1f} s"
+
+
+def test_disk_that_is_full_on_every_host_costs_snapshots_and_logs_and_is_said(
+    make_lab: Callable[..., Lab], tmp_path: Path
+) -> None:
+    hosts = make_lab(2)
+    run_dir = tmp_path / "run"
+    for host in hosts:
+        host.run(["mkdir", "-p", str(run_dir)])
+        host.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(run_dir)])
+    source = TRAINING.replace("1000000 steps", "10 steps") + '    print("x" * 200000)\n'
+    options = ("--hosts", "lab1,lab2", "--run-dir", str(run_dir), "--env", "DURATION=20 steps")
+    ended = run(hosts, tmp_path, source, *options)
+    assert (ended.code, ended.out.count("x" * 200000)) == (0, 2), "training goes on, and every line is shown"
+    assert "snapshot step-00000010 is left out: No space left on device" in ended.out
+    for rank, host in enumerate(hosts.names):
+        said = f"manyhands: the log of rank {rank} on host {host} is not whole: No space left on device"
+        assert ended.out.count(said) == 1, f"after {ended.seconds:.1f} s: {ended.out[-2000:]}"

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import IO, Any, ClassVar, TypeVar
 
 from manyhands import __version__
 from manyhands.errors import ConfigError, LaunchError
@@ -148,8 +148,12 @@ class _Cluster:
             address, _, port = head.rpartition(":")
             head = f"127.0.0.1:{host.tunnel(address, int(port))}"
         words = _agent_words(self._facts[node]["executable"], head, node, self._interfaces[node])
-        agent = subprocess.Popen(host.command(words), stdin=subprocess.PIPE, start_new_session=True)
+        # No stream of ours: ssh has writes to a pipe fail instead of wait, also ours, and lines would be lost.
+        pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+        agent = subprocess.Popen(host.command(words), stdin=pipe, stdout=nothing, stderr=pipe, start_new_session=True)
         assert agent.stdin is not None, "it was asked for as a pipe"
+        assert agent.stderr is not None, "it was asked for as a pipe"
+        threading.Thread(target=_pass_on, args=(agent.stderr,), daemon=True).start()
         agent.stdin.write(f"{token}\n".encode())
         agent.stdin.close()
         return agent
@@ -241,6 +245,14 @@ def connected(names: Sequence[str], pythons: Sequence[str], program: bytes = b""
             pulsing.join()
             for host in hosts:
                 host.close()
+
+
+def _pass_on(words: IO[bytes]) -> None:
+    """Show what ssh and an agent have to say, until they have ended."""
+    with words, contextlib.suppress(OSError, ValueError):
+        for line in words:
+            sys.stderr.write(line.decode(errors="replace"))
+            sys.stderr.flush()
 
 
 def _check(job: Job) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -153,8 +154,9 @@ class WatchedWorker:
 
     def _keep(self, lines: list[str]) -> None:
         try:
-            if self._log is not None:
-                self._log.write("".join(line + "\n" for line in lines).encode())
+            text = "".join(line + "\n" for line in lines).encode()
+            if self._log is not None and (self._log.write(text) or 0) < len(text):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # the disk took what it had room for
         except OSError as error:
             if not self._log_has_gaps:
                 self._log_has_gaps = True

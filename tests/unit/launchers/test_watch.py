@@ -79,6 +79,27 @@ def test_end_is_told_after_everything_that_was_written(host: Host) -> None:
     assert [kind for kind, _ in host.told].index("ended") == len(host.told) - 1
 
 
+def test_log_that_cannot_be_written_is_told_once_and_every_line_is_passed_on(host: Host, tmp_path: Path) -> None:
+    host.end(0, 0)  # of the worker that the scene came with
+    (tmp_path / "logs" / "full-3.log").symlink_to("/dev/full")
+    host.worker = WatchedWorker(
+        host.loop,
+        host.worker.seat,
+        log=tmp_path / "logs" / "full-3.log",
+        error_file=host.error_file,
+        tell=host.tell,
+        on_failure=host.note_failure,
+        before_end=host.desk.drain,
+    )
+    host.out, host.err, host.line, host.stack = host.worker.open_pipes()
+    os.write(host.out, b"one\n")
+    os.write(host.err, b"two\n")
+    host.end(0, 0)
+    assert [fields["why"] for kind, fields in host.told if kind == "unlogged"] == ["No space left on device"]
+    lines = [line for kind, fields in host.told if kind == "output" for line in fields["lines"]]
+    assert sorted(lines) == ["one", "two"]
+
+
 def test_last_report_is_told_before_the_end(host: Host) -> None:
     reporter = Reporter(str(host.desk.address), 1)
     for pipe in (host.out, host.err, host.line):

@@ -20,7 +20,6 @@ import json
 import os
 import random
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -31,17 +30,16 @@ from pathlib import Path
 from typing import Any
 
 from faults_kinds import ENDS_THE_COMMAND, KINDS, Scene, workers
-from machine import describe
+from faults_table import MOST_HOSTS, publish, table
 
 from manyhands.lab import Lab, lab
 from manyhands.records.line_file import read_lines
 from manyhands.records.samples import counted
 
 HERE = Path(__file__).parent
-REPORT, RECORDED = HERE / "faults.md", HERE / "faults.jsonl"
+RECORDED = HERE / "faults.jsonl"
 CHAPTER = 12
 """Faults until a run is stopped and compared."""
-MOST_HOSTS = 4
 DISK_MB = 96
 WAIT_S = 180.0
 """A run that makes no step for so long after a fault counts as lost."""
@@ -218,6 +216,7 @@ def one_fault(run: Run, kind: str, steps: int) -> dict[str, Any]:
         "next_step_s": _next_step(after, restarts[0]["time"] if restarts else began) - began,
         "whole_s": _next_step(after, joined[-1]["time"]) - began if joined else None,
         "steps_redone": sum(line["steps_redone"] for line in restarts),
+        "load": os.getloadavg()[0],
     }
 
 
@@ -351,60 +350,11 @@ def main() -> int:
             draw.shuffle(kinds)
             for begin in range(0, len(kinds), CHAPTER):
                 good &= chapter(count, kinds[begin : begin + CHAPTER], draw.randrange(1 << 31), asked.record)
-    REPORT.write_text(table(asked.record)) if asked.record == RECORDED else say(table(asked.record))
+    if asked.record == RECORDED:
+        publish(asked.record)
+    else:
+        say(table(asked.record))
     return 0 if good else 1
-
-
-def table(record: Path) -> str:
-    """The recorded answer, as Markdown."""
-    lines = list(read_lines(record))
-    chapters = [line for line in lines if "faults" in line]
-    faults = [line for line in lines if "kind" in line]
-    sizes = sorted({line["workers"] for line in faults})
-    rows = []
-    for kind in KINDS:
-        for size in sizes:
-            found = [line for line in faults if (line["kind"], line["workers"]) == (kind, size)]
-            if found:
-                whole = [line["whole_s"] for line in found if line["whole_s"] is not None]
-                rows.append(
-                    f"| {kind} | {size} | {len(found)} | {_spread([line['next_step_s'] for line in found])} "
-                    f"| {_spread(whole) if whole else ''} | {_spread([line['steps_redone'] for line in found], 0)} |"
-                )
-    done = [line for line in chapters if "weights_equal" in line]
-    broken = [line for line in chapters if "trouble" in line]
-    imports = [line["import_torch_s"] for line in chapters]
-    return "\n".join(
-        [
-            "# What each kind of fault costs",
-            "",
-            "Written by `python benchmarks/faults.py`; its first lines say what is done, and `faults_kinds.py` what",
-            "each fault is. Made from `faults.jsonl`, which has a line for each fault.",
-            "",
-            describe(Path(sys.executable), ["torch", "manyhands"]),
-            "",
-            f"{len(faults)} faults in {len(chapters)} runs on {', '.join(map(str, sizes))} workers over up to "
-            f"{MOST_HOSTS} practice hosts that share this machine's processor and one disk in memory. Median (worst).",
-            "",
-            "| fault | workers | n | seconds to the next step | seconds until all workers train | steps redone |",
-            "|---|---:|---:|---:|---:|---:|",
-            *rows,
-            "",
-            f"* Samples lost or repeated, over all steps: {sum(line['samples_wrong'] for line in done)}; lines of "
-            f"steps missing or twice: {sum(line['lines_wrong'] for line in done)}.",
-            f"* Runs that ended with the weights of an undisturbed one, bit for bit: "
-            f"{sum(line['weights_equal'] for line in done)} of {len(chapters)}.",
-            f"* Runs that did not come to their end: {len(broken)}"
-            + "".join(f"; {line['trouble']}" for line in broken)
-            + ".",
-            f"* Python needed {_spread(imports, 2)} s to import torch on one of these hosts.",
-            "",
-        ]
-    )
-
-
-def _spread(values: Sequence[float], digits: int = 2) -> str:
-    return f"{statistics.median(values):.{digits}f} ({max(values):.{digits}f})"
 
 
 if __name__ == "__main__":

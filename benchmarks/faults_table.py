@@ -1,0 +1,129 @@
+"""The tables of `faults.py`, made from its lines: the whole one, and a short one for the pages that show it."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from faults_kinds import KINDS
+from machine import describe
+
+from manyhands.records.line_file import read_lines
+
+ROOT = Path(__file__).parents[1]
+REPORT = ROOT / "benchmarks" / "faults.md"
+SHOWN_IN = (ROOT / "README.md", ROOT / "docs" / "when-something-dies.md")
+BEGIN, END = "<!-- made by benchmarks/faults.py -->", "<!-- end -->"
+MOST_HOSTS = 4
+WORDS = {
+    "worker": "a worker is killed",
+    "agent": "a host's agent is killed, and its workers with it",
+    "launcher": "the command itself is killed",
+    "frozen": "a host freezes",
+    "cut": "a cable is cut",
+    "sigterm": "SIGTERM to a worker",
+    "disk-full": "the disk is full during a snapshot",
+    "bit-flip": "a bit flips in the newest snapshot",
+    "power": "all processes on all hosts die at once",
+}
+
+
+def publish(record: Path) -> None:
+    """Write the table, and the short one wherever a page has a place for it."""
+    REPORT.write_text(table(record))
+    for page in SHOWN_IN:
+        before, _, rest = page.read_text().partition(BEGIN)
+        _, _, after = rest.partition(END)
+        page.write_text(f"{before}{BEGIN}\n\n{short_table(record)}\n\n{END}{after}")
+
+
+def short_table(record: Path) -> str:
+    """For each kind: median seconds to the next finished step by number of workers, and the most steps redone."""
+    faults = [line for line in read_lines(record) if "kind" in line]
+    sizes = sorted({line["workers"] for line in faults})
+    rows = [
+        f"| what happens | seconds to the next step on {' / '.join(map(str, sizes))} workers | steps redone, at most |"
+    ]
+    rows.append("|---|---:|---:|")
+    for kind in KINDS:
+        found = [line for line in faults if line["kind"] == kind]
+        if found:
+            medians = [_median([line["next_step_s"] for line in found if line["workers"] == size]) for size in sizes]
+            rows.append(f"| {WORDS[kind]} | {' / '.join(medians)} | {max(line['steps_redone'] for line in found)} |")
+    done = [line for line in read_lines(record) if "faults" in line]
+    equal, wrong = (
+        sum(line.get("weights_equal", False) for line in done),
+        sum(line.get("samples_wrong", 0) for line in done),
+    )
+    imports = [line["import_torch_s"] for line in done]
+    rows += [
+        "",
+        f"{len(faults)} faults in {len(done)} runs. Runs that ended with the weights of one to which nothing happened,",
+        f"bit for bit: {equal} of {len(done)}. Samples lost or repeated: {wrong}. Python needed {_median(imports)} s to import torch",
+        "there, which says how busy the machine was with other things meanwhile.",
+    ]
+    return "\n".join(rows)
+
+
+def _median(values: Sequence[float]) -> str:
+    if not values:
+        return "-"
+    value = statistics.median(values)
+    return f"{value:.2f}" if value < 10 else f"{value:.0f}"
+
+
+def table(record: Path) -> str:
+    """The recorded answer, as Markdown."""
+    lines = list(read_lines(record))
+    chapters = [line for line in lines if "faults" in line]
+    faults = [line for line in lines if "kind" in line]
+    sizes = sorted({line["workers"] for line in faults})
+    rows = []
+    for kind in KINDS:
+        for size in sizes:
+            found = [line for line in faults if (line["kind"], line["workers"]) == (kind, size)]
+            if found:
+                whole = [line["whole_s"] for line in found if line["whole_s"] is not None]
+                rows.append(
+                    f"| {kind} | {size} | {len(found)} | {_spread([line['next_step_s'] for line in found])} "
+                    f"| {_spread(whole) if whole else ''} | {_spread([line['steps_redone'] for line in found], 0)} |"
+                )
+    done = [line for line in chapters if "weights_equal" in line]
+    broken = [line for line in chapters if "trouble" in line]
+    loads = [line["load"] for line in faults if "load" in line]
+    imports = [line["import_torch_s"] for line in chapters]
+    return "\n".join(
+        [
+            "# What each kind of fault costs",
+            "",
+            "Written by `python benchmarks/faults.py`; its first lines say what is done, and `faults_kinds.py` what",
+            "each fault is. Made from `faults.jsonl`, which has a line for each fault.",
+            "",
+            describe(Path(sys.executable), ["torch", "manyhands"]),
+            "",
+            f"{len(faults)} faults in {len(chapters)} runs on {', '.join(map(str, sizes))} workers over up to "
+            f"{MOST_HOSTS} practice hosts that share this machine's processor and one disk in memory. Median (worst).",
+            "",
+            "| fault | workers | n | seconds to the next step | seconds until all workers train | steps redone |",
+            "|---|---:|---:|---:|---:|---:|",
+            *rows,
+            "",
+            f"* Samples lost or repeated, over all steps: {sum(line['samples_wrong'] for line in done)}; lines of "
+            f"steps missing or twice: {sum(line['lines_wrong'] for line in done)}.",
+            f"* Runs that ended with the weights of an undisturbed one, bit for bit: "
+            f"{sum(line['weights_equal'] for line in done)} of {len(chapters)}.",
+            f"* Runs that did not come to their end: {len(broken)}"
+            + "".join(f"; {line['trouble']}" for line in broken)
+            + ".",
+            *([f"* The machine's load meanwhile: {_spread(loads, 1)} on {os.cpu_count()} cores."] if loads else []),
+            f"* Python needed {_spread(imports, 2)} s to import torch on one of these hosts.",
+            "",
+        ]
+    )
+
+
+def _spread(values: Sequence[float], digits: int = 2) -> str:
+    return f"{statistics.median(values):.{digits}f} ({max(values):.{digits}f})"

@@ -192,6 +192,8 @@ def one_fault(run: Run, kind: str, steps: int) -> dict[str, Any]:
     """Let `steps` steps pass, do harm, and see what it costs."""
     run.wait_for(run.last_step() + steps)
     run.wait_until_whole()
+    while kind == "bit-flip" and len(list((run.run_dir / "snapshots").glob("step-*/manifest.json"))) < 2:
+        run.wait_for(run.last_step() + 1)  # with the only one damaged, nothing goes on, and a sentence says so
     time.sleep(run.scene.draw.uniform(0, 0.5))  # lines come to the disk in bundles, with a snapshot for one
     at_step = run.last_step()
     began = time.time()

@@ -49,10 +49,16 @@ def call(lab: Lab, names: Mapping[str, Host]) -> None:
 
 
 def digits(folder: Path, epochs: int = 30) -> None:
-    """The example in `folder`, with as many epochs."""
+    """The example in `folder`, with as many epochs; each event takes PAUSE seconds, where that variable is set."""
     text = (EXAMPLES / "digits.py").read_text()
-    assert "EPOCHS, BATCH = 30, 32" in text
-    (folder / "digits.py").write_text(text.replace("EPOCHS, BATCH = 30,", f"EPOCHS, BATCH = {epochs},"))
+    pause = 'lambda _: __import__("time").sleep(float(__import__("os").environ.get("PAUSE", "0")))'
+    for before, after in {
+        "EPOCHS, BATCH = 30,": f"EPOCHS, BATCH = {epochs},",
+        "trainer = mh.Trainer(\n": f"trainer = mh.Trainer(\n    listeners=[{pause}],\n",
+    }.items():
+        assert before in text, f"the example has no {before!r}"
+        text = text.replace(before, after)
+    (folder / "digits.py").write_text(text)
 
 
 def weights_here(folder: Path, *options: str) -> str:

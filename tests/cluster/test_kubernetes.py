@@ -20,6 +20,8 @@ from manyhands.lab import Lab, lab
 
 NAMES = ("first", "evicted", "killed", "lost", "wrong")
 LONG_S = 240
+SLOWLY = ("--env", "PAUSE=0.03")
+"""So that a run goes on while something happens to it, however fast this machine is."""
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +95,7 @@ def test_two_pods_train_to_the_weights_of_this_machine(pods: Cluster, desk: Path
 def test_run_whose_pod_is_evicted_goes_on_to_the_same_weights(
     pods: Cluster, desk: Path, disk: Path, expected: str
 ) -> None:
-    handle = ask(pods, desk, *words("evicted", "digits.py", "--detach")).stdout.strip()
+    handle = ask(pods, desk, *words("evicted", "digits.py", "--detach", *SLOWLY)).stdout.strip()
     wait_until(lambda: lines_of(disk / "evicted") > 20, "it trains", timeout_s=90)
     pods.evict(1)
     said = ask(pods, desk, "logs", "--follow", handle).stdout
@@ -109,7 +111,7 @@ def test_run_whose_pod_is_evicted_goes_on_to_the_same_weights(
 def test_run_whose_pod_dies_without_a_word_goes_on_with_the_one_that_is_started_for_it(
     pods: Cluster, desk: Path, disk: Path
 ) -> None:
-    handle = ask(pods, desk, *words("killed", "digits.py", "--detach")).stdout.strip()
+    handle = ask(pods, desk, *words("killed", "digits.py", "--detach", *SLOWLY)).stdout.strip()
     wait_until(lambda: lines_of(disk / "killed") > 20, "it trains", timeout_s=90)
     [dead] = pods.of_index(1)
     assert dead.machine is not None
@@ -136,7 +138,7 @@ def test_script_that_fails_in_a_pod_ends_the_job_with_its_error(pods: Cluster, d
 def test_cancelled_job_leaves_nothing_in_the_cluster_nor_on_its_machines(
     pods: Cluster, pair: Lab, desk: Path, disk: Path
 ) -> None:
-    handle = ask(pods, desk, *words("lost", "digits.py", "--detach")).stdout.strip()
+    handle = ask(pods, desk, *words("lost", "digits.py", "--detach", *SLOWLY)).stdout.strip()
     wait_until(lambda: lines_of(disk / "lost") > 5, "it trains", timeout_s=90)
     assert status(pods, desk, handle)["state"] == "running"
     assert running(pair)

@@ -77,7 +77,7 @@ def test_two_instances_train_to_the_weights_of_this_machine(aws: Aws, desk: Path
 @pytest.mark.slow
 @pytest.mark.timeout(LONG_S)
 def test_run_on_spare_instances_goes_on_when_they_are_taken_away(aws: Aws, desk: Path, expected: str) -> None:
-    handle = run(aws, desk, "spare", "digits.py", "-o", "spot=yes", "--detach").stdout.strip()
+    handle = run(aws, desk, "spare", "digits.py", "-o", "spot=yes", "--detach", "--env", "PAUSE=0.03").stdout.strip()
     name = handle.rpartition("/")[2]
     metrics = aws.machines[0].host.path("/opt/ml/checkpoints/metrics.jsonl")
     wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 20, "it trains", timeout_s=90)

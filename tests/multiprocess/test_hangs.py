@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from pathlib import Path
@@ -49,8 +50,8 @@ SCRIPT = """
 """
 
 
-def line_of(words: str) -> int:
-    return next(number for number, line in enumerate(SCRIPT.splitlines(), start=1) if words in line)
+def line_of(words: str, source: str = SCRIPT) -> int:
+    return next(number for number, line in enumerate(source.splitlines(), start=1) if words in line)
 
 
 def hung(folder: Path, what: str, *options: str, code: int = 4) -> Ended:
@@ -110,3 +111,49 @@ def test_run_that_hangs_is_started_again_where_that_was_asked_for(tmp_path: Path
     ended = hung(tmp_path, "spin", "--restarts", "1", code=0)
     assert "computes without end" in ended.out
     assert "starting all workers again (restart 1 of 1)" in ended.out
+
+
+TRAINER = """
+    import os
+    import torch
+    from pathlib import Path
+    from torch import nn
+    import manyhands as mh
+
+    class Trap(torch.utils.data.Dataset):
+        def __len__(self):
+            return 64
+        def __getitem__(self, index):
+            trap = Path("trap")
+            if os.environ["RANK"] == "1" and index == 40 and trap.exists():
+                trap.unlink()
+                while True:
+                    pass
+            return torch.full((8,), index / 64), torch.tensor(index % 4)
+
+    trainer = mh.Trainer(
+        model=lambda: nn.Linear(8, 4),
+        loss=nn.CrossEntropyLoss(),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        data=mh.Data(train=Trap(), batch_size=16),
+        virtual_workers=2,
+    )
+    trainer.fit("100 steps")
+"""
+
+
+def test_hanging_worker_of_a_trainer_is_replaced_and_the_bits_are_the_same(tmp_path: Path) -> None:
+    (tmp_path / "trap").touch()
+    options = ("--workers", "2", "--hang-timeout", str(PATIENCE_S), "--env", "OMP_NUM_THREADS=1")
+    caught = run(tmp_path, TRAINER, *options)
+    assert caught.code == 0, caught.err
+    assert re.search(
+        rf"went on .* after rank 1 on host \S+ waits for its data at script.py:({line_of('while True', TRAINER)}|"
+        rf"{line_of('                    pass', TRAINER)}) in __getitem__, and has got no further for 5 s",
+        caught.out,
+    ), caught.out
+    undisturbed = run(tmp_path, TRAINER, *options, "--run-dir", str(tmp_path / "undisturbed"))
+    assert undisturbed.code == 0, undisturbed.err
+    ends = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("run", "undisturbed")]
+    assert ends[0]["weights_sha256"] == ends[1]["weights_sha256"]
+    assert (ends[0]["restarts"], ends[1]["restarts"]) == (1, 0)

@@ -26,6 +26,8 @@ def test_stack_is_that_of_the_thread_that_heard_the_signal() -> None:
         Frame("/home/me/train.py", 8, "spin"),
         Frame("/home/me/train.py", 14, "<module>"),
     )
+    other, own = TWO_THREADS.split("\n\n")
+    assert stacks.parse(f"{own}\n{other}\n") == stacks.parse(TWO_THREADS)
     assert stacks.parse("") == ()
 
 

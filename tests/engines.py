@@ -38,7 +38,8 @@ sys.exit(0 if tree >= 0 and done == 0 else os.strerror(ctypes.get_errno()))
 
 def share(lab: Lab, folder: Path, target: str = FOLDER) -> None:
     """Let every host see `folder` of this machine as `target`, as a file server would; with the scripts in it."""
-    for script in [*SCRIPTS.glob("*_script.py"), *(SCRIPTS.parent / name for name in ("runs.py", "ranks.py"))]:
+    others = ("runs.py", "ranks.py", "multiprocess/accelerate_script.py", "multiprocess/lightning_script.py")
+    for script in [*SCRIPTS.glob("*_script.py"), *(SCRIPTS.parent / name for name in others)]:
         shutil.copy(script, folder)  # hosts may not see the tests themselves
     os.chmod(folder, 0o755)
     for host in lab:
@@ -66,6 +67,13 @@ def hashes(out: str) -> dict[int, tuple[str, str]]:
     """By rank: the host's name and the hash of the weights, as the recipe's script prints them."""
     found = re.findall(r"weights (\d+) (\S+) (\w+)", out)
     return {int(rank): (host, digest) for rank, host, digest in found}
+
+
+def equal_hashes(out: str, workers: int) -> bool:
+    """Whether a script with Accelerate or Lightning has trained so many workers together, to the same bits."""
+    found = re.findall(r"rank (\d) of (\d) on cpu: (\w{64})", out)
+    ranks = sorted((int(rank), int(count)) for rank, count, _ in found)
+    return ranks == [(rank, workers) for rank in range(workers)] and len({digest for _, _, digest in found}) == 1
 
 
 def furthest_from_one_process(weights: Path, tmp_path: Path) -> float:

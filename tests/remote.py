@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,19 +23,24 @@ class Ended:
     seconds: float
 
 
-def words(*options: str, script: str = "script.py") -> list[str]:
+def words(*options: str, script: str = "script.py", arguments: Sequence[str] = ()) -> list[str]:
     """What is typed. One thread for each worker: the hosts of a lab share this machine's cores."""
-    return [*MANYHANDS, "run", "--env", "OMP_NUM_THREADS=1", *options, script]
+    return [*MANYHANDS, "run", "--env", "OMP_NUM_THREADS=1", *options, script, *arguments]
 
 
 def start(
-    hosts: Lab, folder: Path, source: str | None, *options: str, variables: Mapping[str, str] | None = None
+    hosts: Lab,
+    folder: Path,
+    source: str | None,
+    *options: str,
+    variables: Mapping[str, str] | None = None,
+    arguments: Sequence[str] = (),
 ) -> subprocess.Popen[str]:
     """Start it, and do not wait. `source` None: the script is there already."""
     if source is not None:
         write_script(folder, source)
     return hosts.desk.start(
-        words(*options),
+        words(*options, arguments=arguments),
         folder=str(folder),
         env=variables,
         stdout=subprocess.PIPE,
@@ -50,11 +55,12 @@ def run(
     source: str | None,
     *options: str,
     variables: Mapping[str, str] | None = None,
+    arguments: Sequence[str] = (),
     timeout_s: float = 120,
 ) -> Ended:
     """Run it to its end."""
     begin = time.monotonic()
-    process = start(hosts, folder, source, *options, variables=variables)
+    process = start(hosts, folder, source, *options, variables=variables, arguments=arguments)
     try:
         out, err = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:

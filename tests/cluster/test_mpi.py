@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from engines import FOLDER, MANYHANDS, environment, furthest_from_one_process, hashes, recipe, run, share
+from engines import FOLDER, MANYHANDS, environment, equal_hashes, furthest_from_one_process, hashes, recipe, run, share
 from launching import wait_until
 from testbed import needs
 
@@ -40,6 +40,13 @@ def test_unmodified_torchrun_script_runs_by_mpi_with_several_workers_on_each_hos
     done = run(four[0], ["--on", "mpi", *words])
     assert done.returncode == 0, done.stderr
     assert sorted(re.findall(r"sum 6 of 4 on (lab\d) sees \[\]", done.stdout)) == ["lab2", "lab2", "lab3", "lab3"]
+
+
+def test_script_with_accelerate_trains_by_mpi(four: Lab) -> None:
+    words = ["--on", "mpi", "--hosts", "lab3,lab4", "--run-dir", f"{FOLDER}/library", "accelerate_script.py", "w.pt"]
+    done = run(four[0], words)
+    assert done.returncode == 0, done.stderr
+    assert equal_hashes(done.stdout, workers=2), done.stdout
 
 
 def test_host_that_mpirun_does_not_reach_ends_the_start_with_a_sentence(four: Lab) -> None:

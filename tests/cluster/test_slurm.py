@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from engines import FOLDER, MANYHANDS, environment, furthest_from_one_process, hashes, recipe, run, share
+from engines import FOLDER, MANYHANDS, environment, equal_hashes, furthest_from_one_process, hashes, recipe, run, share
 from launching import wait_until
 from slurms import start_slurm
 from testbed import needs
@@ -58,6 +58,14 @@ def test_four_hosts_in_an_allocation_train_to_the_weights_of_one_process(
     assert [found[rank][0] for rank in range(4)] == four.names
     assert len({digest for _, digest in found.values()}) == 1
     assert furthest_from_one_process(folder / "run" / "weights-0.npz", tmp_path) < 1e-5
+
+
+def test_script_with_lightning_trains_in_an_allocation(four: Lab, folder: Path) -> None:
+    words = ["--on", "slurm", "--run-dir", f"{FOLDER}/lightning", "lightning_script.py", "w.pt"]
+    done = run(four[0], words, before=["salloc", "--quiet", "--nodes", "2"])
+    assert done.returncode == 0, done.stderr
+    assert equal_hashes(done.stdout, workers=2), done.stdout
+    assert (folder / "w.pt").exists()
 
 
 def test_unmodified_torchrun_script_runs_as_a_batch_job_that_is_waited_for(four: Lab) -> None:

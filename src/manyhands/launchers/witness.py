@@ -184,7 +184,6 @@ class Witness:
             self._look_at_weights(optimizer)
         if self._batch is not None:
             self._add(f"batch {self.done}", self._batch)
-            self._batch = None
 
     def _look_at_group(self) -> None:
         with contextlib.suppress(Exception):  # torch may have become another one; the script is to go on

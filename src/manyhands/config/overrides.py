@@ -129,6 +129,8 @@ def _read(text: str, kind: Any, key: str) -> Any:
         members = typing.get_args(kind)
         if text.lower() == "none" and type(None) in members:
             return None
+        if any(text in typing.get_args(member) for member in members):
+            return text
         return _read(text, next(member for member in members if member is not type(None)), key)
     if typing.get_origin(kind) is typing.Literal:
         return text  # the section itself checks which words it knows

@@ -28,8 +28,9 @@ class Settings:
     """Most samples in one forward pass of validation and test. None: as in training."""
     drop_last: bool = False
     shuffle: bool = True
-    loader_workers: int = 0
-    """Processes per worker that fetch samples. 0: the worker fetches its own."""
+    loader_workers: int | Literal["auto"] = 0
+    """Processes per worker that fetch samples. 0: the worker fetches its own. `auto`: as many as the first batches show
+    are needed."""
     lr: float | None = None
     """Overrides the learning rate of every parameter group. None: as the script made the optimizer."""
     lr_scaling: Literal["sqrt", "linear"] | None = None
@@ -69,9 +70,11 @@ class Settings:
             "threads",
         ):
             _positive(key, getattr(self, key))
-        if self.loader_workers < 0:
+        if self.loader_workers != "auto" and (not isinstance(self.loader_workers, int) or self.loader_workers < 0):
             raise ConfigError(
-                f"loader_workers is {self.loader_workers}", where="loader_workers", fix="set it to 0 or more"
+                f"loader_workers is {self.loader_workers!r}",
+                where="loader_workers",
+                fix='set it to 0 or more, or to "auto"',
             )
         _one_of("precision", self.precision, ("fp32", "bf16", "fp16"))
         _one_of("batch_norm", self.batch_norm, ("global", "local"))

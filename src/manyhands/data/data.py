@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sized
-from typing import Any
+from typing import Any, Literal
 
 from torch.utils.data import Dataset, IterableDataset
 
@@ -21,7 +21,8 @@ class Data:
         batch_size: samples behind one optimizer step, over all workers.
         batch_size_per_worker: the other way: samples per worker, so that the batch grows with the workers.
         evaluation_batch_size: most samples in one forward pass of an evaluation; as in training where it is not given.
-        loader_workers: processes per worker that fetch samples ahead; 0 fetches in the worker itself.
+        loader_workers: processes per worker that fetch samples ahead; 0 fetches in the worker itself, `"auto"`
+            times the first batches and starts as many as are needed.
         shuffle: whether each epoch has a new order.
         drop_last: leave out the last batch of an epoch where it is smaller than the others.
         collate: makes a batch of a list of samples; PyTorch's `default_collate` where it is not given.
@@ -36,7 +37,7 @@ class Data:
         batch_size: int | None = None,
         batch_size_per_worker: int | None = None,
         evaluation_batch_size: int | None = None,
-        loader_workers: int = 0,
+        loader_workers: int | Literal["auto"] = 0,
         shuffle: bool = True,
         drop_last: bool = False,
         collate: Collate | None = None,

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import islice
+from typing import Any, Literal
 
 import torch
 from torch.utils.data import DataLoader
 
 from manyhands.data.fetch import Fetcher
+from manyhands.data.measured import MEASURED, Timed, chosen_for
 from manyhands.data.order import Indices, Order, Position, bounds
 
 
@@ -83,25 +86,50 @@ def plan_pieces(indices: Indices, cut: Cut) -> list[PiecePlan]:
 class Loader:
     """Fetches batches in order, in this process or ahead of time in `processes` others."""
 
-    def __init__(self, fetcher: Fetcher, *, processes: int, pin: bool) -> None:
+    def __init__(
+        self,
+        fetcher: Fetcher,
+        *,
+        processes: int | Literal["auto"],
+        pin: bool,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        """`processes="auto"`: fetch the first batches here, time them, and `say` how many processes go on with it."""
         self.fetcher = fetcher
         self.processes = processes
         self.pin = pin
+        self.say = say
+        self.measured = False
+        """Whether the number was chosen by measuring."""
 
     def batches(self, requests: Iterator[tuple[int, Indices]]) -> Iterator[Any]:
         """The batch of each (epoch, indices), in order. With loader processes, `requests` is read ahead."""
+        if self.processes == "auto":
+            timed = Timed(self._fetch(epoch, indices) for epoch, indices in islice(requests, MEASURED))
+            yield from timed
+            if len(timed.rest) < MEASURED:
+                return  # there were no more
+            self.processes, why = chosen_for(timed)
+            self.measured = True
+            if self.say is not None:
+                self.say(why)
         if not self.processes:
             yield from (self._fetch(epoch, indices) for epoch, indices in requests)
             return
-        loader: DataLoader[Any] = DataLoader(
-            _Requested(self.fetcher),  # type: ignore[arg-type]  # map-style by its __getitems__
-            batch_sampler=([request] for request in requests),
-            num_workers=self.processes,
-            collate_fn=_only,
-            pin_memory=self.pin,
-            generator=torch.Generator(),  # or it would draw its seed from the generator that dropout uses
-        )
-        yield from loader
+        with warnings.catch_warnings():
+            if self.measured:
+                # PyTorch warns of more processes than cores; these were found to wait more than they compute.
+                warnings.filterwarnings("ignore", message="This DataLoader will create")
+            loader: DataLoader[Any] = DataLoader(
+                _Requested(self.fetcher),  # type: ignore[arg-type]  # map-style by its __getitems__
+                batch_sampler=([request] for request in requests),
+                num_workers=self.processes,
+                collate_fn=_only,
+                pin_memory=self.pin,
+                generator=torch.Generator(),  # or it would draw its seed from the generator that dropout uses
+            )
+            batches = iter(loader)
+        yield from batches
 
     def steps(self, order: Order, cut: Cut, position: Position) -> Iterator[Step]:
         """Every step from `position` on, epoch after epoch without end."""

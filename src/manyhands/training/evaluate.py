@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -44,7 +44,7 @@ class Evaluation:
         samples: int,
         *,
         batch: int,
-        loader_workers: int,
+        loader_workers: int | Literal["auto"],
         world: World,
         loss: Loss | None,
         step: UserStep | None,

@@ -158,7 +158,7 @@ def make_source(data: Data, settings: Settings, *, batch: int, cut: Cut, world: 
             name="train",
             collate=data.collate,
             drop_last=settings.drop_last,
-            processes=settings.loader_workers,
+            processes=1 if settings.loader_workers == "auto" else settings.loader_workers,
         )
         # A shard is what one worker reads; with virtual workers what is read must not depend on how many there are.
         stream.sharded = stream.sharded and settings.virtual_workers is None
@@ -177,5 +177,5 @@ def make_source(data: Data, settings: Settings, *, batch: int, cut: Cut, world: 
             fix="make the batch smaller, or leave drop_last out",
         )
     fetcher = Fetcher(data.train, seed=settings.seed, name="train", collate=data.collate)
-    loader = Loader(fetcher, processes=settings.loader_workers, pin=world.device.type == "cuda")
+    loader = Loader(fetcher, processes=settings.loader_workers, pin=world.device.type == "cuda", say=world.notes.append)
     return IndexedSource(loader, order, cut)

@@ -1,0 +1,105 @@
+"""Loader processes chosen by measuring: how many, and that the samples stay the same."""
+
+from __future__ import annotations
+
+import os
+import time
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from manyhands.data.fetch import Fetcher
+from manyhands.data.measured import MEASURED, Timed, loaders_for, most_here
+from manyhands.data.order import Order, Position
+from manyhands.data.steps import Cut, Loader, Step
+
+
+class Slow(Dataset[torch.Tensor]):
+    """Samples that are drawn anew each time they are read, each after a while."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return 30
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(self.seconds)
+        return index + torch.rand(2)
+
+
+@pytest.mark.parametrize(
+    ("fetch_s", "rest_s", "count"),
+    [
+        (0.0, 0.1, 0),
+        (0.001, 0.1, 0),
+        (0.01, 0.1, 1),
+        (0.08, 0.1, 1),
+        (0.1, 0.1, 2),
+        (0.3, 0.1, 4),
+        (9.0, 0.1, 16),
+        (0.1, 0.0, 16),
+    ],
+)
+def test_processes_keep_pace_with_the_steps(fetch_s: float, rest_s: float, count: int) -> None:
+    assert loaders_for(fetch_s, rest_s, most=16) == count
+
+
+def test_fetching_that_waits_leaves_room_for_more_processes_than_fetching_that_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert [most_here(busy) for busy in (1.0, 0.5, 0.25, 0.0)] == [2, 4, 8, 16]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert most_here(1.0) == 1
+
+
+def test_fetching_and_the_rest_of_a_step_are_told_apart() -> None:
+    def items() -> Any:
+        for number in range(3):
+            time.sleep(0.05)
+            yield number
+
+    timed = Timed(items())
+    for _ in timed:
+        time.sleep(0.2)
+    assert len(timed.fetching) == len(timed.rest) == 3
+    assert timed.busy_s < sum(timed.fetching) / 2, "it waited and computed nothing"
+    assert all(rest > fetching for rest, fetching in zip(timed.rest, timed.fetching, strict=True))
+
+
+def steps_of(processes: Any, seconds: float, count: int = 20) -> tuple[list[Step], Loader, list[str]]:
+    said: list[str] = []
+    loader = Loader(Fetcher(Slow(seconds), seed=3, name="train"), processes=processes, pin=False, say=said.append)
+    order = Order(30, batch=4, seed=3, shuffle=True, drop_last=False)
+    found = []
+    for step in islice(loader.steps(order, Cut(1, 0, 1, 3), Position(0)), count):
+        found.append(step)
+        time.sleep(0.01)
+    return found, loader, said
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.02])
+def test_number_that_was_chosen_changes_no_sample_and_no_random_number(seconds: float) -> None:
+    here, _, _ = steps_of(0, 0.0)
+    chosen, loader, said = steps_of("auto", seconds)
+    assert [step.after for step in here] == [step.after for step in chosen]
+    for one, other in zip(here, chosen, strict=True):
+        for mine, theirs in zip(one.pieces, other.pieces, strict=True):
+            assert torch.equal(mine.batch, theirs.batch)
+    assert [text.startswith(f"loader processes: {loader.processes} ") for text in said] == [True]
+
+
+def test_dataset_that_is_slower_than_the_steps_gets_processes() -> None:
+    _, loader, _ = steps_of("auto", 0.02)  # three samples a piece, 60 ms, next to 10 ms
+    assert loader.processes not in ("auto", 0)
+
+
+def test_run_that_is_over_before_anything_was_measured_chooses_nothing() -> None:
+    found, loader, said = steps_of("auto", 0.0, count=MEASURED // 2)
+    assert len(found) == MEASURED // 2
+    assert (loader.processes, said) == ("auto", [])

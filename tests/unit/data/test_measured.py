@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import Dataset
 
+from manyhands.data import measured
 from manyhands.data.fetch import Fetcher
 from manyhands.data.measured import MEASURED, Timed, loaders_for, most_here
 from manyhands.data.order import Order, Position
@@ -58,18 +61,21 @@ def test_fetching_that_waits_leaves_room_for_more_processes_than_fetching_that_c
     assert most_here(1.0) == 1
 
 
-def test_fetching_and_the_rest_of_a_step_are_told_apart() -> None:
-    def items() -> Any:
+def test_fetching_and_the_rest_of_a_step_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, busy = [0.0], [0.0]
+    monkeypatch.setattr(measured, "time", SimpleNamespace(perf_counter=lambda: clock[0], thread_time=lambda: busy[0]))
+
+    def items() -> Iterator[int]:
         for number in range(3):
-            time.sleep(0.05)
+            clock[0] += 5.0
+            busy[0] += 2.0
             yield number
 
     timed = Timed(items())
     for _ in timed:
-        time.sleep(0.2)
-    assert len(timed.fetching) == len(timed.rest) == 3
-    assert timed.busy_s < sum(timed.fetching) / 2, "it waited and computed nothing"
-    assert all(rest > fetching for rest, fetching in zip(timed.rest, timed.fetching, strict=True))
+        clock[0] += 20.0
+        busy[0] += 20.0
+    assert (timed.fetching, timed.rest, timed.busy_s) == ([5.0] * 3, [20.0] * 3, 6.0)
 
 
 def steps_of(processes: Any, seconds: float, count: int = 20) -> tuple[list[Step], Loader, list[str]]:

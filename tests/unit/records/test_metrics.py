@@ -16,7 +16,7 @@ from typing import get_args
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from stories import BEGIN, ended, epoch_done, snapshot_saved, started, stepped, validated, was_tested
 
@@ -75,6 +75,7 @@ def test_values_of_the_user_are_kept_apart_from_our_names() -> None:
     assert (line["seconds"], line["values"]) == (1.0, {"seconds": 7.0, "perplexity": 2.5})
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)  # the machine may be busy
 @given(
     loss=st.floats(),
     lr=st.floats(),

@@ -63,7 +63,8 @@ def short_table(record: Path) -> str:
         "",
         f"{len(faults)} faults in {len(done)} runs. Runs that ended with the weights of one to which nothing happened,",
         f"bit for bit: {equal} of {len(done)}. Samples lost or repeated: {wrong}.",
-        f"Python needed {_median(imports)} s to import torch there, which says how busy the machine was with other things meanwhile.",
+        f"Python needed {_median(imports)} s to import torch there, which says how busy the machine",
+        "was with other things meanwhile.",
     ]
     return "\n".join(rows)
 

@@ -66,7 +66,7 @@ def _names_in(tree: ast.Module, module: str) -> Iterator[str]:
             above = module.split(".")[: -node.level] if node.level else []
             base = ".".join([*above, *([node.module] if node.module else [])])
             yield from (f"{base}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Constant) and re.fullmatch(r"manyhands(\.\w+)+(:\w+)?", str(node.value)):
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"manyhands(?!\.toml$)(\.\w+)+(:\w+)?", str(node.value)):
             yield str(node.value).partition(":")[0]
 
 
@@ -212,13 +212,13 @@ TRAINER_ARGUMENTS = (
     "backend record_samples run_dir on_bad_step"
 )
 OPTIONS = {
-    "run": "--on --hosts --hostfile --workers --nodes --workers-per-node --restarts --hang-timeout --no-sync --encrypt "
-    "--env --set --run-dir --module --no-python --rehearse --detach --dry-run --trace",
+    "run": "--on --cluster --hosts --hostfile --workers --nodes --workers-per-node --restarts --hang-timeout --no-sync "
+    "--encrypt --env --set --run-dir --module --no-python --rehearse --detach --dry-run --trace",
     "snapshots ls": "--json --quick --trace",
     "snapshots show": "--json --trace",
     "snapshots verify": "--json --trace",
     "snapshots prune": "--keep --dry-run --json --trace",
-    "doctor": "--on --hosts --hostfile --nodes --run-dir --data --json --trace",
+    "doctor": "--on --cluster --hosts --hostfile --nodes --run-dir --data --json --trace",
     "status": "--json --trace",
     "logs": "--follow --trace",
     "cancel": "--trace",

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import click
 
+from manyhands.cli.cluster import beside_table, cluster_option
 from manyhands.cli.doctor_screen import Progress, print_examination
 from manyhands.cli.where import Where, pairs
 from manyhands.errors import LaunchError
@@ -22,12 +23,26 @@ from manyhands.launchers.launcher import LAUNCHERS
 
 @click.command()
 @click.option("--on", "target", metavar="TARGET", help="Where to look.  [default: ssh with --hosts, else local]")
+@cluster_option
 @click.option("--hosts", metavar="A,B,C", help="Hosts that ssh reaches.")
 @click.option("--hostfile", metavar="FILE", help="A file with a host on each line.")
 @click.option("--nodes", metavar="N", help="Hosts; on local, several are rehearsed here.  [default: 1]")
-@click.option("-o", "options", multiple=True, metavar="K=V", help="An option of the target, as `run` takes it.")
+@click.option(
+    "-o",
+    "options",
+    multiple=True,
+    metavar="K=V",
+    callback=beside_table,
+    help="An option of the target, as `run` takes it.",
+)
 @click.option("--run-dir", metavar="DIR", help="Where the record will be kept.  [default: runs]")
-@click.option("--data", multiple=True, metavar="PATH", help="A file or folder that all hosts must have alike.")
+@click.option(
+    "--data",
+    multiple=True,
+    metavar="PATH",
+    callback=beside_table,
+    help="A file or folder that all hosts must have alike.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--trace", is_flag=True, help="Show where in manyhands an error was raised.")
 @click.argument("script", default="", metavar="[SCRIPT]")

@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from manyhands.cli.cluster import beside_table, cluster_option
 from manyhands.cli.where import Where, pairs
 from manyhands.config import overrides
 from manyhands.errors import ConfigError
@@ -46,6 +47,7 @@ class _Run(click.Command):
     metavar="TARGET",
     help="Where to run it.  [default: ssh with --hosts, else local]",
 )
+@cluster_option
 @click.option("--hosts", metavar="A,B,C", help="Hosts that ssh reaches; ranks go by this order.")
 @click.option("--hostfile", metavar="FILE", help="A file with a host on each line, and slots=N for its workers.")
 @click.option(
@@ -70,10 +72,22 @@ class _Run(click.Command):
 @click.option("--no-sync", is_flag=True, help="Do not bring the working directory to the hosts.")
 @click.option("--encrypt", type=click.Choice(["required"]), help="Refuse links between hosts that are not encrypted.")
 @click.option(
-    "-o", "options", multiple=True, metavar="K=V", help="An option of the target; `run --on TARGET --help` lists them."
+    "-o",
+    "options",
+    multiple=True,
+    metavar="K=V",
+    callback=beside_table,
+    help="An option of the target; `run --on TARGET --help` lists them.",
 )
-@click.option("--env", multiple=True, metavar="K=V", help="A variable that all workers get.")
-@click.option("--set", "settings", multiple=True, metavar="K=V", help="A setting of mh.Trainer or mh.Data, overridden.")
+@click.option("--env", multiple=True, metavar="K=V", callback=beside_table, help="A variable that all workers get.")
+@click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="K=V",
+    callback=beside_table,
+    help="A setting of mh.Trainer or mh.Data, overridden.",
+)
 @click.option("--run-dir", metavar="DIR", help="Where the record is kept.  [default: runs/SCRIPT-TIME]")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as in `python -m`.")
 @click.option("--no-python", is_flag=True, help="SCRIPT is an executable, started as it is.")

@@ -1,0 +1,79 @@
+"""`--cluster`: what a table says counts as if it had been typed, and less than what is typed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from manyhands.cli.main import main
+
+TABLE = """
+[desk]
+nodes = 2
+workers-per-node = 2
+env = { DATA = "/data", FAST = 1 }
+data = "/data"
+
+[lab]
+hosts = ["a", "b"]
+"""
+
+
+@pytest.fixture
+def dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """What `run --dry-run` with some words prints, and its exit code."""
+    (tmp_path / "manyhands.toml").write_text(TABLE)
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str) -> tuple[str, int]:
+        code = main(["run", "--dry-run", *words, "train.py"])
+        out, err = capsys.readouterr()
+        return out + err, code
+
+    return run
+
+
+def test_table_says_what_would_have_been_typed(dry_run) -> None:
+    typed, _ = dry_run(
+        "--run-dir", "r", "--nodes", "2", "--workers-per-node", "2", "--env", "DATA=/data", "--env", "FAST=1"
+    )
+    assert dry_run("--run-dir", "r", "--cluster", "desk") == (typed, 0)
+    assert "DATA=/data" in typed
+
+
+def test_what_is_typed_counts_more(dry_run) -> None:
+    text, _ = dry_run("--cluster", "desk", "--nodes", "1", "--env", "FAST=2")
+    assert "WORLD_SIZE=2" in text
+    assert "FAST=2" in text
+    assert "DATA=/data" in text
+
+
+def test_one_call_leaves_nothing_for_the_next(dry_run) -> None:
+    dry_run("--cluster", "desk")
+    text, _ = dry_run()
+    assert "DATA=/data" not in text
+    assert "WORLD_SIZE=1" in text
+
+
+def test_hosts_of_a_table_are_reached_by_ssh(dry_run) -> None:
+    text, code = dry_run("--cluster", "lab")
+    assert (code, "ssh a" in text, "ssh b" in text) == (0, True, True), text
+
+
+def test_unknown_option_in_a_table_is_named_with_file_and_table(dry_run, tmp_path: Path) -> None:
+    (tmp_path / "manyhands.toml").write_text("[desk]\nworker = 2\n")
+    text, code = dry_run("--cluster", "desk")
+    assert code == 2
+    assert "there is no option named 'worker'" in text
+    assert f"{tmp_path / 'manyhands.toml'}, table desk" in text
+    assert "did you mean 'workers'?" in text
+
+
+def test_value_that_the_option_cannot_have_is_named(dry_run, tmp_path: Path) -> None:
+    (tmp_path / "manyhands.toml").write_text('[desk]\nworkers = "two"\n')
+    text, code = dry_run("--cluster", "desk")
+    assert code == 2
+    assert "workers is 'two'" in text
+    assert str(tmp_path / "manyhands.toml") in text

@@ -63,6 +63,19 @@ def run(host: Host, words: Sequence[str], *, before: Sequence[str] = (), timeout
     return host.run(words, folder=FOLDER, env=environment(), timeout_s=timeout_s, check=False)
 
 
+def examined(host: Host, words: Sequence[str], *, before: Sequence[str] = ()) -> Any:
+    """What `manyhands doctor WORDS --json` on `host` finds, and its exit code."""
+    done = host.run(
+        [*before, *MANYHANDS, "doctor", *words, "--json"],
+        folder=FOLDER,
+        env=environment(),
+        timeout_s=160,
+        check=False,
+    )
+    assert done.stdout, done.stderr
+    return json.loads(done.stdout)
+
+
 def hashes(out: str) -> dict[int, tuple[str, str]]:
     """By rank: the host's name and the hash of the weights, as the recipe's script prints them."""
     found = re.findall(r"weights (\d+) (\S+) (\w+)", out)

@@ -7,7 +7,18 @@ import sys
 from pathlib import Path
 
 import pytest
-from engines import FOLDER, MANYHANDS, environment, equal_hashes, furthest_from_one_process, hashes, recipe, run, share
+from engines import (
+    FOLDER,
+    MANYHANDS,
+    environment,
+    equal_hashes,
+    examined,
+    furthest_from_one_process,
+    hashes,
+    recipe,
+    run,
+    share,
+)
 from launching import wait_until
 from testbed import needs
 
@@ -87,4 +98,14 @@ def test_script_that_the_users_own_mpirun_starts_knows_its_place(four: Lab) -> N
     assert done.returncode == 0, done.stderr
     found = hashes(done.stdout)
     assert len({digest for _, digest in found.values()}) == 1
+    wait_until(lambda: "orted" not in str(four[0].processes()), "mpirun is gone")
+
+
+def test_doctor_examines_the_hosts_that_mpirun_starts_it_on_and_names_the_one_it_does_not_reach(four: Lab) -> None:
+    found = examined(four[0], ["--on", "mpi", "--hosts", "lab3,nowhere,lab2", "torchrun_script.py"])
+    assert [host["name"] for host in found["hosts"]] == ["lab3", "lab2"]
+    errors = [finding["what"] for finding in found["findings"] if finding["level"] == "error"]
+    assert errors == ["the name nowhere of host nowhere does not resolve"]
+    assert [host["run_dir"]["shared"] for host in found["hosts"]] == [True, True]
+    assert (found["exit_code"], found["meeting"]["right"]) == (3, True)
     wait_until(lambda: "orted" not in str(four[0].processes()), "mpirun is gone")

@@ -8,7 +8,18 @@ import sys
 from pathlib import Path
 
 import pytest
-from engines import FOLDER, MANYHANDS, environment, equal_hashes, furthest_from_one_process, hashes, recipe, run, share
+from engines import (
+    FOLDER,
+    MANYHANDS,
+    environment,
+    equal_hashes,
+    examined,
+    furthest_from_one_process,
+    hashes,
+    recipe,
+    run,
+    share,
+)
 from launching import wait_until
 from slurms import start_slurm
 from testbed import needs
@@ -108,3 +119,12 @@ def test_script_that_the_users_own_srun_starts_knows_its_place(four: Lab) -> Non
     assert len(found) >= 1, done.stderr
     assert len({digest for _, digest in found.values()}) == 1
     assert "2 workers on 2 hosts" in done.stdout
+
+
+def test_doctor_examines_the_nodes_that_slurm_gives_it(four: Lab, folder: Path) -> None:
+    found = examined(four[0], ["--on", "slurm", "--nodes", "2", "--data", f"{FOLDER}/long.py"])
+    assert [host["name"] for host in found["hosts"]] == ["lab1", "lab2"]
+    assert [finding["what"] for finding in found["findings"] if finding["level"] == "error"] == []
+    assert [pair["trouble"] for pair in found["pairs"]] == ["", ""]
+    assert (found["exit_code"], found["meeting"]["right"]) == (0, True)
+    assert not (folder / "runs").exists()

@@ -110,6 +110,8 @@ def _job(where: Where, program: str, scratch: Path) -> tuple[str, Job]:
         folder=Path.cwd(),
         run_dir=scratch,
         nodes=nodes,
+        least_nodes=1 if nodes > 1 and not hosts else None,  # the others are examined where one does not come
+        check=False,
         nodes_are_chosen=bool(hosts) or most is not None,
         hosts=hosts,
         options=pairs(where.options, "-o"),

@@ -70,6 +70,7 @@ class _Run(click.Command):
     help="End or mend a run that gets no further for so long; 0: never.  [default: 600 with mh.Trainer, else never]",
 )
 @click.option("--no-sync", is_flag=True, help="Do not bring the working directory to the hosts.")
+@click.option("--no-check", is_flag=True, help="Do not look at the hosts first; `manyhands doctor` looks closer.")
 @click.option("--encrypt", type=click.Choice(["required"]), help="Refuse links between hosts that are not encrypted.")
 @click.option(
     "-o",
@@ -134,6 +135,7 @@ class _Asked:
     hosts: str | None
     hostfile: str | None
     no_sync: bool
+    no_check: bool
     encrypt: str | None
     options: Sequence[str]
     workers: int | None
@@ -187,6 +189,7 @@ def _job(asked: _Asked) -> Job:
         hosts=hosts,
         options=pairs(asked.options, "-o"),
         sync=not asked.no_sync,
+        check=not asked.no_check,
         encrypt=asked.encrypt is not None,
         environment={
             **pairs(asked.env, "--env"),

@@ -5,6 +5,8 @@ Messages, one JSON object per line, over one connection that the agent opens.
 From the agent:
 
     hello     token, node, host, address, process, cores, python, torch (or null), manyhands
+    condition told, port                               once, where `prepare` asks for it: see `launchers.condition`
+    knocked   answers                                  the answer to `knock`: for each place why not, or nothing
     store     generation, port, shared                     the answer to `open_store`
     output    rank, generation, member, stream ("out", "err"), lines
     unlogged  rank, generation, member, why                its log has gaps: its disk is full, say
@@ -18,7 +20,9 @@ From the agent:
 
 From the head:
 
-    prepare     command, preload, environment, run_dir, workers   once: load what the workers will need
+    prepare     command, preload, environment, run_dir, workers,  once: load what the workers will need
+                tell_condition, listen
+    knock       places                            see whether this host reaches the others
     open_store  generation, address
     start       generation, workers: [{rank, local_rank, member, environment}]
     tell        member, content                   for a worker, through `cluster.membership`
@@ -52,6 +56,7 @@ from typing import Any
 from manyhands import __version__
 from manyhands.cluster import reports
 from manyhands.launchers import interfaces, variables
+from manyhands.launchers.door import Door
 from manyhands.launchers.inspection import Look, Seen
 from manyhands.launchers.loop import Channel, Loop, Message, notice_loss
 from manyhands.launchers.nursery import Nursery
@@ -88,6 +93,8 @@ class Agent:
         self.done = False
         self.verdict: int | None = None
         """The exit code of the run, once the head has said it; a head that was lost has not."""
+        address = address or connection.getsockname()[0]
+        self._door = Door(loop, self._head, address)
         self._node = node
         self._host = socket.gethostname()
         self._head.send(
@@ -95,7 +102,7 @@ class Agent:
             token=token,
             node=node,
             host=self._host,
-            address=address or connection.getsockname()[0],
+            address=address,
             process=os.getpid(),
             cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
             python=platform.python_version(),
@@ -127,6 +134,8 @@ class Agent:
         match message["message"]:
             case "prepare":
                 self._prepare(message)
+            case "knock":
+                self._door.knock(message["places"])
             case "open_store" if self._fit:
                 self._open_store(message["generation"], message["address"])
             case "start" if self._fit:
@@ -181,6 +190,8 @@ class Agent:
         environment |= variables.of_host(environment, cores=cores, workers=message["workers"])
         self._environment, self._preload = environment, message["preload"]
         self._open_nursery()
+        if message.get("tell_condition"):
+            self._door.tell_condition(message["run_dir"], environment, opens=message["listen"])
 
     def _open_nursery(self) -> Nursery:
         """The template process; a new one where the last was killed."""

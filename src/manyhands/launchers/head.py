@@ -21,6 +21,7 @@ from manyhands.launchers.job import Job
 from manyhands.launchers.loop import Message
 from manyhands.launchers.meeting import Meeting
 from manyhands.launchers.news import News
+from manyhands.launchers.precheck import Precheck
 from manyhands.launchers.vigil import Vigil
 
 
@@ -36,10 +37,12 @@ class Head:
         *,
         address: str = "127.0.0.1",
         meeting: Meeting | None = None,
+        ways_are_known: bool = False,
     ) -> None:
         """`hosts` are the names of the nodes in order; `address` is where agents can reach this process.
 
-        `meeting` is what agents that an engine starts have been told beforehand.
+        `meeting` is what agents that an engine starts have been told beforehand; `ways_are_known`: it was seen already
+        that all hosts reach each other.
         """
         self._course = Course(job, display)
         self._news = News(self._course, len(hosts))
@@ -54,6 +57,7 @@ class Head:
             on_verdict=self._ending.note_verdict,
             gone=lambda: self._ending.ended_well,
         )
+        self._precheck = Precheck(self._course, self._agents, ways=not ways_are_known)
         self._agents.expect()
 
     def run(self) -> int:
@@ -84,7 +88,7 @@ class Head:
         if self._course.running:
             self._crew.start_on(node)
         elif self._agents.all_here:
-            self._crew.begin()
+            self.begin()
 
     def _prepare(self, node: Node) -> None:
         job = self._course.job
@@ -97,11 +101,12 @@ class Head:
             environment={**job.environment, variables.RUN_DIR: str(job.run_dir)},
             run_dir=str(job.run_dir),
             workers=job.workers_per_node,
+            **self._precheck.wishes(node),
         )
 
     def begin(self) -> None:
-        """Some agents are late, and those that are here are enough."""
-        self._crew.begin()
+        """All agents are here, or enough of them."""
+        self._precheck.before(self._crew.begin)
 
     def _lose_silent(self, node: Node, seconds: float) -> None:
         self._agents.give_up(node, f"the host has given no sign of life for {seconds:.0f} s")
@@ -130,6 +135,8 @@ class Head:
                     self._ending.start_all(message)
             case "asked" if not self._course.interrupted:
                 self._ending.interrupt(signal.Signals(message["signal"]))
+            case "condition" | "knocked":
+                self._precheck.hear(node, message)
             case "trouble":
                 self._ending.take_trouble(node, message)
             case _:

@@ -53,6 +53,8 @@ class Job:
     """Names of the hosts, by node, where the user has given them."""
     options: Mapping[str, str] = field(default_factory=dict)
     """What `-o KEY=VALUE` asked of the target."""
+    check: bool = True
+    """Whether hosts are looked at before workers start."""
     sync: bool = True
     """Whether the working directory is brought to hosts that do not share it."""
     encrypt: bool = False

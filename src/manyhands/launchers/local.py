@@ -63,7 +63,7 @@ class Local:
                 where=str(plan.job.run_dir),
                 fix="give another --run-dir, on a disk that is writable and not full",
             ) from cause
-        return Head(plan.job, plan.hosts, _start_agent, display, address=_ADDRESS).run()
+        return Head(plan.job, plan.hosts, _start_agent, display, address=_ADDRESS, ways_are_known=True).run()
 
 
 def run(job: Job, display: Display) -> int:

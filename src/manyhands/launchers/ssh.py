@@ -65,7 +65,12 @@ class Ssh:
             cluster.bring_files()
             try:
                 return Head(
-                    cluster.job_there(), plan.hosts, cluster.start_agent, display, address=cluster.head_address
+                    cluster.job_there(),
+                    plan.hosts,
+                    cluster.start_agent,
+                    display,
+                    address=cluster.head_address,
+                    ways_are_known=True,
                 ).run()
             finally:
                 cluster.fetch_record(display)

@@ -11,6 +11,12 @@ from typing import Any
 
 from manyhands.errors import LaunchError
 
+LET_THEM_MEET = (
+    "workers talk on ports that the system chooses: let the firewalls of these two hosts pass all TCP between"
+    " them, and see that these addresses are of one network"
+)
+"""What helps hosts that do not reach each other."""
+
 
 def here(manyhands: str) -> dict[str, str]:
     """This machine's versions, in the words of an outpost. What it does not have itself, hosts may differ in."""
@@ -71,8 +77,7 @@ def see_that_they_meet(
     raise LaunchError(
         f"host {names[one]} cannot open a connection to host {names[other]} at {address} port {port}: {reason}{more}",
         where=f"between {names[one]} and {names[other]}",
-        fix="workers talk on ports that the system chooses: let the firewalls of these two hosts pass all TCP between"
-        " them, and see that these addresses are of one network",
+        fix=LET_THEM_MEET,
     )
 
 

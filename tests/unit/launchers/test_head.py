@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from manyhands.errors import LaunchError, RankLost, ScriptError
+from manyhands.launchers import condition
 from manyhands.launchers.head import Head
 from manyhands.launchers.job import Job
 
@@ -79,6 +80,10 @@ class FakeAgent:
             for line in lines:
                 message = json.loads(line)
                 self.heard.append(message)
+                if message.get("tell_condition"):
+                    self.send("condition", told=condition.gather("/tmp", {}), port=0)
+                if message["message"] == "knock":
+                    self.send("knocked", answers=[])
                 if message["message"] == "open_store":
                     self.generation = message["generation"]
                     self.send("store", generation=self.generation, port=4711, shared=True)

@@ -109,3 +109,16 @@ def test_doctor_examines_the_hosts_that_mpirun_starts_it_on_and_names_the_one_it
     assert [host["run_dir"]["shared"] for host in found["hosts"]] == [True, True]
     assert (found["exit_code"], found["meeting"]["right"]) == (3, True)
     wait_until(lambda: "orted" not in str(four[0].processes()), "mpirun is gone")
+
+
+def test_firewall_between_two_hosts_of_mpi_is_named_before_workers_start(four: Lab) -> None:
+    words = ["--on", "mpi", "--hosts", "lab1,lab2,lab3", "--run-dir", f"{FOLDER}/walled", "torchrun_script.py"]
+    four[1].block(four[2])
+    try:
+        done = run(four[0], words)
+    finally:
+        four[1].unblock(four[2])
+    assert done.returncode == 4, done.stderr
+    assert re.search(r"host lab[23] cannot open a connection to host lab[23] at 10\.77\.0\.[23]: ", done.stderr)
+    assert "sum" not in done.stdout, "no worker ran"
+    wait_until(lambda: "orted" not in str(four[0].processes()), "mpirun is gone")

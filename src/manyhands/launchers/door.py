@@ -1,4 +1,4 @@
-"""An agent's part of the look before a run: it tells its host's condition, lets others try to reach it, and tries them."""
+"""An agent's part of the look before a run: it tells how its host is, lets others knock, and knocks at them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Door:
         self._loop, self._head, self._address = loop, head, address
 
     def tell_condition(self, run_dir: str, environment: Mapping[str, str], *, opens: bool) -> None:
-        """Say whether this host is fit for workers with `environment`, and at which port others may knock, if at all."""
+        """Say how this host is for workers with `environment`, and at which port others may knock, if it opens one."""
         port = 0
         if opens:
             listening = socket.create_server((self._address, 0), backlog=256)

@@ -140,6 +140,8 @@ class _Rounds:
         wrote = self._each(lambda each: each.asked.ask("mark", folder=folder, name=marks[each.name], text=secret))
         first = self.there[0].name if self.there else ""
         seen = self._of_all("see mark", folder=folder, name=marks.get(first, ""))
+        for with_folders in (False, True):  # where hosts share it, whoever made the folder waits for the others' marks
+            self._of_all("take mark", with_folders=with_folders)
         for name, trouble in wrote.items():
             sees = seen.get(name) == secret if not wrote.get(first) else None
             self.facts[name]["run_dir"] = {"path": folder, "trouble": trouble, "shared": sees}

@@ -63,6 +63,7 @@ class Station:
             "try out": wires.try_out,
             "mark": self._mark,
             "see mark": _see_mark,
+            "take mark": self._take_mark,
             "begin exercise": self._begin_exercise,
             "exercise": self._do_exercise,
             "loop": _loop,
@@ -88,6 +89,10 @@ class Station:
         mark = _Mark(folder, name)
         self._marks.append(mark)
         return mark.write(text)
+
+    def _take_mark(self, with_folders: bool) -> None:
+        for mark in self._marks:
+            mark.remove(with_folders=with_folders)
 
     def _begin_exercise(self, program: str, environment: dict[str, str], allowed_s: float) -> Any:
         self._exercise = _Exercise(program, environment)
@@ -126,11 +131,11 @@ class _Mark:
             return error.strerror or str(error)
         return ""
 
-    def remove(self) -> None:
-        """Take it away, and the folders that were made for it."""
+    def remove(self, *, with_folders: bool = True) -> None:
+        """Take it away, and the folders that were made for it. Safe to call twice."""
         with contextlib.suppress(OSError):
             os.unlink(self._path)
-        for folder in reversed(self._made):
+        for folder in reversed(self._made if with_folders else []):
             with contextlib.suppress(OSError):  # somebody has put something in it meanwhile
                 os.rmdir(folder)
 

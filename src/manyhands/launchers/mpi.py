@@ -89,6 +89,7 @@ def _command(
         job.options.get("mpirun", "mpirun"),
         *("--bind-to", "none"),  # or every worker of a host shares the one core of its agent
         *("--mca", "plm_rsh_agent", "ssh"),
+        *("--mca", "orte_abort_on_non_zero_status", "0"),  # or it kills the other agents while they tidy up
         *(("--mca", name, value) if name else ()),
     ]
     for number, node in enumerate(nodes):

@@ -44,7 +44,7 @@ def worker_killed(scene: Scene) -> None:
 
 def agent_killed(scene: Scene) -> None:
     """SIGKILL to the agent of one host: its workers go with it."""
-    _kill(_running(scene.host(), "manyhands.launchers.agent"))
+    _kill(_running(scene.host(), "manyhands.launchers.host.agent"))
 
 
 def launcher_killed(scene: Scene) -> None:

@@ -93,7 +93,7 @@ def agents(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
     found = []
     for each in processes:
         with suppress(psutil.NoSuchProcess):  # a zombie is none such, either
-            if "manyhands.launchers.agent" in each.cmdline():
+            if "manyhands.launchers.host.agent" in each.cmdline():
                 found.append(each)
     return found
 

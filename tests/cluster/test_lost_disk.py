@@ -72,7 +72,7 @@ def test_leader_that_comes_back_with_an_empty_disk_gets_all_from_its_neighbour(
 
 
 def agent_of(host: Host) -> int:
-    [agent] = [pid for pid, words in host.processes().items() if "manyhands.launchers.agent" in words]
+    [agent] = [pid for pid, words in host.processes().items() if "manyhands.launchers.host.agent" in words]
     return agent
 
 

@@ -14,10 +14,13 @@ import pytest
 from launching import environment, wait_until
 
 from manyhands.errors import ConfigError, LaunchError
-from manyhands.launchers import first_node, interfaces, job_file, kubernetes_node, packing, sagemaker_node
-from manyhands.launchers import kubernetes_manifest as manifest
-from manyhands.launchers.first_node import AGAIN, Station
+from manyhands.launchers import interfaces, job_file, packing
+from manyhands.launchers.host import first_node
+from manyhands.launchers.host.first_node import AGAIN, Station
 from manyhands.launchers.job import Job
+from manyhands.launchers.kubernetes import manifest
+from manyhands.launchers.kubernetes import node as kubernetes_node
+from manyhands.launchers.sagemaker import node as sagemaker_node
 
 pytestmark = pytest.mark.multiprocess
 
@@ -36,7 +39,7 @@ def start(job: Job, index: int, port: int) -> subprocess.Popen[str]:
         manifest.TOKEN: "a secret",
         "JOB_COMPLETION_INDEX": str(index),
     }
-    words = [sys.executable, "-P", "-m", "manyhands.launchers.kubernetes_node"]
+    words = [sys.executable, "-P", "-m", "manyhands.launchers.kubernetes.node"]
     return subprocess.Popen(
         words, env={**environment(), **own}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

@@ -48,7 +48,7 @@ WITHOUT_TORCH = [
     "listeners",
 ]
 """Import torch late, if at all: they answer on login nodes, and at once."""
-TEMPLATE = "launchers/template.py"
+TEMPLATE = "launchers/host/template.py"
 """The process that workers are forked from exists to have torch loaded. It is started, never imported."""
 
 

@@ -16,9 +16,10 @@ from manyhands.cli.cluster import beside_table, cluster_option
 from manyhands.cli.doctor_screen import Progress, print_examination
 from manyhands.cli.where import Where, pairs
 from manyhands.errors import LaunchError
-from manyhands.launchers import scripts, slurm_script
+from manyhands.launchers import scripts
 from manyhands.launchers.job import Job
 from manyhands.launchers.launcher import LAUNCHERS
+from manyhands.launchers.slurm import script as slurm_script
 
 
 @click.command()

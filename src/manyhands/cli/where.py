@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manyhands.errors import ConfigError
-from manyhands.launchers import ssh_hostfile
+from manyhands.launchers.ssh import hostfile as ssh_hostfile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

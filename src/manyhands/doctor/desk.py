@@ -22,10 +22,13 @@ from typing import Any, Protocol
 from manyhands.cluster.findings import Finding
 from manyhands.doctor import graphics, likeness, station, wires
 from manyhands.errors import LaunchError, ManyhandsError
-from manyhands.launchers import addresses, condition, ssh, ssh_outpost
+from manyhands.launchers import addresses
+from manyhands.launchers.host import condition
 from manyhands.launchers.job import Job, Plan
 from manyhands.launchers.launcher import Launcher
-from manyhands.launchers.ssh_connection import Connection
+from manyhands.launchers.ssh import outpost as ssh_outpost
+from manyhands.launchers.ssh import ssh
+from manyhands.launchers.ssh.connection import Connection
 
 _JOIN_S = 90.0
 _LATE_S = 25.0
@@ -73,7 +76,10 @@ class Reached:
 
 def program() -> bytes:
     """A station as one program, for a Python that has nothing else."""
-    modules = [(name, "") for name in ("manyhands", "manyhands.launchers", "manyhands.doctor")]
+    folders = {
+        ".".join(words[:count]) for words in (_path(module) for module in _SENT) for count in range(1, len(words))
+    }
+    modules = [(name, "") for name in sorted(folders)]
     modules += [(module.__name__, Path(str(module.__file__)).read_text()) for module in _SENT]
     return _PROGRAM.format(modules=modules).encode()
 

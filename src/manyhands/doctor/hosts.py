@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from manyhands.cluster.findings import Finding, Level
-from manyhands.launchers import fitness, ssh_agreement
+from manyhands.launchers.head import fitness
+from manyhands.launchers.ssh import agreement as ssh_agreement
 from manyhands.units import bytes_in_words
 
 Facts = Mapping[str, Any]

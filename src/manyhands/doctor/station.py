@@ -28,7 +28,8 @@ from collections.abc import Callable
 from typing import Any, TextIO
 
 from manyhands.doctor import graphics, likeness, wires
-from manyhands.launchers import condition, ssh_outpost
+from manyhands.launchers.host import condition
+from manyhands.launchers.ssh import outpost as ssh_outpost
 
 DOCTOR, TOKEN = "MANYHANDS_DOCTOR", "MANYHANDS_DOCTOR_TOKEN"  # names of variables, no secret
 """Where a station that an engine has started finds the doctor, and what it proves to know."""

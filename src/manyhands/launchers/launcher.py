@@ -32,12 +32,12 @@ LAUNCHERS: Table[type[Launcher]] = Table(
     kind="target",
     group="manyhands.launchers",
     own={
-        "kubernetes": "manyhands.launchers.kubernetes:Kubernetes",
+        "kubernetes": "manyhands.launchers.kubernetes.kubernetes:Kubernetes",
         "local": "manyhands.launchers.local:Local",
         "mpi": "manyhands.launchers.mpi:Mpi",
         "ray": "manyhands.launchers.ray:Ray",
-        "sagemaker": "manyhands.launchers.sagemaker:SageMaker",
-        "ssh": "manyhands.launchers.ssh:Ssh",
-        "slurm": "manyhands.launchers.slurm:Slurm",
+        "sagemaker": "manyhands.launchers.sagemaker.sagemaker:SageMaker",
+        "ssh": "manyhands.launchers.ssh.ssh:Ssh",
+        "slurm": "manyhands.launchers.slurm.slurm:Slurm",
     },
 )

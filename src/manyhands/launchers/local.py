@@ -12,9 +12,9 @@ from typing import ClassVar
 
 from manyhands.errors import ConfigError
 from manyhands.launchers import choices, variables
-from manyhands.launchers.agent import TOKEN
 from manyhands.launchers.display import Display
-from manyhands.launchers.head import Head
+from manyhands.launchers.head.head import Head
+from manyhands.launchers.host.agent import TOKEN
 from manyhands.launchers.job import Job, Plan
 
 _ADDRESS = "127.0.0.1"
@@ -77,7 +77,7 @@ def run(job: Job, display: Display) -> int:
 
 
 def _agent_command(node: int, head: str) -> tuple[str, ...]:
-    return (sys.executable, "-P", "-m", "manyhands.launchers.agent", "--head", head, "--node", str(node))
+    return (sys.executable, "-P", "-m", "manyhands.launchers.host.agent", "--head", head, "--node", str(node))
 
 
 def _start_agent(node: int, head: str, token: str) -> subprocess.Popen[bytes]:

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 from manyhands.errors import ConfigError, LaunchError
 from manyhands.launchers import addresses, choices, variables
-from manyhands.launchers.agent import TOKEN
 from manyhands.launchers.display import Display
-from manyhands.launchers.head import Head
+from manyhands.launchers.head.head import Head
+from manyhands.launchers.head.placement import Placement
+from manyhands.launchers.host.agent import TOKEN
 from manyhands.launchers.job import Job, Plan
-from manyhands.launchers.placement import Placement
 
 OPTIONS = {
     "mpirun": "the mpirun to call, if it is not the first on the PATH",
@@ -103,4 +103,4 @@ def _command(
 
 def _agent_words(job: Job, head: str, node: int) -> tuple[str, ...]:
     python = job.options.get("python", sys.executable)
-    return (python, "-P", "-m", "manyhands.launchers.node", "--head", head, "--nodes", str(node))
+    return (python, "-P", "-m", "manyhands.launchers.host.node", "--head", head, "--nodes", str(node))

@@ -9,8 +9,8 @@ import tarfile
 from pathlib import Path
 
 from manyhands.errors import ConfigError
-from manyhands.launchers import sync
 from manyhands.launchers.job import Job
+from manyhands.launchers.ssh import sync
 
 
 def pack(folder: Path, *, leave_out: Path) -> bytes:

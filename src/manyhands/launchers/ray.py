@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 
 from manyhands.errors import ConfigError, LaunchError
 from manyhands.launchers import addresses, choices, variables
-from manyhands.launchers.agent import TOKEN
 from manyhands.launchers.display import Display
-from manyhands.launchers.head import Head
+from manyhands.launchers.head.head import Head
+from manyhands.launchers.host.agent import TOKEN
 from manyhands.launchers.job import Job, Plan
 
 _PATIENCE_S = 60
@@ -183,4 +183,4 @@ def _begin(ray: Any, group: Any, job: Job, node: int, words: list[str], token: s
 
 def _agent_words(job: Job, head: str, node: int) -> list[str]:
     python = job.options.get("python", sys.executable)
-    return [python, "-P", "-m", "manyhands.launchers.node", "--head", head, "--nodes", str(node)]
+    return [python, "-P", "-m", "manyhands.launchers.host.node", "--head", head, "--nodes", str(node)]

@@ -9,7 +9,7 @@ import pytest
 
 from manyhands.cluster.findings import Finding, exit_code, worst_first
 from manyhands.doctor import hosts as hosts_of
-from manyhands.launchers import fitness
+from manyhands.launchers.head import fitness
 
 MINE = {"python": "3.11.2", "manyhands": "0.1.0", "torch": "2.13.0+cpu"}
 SPEED = {"unit": "operations", "cpu": 100.0, "share": 1.0, "turns": 3, "gpus": []}

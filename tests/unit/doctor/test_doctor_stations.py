@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from manyhands.doctor import desk, graphics, likeness, wires
-from manyhands.launchers import condition
+from manyhands.launchers.host import condition
 
 
 def test_way_is_measured_there_and_back() -> None:

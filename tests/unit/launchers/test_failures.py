@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from manyhands.errors import ConfigError, ManyhandsError, RankLost, ScriptError
-from manyhands.launchers.failures import Failure, first
+from manyhands.launchers.head.failures import Failure, first
 
 
 def failed(rank: int, summary: str = "", **changes: Any) -> Failure:

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from manyhands.errors import LaunchError, RankLost, ScriptError
-from manyhands.launchers import condition
-from manyhands.launchers.head import Head
+from manyhands.launchers.head.head import Head
+from manyhands.launchers.host import condition
 from manyhands.launchers.job import Job
 
 Message = dict[str, Any]

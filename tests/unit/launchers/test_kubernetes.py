@@ -22,9 +22,10 @@ from launching import wait_until
 
 from manyhands.cli.main import main
 from manyhands.errors import ConfigError
-from manyhands.launchers import kubernetes_manifest, yaml_text
 from manyhands.launchers.job import Job
-from manyhands.launchers.kubernetes import Kubernetes
+from manyhands.launchers.kubernetes import manifest as kubernetes_manifest
+from manyhands.launchers.kubernetes import yaml_text
+from manyhands.launchers.kubernetes.kubernetes import Kubernetes
 
 EVERYTHING = {
     "image": "me/train:1",

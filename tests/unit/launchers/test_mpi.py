@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from manyhands.errors import ConfigError, LaunchError
-from manyhands.launchers import addresses, node
+from manyhands.launchers import addresses
 from manyhands.launchers.display import PlainDisplay
+from manyhands.launchers.head.placement import Placement
+from manyhands.launchers.host import node
 from manyhands.launchers.job import Job
 from manyhands.launchers.mpi import Mpi
-from manyhands.launchers.placement import Placement
 
 
 def job(folder: Path = Path("/work"), **more: object) -> Job:
@@ -23,10 +24,11 @@ def job(folder: Path = Path("/work"), **more: object) -> Job:
 
 def test_plan_is_one_mpirun_with_one_agent_on_each_host() -> None:
     assert " ".join(Mpi().plan(job()).command) == (
-        "mpirun --bind-to none --mca plm_rsh_agent ssh -np 1 --host a:1 -x MANYHANDS_TOKEN"
-        f" {sys.executable} -P -m manyhands.launchers.node --head ADDRESS:PORT --nodes 0"
+        "mpirun --bind-to none --mca plm_rsh_agent ssh --mca orte_abort_on_non_zero_status 0"
+        " -np 1 --host a:1 -x MANYHANDS_TOKEN"
+        f" {sys.executable} -P -m manyhands.launchers.host.node --head ADDRESS:PORT --nodes 0"
         " : -np 1 --host b:1 -x MANYHANDS_TOKEN"
-        f" {sys.executable} -P -m manyhands.launchers.node --head ADDRESS:PORT --nodes 1"
+        f" {sys.executable} -P -m manyhands.launchers.host.node --head ADDRESS:PORT --nodes 1"
     )
 
 

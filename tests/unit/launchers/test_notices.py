@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from manyhands.launchers.notices import Notices
+from manyhands.launchers.head.notices import Notices
 
 
 def account(**changed: Any) -> dict[str, Any]:

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from manyhands.errors import CommunicationError, LaunchError
-from manyhands.launchers import condition, precheck
-from manyhands.launchers.course import Course
+from manyhands.launchers.head import precheck
+from manyhands.launchers.head.course import Course
+from manyhands.launchers.head.precheck import Precheck
+from manyhands.launchers.host import condition
 from manyhands.launchers.job import Job
-from manyhands.launchers.precheck import Precheck
 
 GIB = 1 << 30
 

@@ -13,10 +13,11 @@ from aws import Aws, Refusal, hold_to_model, serve, variables
 
 from manyhands.cli.main import main
 from manyhands.errors import ConfigError
-from manyhands.launchers import sagemaker, sagemaker_request
 from manyhands.launchers.job import Job
-from manyhands.launchers.sagemaker import SageMaker
-from manyhands.launchers.sagemaker_client import Client
+from manyhands.launchers.sagemaker import request as sagemaker_request
+from manyhands.launchers.sagemaker import sagemaker
+from manyhands.launchers.sagemaker.client import Client
+from manyhands.launchers.sagemaker.sagemaker import SageMaker
 
 LEAST = {
     "image": "123456789012.dkr.ecr.eu-central-1.amazonaws.com/train:1",

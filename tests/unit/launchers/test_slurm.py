@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from manyhands.errors import ConfigError, LaunchError
-from manyhands.launchers import job_file, slurm_script
+from manyhands.launchers import job_file
 from manyhands.launchers.commands import run_command
 from manyhands.launchers.display import PlainDisplay
 from manyhands.launchers.job import Job
-from manyhands.launchers.slurm import Slurm
+from manyhands.launchers.slurm import script as slurm_script
+from manyhands.launchers.slurm.slurm import Slurm
 
 INSIDE = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "n[1-4]"}
 RUNNING = "JobId=4711 JobName=x JobState=RUNNING Reason=None ExitCode=0:0 NodeList=n[1-2] StdOut={log}\n"
@@ -61,7 +62,7 @@ def test_batch_script_is_this_text() -> None:
         "#SBATCH --gpus-per-node=a100:4\n"
         "#SBATCH --mem=0\n"
         "#SBATCH --requeue\n"
-        f"exec {sys.executable} -P -m manyhands.launchers.slurm_batch /work/run/job.json\n"
+        f"exec {sys.executable} -P -m manyhands.launchers.slurm.batch /work/run/job.json\n"
     )
 
 
@@ -95,7 +96,7 @@ def test_inside_an_allocation_srun_starts_an_agent_on_every_node_of_it() -> None
     assert plan.hosts == ("n1", "n2", "n3", "n4")
     assert " ".join(plan.command) == (
         "srun --nodes 4 --ntasks 4 --ntasks-per-node 1 --nodelist n1,n2,n3,n4 --cpu-bind none --kill-on-bad-exit=0"
-        f" --overlap --unbuffered --quit-on-interrupt {sys.executable} -P -m manyhands.launchers.node"
+        f" --overlap --unbuffered --quit-on-interrupt {sys.executable} -P -m manyhands.launchers.host.node"
         " --head ADDRESS:PORT --engine slurm --nodes 0,1,2,3"
     )
 

@@ -7,8 +7,9 @@ import os
 import threading
 from pathlib import Path
 
-from manyhands.launchers import inspection, stacks
-from manyhands.launchers.stacks import Frame
+from manyhands.launchers.head import stacks
+from manyhands.launchers.head.stacks import Frame
+from manyhands.launchers.host import inspection
 
 TWO_THREADS = """\
 Thread 0x00007f1 (most recent call first):
@@ -38,7 +39,7 @@ def test_frames_that_start_the_script_are_left_out() -> None:
 
 def test_place_is_the_innermost_line_of_the_users_own() -> None:
     library = Frame("/venv/lib/python3.11/site-packages/torch/nn/modules/linear.py", 125, "forward")
-    ours = Frame(str(Path(stacks.__file__).parents[1] / "training" / "loop.py"), 9, "take")
+    ours = Frame(str(Path(stacks.__file__).parents[2] / "training" / "loop.py"), 9, "take")
     own = Frame("/home/me/model.py", 3, "forward")
     assert stacks.in_script((library, own, ours)) == own
     assert stacks.in_script((library, ours)) == library
@@ -46,7 +47,7 @@ def test_place_is_the_innermost_line_of_the_users_own() -> None:
 
 
 def test_our_own_exchanges_count_as_such() -> None:
-    ours = str(Path(stacks.__file__).parents[1] / "communication" / "tree_sum.py")
+    ours = str(Path(stacks.__file__).parents[2] / "communication" / "compression" / "int8.py")
     assert stacks.exchange((Frame(ours, 3, "exchange"),)) == "exchange"
     assert stacks.exchange((Frame("/home/me/train.py", 3, "all_reduce"),)) == ""
 

@@ -9,15 +9,15 @@ from typing import Any, cast
 
 import pytest
 
-from manyhands.launchers import vigil as vigil_module
-from manyhands.launchers.agents import Agents, Node
-from manyhands.launchers.course import Course
-from manyhands.launchers.crew import Crew
 from manyhands.launchers.display import Display
+from manyhands.launchers.head import vigil as vigil_module
+from manyhands.launchers.head.agents import Agents, Node
+from manyhands.launchers.head.course import Course
+from manyhands.launchers.head.crew import Crew
+from manyhands.launchers.head.verdict import Verdict
+from manyhands.launchers.head.vigil import LEAST_SILENCE_S, PATIENCE_S, SILENCE_S, Vigil
 from manyhands.launchers.job import Job
 from manyhands.launchers.loop import Loop
-from manyhands.launchers.verdict import Verdict
-from manyhands.launchers.vigil import LEAST_SILENCE_S, PATIENCE_S, SILENCE_S, Vigil
 
 SPIN = 'Current thread 0x1 (most recent call first):\n  File "/home/me/train.py", line 12 in spin\n'
 REDUCE = (

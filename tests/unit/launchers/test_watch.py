@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from manyhands.cluster.reports import Reporter
+from manyhands.launchers.host.watch import ReportDesk, Seat, WatchedWorker
 from manyhands.launchers.loop import Loop
-from manyhands.launchers.watch import ReportDesk, Seat, WatchedWorker
 
 
 class Host:

@@ -1,0 +1,1 @@
+"""Instances of a SageMaker training job."""

@@ -1,0 +1,1 @@
+"""Hosts that ssh reaches, from one terminal."""

@@ -76,9 +76,8 @@ class Reached:
 
 def program() -> bytes:
     """A station as one program, for a Python that has nothing else."""
-    folders = {
-        ".".join(words[:count]) for words in (_path(module) for module in _SENT) for count in range(1, len(words))
-    }
+    paths = [module.__name__.split(".") for module in _SENT]
+    folders = {".".join(path[:length]) for path in paths for length in range(1, len(path))}
     modules = [(name, "") for name in sorted(folders)]
     modules += [(module.__name__, Path(str(module.__file__)).read_text()) for module in _SENT]
     return _PROGRAM.format(modules=modules).encode()

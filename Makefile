@@ -7,7 +7,7 @@ AT_ONCE ?= 2
 PYTEST := $(BIN)/python -m pytest
 # What failed while others ran is run once more, alone, and named: these tests start processes and hosts on machines that are
 # busy with other things. Only code 1, "tests failed", is followed up; see docs/decisions/0013-once-more-alone.md.
-tests = $(PYTEST) -n $(AT_ONCE) $(1) || { test $$? -eq 1 && echo "=== once more, alone: what failed beside others ===" \
+tests = $(PYTEST) -n $(AT_ONCE) --durations=15 $(1) || { test $$? -eq 1 && echo "=== once more, alone: what failed beside others ===" \
 	&& $(PYTEST) -n 1 -v --last-failed --last-failed-no-failures none $(1); }
 
 .PHONY: train test test-all testbed-packages check format clean

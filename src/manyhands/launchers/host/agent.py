@@ -87,6 +87,8 @@ class Agent:
         self._desk = ReportDesk(loop, self._scratch / "agent", self._pass_on, self._pass_on_membership)
         self._paused = False
         self._asked = 0.0
+        self._known = False
+        """Whether the head has spoken to this agent."""
         self._fit = True
         """Whether this host can start workers at all."""
         self._stores = 0
@@ -124,13 +126,20 @@ class Agent:
         self._head.close()
 
     def ask_to_leave(self, number: signal.Signals) -> None:
-        """Somebody asks this agent to end (a scheduler, say): the first time it is for the head to see to that."""
+        """Somebody asks this agent to end (a scheduler, say): the first time it is for the head to see to that.
+
+        A head that has not spoken yet has given the run up: mpirun ends those whose agents came too late for that.
+        """
+        if not self._known:
+            self.leave()
+            return
         if self._asked and time.monotonic() > self._asked + _ONE_WISH_S:
             self.leave()
         self._asked = self._asked or time.monotonic()
         self._head.send("asked", signal=int(number))
 
     def _obey(self, message: Message) -> None:
+        self._known = True
         match message["message"]:
             case "prepare":
                 self._prepare(message)

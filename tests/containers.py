@@ -61,6 +61,13 @@ def digits(folder: Path, epochs: int = 30) -> None:
     (folder / "digits.py").write_text(text)
 
 
+def users_folder(folder: Path) -> Path:
+    """`folder`, with a short training and a script of which rank 1 fails."""
+    digits(folder, epochs=3)
+    (folder / "wrong.py").write_text("import os\nif os.environ['RANK'] == '1':\n    raise ValueError('a slip')\n")
+    return folder
+
+
 def weights_here(folder: Path, *options: str) -> str:
     """What `manyhands run --nodes 2 digits.py` on this machine comes to."""
     words = [*MANYHANDS, "run", "--nodes", "2", "--run-dir", "here", *options, "digits.py"]

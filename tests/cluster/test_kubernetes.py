@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from containers import Container, call, digits, manyhands, weights, weights_here
+from containers import Container, call, manyhands, users_folder, weights, weights_here
 from engines import share
 from kubernetes_cluster import Cluster, cluster
 from launching import MANYHANDS, environment, wait_until
@@ -42,10 +42,7 @@ def disk(pair: Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The user's folder."""
-    folder = tmp_path_factory.mktemp("desk")
-    digits(folder, epochs=3)
-    (folder / "wrong.py").write_text("import os\nif os.environ['RANK'] == '1':\n    raise ValueError('a slip')\n")
-    return folder
+    return users_folder(tmp_path_factory.mktemp("desk"))
 
 
 @pytest.fixture(scope="module")

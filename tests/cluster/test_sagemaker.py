@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from aws import Aws, serve, variables
-from containers import Container, call, digits, manyhands, weights_here
+from containers import Container, call, manyhands, users_folder, weights_here
 from launching import wait_until
 
 from manyhands.lab import Lab, lab
@@ -34,10 +34,7 @@ def pair() -> Iterator[Lab]:
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The user's folder."""
-    folder = tmp_path_factory.mktemp("desk")
-    digits(folder, epochs=3)
-    (folder / "wrong.py").write_text("import os\nif os.environ['RANK'] == '1':\n    raise ValueError('a slip')\n")
-    return folder
+    return users_folder(tmp_path_factory.mktemp("desk"))
 
 
 @pytest.fixture(scope="module")

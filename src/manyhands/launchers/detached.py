@@ -81,6 +81,21 @@ class Engine(Protocol):
         """
 
 
+def send_and_follow(
+    jobs: Engine, target: str, plan: Plan, display: Display, *, wait: Callable[[float], None] = time.sleep
+) -> int:
+    """Hand the job over, say by which handle it is known, and `follow` it. Returns its exit code.
+
+    Raises:
+        LaunchError: the engine refused, or was not reached.
+    """
+    for note in plan.notes:
+        display.say(f"manyhands: {note}")
+    name = jobs.send(plan)
+    display.say(f"manyhands: sent as {target}://{name}")
+    return follow(jobs, name, display, wait=wait)
+
+
 def follow(jobs: Engine, name: str, display: Display, *, wait: Callable[[float], None] = time.sleep) -> int:
     """Show what the job prints until it is over. Returns its exit code. Ctrl-C cancels it."""
     try:

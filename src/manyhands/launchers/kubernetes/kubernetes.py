@@ -56,11 +56,7 @@ class Kubernetes:
         Raises:
             LaunchError: the client is not installed, or the cluster refused or was not reached.
         """
-        for note in plan.notes:
-            display.say(f"manyhands: {note}")
-        name = self.send(plan)
-        display.say(f"manyhands: sent as kubernetes://{name}")
-        return detached.follow(self, name, display, wait=self._wait)
+        return detached.send_and_follow(self, "kubernetes", plan, display, wait=self._wait)
 
     def send(self, plan: Plan) -> str:
         """Make the job and what belongs to it. Returns NAMESPACE/NAME, behind the context where one was named.

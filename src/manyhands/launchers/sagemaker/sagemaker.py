@@ -65,11 +65,7 @@ class SageMaker:
         Raises:
             LaunchError: boto3 is not installed, or AWS refused or was not reached.
         """
-        for note in plan.notes:
-            display.say(f"manyhands: {note}")
-        name = self.send(plan)
-        display.say(f"manyhands: sent as sagemaker://{name}")
-        return detached.follow(self, name, display, wait=self._wait)
+        return detached.send_and_follow(self, "sagemaker", plan, display, wait=self._wait)
 
     def send(self, plan: Plan) -> str:
         """Bring the working directory to S3 and make the job. Returns REGION/NAME, behind PROFILE@ where one is named.

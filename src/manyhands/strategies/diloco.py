@@ -25,9 +25,8 @@ from manyhands.communication.link import Link
 from manyhands.communication.world import World
 from manyhands.config.local_steps import DiLoCo
 from manyhands.config.strategies import DDP
-from manyhands.strategies.alone import Alone, Own, drifting, weighted_mean
-from manyhands.strategies.rounds import Rounds
-from manyhands.strategies.strategy import Compute, Piece, Scale, Shard, StepOutcome, Steppable
+from manyhands.strategies.alone import drifting, weighted_mean
+from manyhands.strategies.stepping_alone import SteppingAlone
 
 
 @dataclass(slots=True)
@@ -60,60 +59,37 @@ class Fragment:
             parameter.copy_(part.view_as(parameter))
 
 
-class OuterSteps:
+class OuterSteps(SteppingAlone):
     """The strategy of `DiLoCo`."""
 
+    config: DiLoCo
+
     def __init__(self, config: DiLoCo, world: World) -> None:
-        self.config, self.world = config, world
-        by_node = config.inside_node == "exact"
-        self.alone, self.own, self.lanes = Alone(world, by_node=by_node), Own(world), Lanes(world, by_node=by_node)
+        super().__init__(config, world)
+        self.lanes = Lanes(world, by_node=config.inside_node == "exact")
         outer = DDP(compression=config.outer_compression, inside_node=config.inside_node)
         self.compression: Compression = make_compression(outer) or _as_it_is
-        self.model: nn.Module | None = None
         self.fragments: list[Fragment] = []
-        self.steps = 0
-        """Of the run."""
-        self.rounds = Rounds(config)
         self.began = 0
         """The step after which the round under way began."""
 
-    def shard(self) -> Shard:
-        """One part for each worker."""
-        return Shard(self.world.rank, self.world.size)
-
     def place(self, model: nn.Module) -> nn.Module:
         """Move `model` to this worker's device, make it equal to the leader's, and cut it into fragments."""
-        self.model = model.to(self.world.device)
-        for tensor in [*model.parameters(), *model.buffers()]:
-            self.world.broadcast(tensor.data)
-        self.alone.place(self.model)
+        placed = super().place(model)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         count = min(self.config.fragments, len(trained))
         for number, parameters in enumerate(even_parts(trained, count)):
             flat = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
             momentum, kept, moved = (torch.zeros_like(flat) for _ in range(3))
             self.fragments.append(Fragment(parameters, number, flat, momentum, kept, moved))
-        return self.model
+        return placed
 
-    def forward_backward(
-        self, model: nn.Module, pieces: Sequence[Piece], compute: Compute, scale: Scale, riders: Sequence[float]
-    ) -> StepOutcome:
-        """Fill the gradients with the mean over one's own samples: the worker's, or its node's."""
-        return self.alone.forward_backward(model, pieces, compute, scale, riders)
-
-    def clip_gradients(self, model: nn.Module, max_norm: float) -> Tensor:
-        """Clip by the norm of one's own gradient: the worker's, or its node's."""
-        return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-
-    def update(self, model: nn.Module, optimizer: Steppable) -> None:
-        """Step alone; take what has arrived, and send the fragment whose turn it is."""
-        self.own.step(optimizer)
-        self.steps += 1
+    def exchange(self, model: nn.Module) -> None:
+        """Take what has arrived, and send the fragment whose turn it is."""
         for fragment in self.fragments:
             if fragment.arrives == self.steps:
                 self._take(fragment)
         self.lanes.ready()
-        self.rounds.saw(optimizer)
         if self.steps <= self.config.sync_warmup:
             self._warm_up(model)
             return
@@ -180,11 +156,8 @@ class OuterSteps:
         for fragment in self.fragments:
             self._arrive(fragment)
         return {
-            "steps": self.steps,
+            **super().state_dict(),
             "began": self.began,
-            **self.rounds.state_dict(),
-            **self.alone.state_dict(),
-            **self.own.state_dict(self.model),
             "fragments": [
                 {
                     "shared": fragment.shared.clone(),
@@ -201,13 +174,9 @@ class OuterSteps:
         """Take up what `state_dict` gave; where the workers changed, all go on from the mean."""
         if not states or not states[0]:
             return
-        assert self.model is not None, "place() comes before load_state_dict()"
-        self.steps = states[0]["steps"]
+        super().load_state_dict(states)
         every = self.config.sync_every
         self.began = states[0].get("began", self.steps // every * every)
-        self.rounds.load_state_dict(states[0])
-        self.alone.load_state_dict(states)
-        self.own.load_state_dict(self.model, states, same=self.alone.same(states))
         for number, fragment in enumerate(self.fragments):
             equal = states[0]["fragments"][number]
             for name in ("shared", "momentum", "moved"):

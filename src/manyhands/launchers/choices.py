@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from manyhands.errors import ConfigError
 from manyhands.launchers.job import Job
 from manyhands.table import nearest
+from manyhands.units import Duration
 
 
 def check(target: str, job: Job, known: Mapping[str, str]) -> None:
@@ -55,6 +56,35 @@ def count(given: Mapping[str, str], key: str, default: int) -> int:
     if not value.isdecimal() or int(value) < 1:
         raise ConfigError(f"{key} is {value!r}", where=f"-o {key}={value}", fix="give a whole number, 1 or more")
     return int(value)
+
+
+def seconds(given: Mapping[str, str], key: str) -> int | None:
+    """A length of time among the options; None where it is not given.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if key not in given:
+        return None
+    limit = Duration.parse(given[key], where=f"-o {key}")
+    if limit.seconds is None:
+        raise ConfigError(f"{key} is {given[key]!r}", where=f"-o {key}", fix="write it as 8h, or 90 min")
+    return int(limit.seconds)
+
+
+def pairs(given: Mapping[str, str], key: str, known: Mapping[str, str], *, between: str = "=") -> dict[str, str]:
+    """Several `BEFORE=AFTER`, separated by commas; `known` has a line on each option.
+
+    Raises:
+        ConfigError: one is written otherwise.
+    """
+    found = {}
+    for word in given[key].split(",") if key in given else []:
+        before, _, after = word.partition(between)
+        if not before or not after:
+            raise ConfigError(f"cannot read {word!r}", where=f"-o {key}", fix=f"{key}: {known[key]}")
+        found[before] = after
+    return found
 
 
 def gpus(given: Mapping[str, str]) -> str:

@@ -36,16 +36,11 @@ class Local:
             what = f"local runs on this machine alone, and hosts are named: {', '.join(job.hosts)}"
             raise ConfigError(what, where="--hosts", fix="leave --on out, or use --on ssh or --on mpi")
         hosts = [f"node{node}" for node in range(job.nodes)] if job.nodes > 1 else [socket.gethostname().split(".")[0]]
-        workers = []
-        for rank in range(job.workers):
-            node, local_rank = divmod(rank, job.workers_per_node)
-            store = (_ADDRESS, variables.CHOSEN_AT_START)
-            workers.append(variables.of_worker(job, node=node, local_rank=local_rank, generation=0, store=store))
         return Plan(
             job=job,
             hosts=tuple(hosts),
             agents=tuple(_agent_command(node, f"{_ADDRESS}:PORT") for node in range(job.nodes)),
-            workers=tuple(workers),
+            workers=variables.of_all(job, address=_ADDRESS),
         )
 
     def submit(self, plan: Plan, display: Display) -> int:

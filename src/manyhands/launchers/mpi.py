@@ -43,17 +43,12 @@ class Mpi:
                 where="--on mpi",
                 fix="name every host once: --hosts a,b,c; --workers-per-node gives a host several workers",
             )
-        workers = []
-        for rank in range(job.workers):
-            node, local_rank = divmod(rank, job.workers_per_node)
-            store = (variables.CHOSEN_AT_START, variables.CHOSEN_AT_START)
-            workers.append(variables.of_worker(job, node=node, local_rank=local_rank, generation=0, store=store))
         everybody = range(len(hosts))
         return Plan(
             job=job,
             hosts=hosts,
             agents=tuple(_agent_words(job, "ADDRESS:PORT", node) for node in everybody),
-            workers=tuple(workers),
+            workers=variables.of_all(job),
             command=tuple(_command(job, hosts, everybody, "ADDRESS:PORT")),
         )
 

@@ -41,16 +41,11 @@ class Ray:
             raise ConfigError("Ray chooses the hosts", where="--hosts", fix="use --nodes N")
         if not choices.gpus(job.options).isdecimal():
             raise ConfigError(f"gpus is {job.options['gpus']!r}", where="-o gpus", fix="give a whole number")
-        workers = []
-        for rank in range(job.workers):
-            node, local_rank = divmod(rank, job.workers_per_node)
-            store = (variables.CHOSEN_AT_START, variables.CHOSEN_AT_START)
-            workers.append(variables.of_worker(job, node=node, local_rank=local_rank, generation=0, store=store))
         return Plan(
             job=job,
             hosts=tuple(f"a node of the Ray cluster ({node + 1} of {job.nodes})" for node in range(job.nodes)),
             agents=tuple(tuple(_agent_words(job, "ADDRESS:PORT", node)) for node in range(job.nodes)),
-            workers=tuple(workers),
+            workers=variables.of_all(job),
         )
 
     def submit(self, plan: Plan, display: Display) -> int:

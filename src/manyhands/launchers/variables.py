@@ -40,6 +40,13 @@ def of_worker(
     }
 
 
+def of_all(job: Job, *, address: str = CHOSEN_AT_START) -> tuple[Mapping[str, str], ...]:
+    """What is known of every worker's variables, by rank, before there is a store at `address`."""
+    places = [(node, local_rank) for node in range(job.nodes) for local_rank in range(job.workers_per_node)]
+    store = (address, CHOSEN_AT_START)
+    return tuple(of_worker(job, node=node, local_rank=rank, generation=0, store=store) for node, rank in places)
+
+
 def of_member(job: Job, *, member: int, late: bool) -> dict[str, str]:
     """What a worker needs to go on when others are lost, or to come to them while they train."""
     if not job.recovers:

@@ -40,14 +40,14 @@ class Kubernetes:
         """
         kubernetes_manifest.check(job)
         name = name_of(job)
-        workers = []
-        for rank in range(job.workers):
-            node, local_rank = divmod(rank, job.workers_per_node)
-            store = (f"{name}-0", variables.CHOSEN_AT_START)
-            workers.append(variables.of_worker(job, node=node, local_rank=local_rank, generation=0, store=store))
         text = "---\n".join(yaml_text.dump(manifest) for manifest in manifests(job).values())
         return Plan(
-            job=job, hosts=(), agents=(), workers=tuple(workers), files={f"{name}.yaml": text}, notes=_notes(job)
+            job=job,
+            hosts=(),
+            agents=(),
+            workers=variables.of_all(job, address=f"{name}-0"),
+            files={f"{name}.yaml": text},
+            notes=_notes(job),
         )
 
     def submit(self, plan: Plan, display: Display) -> int:

@@ -14,7 +14,6 @@ from manyhands.launchers.head.meeting import PORT
 from manyhands.launchers.host import first_node
 from manyhands.launchers.job import Job
 from manyhands.records import run_directory
-from manyhands.units import Duration
 
 OPTIONS = {
     "image": "the container image, which has Python, manyhands and what the script imports; there is no default",
@@ -75,10 +74,10 @@ def check(job: Job) -> None:
     choices.see_that_gpus_are_used(job)
     _check_words(job)
     _check_folder(job)
-    _pairs(job, "node-selector", "=")
+    choices.pairs(job.options, "node-selector", OPTIONS)
     for key in ("time", "wait"):
-        seconds(job, key)
-    for _, path in _pairs(job, "volumes", ":"):
+        choices.seconds(job.options, key)
+    for path in _volumes(job).values():
         if not path.startswith("/"):
             raise ConfigError(f"{path!r} is no absolute path", where="-o volumes", fix=OPTIONS["volumes"])
 
@@ -155,7 +154,7 @@ def _run_dir_there(job: Job) -> Path:
 def keeps_record(job: Job) -> bool:
     """Whether the run directory is on a volume, so that all pods share it and it is there when they are gone."""
     run_dir = _run_dir_there(job)
-    return any(_is_below(run_dir, Path(path)) for _, path in _pairs(job, "volumes", ":"))
+    return any(_is_below(run_dir, Path(path)) for path in _volumes(job).values())
 
 
 def manifests(job: Job, *, token: bytes = NOT_YET, packed: bytes = NOT_YET) -> dict[str, dict[str, Any]]:
@@ -203,7 +202,7 @@ def _job_spec(job: Job, name: str) -> dict[str, Any]:
         },
         "template": {"metadata": {"labels": {LABEL: name}}, "spec": _pod_spec(job, name)},
     }
-    if limit_s := seconds(job, "time"):
+    if limit_s := choices.seconds(job.options, "time"):
         spec["activeDeadlineSeconds"] = limit_s
     return spec
 
@@ -214,7 +213,7 @@ def _pod_spec(job: Job, name: str) -> dict[str, Any]:
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": options.get("shm", "2Gi")}}
     ]
     mounts = [{"name": "shm", "mountPath": "/dev/shm"}]  # noqa: S108  # where it is in every container
-    for number, (claim, path) in enumerate(_pairs(job, "volumes", ":")):
+    for number, (claim, path) in enumerate(_volumes(job).items()):
         volumes.append({"name": f"volume-{number}", "persistentVolumeClaim": {"claimName": claim}})
         mounts.append({"name": f"volume-{number}", "mountPath": path})
     if "folder" not in options:
@@ -229,7 +228,7 @@ def _pod_spec(job: Job, name: str) -> dict[str, Any]:
         "volumes": volumes,
     }
     if "node-selector" in options:
-        spec["nodeSelector"] = dict(_pairs(job, "node-selector", "="))
+        spec["nodeSelector"] = choices.pairs(job.options, "node-selector", OPTIONS)
     if "tolerations" in options:
         spec["tolerations"] = [{"key": key, "operator": "Exists"} for key in options["tolerations"].split(",")]
     for key, field in (("service-account", "serviceAccountName"), ("priority-class", "priorityClassName")):
@@ -263,28 +262,9 @@ def _container(job: Job, name: str) -> dict[str, Any]:
     }
 
 
-def _pairs(job: Job, key: str, separator: str) -> list[tuple[str, str]]:
-    found = []
-    for word in job.options[key].split(",") if key in job.options else []:
-        before, _, after = word.partition(separator)
-        if not before or not after:
-            raise ConfigError(f"cannot read {word!r}", where=f"-o {key}", fix=f"{key}: {OPTIONS[key]}")
-        found.append((before, after))
-    return found
-
-
-def seconds(job: Job, key: str) -> int | None:
-    """A length of time among the options; None where it is not given.
-
-    Raises:
-        ConfigError: it is none.
-    """
-    if key not in job.options:
-        return None
-    limit = Duration.parse(job.options[key], where=f"-o {key}")
-    if limit.seconds is None:
-        raise ConfigError(f"{key} is {job.options[key]!r}", where=f"-o {key}", fix="write it as 8h, or 90 min")
-    return int(limit.seconds)
+def _volumes(job: Job) -> dict[str, str]:
+    """Claim → where it is seen."""
+    return choices.pairs(job.options, "volumes", OPTIONS, between=":")
 
 
 def _is_below(path: Path, folder: Path) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import MutableMapping
 from pathlib import Path
 
 from manyhands.errors import ManyhandsError
-from manyhands.launchers import job_file, packing
+from manyhands.launchers import choices, job_file, packing
 from manyhands.launchers.host import first_node, node
 from manyhands.launchers.host.first_node import Station
 from manyhands.launchers.kubernetes import manifest
@@ -40,7 +40,7 @@ def main(variables: MutableMapping[str, str] | None = None) -> int:
             address=own[manifest.ADDRESS],
             token=own[manifest.TOKEN],
         )
-        return first_node.run(job, station, patience_s=manifest.seconds(job, "wait") or _PATIENCE_S)
+        return first_node.run(job, station, patience_s=choices.seconds(job.options, "wait") or _PATIENCE_S)
     except ManyhandsError as error:
         return first_node.report(error)
 

@@ -11,7 +11,6 @@ from manyhands.errors import ConfigError
 from manyhands.launchers import choices, packing
 from manyhands.launchers.job import Job
 from manyhands.records import run_directory
-from manyhands.units import Duration
 
 OPTIONS = {
     "image": "the container image in ECR, which has Python, manyhands and what the script imports; there is no default",
@@ -126,12 +125,12 @@ def request(job: Job, name: str) -> dict[str, Any]:
         ConfigError: an option cannot be read.
     """
     options = job.options
-    limit_s = _seconds(job, "time", _DAY_S)
+    limit_s = choices.seconds(options, "time") or _DAY_S
     stopping = {"MaxRuntimeInSeconds": limit_s}
     spot = choices.yes(options, "spot", default=False)
     if spot:
-        stopping["MaxWaitTimeInSeconds"] = max(limit_s, _seconds(job, "wait", limit_s + _DAY_S))
-    channels = {CHANNEL: input_place(job, name), **_pairs(job, "data")}
+        stopping["MaxWaitTimeInSeconds"] = max(limit_s, choices.seconds(options, "wait") or limit_s + _DAY_S)
+    channels = {CHANNEL: input_place(job, name), **_data(job)}
     made: dict[str, Any] = {
         "TrainingJobName": name,
         "RoleArn": options["role"],
@@ -153,7 +152,8 @@ def request(job: Job, name: str) -> dict[str, Any]:
         "EnableInterContainerTrafficEncryption": job.encrypt,
         "HyperParameters": {"script": job.program, **job.overrides},  # to be seen and searched for in the console
         "Tags": [
-            {"Key": key, "Value": value} for key, value in {"manyhands": job.run_id, **_pairs(job, "tags")}.items()
+            {"Key": key, "Value": value}
+            for key, value in {"manyhands": job.run_id, **choices.pairs(options, "tags", OPTIONS)}.items()
         ],
     }
     if "subnets" in options:
@@ -187,18 +187,11 @@ def _channel(name: str, uri: str) -> dict[str, Any]:
     return {"ChannelName": name, "DataSource": {"S3DataSource": source}, "InputMode": "File"}
 
 
-def _pairs(job: Job, key: str) -> dict[str, str]:
-    words = job.options[key].split(",") if key in job.options else []
-    for word in words:
-        if not re.fullmatch(r"[^=]+=.+", word) or (key == "data" and not re.fullmatch(r"[\w.-]+=s3://.+", word)):
-            raise ConfigError(f"cannot read {word!r}", where=f"-o {key}", fix=f"{key}: {OPTIONS[key]}")
-    return dict(word.split("=", 1) for word in words)
-
-
-def _seconds(job: Job, key: str, default_s: int) -> int:
-    if key not in job.options:
-        return default_s
-    limit = Duration.parse(job.options[key], where=f"-o {key}")
-    if limit.seconds is None:
-        raise ConfigError(f"{key} is {job.options[key]!r}", where=f"-o {key}", fix="write it as 8h, or 90 min")
-    return int(limit.seconds)
+def _data(job: Job) -> dict[str, str]:
+    """Channel → where it is in S3."""
+    found = choices.pairs(job.options, "data", OPTIONS)
+    for name, uri in found.items():
+        if not re.fullmatch(r"[\w.-]+", name) or not re.fullmatch("s3://.+", uri):
+            fix = f"data: {OPTIONS['data']}"
+            raise ConfigError(f"cannot read {f'{name}={uri}'!r}", where="-o data", fix=fix)
+    return found

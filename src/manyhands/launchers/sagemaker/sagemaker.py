@@ -51,13 +51,15 @@ class SageMaker:
             sagemaker_request.validate(request)
         except ImportError:
             notes.append("not compared with AWS's own description of it, for botocore is not installed here")
-        workers = []
-        for rank in range(job.workers):
-            node, local_rank = divmod(rank, job.workers_per_node)
-            store = ("algo-1", variables.CHOSEN_AT_START)
-            workers.append(variables.of_worker(job, node=node, local_rank=local_rank, generation=0, store=store))
         files = {"CreateTrainingJob": json.dumps(request, indent=1)}
-        return Plan(job=job, hosts=(), agents=(), workers=tuple(workers), files=files, notes=tuple(notes))
+        return Plan(
+            job=job,
+            hosts=(),
+            agents=(),
+            workers=variables.of_all(job, address="algo-1"),
+            files=files,
+            notes=tuple(notes),
+        )
 
     def submit(self, plan: Plan, display: Display) -> int:
         """Send the job and show what it prints until it is over. Ctrl-C ends it.

@@ -164,17 +164,12 @@ class Slurm:
         if not job.nodes_are_chosen:
             job = replace(job, nodes=len(nodes))
         hosts = tuple(nodes[: job.nodes])
-        workers = []
-        for rank in range(job.workers):
-            node, local_rank = divmod(rank, job.workers_per_node)
-            store = (variables.CHOSEN_AT_START, variables.CHOSEN_AT_START)
-            workers.append(variables.of_worker(job, node=node, local_rank=local_rank, generation=0, store=store))
         everybody = range(job.nodes)
         return Plan(
             job=job,
             hosts=hosts,
             agents=tuple(_agent_words(job, "ADDRESS:PORT", str(node)) for node in everybody),
-            workers=tuple(workers),
+            workers=variables.of_all(job),
             command=tuple(_srun(job, hosts, everybody, "ADDRESS:PORT")),
         )
 

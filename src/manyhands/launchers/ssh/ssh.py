@@ -31,7 +31,6 @@ from manyhands.launchers.ssh.connection import Connection
 from manyhands.records import run_directory
 from manyhands.table import nearest
 
-_CHOSEN = variables.CHOSEN_AT_START
 T = TypeVar("T")
 
 
@@ -47,16 +46,11 @@ class Ssh:
             ConfigError: no hosts are named, one is named twice, or an option is unknown.
         """
         _check(job)
-        workers = []
-        for rank in range(job.workers):
-            node, local_rank = divmod(rank, job.workers_per_node)
-            store = (_CHOSEN, _CHOSEN)
-            workers.append(variables.of_worker(job, node=node, local_rank=local_rank, generation=0, store=store))
         agents = (
             ("ssh", host, _agent_words(job.options.get("python", sys.executable), "ADDRESS:PORT", node, None))
             for node, host in enumerate(job.hosts)
         )
-        return Plan(job=job, hosts=job.hosts, agents=tuple(agents), workers=tuple(workers))
+        return Plan(job=job, hosts=job.hosts, agents=tuple(agents), workers=variables.of_all(job))
 
     def submit(self, plan: Plan, display: Display) -> int:
         """Reach all hosts, see that they agree, bring the working directory, and run the job to its end."""

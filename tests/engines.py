@@ -63,6 +63,27 @@ def run(host: Host, words: Sequence[str], *, before: Sequence[str] = (), timeout
     return host.run(words, folder=FOLDER, env=environment(), timeout_s=timeout_s, check=False)
 
 
+def run_alone(lab: Lab, words: Sequence[str], gone: str, *, before: Sequence[str] = ()) -> Any:
+    """`manyhands run WORDS` for a script that all hosts have but the last, which lacks the "script" or its "folder"."""
+    *having, _last = lab
+    for host in having if gone == "folder" else lab:
+        host.run(["mkdir", "-p", "/root/alone"])
+    for host in having:
+        host.path("/root/alone/here.py").write_text("print('here')\n")
+    words = [*before, *MANYHANDS, "run", *words, "--run-dir", f"{FOLDER}/alone", "here.py"]
+    try:
+        return having[0].run(words, folder="/root/alone", env=environment(), timeout_s=160, check=False)
+    finally:
+        for host in lab:
+            host.run(["rm", "-rf", "/root/alone"])
+
+
+def lacks(gone: str) -> str:
+    """What is said of the host that `run_alone` has left without it."""
+    here = {"script": "there is no script 'here.py' here", "folder": "the working directory is not here"}
+    return f"{here[gone]}: hosts are expected to share it, or have copies"
+
+
 def examined(host: Host, words: Sequence[str], *, before: Sequence[str] = ()) -> Any:
     """What `manyhands doctor WORDS --json` on `host` finds, and its exit code."""
     done = host.run(

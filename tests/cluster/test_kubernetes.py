@@ -18,7 +18,6 @@ from launching import MANYHANDS, environment, wait_until
 
 from manyhands.lab import Lab, lab
 
-NAMES = ("first", "evicted", "killed", "lost", "wrong")
 LONG_S = 240
 SLOWLY = ("--env", "PAUSE=0.03")
 """So that a run goes on while something happens to it, however fast this machine is."""
@@ -27,7 +26,6 @@ SLOWLY = ("--env", "PAUSE=0.03")
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Lab]:
     with lab(2) as hosts:
-        call(hosts, {f"{name}-{index}.{name}": host for name in NAMES for index, host in enumerate(hosts)})
         yield hosts
 
 
@@ -52,7 +50,17 @@ def expected(desk: Path) -> str:
 
 @pytest.fixture
 def pods(pair: Lab, disk: Path, tmp_path: Path) -> Iterator[Cluster]:
-    with cluster(tmp_path, lambda index: Container(pair[index])) as made:
+    known: set[str] = set()
+
+    def machine_of(index: int) -> Container:
+        """Where the pod of an index runs; by now, the Service has given all of them names."""
+        for kind, _, name in made.objects:
+            if kind == "Service" and name not in known:
+                call(pair, {f"{name}-{number}.{name}": host for number, host in enumerate(pair)})
+                known.add(name)
+        return Container(pair[index])
+
+    with cluster(tmp_path, machine_of) as made:
         yield made
 
 
@@ -151,3 +159,36 @@ def test_cancelled_job_leaves_nothing_in_the_cluster_nor_on_its_machines(
     assert pods.objects == {}
     wait_until(lambda: not running(pair), "nothing runs in the pods")
     assert follower.wait(timeout=60) == 0
+
+
+def examined(pods: Cluster, desk: Path, *more: str) -> Any:
+    options = ["-o", "image=me/train:1", "-o", f"python={sys.executable}", "-o", "volumes=disk:/data"]
+    done = ask(pods, desk, "doctor", "--on", "kubernetes", "--nodes", "2", *options, "--json", *more)
+    assert done.stdout, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.timeout(LONG_S)
+def test_doctor_examines_the_pods_from_inside_and_leaves_nothing(
+    pods: Cluster, pair: Lab, desk: Path, disk: Path
+) -> None:
+    before = sorted(path.name for path in disk.iterdir())
+    found = examined(pods, desk, "--run-dir", "/data/soon", "--data", "digits.py", "wrong.py")
+    assert [host["hostname"] for host in found["hosts"]] == pair.names
+    assert [host["run_dir"] for host in found["hosts"]] == [{"path": "/data/soon", "trouble": "", "shared": True}] * 2
+    assert [(host["script"]["files"], len(host["data"])) for host in found["hosts"]] == [(1, 1)] * 2
+    assert [(pair["trouble"], pair["bandwidth"] > 0) for pair in found["pairs"]] == [("", True)] * 2
+    assert [finding["what"] for finding in found["findings"] if finding["level"] == "error"] == []
+    assert (found["target"], found["exit_code"], found["meeting"]["right"]) == ("kubernetes", 0, True)
+    wait_until(lambda: not running(pair) and not pods.pods, "the pods are gone")
+    assert pods.objects == {}
+    assert sorted(path.name for path in disk.iterdir()) == before
+
+
+@pytest.mark.timeout(LONG_S)
+def test_doctor_says_why_its_pods_report_nothing(pods: Cluster, desk: Path) -> None:
+    found = examined(pods, desk, "-o", "python=/bin/false")
+    [error] = found["findings"]
+    assert (found["exit_code"], error["check"]) == (3, "reach")
+    assert "the doctor's job ended without a report" in error["what"]
+    assert pods.objects == {}

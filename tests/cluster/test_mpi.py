@@ -15,8 +15,10 @@ from engines import (
     examined,
     furthest_from_one_process,
     hashes,
+    lacks,
     recipe,
     run,
+    run_alone,
     share,
 )
 from launching import wait_until
@@ -66,17 +68,11 @@ def test_host_that_mpirun_does_not_reach_ends_the_start_with_a_sentence(four: La
 
 
 @pytest.mark.parametrize("gone", ["script", "folder"])
-def test_host_that_does_not_share_the_folder_is_named_with_what_it_lacks(four: Lab, gone: str) -> None:
-    for host in four.hosts[:2] if gone == "script" else four.hosts[:1]:
-        host.run(["mkdir", "-p", "/root/alone"])
-    four[0].path("/root/alone/here.py").write_text("print('here')\n")
-    words = [*MANYHANDS, "run", "--on", "mpi", "--hosts", "lab1,lab2", "--run-dir", f"{FOLDER}/alone", "here.py"]
-    done = four[0].run(words, folder="/root/alone", env=environment(), timeout_s=120, check=False)
-    wanted = "there is no script 'here.py' here" if gone == "script" else "the working directory is not here"
-    four[1].run(["rm", "-rf", "/root/alone"])
+def test_host_of_mpi_that_does_not_share_the_folder_is_named_with_what_it_lacks(four: Lab, gone: str) -> None:
+    done = run_alone(four, ["--on", "mpi", "--hosts", ",".join(four.names)], gone)
     assert done.returncode == 3, done.stderr
-    assert wanted in done.stderr
-    assert "host lab2, /root/alone" in done.stderr
+    assert lacks(gone) in done.stderr
+    assert "host lab4, /root/alone" in done.stderr
     assert "here\n" not in done.stdout, "nothing has run"
 
 

@@ -10,7 +10,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from engines import FOLDER, MANYHANDS, environment, furthest_from_one_process, hashes, run, share
+from engines import (
+    FOLDER,
+    MANYHANDS,
+    environment,
+    examined,
+    furthest_from_one_process,
+    hashes,
+    lacks,
+    run,
+    run_alone,
+    share,
+)
 
 from manyhands.lab import Host, Lab, lab
 
@@ -23,15 +34,15 @@ LONG_S = 300
 """Ray starts six programs on each host, all on the cores of this machine."""
 
 
-@pytest.fixture(params=[2, pytest.param(4, marks=pytest.mark.slow)], scope="module")
-def hosts(request: pytest.FixtureRequest) -> Iterator[Lab]:
-    with lab(request.param) as made:
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Lab]:
+    with lab(4) as made:
         yield made
 
 
 @pytest.fixture(autouse=True, scope="module")
 def folder(hosts: Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What all hosts share."""
+    """What all hosts share. One Ray cluster serves all tests: it takes longer to begin than they do."""
     shared = tmp_path_factory.mktemp("shared")
     share(hosts, shared)
     begin(hosts[0], ["--head", "--port=6379", "--include-dashboard=false"])
@@ -46,7 +57,9 @@ def begin(host: Host, role: list[str]) -> None:
 
 
 @pytest.mark.timeout(3 * LONG_S)
-def test_hosts_of_a_ray_cluster_train_to_the_weights_of_one_process(hosts: Lab, folder: Path, tmp_path: Path) -> None:
+def test_four_hosts_of_a_ray_cluster_train_to_the_weights_of_one_process(
+    hosts: Lab, folder: Path, tmp_path: Path
+) -> None:
     words = ["--on", "ray", "--nodes", str(len(hosts)), "--run-dir", f"{FOLDER}/run", "recipe_script.py"]
     done = run(hosts[1], words, timeout_s=LONG_S)
     assert done.returncode == 0, done.stderr
@@ -57,7 +70,7 @@ def test_hosts_of_a_ray_cluster_train_to_the_weights_of_one_process(hosts: Lab, 
 
 
 @pytest.mark.timeout(3 * LONG_S)
-def test_unmodified_torchrun_script_runs_by_ray_without_a_terminal(hosts: Lab) -> None:
+def test_unmodified_torchrun_script_runs_by_ray_on_four_hosts_without_a_terminal(hosts: Lab) -> None:
     count = len(hosts)
     words = ["--on", "ray", "--nodes", str(count), "-o", "address=lab1:6379", "--run-dir", f"{FOLDER}/plain"]
     handle = run(hosts[0], ["--detach", *words, "torchrun_script.py"], timeout_s=LONG_S).stdout.strip()
@@ -68,3 +81,24 @@ def test_unmodified_torchrun_script_runs_by_ray_without_a_terminal(hosts: Lab) -
     assert sorted(re.findall(everybody, told)) == hosts.names, told
     status = hosts[0].run([*MANYHANDS, "status", handle], env=environment()).stdout
     assert status.startswith("done · "), status
+
+
+@pytest.mark.timeout(3 * LONG_S)
+def test_doctor_examines_the_hosts_that_ray_gives_it(hosts: Lab, folder: Path) -> None:
+    found = examined(hosts[2], ["--on", "ray", "--nodes", "2", "torchrun_script.py"])
+    assert len({host["hostname"] for host in found["hosts"]} & set(hosts.names)) == 2
+    assert [finding["what"] for finding in found["findings"] if finding["level"] == "error"] == []
+    assert [host["run_dir"]["shared"] for host in found["hosts"]] == [True, True]
+    assert [pair["trouble"] for pair in found["pairs"]] == ["", ""]
+    assert (found["exit_code"], found["meeting"]["right"]) == (0, True)
+    assert not (folder / "runs").exists()
+
+
+@pytest.mark.timeout(3 * LONG_S)
+@pytest.mark.parametrize("gone", ["script", "folder"])
+def test_host_of_ray_that_does_not_share_the_folder_is_named_with_what_it_lacks(hosts: Lab, gone: str) -> None:
+    done = run_alone(hosts, ["--on", "ray", "--nodes", "4"], gone)
+    assert done.returncode == 3, done.stderr
+    assert lacks(gone) in done.stderr
+    assert "host lab4, /root/alone" in done.stderr
+    assert "here\n" not in done.stdout, "nothing has run"

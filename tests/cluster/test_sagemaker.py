@@ -95,3 +95,20 @@ def test_job_that_fails_says_so_in_the_words_of_the_first_failure(aws: Aws, desk
     assert (found["state"], found["code"]) == ("failed", 1)
     assert "rank 1" in found["reason"]
     assert "host algo-2" in found["reason"]
+
+
+@pytest.mark.timeout(LONG_S)
+def test_doctor_examines_the_instances_from_inside(aws: Aws, pair: Lab, desk: Path) -> None:
+    options = [f"-o{key}={value}" for key, value in {**OPTIONS, "python": sys.executable}.items()]
+    words = ["doctor", "--on", "sagemaker", "--nodes", "2", *options, "--json", "wrong.py"]
+    done = manyhands(desk, *words, **variables(aws))
+    assert done.stdout, done.stderr
+    found = json.loads(done.stdout)
+    assert [(host["name"], host["hostname"]) for host in found["hosts"]] == [("algo-1", "lab1"), ("algo-2", "lab2")]
+    assert [host["run_dir"]["path"] for host in found["hosts"]] == ["/opt/ml/checkpoints"] * 2
+    assert [finding["what"] for finding in found["findings"] if finding["level"] == "error"] == []
+    assert (found["exit_code"], found["meeting"]["right"]) == (0, True)
+    [job] = aws.jobs.values()
+    wait_until(lambda: job.status == "Completed", "the job is over")
+    for host in pair:
+        wait_until(lambda host=host: "launchers" not in str(host.processes()), f"nothing is left on {host.name}")

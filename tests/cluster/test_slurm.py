@@ -16,8 +16,10 @@ from engines import (
     examined,
     furthest_from_one_process,
     hashes,
+    lacks,
     recipe,
     run,
+    run_alone,
     share,
 )
 from launching import wait_until
@@ -119,6 +121,15 @@ def test_script_that_the_users_own_srun_starts_knows_its_place(four: Lab) -> Non
     assert len(found) >= 1, done.stderr
     assert len({digest for _, digest in found.values()}) == 1
     assert "2 workers on 2 hosts" in done.stdout
+
+
+@pytest.mark.parametrize("gone", ["script", "folder"])
+def test_host_of_slurm_that_does_not_share_the_folder_is_named_with_what_it_lacks(four: Lab, gone: str) -> None:
+    done = run_alone(four, ["--on", "slurm"], gone, before=["salloc", "--quiet", "--nodes", "4"])
+    assert done.returncode == 3, done.stderr
+    assert lacks(gone) in done.stderr
+    assert "host lab4, /root/alone" in done.stderr
+    assert "here\n" not in done.stdout, "nothing has run"
 
 
 def test_doctor_examines_the_nodes_that_slurm_gives_it(four: Lab, folder: Path) -> None:

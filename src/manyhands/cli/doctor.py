@@ -8,6 +8,7 @@ import secrets
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -58,7 +59,7 @@ def doctor(
     Exit codes: 0 nothing is bad (there may be warnings), 2 the request was wrong, 3 a host cannot be reached or is not
     fit for a run, 4 hosts cannot talk to each other.
     """
-    from manyhands.doctor import desk, station
+    from manyhands.doctor import afar, desk, station
     from manyhands.doctor.examination import Request, examine
 
     if script:
@@ -75,11 +76,14 @@ def doctor(
         shares_disk=target not in ("ssh", "local"),
     )
     launcher = LAUNCHERS.load(target)()
-    launcher.plan(job)  # refuses what makes no sense
+    launcher.plan(replace(job, least_nodes=None))  # refuses what makes no sense
     progress = Progress(sys.stderr, silent=as_json)
     try:
-        with desk.over_ssh(job) if target == "ssh" else desk.in_a_job(launcher, job) as (reached, lost):
-            examination = examine(reached, lost, request, progress.tell)
+        if target in afar.TARGETS:
+            examination = afar.examine(launcher, replace(job, least_nodes=None), request, progress.tell)
+        else:
+            with desk.over_ssh(job) if target == "ssh" else desk.in_a_job(launcher, job) as (reached, lost):
+                examination = examine(reached, lost, request, progress.tell)
     finally:
         progress.close()
     if as_json:

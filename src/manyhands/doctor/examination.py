@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from manyhands import __version__
 from manyhands.cluster.findings import Finding, exit_code, worst_first
 from manyhands.doctor import exercise, hosts, network
-from manyhands.doctor.desk import Reached, unreachable
+from manyhands.doctor.reception import Reached, unreachable
 from manyhands.errors import LaunchError
 
 T = TypeVar("T")
@@ -62,6 +62,12 @@ class Examination:
     def exit_code(self) -> int:
         """0, 3 or 4, as the command line ends."""
         return exit_code(self.findings)
+
+    @classmethod
+    def of_json(cls, request: Request, found: Facts) -> Examination:
+        """What `to_json` has told."""
+        kept = {name: found[name] for name in ("hosts", "pairs", "meeting", "seconds")}
+        return cls(request=request, findings=[Finding(**one) for one in found["findings"]], **kept)
 
     def to_json(self) -> Facts:
         """Everything, by the names that docs/doctor.md explains."""

@@ -312,11 +312,16 @@ def main() -> None:
     if os.path.basename(folder).startswith(SCRATCH):
         shutil.rmtree(folder, ignore_errors=True)  # the agent has made it for logs, which nobody is to read
     with socket.create_connection((host, int(port)), timeout=30) as connection:
-        challenge = wires.receive(connection, wires.CHALLENGE_BYTES)
-        proof = hmac.new(os.environ.pop(TOKEN).encode(), challenge, hashlib.sha256).hexdigest()
-        connection.settimeout(None)
-        connection.sendall(proof.encode() + b"\n")
-        serve(connection.makefile("r"), connection.makefile("w"))
+        speak(connection, os.environ.pop(TOKEN))
+
+
+def speak(connection: socket.socket, token: str) -> None:
+    """Show the doctor at the other end that this station knows the token, and answer until nobody asks any more."""
+    challenge = wires.receive(connection, wires.CHALLENGE_BYTES)
+    proof = hmac.new(token.encode(), challenge, hashlib.sha256).hexdigest()
+    connection.settimeout(None)
+    connection.sendall(proof.encode() + b"\n")
+    serve(connection.makefile("r"), connection.makefile("w"))
 
 
 if __name__ == "__main__":

@@ -59,6 +59,8 @@ class Job:
     """Whether the working directory is brought to hosts that do not share it."""
     encrypt: bool = False
     """Whether hosts may only talk over encrypted links."""
+    in_place: str = ""
+    """A module whose `be_node` the nodes of an engine's job call in place of a run."""
     farewell_s: float = 30
     """Seconds that workers get after Ctrl-C or SIGTERM, to save what they have."""
 

@@ -242,6 +242,10 @@ class Agents:
         result = self._course.result
         code = result.exit_code if isinstance(result, ManyhandsError) else result
         self.tell_all("leave", code=1 if code is None else code)
+        self._course.loop.unwatch(self._listening)
+        self._listening.close()  # whoever comes now finds nobody, and leaves
+        for channel in list(self._strangers):
+            self._forget(channel)
         for node in self.nodes:
             if node.channel is not None:
                 node.channel.flush(timeout_s=1)
@@ -255,6 +259,4 @@ class Agents:
                 node.agent.wait()
             if node.channel is not None:
                 node.channel.close()
-        self._course.loop.unwatch(self._listening)
-        self._listening.close()
         self._course.loop.close()

@@ -8,6 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 
+_END_S = 3.0
+
+
 class AgentProcess(Protocol):
     """An agent as the head holds it: `subprocess.Popen` is one."""
 
@@ -45,7 +48,7 @@ class Placement:
     def start_agent(self, node: int, head: str, token: str) -> AgentProcess:
         """What the head calls, once for every node and again for one that was lost."""
         if node in self._placed:
-            return self._begin([node], head, token)
+            return _Seat(_Together(self._begin([node], head, token), 1))
         if self._together is None:
             self._together = _Together(self._begin(range(self._nodes), head, token), self._nodes)
         self._placed.add(node)
@@ -66,6 +69,14 @@ class _Together:
 
     def __init__(self, process: subprocess.Popen[bytes], nodes: int) -> None:
         self.process, self.wanted_by, self.patience_is_over = process, nodes, False
+
+    def end(self) -> None:
+        """Have the engine end what it has started; one that does not in time is killed."""
+        self.process.terminate()
+        try:
+            self.process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
 
 
 class _Seat:
@@ -89,11 +100,11 @@ class _Seat:
             raise
 
     def terminate(self) -> None:
-        self._together.process.terminate()
+        """Left to the agents: they end when the head has gone. srun, asked to end, kills those that still tidy up."""
 
     def kill(self) -> None:
         if not self._given_up:
             self._given_up = True
             self._together.wanted_by -= 1
         if not self._together.wanted_by:
-            self._together.process.kill()
+            self._together.end()

@@ -63,8 +63,9 @@ def serve(connection: socket.socket, *, node: int, token: str, address: str) -> 
     adopt_orphans()
     loop = Loop()
     notice_loss(connection)
+    # First the signals, which the loop hears when it runs: what the supervisor makes on this host must be taken away.
+    loop.on_signals([signal.SIGTERM, signal.SIGINT, signal.SIGHUP], lambda number: agent.ask_to_leave(number))
     agent = Supervisor(loop, connection, node=node, token=token, address=address)
-    loop.on_signals([signal.SIGTERM, signal.SIGINT, signal.SIGHUP], agent.ask_to_leave)
     try:
         loop.run(until=lambda: agent.done)
     finally:

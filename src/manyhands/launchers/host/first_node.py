@@ -7,6 +7,7 @@ engine starts it again.
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import socket
@@ -58,6 +59,8 @@ def run(job: Job, station: Station, *, patience_s: float = PATIENCE_S) -> int:
     if name := addresses.interface_of(station.address):
         for variable in interfaces.VARIABLES:
             os.environ.setdefault(variable, name)
+    if job.in_place:
+        return int(importlib.import_module(job.in_place).be_node(job, station, patience_s))
     if station.number > 0:
         return _be_agent(station, patience_s)
     meeting = Meeting(token=station.token, port=int(station.head.rpartition(":")[2]), patience_s=patience_s)
@@ -86,7 +89,7 @@ def _starter(station: Station) -> StartAgent:
 def _be_agent(station: Station, patience_s: float) -> int:
     before = signal.signal(signal.SIGTERM, _end_at_once)  # until there is an agent, which does better
     try:
-        connection = _call(station.head, patience_s)
+        connection = call(station.head, patience_s)
     finally:
         signal.signal(signal.SIGTERM, before)
     verdict = agent.serve(connection, node=station.number, token=station.token, address=station.address)
@@ -97,8 +100,12 @@ def _end_at_once(number: int, frame: FrameType | None) -> None:
     sys.exit(AGAIN)
 
 
-def _call(head: str, patience_s: float) -> socket.socket:
-    """A connection to the head, as soon as it is there."""
+def call(head: str, patience_s: float) -> socket.socket:
+    """A connection to the head, as soon as it is there.
+
+    Raises:
+        LaunchError: it is not to be had within `patience_s`.
+    """
     deadline = time.monotonic() + patience_s
     while True:
         try:

@@ -143,6 +143,11 @@ class Kubernetes:
         if not self.status(name).over:
             self._delete(self._connect(context), namespace, job_name)
 
+    def remove(self, name: str) -> None:
+        """Delete the job, also one that is over, whose log is gone then."""
+        context, namespace, job_name = _parts(name)
+        self._delete(self._connect(context), namespace, job_name)
+
     @staticmethod
     def _delete(client: Client, namespace: str, name: str) -> None:
         client.find("batch", "delete_namespaced_job", name, namespace, propagation_policy="Background")

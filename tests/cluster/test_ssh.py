@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -53,11 +55,44 @@ def test_script_for_torchrun_runs_unchanged_on_four_hosts(four: Lab, tmp_path: P
 
 
 def test_hosts_come_from_a_file_with_slots(four: Lab, tmp_path: Path) -> None:
-    (tmp_path / "hosts").write_text("# two of them\nlab2 slots=2\nlab4 slots=2\n")
+    (tmp_path / "hosts").write_text("# two of them\nlab2 slots=1\nlab4 slots=2\n")
     ended = run(four, tmp_path, HELLO, "--hostfile", "hosts")
-    assert sorted(line.split()[2] for line in ended.out.splitlines() if line.startswith("[")) == [
-        "lab2", "lab2", "lab4", "lab4",
-    ]  # fmt: skip
+    assert sorted(line.split()[2:7] for line in ended.out.splitlines() if line.startswith("[")) == [
+        ["lab2", "0", "0", "0", "3"],
+        ["lab4", "1", "0", "1", "3"],
+        ["lab4", "2", "1", "1", "3"],
+    ]
+
+
+SUM = """
+    import os, socket, torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    each = os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"], os.environ["OMP_NUM_THREADS"]
+    print(socket.gethostname(), *each, "of", int(total))
+"""
+
+
+def test_every_host_starts_as_many_workers_as_it_has_gpus_where_nobody_says_how_many(
+    make_lab: Callable[..., Lab], tmp_path: Path
+) -> None:
+    hosts = make_lab(3)
+    for host, gpus in zip(hosts, (1, 3, 0), strict=True):
+        host.run(["mkdir", "-p", "/opt/bin"])
+        lines = "".join(f"echo 'GPU {number}: NVIDIA L4 (UUID: GPU-{number})'\n" for number in range(gpus))
+        host.path("/opt/bin/nvidia-smi").write_text(f"#!/bin/sh\n[ $1 = -L ] || exit 1\n{lines}")
+        host.path("/opt/python").write_text(f'#!/bin/sh\nPATH=/opt/bin:$PATH exec {sys.executable} "$@"\n')
+        host.run(["chmod", "+x", "/opt/bin/nvidia-smi", "/opt/python"])
+    asked = ["--hosts", "lab1,lab2,lab3", "-o", "python=/opt/python", "--no-check"]
+    ended = run(hosts, tmp_path, SUM, *asked)
+    assert ended.code == 0, ended.err
+    told = sorted(line.partition("] ")[2] for line in ended.out.splitlines() if line.startswith("["))
+    assert told == ["lab1 0 1 1 of 5", *(f"lab2 {rank} 3 1 of 5" for rank in range(3)), "lab3 0 1 1 of 5"]
+    ended = run(hosts, tmp_path, SUM, *asked, "--workers-per-node", "1")
+    assert ended.out.count("of 3") == 3, "what the user says counts"
+    ended = run(hosts, tmp_path, SUM, *asked, "--env", "CUDA_VISIBLE_DEVICES=2,0")
+    assert ended.out.count("of 6") == 6, "so do the GPUs that the user names"
 
 
 @pytest.mark.parametrize("way", [pytest.param("rsync", marks=needs("rsync")), "tar"])

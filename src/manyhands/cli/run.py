@@ -18,6 +18,7 @@ from manyhands.config import overrides
 from manyhands.errors import ConfigError
 from manyhands.launchers import handles, scripts, variables
 from manyhands.launchers.display import Display, PlainDisplay
+from manyhands.launchers.host import gpus
 from manyhands.launchers.job import Job
 from manyhands.launchers.launch import new_run_dir
 from manyhands.launchers.launcher import LAUNCHERS
@@ -61,7 +62,12 @@ class _Run(click.Command):
     metavar="N",
     help="Hosts; on local, several are rehearsed here. MIN:MAX: they may go and come while it runs.  [default: 1]",
 )
-@click.option("--workers-per-node", type=int, metavar="M", help="Workers on each host.")
+@click.option(
+    "--workers-per-node",
+    type=int,
+    metavar="M",
+    help="Workers on each host.  [default: one per GPU that it has, or 1]",
+)
 @click.option("--restarts", type=int, default=0, show_default=True, metavar="N", help="Start again after a failure.")
 @click.option(
     "--hang-timeout",
@@ -173,7 +179,10 @@ def _job(asked: _Asked) -> Job:
             where="--workers",
             fix="use --workers-per-node",
         )
-    counts = (asked.workers, asked.workers_per_node, slots, 1 if hosts else None)
+    chosen = asked.workers if asked.workers is not None else asked.workers_per_node
+    if chosen is None and slots:
+        chosen = slots[0]
+    here = where.target_or(hosts) == "local"
     job = Job(
         program=asked.script,
         kind=kind,
@@ -183,7 +192,9 @@ def _job(asked: _Asked) -> Job:
         nodes=len(hosts) or (1 if most is None else most),
         nodes_are_chosen=bool(hosts) or most is not None,
         least_nodes=least,
-        workers_per_node=next((count for count in counts if count is not None), max(1, _gpus())),
+        workers_per_node=chosen if chosen is not None else max(1, gpus.count(os.environ)) if here else 1,
+        workers_are_chosen=chosen is not None or here,
+        workers_of=dict(enumerate(slots)) if asked.workers_per_node is None else {},
         restarts=asked.restarts,
         hang_timeout_s=asked.hang_timeout,
         hosts=hosts,
@@ -202,14 +213,6 @@ def _job(asked: _Asked) -> Job:
     )
     scripts.check_run_dir(job)
     return job
-
-
-def _gpus() -> int:
-    """How many NVIDIA GPUs the workers may use, as the driver and the environment say, without loading torch."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        return len([device for device in chosen.split(",") if device.strip() not in ("", "-1")])
-    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
 
 
 def _display() -> Display:

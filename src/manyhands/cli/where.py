@@ -24,11 +24,11 @@ class Where:
     nodes: str | None
     options: Sequence[str]
 
-    def named(self) -> tuple[tuple[str, ...], int | None]:
-        """The hosts that are named, and how many workers each is to have, where that is said with them."""
+    def named(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """The hosts that are named, and how many workers each is to have; nothing where that is not said with them."""
         if self.hosts is not None and self.hostfile is not None:
             raise ConfigError("both --hosts and --hostfile are given", where="--hosts", fix="give one of them")
-        hosts, slots = ssh_hostfile.in_file(Path(self.hostfile)) if self.hostfile is not None else ((), None)
+        hosts, slots = ssh_hostfile.in_file(Path(self.hostfile)) if self.hostfile is not None else ((), ())
         if self.hosts is not None:
             hosts = ssh_hostfile.in_words(self.hosts)
         most = self.least_and_most()[1]

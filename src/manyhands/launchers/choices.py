@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from manyhands.errors import ConfigError
 from manyhands.launchers.job import Job
@@ -101,9 +102,17 @@ def see_that_gpus_are_used(job: Job) -> None:
     count = gpus(job.options)
     if not count.isdecimal():
         raise ConfigError(f"gpus is {job.options['gpus']!r}", where="-o gpus", fix="give a whole number")
-    if job.workers_per_node == 1 < int(count):
+    if job.check and job.workers_are_chosen and job.workers_per_node == 1 < int(count):
         raise ConfigError(
             f"every node gets {count} GPUs, and one worker that uses one of them",
             where=f"-o gpus={job.options['gpus']}",
-            fix=f"give --workers-per-node {count}",
+            fix=f"leave --workers-per-node out, or give --workers-per-node {count}",
         )
+
+
+def with_a_worker_for_each_gpu(job: Job) -> Job:
+    """`job` with as many workers on each node as GPUs are asked for, where the user has not said how many."""
+    count = gpus(job.options)
+    if job.workers_are_chosen or not count.isdecimal() or int(count) < 1:
+        return job
+    return replace(job, workers_per_node=int(count), workers_are_chosen=True)

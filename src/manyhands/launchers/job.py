@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -37,6 +37,10 @@ class Job:
     least_nodes: int | None = None
     """With how many nodes the run goes on where others are gone, and begins where others are late. None: with all."""
     workers_per_node: int = 1
+    workers_are_chosen: bool = True
+    """Whether the user has said how many; if not, every host starts as many as it has GPUs, and one without any."""
+    workers_of: Mapping[int, int] = field(default_factory=dict)
+    """Node → workers, for nodes that have another number of them than `workers_per_node`."""
     hang_timeout_s: float | None = None
     """How long workers may get no further. 0: for ever. None: long, and only where they tell how they get on."""
     restarts: int = 0
@@ -90,7 +94,24 @@ class Job:
     @property
     def workers(self) -> int:
         """Workers on all nodes together."""
-        return self.nodes * self.workers_per_node
+        return self.first_rank(self.nodes)
+
+    def workers_on(self, node: int) -> int:
+        """Workers of one node."""
+        return self.workers_of.get(node, self.workers_per_node)
+
+    def first_rank(self, node: int) -> int:
+        """The rank of a node's first worker, where all nodes are there."""
+        return sum(self.workers_on(before) for before in range(node))
+
+    def with_workers(self, node: int, count: int) -> Job:
+        """The job with `count` workers on `node`."""
+        return replace(self, workers_of={**self.workers_of, node: count})
+
+    def on(self, nodes: Sequence[int]) -> Job:
+        """The job on some of its nodes, which are then its nodes 0, 1, …"""
+        own = {place: self.workers_on(node) for place, node in enumerate(nodes)}
+        return replace(self, nodes=len(nodes), least_nodes=None, workers_of=own)
 
     @property
     def recovers(self) -> bool:
@@ -141,7 +162,10 @@ class Plan:
         lines += [f"$ {shlex.join(self.command)}"] if self.command else []
         for node, (host, agent) in enumerate(zip(self.hosts, self.agents, strict=True)):
             lines += [f"node {node}: {host}", f"  $ {shlex.join(agent)}"]
-            for rank in range(node * job.workers_per_node, (node + 1) * job.workers_per_node):
+            for rank in range(job.first_rank(node), job.first_rank(node + 1)):
                 lines += [f"  rank {rank}:", *(f"    {name}={value}" for name, value in self.workers[rank].items())]
-        lines += [f"note: {note}" for note in self.notes]
+        counted = (
+            () if job.workers_are_chosen else ("a host with GPUs starts a worker for each: they are counted there",)
+        )
+        lines += [f"note: {note}" for note in (*self.notes, *counted)]
         return "\n".join(lines)

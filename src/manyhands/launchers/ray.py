@@ -41,6 +41,7 @@ class Ray:
             raise ConfigError("Ray chooses the hosts", where="--hosts", fix="use --nodes N")
         if not choices.gpus(job.options).isdecimal():
             raise ConfigError(f"gpus is {job.options['gpus']!r}", where="-o gpus", fix="give a whole number")
+        job = choices.with_a_worker_for_each_gpu(job)
         return Plan(
             job=job,
             hosts=tuple(f"a node of the Ray cluster ({node + 1} of {job.nodes})" for node in range(job.nodes)),

@@ -19,7 +19,7 @@ def of_worker(
     job: Job, *, node: int, local_rank: int, generation: int, store: tuple[str, int | str], agent_store: bool = True
 ) -> dict[str, str]:
     """What torchrun would tell this worker. `generation` counts how often the workers were started."""
-    rank = node * job.workers_per_node + local_rank
+    rank = job.first_rank(node) + local_rank
     address, port = store
     return {
         "RANK": str(rank),
@@ -28,7 +28,7 @@ def of_worker(
         "ROLE_RANK": str(rank),
         "ROLE_NAME": "default",
         "WORLD_SIZE": str(job.workers),
-        "LOCAL_WORLD_SIZE": str(job.workers_per_node),
+        "LOCAL_WORLD_SIZE": str(job.workers_on(node)),
         "GROUP_WORLD_SIZE": str(job.nodes),
         "ROLE_WORLD_SIZE": str(job.workers),
         "MASTER_ADDR": address,
@@ -42,7 +42,7 @@ def of_worker(
 
 def of_all(job: Job, *, address: str = CHOSEN_AT_START) -> tuple[Mapping[str, str], ...]:
     """What is known of every worker's variables, by rank, before there is a store at `address`."""
-    places = [(node, local_rank) for node in range(job.nodes) for local_rank in range(job.workers_per_node)]
+    places = [(node, local_rank) for node in range(job.nodes) for local_rank in range(job.workers_on(node))]
     store = (address, CHOSEN_AT_START)
     return tuple(of_worker(job, node=node, local_rank=rank, generation=0, store=store) for node, rank in places)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -105,7 +106,7 @@ def test_one_process_starts_all_agents_and_a_lost_one_is_started_alone() -> None
     again.wait()
     for seat in (seats[0], seats[2]):
         seat.kill()
-    assert (started, still_there, seats[0].wait()) == ([[0, 1, 2], [1]], True, -9)
+    assert (started, still_there, seats[0].wait()) == ([[0, 1, 2], [1]], True, -15)
 
 
 def test_waiting_in_vain_for_all_takes_as_long_as_for_one() -> None:
@@ -118,4 +119,17 @@ def test_waiting_in_vain_for_all_takes_as_long_as_for_one() -> None:
             seat.wait(timeout=100)  # the test's own time limit would end this
     for seat in seats:
         seat.kill()
-    assert seats[0].wait(timeout=10) == -9
+    assert seats[0].wait(timeout=10) == -15
+
+
+def test_engine_is_left_alone_while_agents_tidy_up_and_killed_where_it_does_not_end_when_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("manyhands.launchers.head.placement._END_S", 0.2)
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+    seat = Placement(1, lambda which, head: [sys.executable, "-c", deaf], {}).start_agent(0, "h:1", "secret")
+    seat.terminate()
+    time.sleep(1)  # so that it has had time to become deaf, too
+    assert seat.poll() is None
+    seat.kill()
+    assert seat.wait(timeout=10) == -9

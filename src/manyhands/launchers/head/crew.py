@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from manyhands.launchers import variables
@@ -89,11 +88,11 @@ class Crew:
     def start_all(self, port: int, *, shared: bool) -> None:
         """Start every worker of this generation, now that there is a store for them to meet at."""
         self.regroup = Regroup(self._course.loop, self, self._course.generation)
-        each = self._course.job.workers_per_node
+        job = self._course.job.on(self._agents.present())
         for place, number in enumerate(self._agents.present()):
             members = []
-            for local_rank in range(each):
-                rank = place * each + local_rank
+            for local_rank in range(job.workers_on(place)):
+                rank = job.first_rank(place) + local_rank
                 members.append(Member(number=next(self._numbers), node=number, local_rank=local_rank, rank=rank))
                 self.regroup.add(members[-1])
             self._start(members, (self._store_address(), port), shared=shared)
@@ -105,10 +104,16 @@ class Crew:
             self.regroup.add_late(member)
 
     def _newcomers(self, number: int) -> list[Member]:
-        first = number * self._course.job.workers_per_node
+        job = self._course.job
         return [
-            Member(number=next(self._numbers), node=number, local_rank=place, rank=first + place, late=True)
-            for place in range(self._course.job.workers_per_node)
+            Member(
+                number=next(self._numbers),
+                node=number,
+                local_rank=place,
+                rank=job.first_rank(number) + place,
+                late=True,
+            )
+            for place in range(job.workers_on(number))
         ]
 
     def _start(self, members: Sequence[Member], store: tuple[str, int], *, shared: bool = True) -> None:
@@ -118,7 +123,7 @@ class Crew:
         for member in members:
             self._course.running.add(member.number)
             environment = variables.of_worker(
-                job if member.late else replace(job, nodes=len(present), least_nodes=None),
+                job if member.late else job.on(present),
                 node=member.node if member.late else present.index(member.node),
                 local_rank=member.local_rank,
                 generation=generation,

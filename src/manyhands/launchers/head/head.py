@@ -21,6 +21,7 @@ from manyhands.launchers.head.meeting import Meeting
 from manyhands.launchers.head.news import News
 from manyhands.launchers.head.precheck import Precheck
 from manyhands.launchers.head.vigil import Vigil
+from manyhands.launchers.host import gpus
 from manyhands.launchers.job import Job
 from manyhands.launchers.loop import Message
 
@@ -84,6 +85,11 @@ class Head:
 
     def welcome(self, node: Node) -> None:
         """An agent has come: it prepares, and its workers start with all others, or late."""
+        job = self._course.job
+        if not job.workers_are_chosen:
+            own = job.environment.get(gpus.CHOSEN)
+            count = node.facts.get("gpus", 0) if own is None else gpus.named(own)
+            self._course.job = job.with_workers(node.number, max(1, count))
         self._prepare(node)
         if self._course.running:
             self._crew.start_on(node)
@@ -100,7 +106,7 @@ class Head:
             preload=job.preload,
             environment={**job.environment, variables.RUN_DIR: str(job.run_dir)},
             run_dir=str(job.run_dir),
-            workers=job.workers_per_node,
+            workers=job.workers_on(node.number),
             **self._precheck.wishes(node),
         )
 

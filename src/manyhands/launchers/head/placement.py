@@ -7,7 +7,6 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-
 _END_S = 3.0
 
 

@@ -4,7 +4,7 @@ Messages, one JSON object per line, over one connection that the agent opens.
 
 From the agent:
 
-    hello     token, node, host, address, process, cores, python, torch (or null), manyhands
+    hello     token, node, host, address, process, cores, gpus, python, torch (or null), manyhands
     condition told, port                               once, where `prepare` asks for it: see `launchers.condition`
     knocked   answers                                  the answer to `knock`: for each place why not, or nothing
     store     generation, port, shared                     the answer to `open_store`
@@ -54,6 +54,7 @@ from typing import Any
 from manyhands import __version__
 from manyhands.cluster import reports
 from manyhands.launchers import variables
+from manyhands.launchers.host import gpus
 from manyhands.launchers.host.door import Door
 from manyhands.launchers.host.inspection import Look, Seen
 from manyhands.launchers.host.nursery import Nursery
@@ -104,6 +105,7 @@ class Supervisor:
             address=address,
             process=os.getpid(),
             cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            gpus=gpus.count(os.environ),
             python=platform.python_version(),
             torch=_version("torch"),
             manyhands=__version__,

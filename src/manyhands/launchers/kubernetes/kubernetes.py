@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from manyhands.errors import ConfigError, LaunchError
-from manyhands.launchers import detached, packing, variables
+from manyhands.launchers import choices, detached, packing, variables
 from manyhands.launchers.detached import Status
 from manyhands.launchers.display import Display
 from manyhands.launchers.job import Job, Plan
@@ -39,6 +39,7 @@ class Kubernetes:
             ConfigError: an option is unknown, missing or unreadable.
         """
         kubernetes_manifest.check(job)
+        job = choices.with_a_worker_for_each_gpu(job)
         name = name_of(job)
         text = "---\n".join(yaml_text.dump(manifest) for manifest in manifests(job).values())
         return Plan(

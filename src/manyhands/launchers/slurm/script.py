@@ -6,7 +6,6 @@ import re
 import shlex
 import sys
 
-from manyhands.errors import ConfigError
 from manyhands.launchers import choices
 from manyhands.launchers.job import Job
 
@@ -44,13 +43,8 @@ def check(job: Job) -> None:
     choices.yes(job.options, "requeue", default=True)
     choices.yes(job.options, "exclusive", default=False)
     choices.count(job.options, "warning", 90)
-    gpus = choices.gpus(job.options)
-    if gpus.isdecimal() and job.workers_per_node == 1 < int(gpus):
-        raise ConfigError(
-            f"every node gets {gpus} GPUs, and one worker that uses one of them",
-            where=f"-o gpus={job.options['gpus']}",
-            fix=f"give --workers-per-node {gpus}",
-        )
+    if choices.gpus(job.options).isdecimal():  # Slurm knows other words, too
+        choices.see_that_gpus_are_used(job)
 
 
 def script(job: Job) -> str:

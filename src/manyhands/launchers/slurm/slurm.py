@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from manyhands.errors import ConfigError, LaunchError
-from manyhands.launchers import addresses, detached, job_file, variables
+from manyhands.launchers import addresses, choices, detached, job_file, variables
 from manyhands.launchers.commands import Run, run_command
 from manyhands.launchers.detached import State, Status
 from manyhands.launchers.display import Display
@@ -63,6 +63,7 @@ class Slurm:
                 where="SLURM_STEP_ID",
                 fix="call `manyhands run --on slurm` without srun: it calls srun itself",
             )
+        job = choices.with_a_worker_for_each_gpu(job)
         return self._inside(job) if "SLURM_JOB_ID" in self._present else _outside(job)
 
     def submit(self, plan: Plan, display: Display) -> int:

@@ -22,13 +22,13 @@ def in_words(text: str) -> tuple[str, ...]:
     return hosts
 
 
-def in_file(path: Path) -> tuple[tuple[str, ...], int | None]:
-    """The hosts of a file, and how many workers each is to have, where the file says so.
+def in_file(path: Path) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """The hosts of a file, and how many workers each is to have; nothing where the file does not say so.
 
     Lines as `name`, `name slots=4` or `name:4`; what follows a # is not read.
 
     Raises:
-        ConfigError: there is no such file, a line cannot be read, or hosts have different numbers of slots.
+        ConfigError: there is no such file, a line cannot be read, or some hosts have slots and others not.
     """
     try:
         lines = path.read_text().splitlines()
@@ -52,14 +52,15 @@ def in_file(path: Path) -> tuple[tuple[str, ...], int | None]:
         slots[name] = int(count) if count else None
     if not slots:
         raise ConfigError("no host is named", where=str(path), fix="write a host on each line")
-    if len(set(slots.values())) > 1:
-        said = ", ".join(f"{name} {count or 'none'}" for name, count in slots.items())
+    counts = tuple(count for count in slots.values() if count is not None)
+    if counts and len(counts) < len(slots):
+        without = ", ".join(name for name, count in slots.items() if count is None)
         raise ConfigError(
-            f"hosts have different numbers of slots: {said}",
+            f"some hosts have slots, and others none: {without}",
             where=str(path),
-            fix="every host runs as many workers: give them the same slots, or use --workers-per-node",
+            fix="say how many workers each host is to have, or say it of none",
         )
-    return tuple(slots), next(iter(slots.values()))
+    return tuple(slots), counts
 
 
 def _see(host: str, where: str) -> None:

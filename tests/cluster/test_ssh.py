@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -79,20 +78,18 @@ def test_every_host_starts_as_many_workers_as_it_has_gpus_where_nobody_says_how_
 ) -> None:
     hosts = make_lab(3)
     for host, gpus in zip(hosts, (1, 3, 0), strict=True):
-        host.run(["mkdir", "-p", "/opt/bin"])
         lines = "".join(f"echo 'GPU {number}: NVIDIA L4 (UUID: GPU-{number})'\n" for number in range(gpus))
-        host.path("/opt/bin/nvidia-smi").write_text(f"#!/bin/sh\n[ $1 = -L ] || exit 1\n{lines}")
-        host.path("/opt/python").write_text(f'#!/bin/sh\nPATH=/opt/bin:$PATH exec {sys.executable} "$@"\n')
-        host.run(["chmod", "+x", "/opt/bin/nvidia-smi", "/opt/python"])
-    asked = ["--hosts", "lab1,lab2,lab3", "-o", "python=/opt/python", "--no-check"]
+        host.path("/usr/local/bin/nvidia-smi").write_text(f"#!/bin/sh\n[ $1 = -L ] || exit 1\n{lines}")
+        host.run(["chmod", "+x", "/usr/local/bin/nvidia-smi"])
+    asked = ["--hosts", "lab1,lab2,lab3", "--no-check"]
     ended = run(hosts, tmp_path, SUM, *asked)
     assert ended.code == 0, ended.err
     told = sorted(line.partition("] ")[2] for line in ended.out.splitlines() if line.startswith("["))
     assert told == ["lab1 0 1 1 of 5", *(f"lab2 {rank} 3 1 of 5" for rank in range(3)), "lab3 0 1 1 of 5"]
-    ended = run(hosts, tmp_path, SUM, *asked, "--workers-per-node", "1")
-    assert ended.out.count("of 3") == 3, "what the user says counts"
-    ended = run(hosts, tmp_path, SUM, *asked, "--env", "CUDA_VISIBLE_DEVICES=2,0")
-    assert ended.out.count("of 6") == 6, "so do the GPUs that the user names"
+    for said, count in ((["--workers-per-node", "1"], 3), (["--env", "CUDA_VISIBLE_DEVICES=2,0"], 6)):
+        ended = run(hosts, tmp_path, HELLO, *asked, *said)
+        sizes = [line.split()[6] for line in ended.out.splitlines() if line.startswith("[")]
+        assert sizes == [str(count)] * count, "what the user says counts"
 
 
 @pytest.mark.parametrize("way", [pytest.param("rsync", marks=needs("rsync")), "tar"])

@@ -164,8 +164,6 @@ class Plan:
             lines += [f"node {node}: {host}", f"  $ {shlex.join(agent)}"]
             for rank in range(job.first_rank(node), job.first_rank(node + 1)):
                 lines += [f"  rank {rank}:", *(f"    {name}={value}" for name, value in self.workers[rank].items())]
-        counted = (
-            () if job.workers_are_chosen else ("a host with GPUs starts a worker for each: they are counted there",)
-        )
+        counted = () if job.workers_are_chosen else ("a host with GPUs starts a worker for each",)
         lines += [f"note: {note}" for note in (*self.notes, *counted)]
         return "\n".join(lines)

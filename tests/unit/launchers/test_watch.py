@@ -31,6 +31,7 @@ class Host:
         )
         self.error_file = folder / "error.json"
         self.failed = 0
+        self.imported: list[str] = []
         self.worker = WatchedWorker(
             self.loop,
             Seat(rank=3, local_rank=1, generation=0, member=5),
@@ -39,6 +40,7 @@ class Host:
             tell=self.tell,
             on_failure=self.note_failure,
             before_end=self.desk.drain,
+            on_imported=self.imported.extend,
         )
         self.out, self.err, self.line, self.stack = self.worker.open_pipes()
 
@@ -90,6 +92,7 @@ def test_log_that_cannot_be_written_is_told_once_and_every_line_is_passed_on(hos
         tell=host.tell,
         on_failure=host.note_failure,
         before_end=host.desk.drain,
+        on_imported=host.imported.extend,
     )
     host.out, host.err, host.line, host.stack = host.worker.open_pipes()
     os.write(host.out, b"one\n")
@@ -164,3 +167,9 @@ def test_report_that_makes_no_sense_harms_nobody(host: Host) -> None:
     reporter.close()
     host.end()
     assert [fields.get("text") for kind, fields in host.told if kind == "report"] == ["sense"]
+
+
+def test_what_a_worker_has_imported_is_passed_on(host: Host) -> None:
+    host.say(record="imported", modules=["one", "two"])
+    host.end(0, 0)
+    assert host.imported == ["one", "two"]

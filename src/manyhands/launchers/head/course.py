@@ -25,6 +25,8 @@ class Course:
     """When the first signal came, on the monotonic clock; 0 before."""
     trainer_seen: bool = False
     """Whether a worker has said that it made a Trainer."""
+    warm: tuple[str, ...] = ()
+    """What a host has loaded because the script imports it: one that comes later need not find that out."""
     result: int | ManyhandsError | None = None
     """How the run has ended; None while it goes on."""
 

@@ -103,7 +103,7 @@ class Head:
             "prepare",
             host=node.name,
             command={"kind": job.kind, "program": job.program, "arguments": job.arguments, "folder": str(job.folder)},
-            preload=job.preload,
+            preload=[*job.preload, *self._course.warm],
             environment={**job.environment, variables.RUN_DIR: str(job.run_dir)},
             run_dir=str(job.run_dir),
             workers=job.workers_on(node.number),
@@ -143,6 +143,8 @@ class Head:
                 self._ending.interrupt(signal.Signals(message["signal"]))
             case "condition" | "knocked":
                 self._precheck.hear(node, message)
+            case "warm":
+                self._course.warm = tuple(message["modules"])
             case "trouble":
                 self._ending.take_trouble(node, message)
             case _:

@@ -23,6 +23,10 @@ _START = (
 """Python's argument for `-c`: the folder of the script takes the place in `sys.path` that is freed here."""
 
 
+_SETTLED_S = 5.0
+"""So long must workers have trained before it is worth loading anything for those that may follow them."""
+
+
 class Nursery:
     """The template process of one host."""
 
@@ -35,10 +39,15 @@ class Nursery:
         folder: str,
         scratch: Path,
         on_event: Callable[[dict[str, Any]], None],
+        on_warm: Callable[[list[str]], None],
         on_end: Callable[[], None],
     ) -> None:
-        """Start it. Requests wait while it loads `preload`; `on_end` is called if it ends unasked."""
-        self._loop, self._on_event, self._on_end = loop, on_event, on_end
+        """Start it. Requests wait while it loads `preload`; `on_end` is called if it ends unasked.
+
+        `on_warm` hears what it has loaded beside that, because workers have imported it.
+        """
+        self._loop, self._on_event, self._on_warm, self._on_end = loop, on_event, on_warm, on_end
+        self._is_warming = False
         self._socket, theirs = socket.socketpair()
         self._came = bytearray()
         self.ready = False
@@ -64,6 +73,12 @@ class Nursery:
         with contextlib.suppress(OSError):  # its end is noticed when we read
             sent = socket.send_fds(self._socket, [line], list(descriptors)) if descriptors else 0
             self._socket.sendall(line[sent:])
+
+    def warm(self, modules: Sequence[str]) -> None:
+        """Have it load what a worker has imported, for those to come. Once: all run the same program."""
+        if modules and not self._is_warming:
+            self._is_warming = True
+            self._loop.after(_SETTLED_S, lambda: self.ask("warm", modules=list(modules)))
 
     def close(self) -> None:
         """End it, and with it every worker."""
@@ -102,6 +117,8 @@ class Nursery:
             event = json.loads(line)
             if event["event"] == "ready":
                 self.ready = True
+            elif event["event"] == "warm":
+                self._on_warm(event["modules"])
             else:
                 self._on_event(event)
         if not chunk:

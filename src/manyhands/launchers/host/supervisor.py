@@ -13,6 +13,7 @@ From the agent:
     report    rank, generation, member, kind, fields       what a worker said through `cluster.reports`
     member    member, kind, fields                         what a worker said through `cluster.membership`
     ended     rank, generation, member, code, signal, finished, error, out_of_memory
+    warm      modules                                      loaded here because the script imports them; elsewhere too?
     seen      round, workers: [{rank, generation, member, step, state, cpu_s, busy, stack, loader}]
     trouble   text, where, early                           this host can start no worker; early: and has started none
     asked     signal                                       this host's agent was asked to end: a wish for the whole run
@@ -211,6 +212,7 @@ class Supervisor:
                 folder=self._command["folder"],
                 scratch=self._scratch,
                 on_event=self._hear_of_process,
+                on_warm=lambda modules: self._head.send("warm", modules=modules),
                 on_end=self._lose_nursery,
             )
         return self._nursery
@@ -241,6 +243,7 @@ class Supervisor:
             tell=self._tell,
             on_failure=self._end_soon,
             before_end=self._desk.drain,
+            on_imported=self._warm,
         )
         self._workers[seat.name] = watched
         environment = {
@@ -284,6 +287,11 @@ class Supervisor:
     def _pass_on_membership(self, member: int, kind: str, fields: dict[str, Any]) -> None:
         """What a worker says about who trains together."""
         self._head.send("member", member=member, kind=kind, fields=fields)
+
+    def _warm(self, modules: list[str]) -> None:
+        """A worker has imported `modules`: those to come are to find them loaded."""
+        if self._nursery is not None:
+            self._nursery.warm(modules)
 
     def _kill_member(self, number: int) -> None:
         for worker in self._workers.values():

@@ -6,15 +6,16 @@ it over a socket, one JSON line per request, with the descriptors that a request
     worker    fork a worker; descriptors: its stdout, its stderr, its line to the agent, one for its stack
     store     fork the process that keeps the store; descriptor: the socket it listens on
     signal    send a signal to a worker, or to all that it has started
+    warm      load what a worker has imported, as far as that may be done for all (`host.warmth`)
 
-and hears `ready`, once, and then `started` and `ended` of each fork. When the agent is gone, everything is killed.
+and hears `ready`, once, then `started` and `ended` of each fork, and `warm` with what was loaded. When the agent is
+gone, everything is killed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import json
 import os
 import select
@@ -22,12 +23,13 @@ import shutil
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from typing import Any, NoReturn
 
-from manyhands.launchers.host import worker
+from manyhands.launchers.host import warmth, worker
 from manyhands.launchers.host.processes import adopt_orphans, die_with_parent, kill_descendants, kill_group
 
-_DESCRIPTORS = {"worker": 4, "store": 1, "signal": 0}
+_DESCRIPTORS = {"worker": 4, "store": 1, "signal": 0, "warm": 0}
 _QUIET = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """The agent alone decides when the template ends."""
 
@@ -49,11 +51,8 @@ def main() -> None:
 
 
 def _load(modules: list[str]) -> None:
-    """Import `modules`. One that cannot be imported is left to the script, whose traceback will say why."""
     gc.disable()
-    for name in modules:
-        with contextlib.suppress(Exception):
-            importlib.import_module(name)
+    warmth.load(modules)
     gc.collect()
     gc.freeze()  # what stands here is never looked at again, so that its memory stays shared with the workers
 
@@ -68,6 +67,13 @@ class Template:
         self._descriptors: list[int] = []
         self._names: dict[int, str] = {}
         """Process id → the agent's name for it."""
+        self._private: set[str] = set()
+        """The variables in which workers differ."""
+        self._trial: tuple[int, list[str]] | None = None
+        """Where a child says how far it came with what may be loaded."""
+        self._to_load: list[str] = []
+        self._warm: list[str] = []
+        """What was loaded for the workers to come."""
         self._wake, self._woken = os.pipe()
         for end in (self._wake, self._woken):
             os.set_blocking(end, False)
@@ -83,11 +89,16 @@ class Template:
 
     def _wait(self) -> bool:
         """Do what there is to do; False when the agent is gone."""
-        readable, _, _ = select.select([self._agent.fileno(), self._wake], [], [])
+        trial = [self._trial[0]] if self._trial else []
+        readable, _, _ = select.select([self._agent.fileno(), self._wake, *trial], [], [], 0 if self._to_load else None)
         if self._wake in readable:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake, 512)
             self._reap()
+        if self._trial and self._trial[0] in readable:
+            self._end_trial(*self._trial)
+        if not readable:
+            self._load_next()
         return self._agent.fileno() not in readable or self._listen()
 
     def _listen(self) -> bool:
@@ -116,18 +127,30 @@ class Template:
                 elif name == request["name"]:
                     os.kill(process, request["signal"])
             return
-        signal.pthread_sigmask(signal.SIG_BLOCK, _QUIET)  # until the child no longer ignores them
-        process = os.fork()
-        if process == 0:
-            self._become(request, descriptors)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _QUIET)
+        if request["do"] == "warm":
+            self._try_out(request["modules"])
+            return
+        if request["do"] == "store":
+            process = self._fork(lambda: keep_store(descriptors[0]))
+        else:
+            self._private |= request["environment"].keys()
+            process = self._fork(lambda: worker.be(request, descriptors))
         for descriptor in descriptors:
             os.close(descriptor)
         self._names[process] = request["name"]
         self._tell("started", name=request["name"], process=process)
 
-    def _become(self, request: dict[str, Any], descriptors: list[int]) -> NoReturn:
-        """In the child: forget the template and be the worker, or the store."""
+    def _fork(self, act: Callable[[], int]) -> int:
+        """Have a child do `act` and end with what that gives. Returns its process id."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, _QUIET)  # until the child no longer ignores them
+        process = os.fork()
+        if process == 0:
+            self._become(act)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _QUIET)
+        return process
+
+    def _become(self, act: Callable[[], int]) -> NoReturn:
+        """In the child: forget the template and be what `act` is."""
         status = 70
         try:
             signal.set_wakeup_fd(-1)
@@ -142,9 +165,48 @@ class Template:
             os.close(self._woken)
             if os.getppid() == self._process:  # else the template ended before that could be noticed
                 gc.enable()
-                status = keep_store(descriptors[0]) if request["do"] == "store" else worker.be(request, descriptors)
+                status = act()
         finally:
             os._exit(status)
+
+    def _try_out(self, names: list[str]) -> None:
+        """Have a child see which of `names` may be loaded."""
+        if not names or self._trial:
+            return
+        reading, writing = os.pipe()
+
+        def attempt() -> int:
+            os.close(reading)
+            warmth.try_out(names, self._private, writing)
+            return 0
+
+        self._fork(attempt)
+        os.close(writing)
+        self._trial = reading, names
+
+    def _end_trial(self, reading: int, names: list[str]) -> None:
+        """Load what the child found good, and have another one look at what lies behind the first that was not."""
+        verdict = warmth.judge(names, os.read(reading, 64))
+        os.close(reading)
+        self._trial = None
+        self._to_load += verdict.good
+        self._try_out(list(verdict.rest))
+        if not self._to_load:
+            self._end_warming()
+
+    def _load_next(self) -> None:
+        """Load one thing more while nobody asks for anything."""
+        name = self._to_load.pop(0)
+        with warmth.silence():
+            warmth.load([name])
+        self._warm.append(name)
+        if not self._to_load:
+            self._end_warming()
+
+    def _end_warming(self) -> None:
+        if not self._trial:
+            gc.freeze()
+            self._tell("warm", modules=self._warm)
 
     def _reap(self) -> None:
         """Find who has ended. The group is ended first, while its number still belongs to it."""

@@ -63,13 +63,15 @@ class WatchedWorker:
         tell: Tell,
         on_failure: Callable[[WatchedWorker], None],
         before_end: Callable[[], None],
+        on_imported: Callable[[list[str]], None],
     ) -> None:
         """`on_failure` is called when the worker says that its program has failed, before its process ends.
 
+        `on_imported` hears, once, which modules its program has imported.
         `before_end` is called when it has ended, before the head is told.
         """
         self._loop, self._tell, self._error_file = loop, tell, error_file
-        self._on_failure, self._before_end = on_failure, before_end
+        self._on_failure, self._before_end, self._on_imported = on_failure, before_end, on_imported
         self.seat = seat
         self.process = 0
         self.ended = False
@@ -146,6 +148,8 @@ class WatchedWorker:
         elif record["record"] == "failed":
             self._error = record
             self._keep(record.get("text", "").splitlines())
+        elif record["record"] == "imported":
+            self._on_imported(record["modules"])
 
     def _show(self, stream: str, lines: list[str]) -> None:
         if lines:

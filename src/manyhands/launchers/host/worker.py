@@ -21,9 +21,10 @@ import types
 from pathlib import Path
 from typing import Any
 
+from manyhands.cluster import reports
 from manyhands.errors import ManyhandsError
 from manyhands.launchers import tracebacks, variables
-from manyhands.launchers.host import inspection, libraries, witness
+from manyhands.launchers.host import inspection, libraries, warmth, witness
 
 Request = dict[str, Any]
 
@@ -31,8 +32,9 @@ Request = dict[str, Any]
 def be(request: Request, descriptors: list[int]) -> int:
     """Run the user's program in this process. Returns its exit code; an executable never returns.
 
-    The agent is told on the third descriptor, one JSON line each: `finished` when the main module has ended, `failed`
-    with the error where it raised one. On the fourth the worker says where it stands, when it is asked by a signal.
+    The agent is told on the third descriptor, one JSON line each: `imported` when a Trainer has made its first step,
+    `failed` with the error where the main module raised one, `finished` when it has ended. On the fourth the worker
+    says where it stands, when it is asked by a signal.
     """
     line = _take_streams(descriptors[:3])
     os.environ.update(request["environment"])
@@ -49,6 +51,7 @@ def be(request: Request, descriptors: list[int]) -> int:
             importlib.import_module(name).begin()
         libraries.begin()
         watching = witness.begin()
+        _tell_of_imports(line)
         _run_main(request["program"], request["kind"])
     except SystemExit as ended:
         code = _exit_code(ended)
@@ -62,6 +65,18 @@ def be(request: Request, descriptors: list[int]) -> int:
     if watching is not None and code == 0:
         watching.tell_end()
     return code
+
+
+def _tell_of_imports(line: int) -> None:
+    """Have the first worker of a host say what the script has imported, once it trains."""
+    if os.environ.get("LOCAL_RANK") != "0":
+        return
+    before = frozenset(sys.modules)
+
+    def tell() -> None:
+        _tell(line, "imported", modules=warmth.imported_since(before))
+
+    reports.when_told("trainer", lambda: reports.when_told("step", tell))
 
 
 def _take_streams(descriptors: list[int]) -> int:

@@ -12,7 +12,6 @@ difference.
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import sys
@@ -26,7 +25,6 @@ from small_runs import Task, Wanted
 
 import manyhands as mh
 
-LINES, PAGE = (Path(__file__).with_suffix(end) for end in (".jsonl", ".md"))
 AIMS = {"fp16": 0.3, "bf16": 0.3, "int8": 0.3, "powersgd": 0.3, "powersgd, warmed up": 0.3}
 AIMS |= {"local-sgd": 0.5, "local-sgd, warmed up": 0.5, "diloco": 0.5, "diloco, warmed up": 0.5}
 """Points of accuracy that a way may cost."""
@@ -165,22 +163,11 @@ def plot(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
     pyplot.close(figure)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--data", type=Path, help="folder with fashion-mnist.npz")
-    parser.add_argument("--lines", type=Path, default=LINES, help="where runs are recorded, one line each")
-    parser.add_argument("--minutes", type=float, default=600, help="begin no run after this time")
-    parser.add_argument("--page", action="store_true", help="make no runs, only the page and the plot")
-    asked = parser.parse_args()
-    if not asked.page:
-        if asked.data is None:
-            parser.error("give --data DIR, or --page")
-        tasks = [small_runs.images(asked.data), small_runs.letters()]
-        small_runs.make_all(every_run(tasks), asked.lines, minutes=asked.minutes)
-    lines = small_runs.recorded(asked.lines)
-    PAGE.write_text(page(lines))
-    plot(lines, PAGE.with_suffix(".png"))
-
-
 if __name__ == "__main__":
-    main()
+    small_runs.study(
+        __file__,
+        __doc__ or "",
+        lambda data: every_run([small_runs.images(data), small_runs.letters()]),
+        page,
+        plot,
+    )

@@ -13,7 +13,6 @@ them as they would.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import statistics
 import sys
@@ -25,7 +24,6 @@ import small_runs
 from machine import describe
 from small_runs import Task, Wanted
 
-LINES, PAGE = (Path(__file__).with_suffix(end) for end in (".jsonl", ".md"))
 RULES = ["grown", "sqrt", "linear", "fixed"]
 WORKERS = [1, 2, 4, 8, 16]
 SEEDS = [0, 1, 2]
@@ -134,22 +132,11 @@ def every_run(tasks: Sequence[Task]) -> list[Wanted]:
     return wanted
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--data", type=Path, help="folder with fashion-mnist.npz")
-    parser.add_argument("--lines", type=Path, default=LINES, help="where runs are recorded, one line each")
-    parser.add_argument("--minutes", type=float, default=600, help="begin no run after this time")
-    parser.add_argument("--page", action="store_true", help="make no runs, only the page and the plot")
-    asked = parser.parse_args()
-    if not asked.page:
-        if asked.data is None:
-            parser.error("give --data DIR, or --page")
-        tasks = [start(task) for task in (small_runs.images(asked.data, count=12_000), small_runs.letters())]
-        small_runs.make_all(every_run(tasks), asked.lines, minutes=asked.minutes)
-    lines = small_runs.recorded(asked.lines)
-    PAGE.write_text(page(lines))
-    plot(lines, PAGE.with_suffix(".png"))
-
-
 if __name__ == "__main__":
-    main()
+    small_runs.study(
+        __file__,
+        __doc__ or "",
+        lambda data: every_run([start(task) for task in (small_runs.images(data, count=12_000), small_runs.letters())]),
+        page,
+        plot,
+    )

@@ -7,6 +7,7 @@ study of many can be stopped and gone on with.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import hashlib
 import json
@@ -264,3 +265,30 @@ def make_all(wanted: Sequence[Wanted], path: Path, *, minutes: float) -> None:
         with path.open("a") as lines:
             lines.write(json.dumps(line) + "\n")
         print(json.dumps(line), flush=True)
+
+
+def study(
+    script: str,
+    text: str,
+    runs: Callable[[Path], Sequence[Wanted]],
+    page: Callable[[Sequence[Mapping[str, Any]]], str],
+    plot: Callable[[Sequence[Mapping[str, Any]], Path], None],
+) -> None:
+    """The command line of a study: make the runs that are missing, and write beside `script` what was found.
+
+    `text` is the script's own; `runs` says what is wanted, given the folder of the images' arrays.
+    """
+    beside = Path(script)
+    parser = argparse.ArgumentParser(description=text.split("\n")[0])
+    parser.add_argument("--data", type=Path, help="folder with fashion-mnist.npz")
+    parser.add_argument("--lines", type=Path, default=beside.with_suffix(".jsonl"), help="where runs are recorded")
+    parser.add_argument("--minutes", type=float, default=600, help="begin no run after this time")
+    parser.add_argument("--page", action="store_true", help="make no runs, only the page and the plot")
+    asked = parser.parse_args()
+    if not asked.page:
+        if asked.data is None:
+            parser.error("give --data DIR, or --page")
+        make_all(runs(asked.data), asked.lines, minutes=asked.minutes)
+    lines = recorded(asked.lines)
+    beside.with_suffix(".md").write_text(page(lines))
+    plot(lines, beside.with_suffix(".png"))

@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from manyhands.communication.world import Work
 
+_Tensor = TypeVar("_Tensor", bound=Tensor)
+
 FIRST_BUCKET_BYTES = 1 << 20
 """The first bucket is small, so that the network has something to do early in the backward pass."""
 
 
-def packed(parameters: Sequence[nn.Parameter], order: Iterable[int], *, bucket_bytes: int) -> list[list[nn.Parameter]]:
-    """Groups of `parameters`, taken in `order`, of about `bucket_bytes` each and of one dtype and device."""
-    groups: list[list[nn.Parameter]] = []
-    group: list[nn.Parameter] = []
+def packed(tensors: Sequence[_Tensor], order: Iterable[int], *, bucket_bytes: int) -> list[list[_Tensor]]:
+    """Groups of `tensors`, taken in `order`, of about `bucket_bytes` each and of one dtype and device."""
+    groups: list[list[_Tensor]] = []
+    group: list[_Tensor] = []
     size = 0
     for number in order:
-        parameter = parameters[number]
+        tensor = tensors[number]
         limit = bucket_bytes if groups else min(FIRST_BUCKET_BYTES, bucket_bytes)
-        if group and (size >= limit or (parameter.dtype, parameter.device) != (group[0].dtype, group[0].device)):
+        if group and (size >= limit or (tensor.dtype, tensor.device) != (group[0].dtype, group[0].device)):
             groups.append(group)
             group, size = [], 0
-        group.append(parameter)
-        size += parameter.numel() * parameter.element_size()
+        group.append(tensor)
+        size += tensor.numel() * tensor.element_size()
     return [*groups, group] if group else groups
 
 

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from manyhands.communication.buckets import GradientBuckets
 from manyhands.communication.nodes import Node, find_levels
+from manyhands.communication.packing import packed
 from manyhands.communication.world import Work, World
 from manyhands.errors import ConfigError
 from manyhands.strategies.strategy import Compute, Piece, Scale, StepOutcome, Steppable, Tally
 
 BUCKET_BYTES = 25_000_000
-"""Of gradients that travel together inside a node."""
+"""Of tensors that travel together: the gradients inside a node, the models to their mean."""
 
 
 @runtime_checkable
@@ -59,13 +60,19 @@ def put(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 @torch.no_grad()
 def weighted_mean(tensors: Sequence[Tensor], weight: float, world: World) -> None:
-    """Replace each tensor by the sum over the workers of `weight` times it; the weights of all sum to 1."""
+    """Replace each tensor by the sum over the workers of `weight` times it; the weights of all sum to 1.
+
+    Small tensors travel together: a message of few bytes costs as much as one of many.
+    """
     begin = time.perf_counter()
-    flat = [tensor.detach().reshape(-1) * weight for tensor in tensors]
-    works = [world.start_all_reduce(part) for part in flat]
-    for tensor, part, work in zip(tensors, flat, works, strict=True):
+    under_way = []
+    for group in packed(tensors, range(len(tensors)), bucket_bytes=BUCKET_BYTES):
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in group]).mul_(weight)
+        under_way.append((group, flat, world.start_all_reduce(flat)))
+    for group, flat, work in under_way:
         world.wait(work)
-        tensor.copy_(part.view_as(tensor))
+        for tensor, part in zip(group, flat.split([tensor.numel() for tensor in group]), strict=True):
+            tensor.copy_(part.view_as(tensor))
     if world.size > 1 and world.device.type == "cpu":
         world.exchange_s += time.perf_counter() - begin
 

@@ -12,10 +12,15 @@ from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
+from hypothesis import HealthCheck, settings
 
 SESSION = "MANYHANDS_TEST_SESSION"  # inherited by everything that a test starts, also by what leaves its parent
 GRACE_S = 5.0  # for processes that are just ending
 os.environ[SESSION] = str(os.getpid())
+
+# The machine may be busy with something else: no example fails for the time it took.
+settings.register_profile("manyhands", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("manyhands")
 
 
 @pytest.fixture(autouse=True)

@@ -95,7 +95,7 @@ def test_what_is_rounded_is_the_sum_of_a_node(name: str) -> None:
     assert torch.equal(exchanged(make(name), nodes, each)[0][0], expected)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(name=st.sampled_from([*NAMES, "halves"]), seed=st.integers(0, 99), steps=st.integers(1, 4))
 def test_what_arrived_and_what_is_kept_is_the_sum_of_the_gradients(name: str, seed: int, steps: int) -> None:
     def work(link: ThreadLink) -> tuple[Tensor, Tensor]:

@@ -103,7 +103,7 @@ def test_int8_sends_about_a_quarter_of_the_bytes() -> None:
     assert 4 * values.numel() / Int8Codec().encode(values).numel() > 3.9
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(count=st.integers(1, 100_000), wanted=st.floats(0.0001, 1.0), seed=st.integers(0, 9), flat=st.booleans())
 def test_largest_numbers_are_those_that_sorting_finds(count: int, wanted: float, seed: int, flat: bool) -> None:
     values = torch.randn(count, generator=torch.Generator().manual_seed(seed))

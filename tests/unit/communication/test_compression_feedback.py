@@ -93,7 +93,7 @@ def run(
     return on_links(workers, work)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     name=st.sampled_from(NAMES),
     before=st.integers(1, 4),

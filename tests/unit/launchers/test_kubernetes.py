@@ -15,7 +15,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kubernetes_cluster import VERSION, Cluster, cluster, kubeconfig
 from launching import wait_until
@@ -113,7 +113,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, derandomize=True)
 @given(VALUES)
 def test_yaml_says_what_was_meant(value: Any) -> None:
     assert yaml.safe_load(yaml_text.dump(value)) == value

@@ -16,7 +16,7 @@ from typing import get_args
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from stories import BEGIN, ended, epoch_done, snapshot_saved, started, stepped, validated, was_tested
 
@@ -75,7 +75,6 @@ def test_values_of_the_user_are_kept_apart_from_our_names() -> None:
     assert (line["seconds"], line["values"]) == (1.0, {"seconds": 7.0, "perplexity": 2.5})
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)  # the machine may be busy
 @given(
     loss=st.floats(),
     lr=st.floats(),
@@ -197,7 +196,7 @@ def test_run_that_broke_off_is_told_from_one_that_ended(tmp_path: Path, events: 
     assert words in cut_off
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(kills=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30), st.integers(0, 120)), max_size=5))
 def test_however_often_a_run_is_killed_every_step_stands_there_once(
     tmp_path_factory: pytest.TempPathFactory, kills: list[tuple[int, int, int]]

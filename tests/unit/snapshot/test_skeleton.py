@@ -69,7 +69,7 @@ def assert_same(one: Any, other: Any) -> None:
         assert one == other
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(state=st.dictionaries(KEYS, STATES, max_size=4))
 def test_any_nested_state_comes_back_the_same(state: dict[Any, Any]) -> None:
     assert_same(state, through_json(state))

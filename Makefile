@@ -15,10 +15,10 @@ tests = $(PYTEST) -n $(AT_ONCE) --durations=15 $(1) || { test $$? -eq 1 && echo 
 train: .venv/runtime-installed ## train the digits example with two workers
 	$(BIN)/manyhands run --workers 2 examples/digits.py
 
-test: .venv/dev-installed testbed-packages ## run the tests
+test: .venv/dev-installed .venv/objects-installed testbed-packages ## run the tests
 	$(call tests,--dist loadgroup -m "not slow")
 
-test-all: .venv/dev-installed testbed-packages ## run the tests, the slow ones too
+test-all: .venv/dev-installed .venv/objects-installed testbed-packages ## run the tests, the slow ones too
 	$(call tests,--dist loadgroup)
 
 testbed-packages: ## install the Debian packages that tests/cluster starts, where that is allowed
@@ -52,3 +52,10 @@ clean: ## remove what `make` has made, but no runs
 .venv/dev-installed: .venv/runtime-installed requirements/dev.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/dev.txt
 	@touch $@
+
+# A folder that tests of object stores put before the rest, for its botocore is another one. They skip where it is not there.
+.venv/objects-installed: .venv/dev-installed requirements/objects.txt
+	@rm -rf .venv/objects
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .venv/objects \
+		-r requirements/objects.txt && touch $@ \
+		|| { rm -rf .venv/objects; echo "tests of a real object store will be skipped: pip could not install what they need" >&2; }

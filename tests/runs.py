@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -34,6 +35,8 @@ class Recipe:
     trainer: Mapping[str, Any] = field(default_factory=dict)
     data: Mapping[str, Any] = field(default_factory=dict)
     threads: int = 1
+    sample_s: float = 0.0
+    """How long a sample takes to be read, where it is augmented: so that there is time for something to happen."""
 
 
 def images_and_labels(samples: int, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,19 +60,23 @@ def network(*, batch_norm: bool = False, dropout: float = 0.0) -> nn.Module:
 class Noisy(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """Digits that look different every time they are read."""
 
-    def __init__(self, samples: int) -> None:
+    def __init__(self, samples: int, sample_s: float = 0.0) -> None:
+        self.sample_s = sample_s
         self.images, self.labels = images_and_labels(samples)
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        time.sleep(self.sample_s)
         return self.images[index] + 0.1 * torch.randn(1, 8, 8), self.labels[index]
 
 
 def make_trainer(recipe: Recipe, run_dir: Path, **more: Any) -> mh.Trainer:
     torch.set_num_threads(recipe.threads)
-    train = Noisy(recipe.samples) if recipe.augment else TensorDataset(*images_and_labels(recipe.samples))
+    train = (
+        Noisy(recipe.samples, recipe.sample_s) if recipe.augment else TensorDataset(*images_and_labels(recipe.samples))
+    )
     schedule = (lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 30)) if recipe.schedule else None
     return mh.Trainer(
         model=lambda: network(batch_norm=recipe.batch_norm, dropout=recipe.dropout),

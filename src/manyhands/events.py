@@ -117,6 +117,18 @@ class SnapshotSaved:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SnapshotCopied:
+    """A snapshot, or the best model, is whole in the second place that `snapshots.to` names, too."""
+
+    step: int
+    address: str
+    bytes: int
+    seconds: float
+    """From reading it on the disk to its last object."""
+    time: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SnapshotSkipped:
     """A snapshot could not be written, or could not be read and the one before it was taken."""
 
@@ -194,6 +206,7 @@ Event = (
     | EpochDone
     | ValidationDone
     | SnapshotSaved
+    | SnapshotCopied
     | SnapshotSkipped
     | Recovered
     | Note

@@ -168,6 +168,8 @@ def _job(asked: _Asked) -> Job:
     kind = scripts.kind_of(module=asked.module, no_python=asked.no_python)
     scripts.check(asked.script, kind)
     changed = overrides.parse(asked.settings)
+    if asked.run_dir:
+        run_directory.check_is_folder(asked.run_dir, where="--run-dir")
     where = Where(
         target=asked.target, hosts=asked.hosts, hostfile=asked.hostfile, nodes=asked.nodes, options=asked.options
     )

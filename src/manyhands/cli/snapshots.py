@@ -5,18 +5,23 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
 
+from manyhands.config.snapshots import is_address
 from manyhands.errors import ConfigError, SnapshotError
 from manyhands.snapshot import condition
 from manyhands.snapshot.condition import Condition
+from manyhands.snapshot.objects.client import PROBE, Client, StoreTrouble
+from manyhands.snapshot.objects.shelf import ObjectShelf
+from manyhands.snapshot.shelf import Folder, Shelf
 from manyhands.units import bytes_in_words, seconds_in_words
 
 _HEADS = ("snapshot", "step", "epoch", "size", "age", "condition")
-_folder = click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
+_folder = click.argument("folder", metavar="DIR")
 _one = click.argument("name", default="", metavar="[SNAPSHOT]")
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 _trace = click.option("--trace", is_flag=True, help="Show where in manyhands an error was raised.")
@@ -26,7 +31,8 @@ _trace = click.option("--trace", is_flag=True, help="Show where in manyhands an 
 def snapshots() -> None:
     """What a run can be resumed from, and whether it is whole.
 
-    DIR is a run directory, its folder of snapshots, or one snapshot.
+    DIR is a run directory, its folder of snapshots, one snapshot, or the address of an object store that
+    `snapshots.to` names, such as s3://bucket/path.
     """
 
 
@@ -35,9 +41,10 @@ def snapshots() -> None:
 @click.option("--quick", is_flag=True, help="Look at sizes only: finds no flipped bit, but takes no time.")
 @_as_json
 @_trace
-def ls(folder: Path, quick: bool, as_json: bool, trace: bool) -> int:
+def ls(folder: str, quick: bool, as_json: bool, trace: bool) -> int:
     """List the snapshots in DIR, the newest first, each with its condition."""
-    found = condition.look(folder, content=not quick)
+    with _reached(folder) as shelf:
+        found = condition.look(shelf, content=not quick)
     if as_json:
         print(json.dumps([one.to_json() for one in found], indent=1))
     elif found:
@@ -52,10 +59,11 @@ def ls(folder: Path, quick: bool, as_json: bool, trace: bool) -> int:
 @_one
 @_as_json
 @_trace
-def show(folder: Path, name: str, as_json: bool, trace: bool) -> int:
+def show(folder: str, name: str, as_json: bool, trace: bool) -> int:
     """Say what is in SNAPSHOT: a name, a step, or `best`; the newest that is whole if none is named."""
-    chosen = condition.look_at_one(folder, name)
-    print(condition.manifest_text(chosen) if as_json and chosen.manifest else condition.describe(chosen))
+    with _reached(folder) as shelf:
+        chosen = condition.look_at_one(shelf, name)
+    print(chosen.manifest.to_text() if as_json and chosen.manifest else condition.describe(chosen))
     return 0
 
 
@@ -63,11 +71,12 @@ def show(folder: Path, name: str, as_json: bool, trace: bool) -> int:
 @_folder
 @_as_json
 @_trace
-def verify(folder: Path, as_json: bool, trace: bool) -> int:
+def verify(folder: str, as_json: bool, trace: bool) -> int:
     """Read every byte of every snapshot in DIR. Exit code 0: all are whole; 2: some are not, and each is named."""
-    found = condition.look(folder)
+    with _reached(folder) as shelf:
+        found = condition.look(shelf)
     if not found:
-        raise SnapshotError("there are no snapshots here", where=str(folder), fix="name a run directory that has some")
+        raise SnapshotError("there are no snapshots here", where=folder, fix="name a run directory that has some")
     if as_json:
         print(json.dumps([one.to_json() for one in found], indent=1))
     else:
@@ -82,15 +91,16 @@ def verify(folder: Path, as_json: bool, trace: bool) -> int:
 @click.option("--dry-run", is_flag=True, help="Say what would be removed, and remove nothing.")
 @_as_json
 @_trace
-def prune(folder: Path, keep: int, dry_run: bool, as_json: bool, trace: bool) -> int:
+def prune(folder: str, keep: int, dry_run: bool, as_json: bool, trace: bool) -> int:
     """Remove all but the newest N whole snapshots, and what is half-written or damaged. `best` stays."""
     if keep < 1:
         raise ConfigError(
             f"--keep is {keep}, but the last whole snapshot is never removed", where="--keep", fix="give 1 or more"
         )
-    gone = condition.superfluous(condition.look(folder), keep=keep)
-    if not dry_run:
-        condition.remove(gone)
+    with _reached(folder) as shelf:
+        gone = condition.superfluous(condition.look(shelf), keep=keep)
+        if not dry_run:
+            condition.remove(shelf, gone)
     if as_json:
         print(json.dumps([one.to_json() for one in gone], indent=1))
         return 0
@@ -100,6 +110,20 @@ def prune(folder: Path, keep: int, dry_run: bool, as_json: bool, trace: bool) ->
     if not gone:
         print("There is nothing to remove.")
     return 0
+
+
+@contextmanager
+def _reached(place: str) -> Iterator[Shelf]:
+    """What lies where a person has named: a folder, or the address of an object store."""
+    if not is_address(place) and not (Path(place) / PROBE).exists():
+        yield Folder(Path(place))
+        return
+    try:
+        yield ObjectShelf(Client(place))
+    except StoreTrouble as trouble:
+        raise SnapshotError(
+            f"the store does not answer: {trouble.strerror}", where=place, fix="see that this machine reaches it"
+        ) from trouble
 
 
 def _row(one: Condition, *, quick: bool) -> Sequence[str]:

@@ -13,10 +13,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from manyhands.errors import SnapshotError
 
@@ -145,19 +145,60 @@ def _hash_of(head: str) -> str:
     return hashlib.sha256(head.encode()).hexdigest()
 
 
+class Files(Protocol):
+    """The files of one snapshot, wherever they lie. What cannot be read is an OSError, or FileNotFoundError."""
+
+    @property
+    def where(self) -> str:
+        """The folder or address, for a person."""
+
+    def size(self, name: str) -> int:
+        """How many bytes the file has."""
+
+    def pieces(self, name: str) -> Iterator[bytes]:
+        """Its content, piece by piece."""
+
+
+@dataclass(frozen=True, slots=True)
+class InFolder:
+    """The files of a snapshot on a disk."""
+
+    folder: Path
+
+    @property
+    def where(self) -> str:
+        """The folder, for a person."""
+        return str(self.folder)
+
+    def size(self, name: str) -> int:
+        """How many bytes the file has."""
+        return (self.folder / name).stat().st_size
+
+    def pieces(self, name: str) -> Iterator[bytes]:
+        """Its content, piece by piece."""
+        with (self.folder / name).open("rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                yield chunk
+
+
 def read(folder: Path) -> Manifest:
     """The manifest of the snapshot in `folder`.
 
     Raises:
         SnapshotError: there is none, it is damaged, or of a newer format.
     """
+    return read_files(InFolder(folder))
+
+
+def read_files(files: Files) -> Manifest:
+    """The same for a snapshot that lies anywhere."""
     try:
-        text = (folder / NAME).read_bytes().decode()
+        text = b"".join(files.pieces(NAME)).decode()
     except FileNotFoundError as cause:
-        raise SnapshotError(f"it has no {NAME}", where=str(folder), fix=_GO_ON) from cause
+        raise SnapshotError(f"it has no {NAME}", where=files.where, fix=_GO_ON) from cause
     except (OSError, UnicodeDecodeError) as cause:
-        raise SnapshotError(f"{NAME} cannot be read: {cause}", where=str(folder), fix=_GO_ON) from cause
-    return Manifest.from_text(text, where=str(folder))
+        raise SnapshotError(f"{NAME} cannot be read: {cause}", where=files.where, fix=_GO_ON) from cause
+    return Manifest.from_text(text, where=files.where)
 
 
 def verify(folder: Path, *, content: bool = True) -> Manifest:
@@ -166,24 +207,28 @@ def verify(folder: Path, *, content: bool = True) -> Manifest:
     Raises:
         SnapshotError: something is missing or not as it was written; the first such file is named.
     """
-    manifest = read(folder)
+    return verify_files(InFolder(folder), content=content)
+
+
+def verify_files(files: Files, *, content: bool = True) -> Manifest:
+    """The same for a snapshot that lies anywhere."""
+    manifest = read_files(files)
     for name, file in manifest.files.items():
-        path = folder / name
         try:
-            size = path.stat().st_size
-            found = file_sha256(path) if content and size == file.bytes else file.sha256
+            size = files.size(name)
+            found = _sha256(files.pieces(name)) if content and size == file.bytes else file.sha256
         except FileNotFoundError as cause:
-            raise SnapshotError(f"{name} is missing", where=str(folder), fix=_GO_ON) from cause
+            raise SnapshotError(f"{name} is missing", where=files.where, fix=_GO_ON) from cause
         except OSError as cause:
             raise SnapshotError(
-                f"{name} cannot be read: {cause.strerror or cause}", where=str(folder), fix=_GO_ON
+                f"{name} cannot be read: {cause.strerror or cause}", where=files.where, fix=_GO_ON
             ) from cause
         if size != file.bytes:
-            raise SnapshotError(f"{name} has {size} bytes in place of {file.bytes}", where=str(folder), fix=_GO_ON)
+            raise SnapshotError(f"{name} has {size} bytes in place of {file.bytes}", where=files.where, fix=_GO_ON)
         if found != file.sha256:
             raise SnapshotError(
                 f"{name} is damaged: its sha256 is {found[:12]}… in place of {file.sha256[:12]}…",
-                where=str(folder),
+                where=files.where,
                 fix=_GO_ON,
             )
     return manifest
@@ -191,10 +236,13 @@ def verify(folder: Path, *, content: bool = True) -> Manifest:
 
 def file_sha256(path: Path) -> str:
     """The sha256 of a file's content, in hex."""
+    return _sha256(InFolder(path.parent).pieces(path.name))
+
+
+def _sha256(pieces: Iterable[bytes]) -> str:
     digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
+    for piece in pieces:
+        digest.update(piece)
     return digest.hexdigest()
 
 

@@ -8,6 +8,7 @@ Every line has `event`, `step`, `epoch` (from 0) and `time` (seconds since the U
     epoch        train_loss, seconds, samples
     validation   values: loss and every metric; best, seconds
     snapshot     path, bytes, seconds, stall_seconds
+    copied       to the second place: address, bytes, seconds
     skipped      a snapshot that could not be written or read: path, reason
     restart      reason, how, steps_redone, seconds_lost
     note         text
@@ -37,6 +38,7 @@ from manyhands.events import (
     Recovered,
     RunEnded,
     RunStarted,
+    SnapshotCopied,
     SnapshotSaved,
     SnapshotSkipped,
     StepDone,
@@ -52,6 +54,7 @@ WORDS: dict[type[Event], str] = {
     EpochDone: "epoch",
     ValidationDone: "validation",
     SnapshotSaved: "snapshot",
+    SnapshotCopied: "copied",
     SnapshotSkipped: "skipped",
     Recovered: "restart",
     Note: "note",
@@ -61,12 +64,24 @@ WORDS: dict[type[Event], str] = {
 }
 """The `event` of the line that each event becomes."""
 
-_TOLD_AGAIN = frozenset({"step", "epoch", "validation", "snapshot"})
+_TOLD_AGAIN = frozenset({"step", "epoch", "validation", "snapshot", "copied"})
 """What happens once more when steps are done once more."""
 _ORDERLY = frozenset({"completed", "stopped early", "interrupted"})
 """How a run ends when nothing failed."""
 _TEXTS = frozenset(
-    {"event", "text", "reason", "how", "why", "compression", "path", "resumed_from", "status", "weights_sha256"}
+    {
+        "event",
+        "text",
+        "reason",
+        "how",
+        "why",
+        "compression",
+        "path",
+        "address",
+        "resumed_from",
+        "status",
+        "weights_sha256",
+    }
 )
 
 # what `line_of` makes of a step, three times as fast: a thread that writes takes its time from the loop

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +18,20 @@ UNASKED = "MANYHANDS_RUN_DIR_UNASKED"
 """Set where nobody asked for that directory, so that a script may choose another."""
 APART = "MANYHANDS_DISKS_APART"
 """Set where hosts do not share that directory: each has one of that name on its own disk."""
+
+
+def check_is_folder(text: str, *, where: str) -> None:
+    """See that a run directory that somebody has named is no address of an object store.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    if re.match(r"[a-z][a-z0-9+]*:/", text):
+        raise ConfigError(
+            f"{text!r} is the address of a store, but a record grows line by line, which takes a disk",
+            where=where,
+            fix="leave it on the disk, and have snapshots and the record copied there: --set snapshots.to=ADDRESS",
+        )
 
 
 @dataclass(frozen=True, slots=True)

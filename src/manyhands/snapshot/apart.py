@@ -19,9 +19,9 @@ from torch import Tensor
 
 from manyhands.communication.gathering import gather_lists, gather_words
 from manyhands.communication.world import World
-from manyhands.errors import SnapshotError
-from manyhands.records.manifest import NAME, found_in, read, verify
+from manyhands.records.manifest import NAME, read
 from manyhands.snapshot.disk import Disk
+from manyhands.snapshot.load import newest_whole
 from manyhands.snapshot.skeleton import take_apart
 
 COPIES = 2
@@ -65,7 +65,8 @@ def _nodes(world: World) -> list[int]:
 def bring_newest(folder: Path, world: World, disk: Disk) -> None:
     """Bring the newest snapshot that is whole on some host to all hosts that lack it. Every worker calls this."""
     is_first = first_of_host(world)
-    path = _newest_whole(folder) if is_first else None
+    own = newest_whole(folder) if is_first else None
+    path = None if own is None else own.path
     told = [word.split() for word in gather_words(world, "" if path is None else f"{path.name} {_content(path)}")]
     if not any(told):
         return
@@ -135,15 +136,6 @@ def _content(path: Path) -> str:
     """What tells a snapshot from another one of the same step."""
     files = sorted((name, file.sha256) for name, file in read(path).files.items())
     return hashlib.sha256(json.dumps(files).encode()).hexdigest()
-
-
-def _newest_whole(folder: Path) -> Path | None:
-    for found in found_in(folder):
-        if found.how != "half" and found.step >= 0 and (found.path / NAME).exists():
-            with suppress(SnapshotError, OSError):
-                verify(found.path)
-                return found.path
-    return None
 
 
 def _size(folder: Path | None, name: str) -> int:

@@ -1,4 +1,4 @@
-"""What is in a run directory to go on from, and in what condition. No torch here: the command line looks, too."""
+"""What there is to go on from, and in what condition. No torch here: the command line looks, too."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from manyhands.errors import SnapshotError
-from manyhands.records.manifest import NAME, Found, Manifest, NewerFormat, found_in, read, verify
-from manyhands.snapshot.commit import discard
-from manyhands.snapshot.disk import Disk
+from manyhands.records.manifest import Found, Manifest, NewerFormat, read_files, verify_files
+from manyhands.snapshot.shelf import Shelf
 
 UNDER_WAY_S = 600
 """A half-written one that changed within so many seconds may be one that a run is writing just now."""
@@ -20,16 +18,20 @@ UNDER_WAY_S = 600
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Condition:
-    """A snapshot folder that was looked at."""
+    """A snapshot that was looked at."""
 
     found: Found
+    where: str
+    """Its folder or address."""
     kind: Literal["whole", "damaged", "half", "newer"]
     reason: str
     """What is wrong with it; nothing for a whole one."""
     manifest: Manifest | None
     """None where it cannot be read."""
     bytes: int
-    """On the disk, whatever is wrong with it."""
+    """What it takes, whatever is wrong with it."""
+    fresh: bool = False
+    """Whether it is half-written, perhaps by a run that is still at it."""
 
     @property
     def name(self) -> str:
@@ -41,7 +43,7 @@ class Condition:
         facts = self.manifest.facts if self.manifest else None
         return {
             "name": self.name,
-            "path": str(self.found.path),
+            "path": self.where,
             "best": self.found.name == "best",
             "step": facts.step if facts else self.found.step if self.found.step >= 0 else None,
             "epoch": facts.epoch if facts else None,
@@ -52,67 +54,59 @@ class Condition:
         }
 
 
-def look(folder: Path, *, content: bool = True) -> list[Condition]:
-    """Every snapshot below `folder`, the newest first: a run directory, a folder of snapshots, or a snapshot itself.
-
-    Every byte is read, or only every size where not `content`.
+def look(shelf: Shelf, *, content: bool = True) -> list[Condition]:
+    """Every snapshot on `shelf`, the newest first. Every byte is read, or only every size where not `content`.
 
     Raises:
-        SnapshotError: there is no such folder.
+        SnapshotError: there is no such place.
     """
-    if not folder.is_dir():
-        raise SnapshotError(
-            "there is no such folder", where=str(folder), fix="name a run directory, such as runs/train-20260101-120000"
-        )
-    inside = [*found_in(folder / "snapshots"), *found_in(folder)]
-    if not inside:
-        inside = [found for found in found_in(folder.absolute().parent) if found.path.name == folder.absolute().name]
     looked_at = []
-    for found in inside:
-        with suppress(FileNotFoundError):
-            looked_at.append(_condition(found, content=content))
-    return [one for one in looked_at if one.found.path.exists()]  # a run may have removed or renamed some meanwhile
+    for found in shelf.found():
+        with suppress(FileNotFoundError):  # a run may have removed or renamed some meanwhile
+            one = _condition(shelf, found, content=content)
+            shelf.total_bytes(found)
+            looked_at.append(one)
+    return looked_at
 
 
-def look_at_one(folder: Path, name: str) -> Condition:
-    """One snapshot of `folder` by its name (`best`, `step-00000400`) or step; the newest that is whole for no name.
+def look_at_one(shelf: Shelf, name: str) -> Condition:
+    """One snapshot on `shelf` by its name (`best`, `step-00000400`) or step; the newest that is whole for no name.
 
     Raises:
         SnapshotError: there is none of that name; or, for no name, none that is whole.
     """
-    found = look(folder, content=False)
-    named = [one for one in found if name in (one.found.path.name, str(one.found.step))] if name else found
+    found = look(shelf, content=False)
+    named = [one for one in found if name in (one.name, one.found.name, str(one.found.step))] if name else found
     chosen = next((one for one in named if one.kind == "whole"), None) or next(iter(named if name else []), None)
     if chosen is None:
         names = ", ".join(one.name for one in found) or "none"
         raise SnapshotError(
             f"there is no snapshot {name!r}" if name else "there is no snapshot that is whole",
-            where=str(folder),
+            where=shelf.where,
             fix=f"choose one that is there: {names}",
         )
     return chosen
 
 
-def _condition(found: Found, *, content: bool) -> Condition:
-    size = sum(path.stat().st_size for path in found.path.iterdir() if path.is_file())
+def _condition(shelf: Shelf, found: Found, *, content: bool) -> Condition:
+    size, files = shelf.total_bytes(found), shelf.files(found)
     kind: Literal["whole", "damaged", "half", "newer"] = "whole"
     reason, manifest = "", None
     if found.how == "half":
-        kind, reason = "half", "half-written" + (", perhaps by a run that is still at it" if _fresh(found.path) else "")
-        return Condition(found=found, kind=kind, reason=reason, manifest=None, bytes=size)
+        changed = shelf.changed(found)
+        fresh = changed is None or time.time() - changed < UNDER_WAY_S
+        reason = "half-written" + (", perhaps by a run that is still at it" if fresh else "")
+        return Condition(
+            found=found, where=files.where, kind="half", reason=reason, manifest=None, bytes=size, fresh=fresh
+        )
     try:
-        manifest = read(found.path)
-        verify(found.path, content=content)
+        manifest = read_files(files)
+        verify_files(files, content=content)
     except NewerFormat as error:
         kind, reason = "newer", error.what
     except SnapshotError as error:
         kind, reason = "damaged", error.what
-    return Condition(found=found, kind=kind, reason=reason, manifest=manifest, bytes=size)
-
-
-def _fresh(half: Path) -> bool:
-    changed = max(path.stat().st_mtime for path in (half, *half.iterdir()))
-    return time.time() - changed < UNDER_WAY_S
+    return Condition(found=found, where=files.where, kind=kind, reason=reason, manifest=manifest, bytes=size)
 
 
 def superfluous(conditions: Sequence[Condition], *, keep: int) -> list[Condition]:
@@ -127,21 +121,21 @@ def superfluous(conditions: Sequence[Condition], *, keep: int) -> list[Condition
         if one.kind == "whole" and one.found.step >= 0 and one.found.step not in steps and len(steps) < keep:
             steps.append(one.found.step)
         elif one.kind == "half":
-            if not _fresh(one.found.path):
+            if not one.fresh:
                 gone.append(one)
         elif one.found.step >= 0 and one.kind in ("whole", "damaged"):
             gone.append(one)
     return gone if steps else [one for one in gone if one.kind == "half"]
 
 
-def remove(conditions: Sequence[Condition]) -> None:
-    """Remove these from the disk.
+def remove(shelf: Shelf, conditions: Sequence[Condition]) -> None:
+    """Remove these.
 
     Raises:
-        OSError: the disk would not have it.
+        OSError: the disk, or the store, would not have it.
     """
     for one in conditions:
-        discard(one.found.path, Disk())
+        shelf.remove(one.found)
 
 
 def describe(condition: Condition) -> str:
@@ -152,10 +146,10 @@ def describe(condition: Condition) -> str:
     """
     manifest = condition.manifest
     if manifest is None or condition.reason:
-        raise SnapshotError(condition.reason, where=str(condition.found.path), fix="choose one that is whole")
+        raise SnapshotError(condition.reason, where=condition.where, fix="choose one that is whole")
     facts = manifest.facts
     lines = [
-        ("path", str(condition.found.path)),
+        ("path", condition.where),
         ("step", f"{facts.step} (epoch {facts.epoch})"),
         ("position", ", ".join(f"{key} {value}" for key, value in facts.position.items())),
         ("written", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.time))),
@@ -173,8 +167,3 @@ def _columns(title: str, rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return [title, *(f"  {line}" for line in lines)] if rows else []
-
-
-def manifest_text(condition: Condition) -> str:
-    """`manifest.json` as it is on the disk."""
-    return (condition.found.path / NAME).read_text(encoding="utf-8")

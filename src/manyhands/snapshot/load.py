@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +13,7 @@ from typing import Any, Literal
 from manyhands.communication.world import World
 from manyhands.errors import SnapshotError
 from manyhands.events import SnapshotSkipped
-from manyhands.records.manifest import Facts, Found, Manifest, found_in, read, verify
+from manyhands.records.manifest import NAME, Facts, Found, Manifest, found_in, read, verify
 from manyhands.snapshot import tensors as tensor_files
 from manyhands.snapshot.fingerprint import Fingerprint, difference
 from manyhands.snapshot.skeleton import put_together
@@ -84,6 +85,16 @@ def _assemble(path: Path, tensors: dict[str, Any]) -> Any:
             where=str(path.parent),
             fix="delete the folder",
         ) from cause
+
+
+def newest_whole(folder: Path, *, content: bool = True) -> Found | None:
+    """The newest snapshot in `folder` that is whole, by every byte or only by sizes where not `content`; or None."""
+    for found in found_in(folder):
+        if found.how != "half" and found.step >= 0 and (found.path / NAME).exists():
+            with suppress(SnapshotError, OSError):
+                verify(found.path, content=content)
+                return found
+    return None
 
 
 def newest(folder: Path, fits: Fits, world: World) -> Loaded | None:

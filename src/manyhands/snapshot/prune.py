@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from manyhands.records.manifest import NAME, found_in
+from manyhands.records.manifest import NAME, Found, found_in
 
 
 def surplus(folder: Path, *, keep: int, newest: int, bad: Collection[Path]) -> list[Path]:
@@ -24,3 +24,18 @@ def surplus(folder: Path, *, keep: int, newest: int, bad: Collection[Path]) -> l
         else:
             whole.append(found.path)
     return whole[keep:] + gone
+
+
+def older(listed: Sequence[Found], *, keep: int, newest: Found, step: int) -> list[Found]:
+    """What may go from an object store once `newest`, of `step`, is whole there: the oldest first.
+
+    For a `best` that is every other best. Else all but the last `keep` steps up to it, what else there is of that step,
+    and what was broken off before it. What lies beyond is left alone, as on a disk.
+    """
+    others = [found for found in listed if found.path != newest.path]
+    if newest.step < 0:
+        return [found for found in others if found.step < 0]
+    others = [found for found in others if 0 <= found.step <= step]
+    whole = [found for found in others if not found.how and found.step < step]
+    kept = {found.path for found in whole[: keep - 1]}
+    return [found for found in reversed(others) if found.path not in kept]

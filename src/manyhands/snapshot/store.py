@@ -13,7 +13,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,11 +72,12 @@ class Store:
         disk: Disk | None = None,
         patience_s: float = 600,
         apart: bool | None = None,
+        holds: Callable[[Path], bool] = lambda _: False,
     ) -> None:
         """`patience_s`: how long the leader, done with its own part, waits for those of the others.
 
         `apart`: whether hosts have disks of their own, so that two of them keep everything; None: as the launcher has
-        said.
+        said. `holds`: whether a snapshot is still needed by somebody, however old it is.
         """
         self.folder = folder
         self.keep = keep
@@ -85,6 +86,7 @@ class Store:
         self._world = world or World(Place())
         self._disk = disk or Disk()
         self._patience_s = patience_s
+        self._holds = holds
         told = bool(os.environ.get(run_directory.APART))
         self.apart = self._world.is_shared and (told if apart is None else apart)
         """Whether hosts have disks of their own."""
@@ -254,13 +256,17 @@ class Store:
         Raises:
             SnapshotError: there are snapshots, and none can be gone on from; each is named with its reason.
         """
-        self.wait()
-        if self.apart:
-            bring_newest(self.folder, self._world, self._disk)
+        self.gather()
         loaded = newest(self.folder, fits, self._world)
         if loaded is not None:
             self._passed_over = {skipped.path for skipped in loaded.skipped}
         return loaded
+
+    def gather(self) -> None:
+        """Where hosts have disks of their own, bring the newest on any of them to all. Every worker calls this."""
+        self.wait()
+        if self.apart:
+            bring_newest(self.folder, self._world, self._disk)
 
     def everywhere(self, path: Path) -> None:
         """See that all hosts have the leader's snapshot at `path` (`best`, say), where there is one. All call this."""
@@ -336,7 +342,8 @@ class Store:
         if task.path.parent == self.folder:
             with suppress(OSError):  # the snapshot is whole all the same; the next one tries again
                 for path in surplus(self.folder, keep=self.keep, newest=task.facts.step, bad=self._passed_over):
-                    discard(path, self._disk)
+                    if not self._holds(path):
+                        discard(path, self._disk)
 
     def _clean_up(self, task: _Task, trouble: Exception) -> None:
         """Leave nothing half behind. The disk is in trouble already, so more of it here is no news."""

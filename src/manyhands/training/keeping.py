@@ -12,7 +12,7 @@ from torch import nn
 from manyhands.config.stopping import EarlyStopping
 from manyhands.data import randomness
 from manyhands.errors import ConfigError
-from manyhands.events import SnapshotSaved, SnapshotSkipped
+from manyhands.events import Note, SnapshotCopied, SnapshotSaved, SnapshotSkipped
 from manyhands.records.manifest import Facts
 from manyhands.records.run_directory import RunDirectory
 from manyhands.snapshot.fingerprint import fingerprint
@@ -20,6 +20,7 @@ from manyhands.snapshot.load import Loaded, same_model
 from manyhands.snapshot.store import Store
 from manyhands.strategies.alone import Drifting, together
 from manyhands.training.build import Parts
+from manyhands.training.second_place import SecondPlace
 from manyhands.training.state import RunState
 
 
@@ -34,12 +35,16 @@ class Keeping:
         keep: int,
         strategy: str,
         rule: EarlyStopping,
-        tell: Callable[[SnapshotSaved | SnapshotSkipped], None],
+        tell: Callable[[SnapshotSaved | SnapshotSkipped | SnapshotCopied | Note], None],
+        second: SecondPlace | None = None,
     ) -> None:
+        """`second`: where each snapshot is copied to, beside the run directory."""
         self.parts, self.directory, self.strategy, self.tell = parts, directory, strategy, tell
         self.rule = rule
         """Which metric is watched, and what is better."""
-        self.store = Store(directory.snapshots, keep=keep, world=parts.world)
+        self.second = second
+        holds = second.holds if second is not None else lambda _: False
+        self.store = Store(directory.snapshots, keep=keep, world=parts.world, holds=holds)
         self.newest: SnapshotSaved | None = None
         self.best_saved_at = -1
         """The step of the best model that was begun to be written last."""
@@ -134,7 +139,11 @@ class Keeping:
         for news in self.store.finished():
             if isinstance(news, SnapshotSaved) and news.path.parent == self.directory.snapshots:
                 self.newest = news
+            if isinstance(news, SnapshotSaved) and self.second is not None:
+                self.second.offer(news.path)
             self.tell(news)
+        for copied in self.second.finished() if self.second is not None else []:
+            self.tell(copied)
 
     def abandon(self) -> bool:
         """Give up what is being written: some of those who write it are gone. Whether a snapshot is lost so."""
@@ -150,6 +159,28 @@ class Keeping:
         """Wait until everything is written."""
         self.store.wait()
         self.listen()
+
+    def finish_copies(self, meanwhile: Callable[[], None]) -> None:
+        """Wait until everything is in the second place, too. Every worker calls this; `meanwhile` now and then."""
+        if self.second is not None:
+            self.second.finish(meanwhile)
+        self.listen()
+
+    def begin(self) -> tuple[RunState, Loaded | None]:
+        """Look in the second place, then do as `restore`. Every worker calls this before the first step.
+
+        Raises:
+            ConfigError: the second place cannot be used.
+            SnapshotError: there are snapshots, and none can be gone on from.
+        """
+        if self.second is None:
+            return self.restore()
+        self.store.gather()
+        self.second.prepare(same_model(fingerprint(self.parts.model)))
+        found = self.restore()
+        if self.parts.world.is_leader:
+            self.second.catch_up()
+        return found
 
     def last_good(self) -> str:
         """The newest snapshot, in a sentence."""

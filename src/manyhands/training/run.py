@@ -38,6 +38,7 @@ from manyhands.training.marks import reached
 from manyhands.training.recover import Recovery, why_not_survive
 from manyhands.training.result import Result
 from manyhands.training.rewind import go_back
+from manyhands.training.second_place import SecondPlace
 from manyhands.training.state import RunState
 from manyhands.training.wishes import Wishes
 from manyhands.units import Duration
@@ -77,15 +78,18 @@ class Run:
             directory.open_for(script)
         self.world.barrier()  # nobody looks into the directory before the leader has made it
         strategy = settings.strategy.name if self.world.is_shared else Single.name
+        to, keep = settings.snapshots.to, settings.snapshots.keep
+        second = SecondPlace(to, directory, keep=keep, script=script, world=self.world) if to is not None else None
         self.keeping = Keeping(
             parts,
             directory,
-            keep=settings.snapshots.keep,
+            keep=keep,
             strategy=strategy,
             rule=settings.early_stopping or EarlyStopping(),
             tell=self.tell,
+            second=second,
         )
-        self.state, self.loaded = (RunState(), None) if self.world.apart else self.keeping.restore()
+        self.state, self.loaded = (RunState(), None) if self.world.apart else self.keeping.begin()
         self.started: RunStarted | None = None
         self.recovery = (
             Recovery(parts, self.keeping, self.state, self, most=settings.virtual_workers or 0) if survive else None
@@ -133,6 +137,8 @@ class Run:
         self.news = Broadcast(
             [*standard(self.directory, record, metrics=metrics, started=self.started), *self.listeners]
         )
+        if self.keeping.second is not None:
+            self.keeping.second.catch_up()
         return was_told
 
     def copy_records(self) -> None:
@@ -272,11 +278,17 @@ class Run:
         if self.keeping.saved_at != state.step:
             loop.save()
         self.keeping.finish()
+        self.keeping.finish_copies(self.say_busy)
         if isinstance(self.parts.strategy, Drifting):
             self.parts.strategy.average(self.parts.model)  # a run ends with one model
         if self.recovery is not None:
             self.world.barrier()  # nobody leaves before everybody has done its part
         return reason
+
+    def say_busy(self) -> None:
+        """Tell the head that this worker has something to do that is no step."""
+        if self.reporter is not None:
+            self.reporter.send("busy")
 
     def announce(self, loop: Loop) -> None:
         """Tell where the run begins, and with what."""
@@ -304,7 +316,7 @@ class Run:
 
     def notes(self, loop: Loop) -> list[str]:
         """What is worth saying once."""
-        notes = []
+        notes = [] if self.keeping.second is None else list(self.keeping.second.notes)
         if (virtual := self.settings.virtual_workers) is not None:
             threads = torch.get_num_threads()
             notes.append(

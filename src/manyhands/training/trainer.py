@@ -26,7 +26,7 @@ from manyhands.config.strategies import DDP, Strategy, named
 from manyhands.data.data import Data
 from manyhands.errors import ConfigError, speak_plainly
 from manyhands.events import Listener, TestDone
-from manyhands.records.run_directory import UNASKED, VARIABLE, RunDirectory
+from manyhands.records.run_directory import UNASKED, VARIABLE, RunDirectory, check_is_folder
 from manyhands.snapshot.fingerprint import fingerprint
 from manyhands.snapshot.load import load, same_model
 from manyhands.training.build import MakeOptimizer, MakeSchedule, ModelOrMaker, Parts, build, make_evaluation
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 _made_here = 0
 """Trainers made in this process: each has a run directory of its own."""
 _fits_here = 0
+_places: dict[str, int] = {}
+"""Address for snapshots → the number of the trainer that had it first."""
 _shared_world: World | None = None
 """The workers that may change: all trainers of a process see the same."""
 
@@ -64,7 +66,7 @@ class Trainer:
         precision: `"fp32"`, `"bf16"` or `"fp16"`, by autocast.
         micro_batch_size: most samples in one forward pass; gradients add up.
         clip_gradients: largest norm of the gradient over all parameters.
-        snapshots: when a snapshot is made, and how many are kept.
+        snapshots: when a snapshot is made, how many are kept, and where else, such as in an object store.
         validate_every: how often `fit` validates.
         early_stopping: when `fit` ends before its duration is over.
         listeners: anything callable with one event; called on the leader.
@@ -191,7 +193,7 @@ class Trainer:
         Raises:
             ManyhandsError: see `manyhands.errors`; nothing that is on disk is lost by it.
         """
-        settings = self.settings
+        settings = self._with_own_place(self.settings)
         if duration is not None and "duration" not in overrides.from_environment():
             settings = dataclasses.replace(settings, duration=duration)
         if self._run is not None:
@@ -207,6 +209,14 @@ class Trainer:
             survive=self._first_fit() and can_survive(self.parts),
         )
         return self._run.fit()
+
+    def _with_own_place(self, settings: Settings) -> Settings:
+        """A script may make several trainers; one address for snapshots is the first one's, and holds the others'."""
+        to = settings.snapshots.to
+        if to is None or _places.setdefault(to, self._number) == self._number:
+            return settings
+        own = dataclasses.replace(settings.snapshots, to=f"{to.rstrip('/')}/trainer-{self._number}")
+        return dataclasses.replace(settings, snapshots=own)
 
     def _first_fit(self) -> bool:
         """Whether this process has not trained before: a worker that comes new can join its first training only."""
@@ -287,6 +297,7 @@ class Trainer:
         """The run directory, the same on every worker."""
         asked_for = VARIABLE in os.environ and UNASKED not in os.environ
         if self._run_dir is not None and not asked_for:
+            check_is_folder(str(self._run_dir), where="run_dir")
             return RunDirectory(Path(self._run_dir).absolute())
         chosen = str(RunDirectory.choose(_script()).path.absolute()) if self.world.is_leader else ""
         path = Path(gather_words(self.world, chosen)[0])

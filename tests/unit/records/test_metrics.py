@@ -20,7 +20,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from stories import BEGIN, ended, epoch_done, snapshot_saved, started, stepped, validated, was_tested
 
-from manyhands.events import CompressionChosen, Event, Note, Recovered, SnapshotSkipped
+from manyhands.events import CompressionChosen, Event, Note, Recovered, SnapshotCopied, SnapshotSkipped
 from manyhands.records import metrics
 from manyhands.records.metrics import MetricsFile, line_of, text_of
 
@@ -30,6 +30,7 @@ EVERY_KIND: list[Event] = [
     epoch_done(4),
     validated(4, loss=0.5, accuracy=0.9),
     snapshot_saved(4),
+    SnapshotCopied(step=4, address="s3://bucket/run/step-00000004.0123456789ab", bytes=9, seconds=0.1, time=BEGIN),
     SnapshotSkipped(step=4, path=Path("snapshots/step-4"), reason="one bit is wrong", time=BEGIN),
     Recovered(step=4, reason="rank 1 died", how="without it", steps_redone=1, seconds_lost=0.5, time=BEGIN),
     Note(text="said once", step=4, time=BEGIN),
@@ -54,7 +55,7 @@ def test_every_kind_of_event_has_its_line(tmp_path: Path) -> None:
     assert {type(event) for event in EVERY_KIND} == set(get_args(Event))
     write(tmp_path / "m", *EVERY_KIND)
     lines = metrics.read(tmp_path / "m")
-    words = ["start", "step", "epoch", "validation", "snapshot", "skipped", "restart", "note"]
+    words = ["start", "step", "epoch", "validation", "snapshot", "copied", "skipped", "restart", "note"]
     words += ["compression", "end", "test"]
     assert [line["event"] for line in lines] == words
     for line in lines:

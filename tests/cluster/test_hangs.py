@@ -15,7 +15,7 @@ from launching import run as run_here
 from launching import wait_until
 from remote import run, start
 
-from manyhands.lab import Lab
+from manyhands.lab import Host, Lab
 
 PATIENCE_S = 5
 LONG_S = 120
@@ -60,10 +60,10 @@ def steps_done(hosts: Lab, run_dir: Path) -> int:
 class Training:
     """A run of `TRAINING` without end on the hosts of a lab, read as it goes."""
 
-    def __init__(self, hosts: Lab, folder: Path, *options: str) -> None:
-        self.hosts, self.run_dir = hosts, folder / "run"
+    def __init__(self, hosts: Lab, folder: Path, *options: str, source: str = TRAINING) -> None:
+        self.hosts, self.run_dir, self.source = hosts, folder / "run", source
         words = ["--hosts", ",".join(hosts.names), "--run-dir", str(self.run_dir), "--hang-timeout", str(PATIENCE_S)]
-        self.process = start(hosts, folder, TRAINING, "--env", "DURATION=1000000 steps", *words, *options)
+        self.process = start(hosts, folder, source, "--env", "DURATION=1000000 steps", *words, *options)
 
     def told(self) -> str:
         """What the first host has put on record."""
@@ -91,7 +91,7 @@ def assert_as_if_nothing_had_happened(training: Training, folder: Path, told: st
     """The weights are, bit for bit, those of one process that trained as many steps."""
     summary = json.loads((training.run_dir / "summary.json").read_text())
     assert summary["status"] == "interrupted", told
-    run_here(folder, TRAINING, "--env", f"DURATION={summary['steps']} steps", "--run-dir", "one", name="one.py")
+    run_here(folder, training.source, "--env", f"DURATION={summary['steps']} steps", "--run-dir", "one", name="one.py")
     alone = json.loads((folder / "one" / "summary.json").read_text())
     assert summary["weights_sha256"] == alone["weights_sha256"], told
     assert summary["steps_redone"] <= summary["restarts"]
@@ -122,21 +122,42 @@ def test_frozen_host_is_dropped_and_taken_in_again_when_it_is_thawed(
     assert_as_if_nothing_had_happened(training, tmp_path, told)
 
 
-@pytest.mark.slow
+def sent(host: Host) -> int:
+    """Bytes that a host has put on its wire."""
+    return int(host.path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
+
+
+def cut_in_the_middle_of_an_exchange(training: Training, host: Host, of_bytes: int) -> None:
+    """Make the wire of `host` so slow that a step's exchange of `of_bytes` lasts seconds; cut it while that runs."""
+    before = sent(host)
+    host.slow("8mbit")
+    seen = sent(host)
+    deadline = time.monotonic() + LONG_S
+    while True:
+        time.sleep(0.05)
+        last, seen = seen, sent(host)
+        if seen - before > of_bytes / 10 and seen - last > 10_000:  # more than signs of life
+            break
+        assert time.monotonic() < deadline, "nothing is exchanged"
+    host.cut()
+    assert seen - before < of_bytes, "the exchange is over already"
+
+
 @pytest.mark.timeout(400)
-def test_cable_that_is_cut_in_the_middle_of_an_exchange_costs_the_others_a_step(
+def test_cable_that_is_cut_in_the_middle_of_an_all_reduce_costs_the_others_a_step(
     make_lab: Callable[..., Lab], tmp_path: Path
 ) -> None:
-    hosts = make_lab(4, bandwidth="20mbit")  # the gradient of 200 kB is on the wire for most of a step
-    training = Training(hosts, tmp_path, "--nodes", "2:4")
-    training.wait_for_step(5)
-    begin = time.monotonic()
-    hosts[3].cut()
+    hosts = make_lab(3)
+    wide = 100_000
+    training = Training(hosts, tmp_path, "--nodes", "2:3", source=TRAINING.replace("4096", str(wide)))
+    training.wait_for_step(3)
+    begin, step = time.monotonic(), steps_done(hosts, training.run_dir)
+    cut_in_the_middle_of_an_exchange(training, hosts[2], of_bytes=4 * wide * (8 + 1 + 4))
     training.wait_for(lambda: '"event": "restart"' in training.told(), "the others go on")
-    training.wait_for_step(steps_done(hosts, training.run_dir) + 5)
+    training.wait_for_step(steps_done(hosts, training.run_dir) + 3)
     seconds = time.monotonic() - begin
     told = training.finish()
-    assert "rank 3 on host lab4 was lost" in told, f"gone on after {seconds:.1f} s:\n{told}"
+    assert "rank 2 on host lab3 was lost" in told, f"gone on after {seconds:.1f} s from step {step}:\n{told}"
     assert_as_if_nothing_had_happened(training, tmp_path, told)
 
 

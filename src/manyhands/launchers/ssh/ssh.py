@@ -32,6 +32,8 @@ from manyhands.records import run_directory
 from manyhands.table import nearest
 
 T = TypeVar("T")
+_STILL_THERE_S = 8.0
+"""How long a host has at the end of a run to say that it is there: one that was lost is not waited for long."""
 
 
 class Ssh:
@@ -162,31 +164,35 @@ class _Cluster:
 
     def fetch_record(self, display: Display) -> None:
         """Bring the run directory of the host that led here, and the logs of the others."""
-        run_dir, leader = self._job.run_dir, self._host_with_the_record()
+        run_dir = self._job.run_dir
+        have = self._who_has(str(run_dir / "summary.json"))
+        # The first host; or, where the run went on without it and ended on another one's disk, that one.
+        leader = have.index(True) if True in have else 0
 
         def fetch(host: Connection, node: int) -> str:
             if self._share_record[node]:
                 return ""
+            stays = f"manyhands: the record on {host.host} stays there, in {run_dir}"
+            if have[node] is None:
+                return f"{stays}: it does not answer"
             try:
                 sync.fetch(host, run_dir, only="." if node == leader else "logs", with_rsync=self._has_rsync(node))
             except (LaunchError, OSError) as trouble:
-                return f"manyhands: the record on {host.host} stays there, in {run_dir}: {trouble}".partition("\n")[0]
+                return f"{stays}: {trouble}".partition("\n")[0]
             return ""
 
         for words in filter(None, self._of_all(fetch)):
             display.say(words)
 
-    def _host_with_the_record(self) -> int:
-        """The first host; or, where the run went on without it and ended on another one's disk, that one."""
-        path = str(self._job.run_dir / "summary.json")
+    def _who_has(self, path: str) -> list[bool | None]:
+        """For every host whether `path` is there; None where it does not answer any more."""
 
-        def has(host: Connection, node: int) -> bool:
+        def has(host: Connection, node: int) -> bool | None:
             with contextlib.suppress(LaunchError, OSError):
-                return bool(host.ask("exists", path=path))
-            return False
+                return bool(host.ask("exists", path=path, timeout_s=_STILL_THERE_S))
+            return None
 
-        found = self._of_all(has)
-        return found.index(True) if any(found) else 0
+        return self._of_all(has)
 
     def _find_interfaces(self) -> None:
         """For every host, the interface that its routes to the first one lead through; for that, to the second."""

@@ -118,14 +118,38 @@ def test_run_whose_pod_dies_without_a_word_goes_on_with_the_one_that_is_started_
 ) -> None:
     handle = ask(pods, desk, *words("killed", "digits.py", "--detach", *SLOWLY)).stdout.strip()
     wait_until(lambda: lines_of(disk / "killed") > 20, "it trains", timeout_s=90)
-    [dead] = pods.of_index(1)
-    assert dead.machine is not None
-    dead.machine.signal(dead.process, signal.SIGKILL)
+    kill_pod(pods, 1)
     said = ask(pods, desk, "logs", "--follow", handle).stdout
     assert status(pods, desk, handle)["state"] == "done", said
     assert (len(pods.of_index(0)), len(pods.of_index(1))) == (1, 2), "the first pod has gone on"
     assert pods.objects["Job", "default", "killed"]["status"]["failed"] == 1
     assert json.loads((disk / "killed" / "summary.json").read_text())["workers"] == 2
+
+
+@pytest.mark.timeout(LONG_S)
+def test_elastic_run_whose_pod_dies_goes_on_alone_until_another_has_come(pods: Cluster, desk: Path, disk: Path) -> None:
+    text = (desk / "digits.py").read_text().replace("EPOCHS, BATCH = 3,", "EPOCHS, BATCH = 1000,")
+    (desk / "long.py").write_text(text)
+    options = ("--nodes", "1:2", "--detach", "--env", "PAUSE=0.1")
+    handle = ask(pods, desk, *words("elastic", "long.py", *options)).stdout.strip()
+    record = disk / "elastic" / "metrics.jsonl"
+    wait_until(lambda: lines_of(disk / "elastic") > 10, "it trains", timeout_s=90)
+    kill_pod(pods, 1)
+    wait_until(
+        lambda: "goes on with 2 workers, 1 of them new" in record.read_text(), "it is whole again", timeout_s=120
+    )
+    steps = lines_of(disk / "elastic")
+    wait_until(lambda: lines_of(disk / "elastic") > steps + 3, "it trains on")
+    assert ask(pods, desk, "cancel", handle).returncode == 0
+    assert (len(pods.of_index(0)), "with 1 worker" in record.read_text()) == (1, True), "nobody has waited"
+    wait_until(lambda: not pods.pods, "the pods are gone", timeout_s=90)
+
+
+def kill_pod(pods: Cluster, index: int) -> None:
+    """As when its machine is gone."""
+    [pod] = pods.of_index(index)
+    assert pod.machine is not None
+    pod.machine.signal(pod.process, signal.SIGKILL)
 
 
 @pytest.mark.timeout(LONG_S)

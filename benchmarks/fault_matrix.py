@@ -23,6 +23,11 @@ TESTS = (
     "tests/cluster/test_hangs.py",
     "tests/cluster/test_precheck.py",
     "tests/cluster/test_ssh.py::test_port_that_torchrun_would_take_may_be_taken",
+    "tests/cluster/test_mpi.py::test_host_of_mpi_that_does_not_share_the_folder_is_named_with_what_it_lacks",
+    "tests/cluster/test_mpi.py::test_firewall_between_two_hosts_of_mpi_is_named_before_workers_start",
+    "tests/cluster/test_slurm.py::test_host_of_slurm_that_does_not_share_the_folder_is_named_with_what_it_lacks",
+    "tests/cluster/test_ray.py::test_host_of_ray_that_does_not_share_the_folder_is_named_with_what_it_lacks",
+    "tests/cluster/test_doctor.py::test_half_the_bandwidth_and_half_the_speed_are_named_with_their_factors",
     "tests/multiprocess/test_hangs.py",
 )
 _LINE = re.compile(r"^(?P<seconds>[\d.]+)s call +(?P<file>[\w/]+\.py)::test_(?P<name>[^\[@\s]+)(\[(?P<case>[^\]]+)\])?")

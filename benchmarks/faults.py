@@ -2,6 +2,7 @@
 
     python benchmarks/faults.py --workers 2,4,8 --faults 36        # as root, on Linux: it makes hosts of this machine
     python benchmarks/faults.py --workers 4 --faults 12 --kinds worker,agent --seed 7
+    python benchmarks/faults.py --workers 8 --faults 36 --minutes 10     # no fault begins after that
     python benchmarks/faults.py --table
 
 A digits ConvNet (BatchNorm, dropout, augmentation, AdamW) trains on practice hosts that share one disk, with 8 virtual
@@ -9,13 +10,15 @@ workers and a snapshot every 50 steps. Chapter by chapter, faults drawn from the
 when the one before is healed; at the end of a chapter it is asked to stop, and one process here, to which nothing
 happens, trains as many steps. Samples, losses and weights of the two must be the same. Every fault is a line in
 `faults.jsonl`, to which runs add; the table in `faults.md` is made from all of them. A chapter that fails keeps its
-line, and is counted.
+line, says why, and is counted. The hosts and their disk are in a mount namespace of this program's own, so that
+nothing of them is left, however it ends.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import json
 import os
 import random
@@ -38,11 +41,17 @@ from manyhands.records.samples import counted
 
 HERE = Path(__file__).parent
 RECORDED = HERE / "faults.jsonl"
+VERSION = 2
+"""Of what is measured; 2: the template loads what the script imports, so that replacements find it loaded."""
 CHAPTER = 12
 """Faults until a run is stopped and compared."""
 DISK_MB = 96
-WAIT_S = 180.0
+_NEW_MOUNTS = 0x20000
+WAIT_S = 240.0
 """A run that makes no step for so long after a fault counts as lost."""
+MOST_TYPED = 6
+SETTLED_S = 15.0
+"""How long a run has trained before a worker or an agent is killed: its template has loaded what the script imports."""
 SCRIPT = """
 import os, socket
 from pathlib import Path
@@ -91,6 +100,10 @@ trainer.fit(os.environ["DURATION"])
 """
 
 
+class Broken(Exception):
+    """The run does not do what it must."""
+
+
 class Run:
     """The command that a user types, and types again where it has ended."""
 
@@ -101,19 +114,15 @@ class Run:
         each = workers // len(hosts)
         self.words = [sys.executable, "-P", "-m", "manyhands.cli.main", "run", "--hosts", ",".join(hosts.names)]
         self.words += ["--workers-per-node", str(each), "--restarts", "20", "--run-dir", str(self.run_dir)]
-        self.words += [
-            "--env",
-            "OMP_NUM_THREADS=1",
-            "--env",
-            f"PIDS={shared / 'pids'}",
-            "--env",
-            "DURATION=1000000 steps",
-        ]
+        for variable in ("OMP_NUM_THREADS=1", f"PIDS={shared / 'pids'}", "DURATION=1000000 steps"):
+            self.words += ["--env", variable]
         self.log = (shared.parent / "output.log").open("a")
+        self.typed: list[float] = []
         self.workers = workers
         self.scene = Scene(hosts, shared, self.run_dir, self._start(), draw)
 
     def _start(self) -> subprocess.Popen[str]:
+        self.began = 0.0
         return self.hosts.desk.start(
             [*self.words, "train.py"],
             folder=str(self.shared),
@@ -122,12 +131,14 @@ class Run:
             process_group=0,
         )
 
-    def type_again(self) -> bool:
-        """Start it again if it has ended."""
+    def type_again(self) -> None:
+        """Start it again if it has ended; but not for ever where it ends again and again."""
         if self.scene.command.poll() is None:
-            return False
+            return
+        self.typed.append(time.monotonic())
+        if len(self.typed) >= MOST_TYPED and self.typed[-1] - self.typed[-MOST_TYPED] < WAIT_S:
+            raise Broken(f"it ended {MOST_TYPED} times in {WAIT_S:.0f} s, with {self.scene.command.returncode} at last")
         self.scene.command = self._start()
-        return True
 
     def lines(self) -> list[dict[str, Any]]:
         return list(read_lines(self.run_dir / "metrics.jsonl"))
@@ -192,6 +203,9 @@ def one_fault(run: Run, kind: str, steps: int) -> dict[str, Any]:
     """Let `steps` steps pass, do harm, and see what it costs."""
     run.wait_for(run.last_step() + steps)
     run.wait_until_whole()
+    run.began = run.began or time.monotonic()
+    if kind in ("worker", "agent"):
+        time.sleep(max(0.0, run.began + SETTLED_S - time.monotonic()))
     while kind == "bit-flip" and len(list((run.run_dir / "snapshots").glob("step-*/manifest.json"))) < 2:
         run.wait_for(run.last_step() + 1)  # with the only one damaged, nothing goes on, and a sentence says so
     time.sleep(run.scene.draw.uniform(0, 0.5))  # lines come to the disk in bundles, with a snapshot for one
@@ -219,6 +233,7 @@ def one_fault(run: Run, kind: str, steps: int) -> dict[str, Any]:
         "whole_s": _next_step(after, joined[-1]["time"]) - began if joined else None,
         "steps_redone": sum(line["steps_redone"] for line in restarts),
         "load": os.getloadavg()[0],
+        "version": VERSION,
     }
 
 
@@ -284,30 +299,44 @@ def stage(hosts: int) -> Iterator[tuple[Lab, Path]]:
             subprocess.run(["umount", "--lazy", str(shared)], check=True)
 
 
-def chapter(workers: int, kinds: Sequence[str], seed: int, record: Path) -> bool:
-    """One run and its faults, each written down when it is over. Whether all was well."""
+def chapter(workers: int, kinds: Sequence[str], seed: int, record: Path, until: float) -> bool:
+    """One run and its faults, each written down when it is over; none begins after `until`. Whether all was well."""
     draw = random.Random(seed)
     output = Path(tempfile.gettempdir(), f"faults-{seed}.log")
-    ended: dict[str, Any] = {"chapter": seed, "workers": workers, "faults": len(kinds)}
+    ended: dict[str, Any] = {"chapter": seed, "workers": workers, "faults": 0, "version": VERSION}
     with stage(min(workers, MOST_HOSTS)) as (hosts, shared):
         ended["import_torch_s"] = import_seconds(hosts)
         run = Run(hosts, shared, workers, draw)
         try:
+            run.wait_for(5)
+            ended["import_torch_busy_s"] = import_seconds(hosts)
             for kind in kinds:
+                if time.monotonic() > until:
+                    break
+                ended["trouble"] = f"in the middle of {kind}"
                 found = one_fault(run, kind, draw.randint(5, 60))
                 write(record, {"chapter": seed, "workers": workers, **found})
-                say(f"{workers} workers, {kind:>9} at step {found['step']}: {found['next_step_s']:.2f} s")
+                ended["faults"] += 1
+                whole = "" if found["whole_s"] is None else f", all train after {found['whole_s']:.2f} s"
+                say(f"{workers} workers, {kind:>9} at step {found['step']}: {found['next_step_s']:.2f} s{whole}")
+            del ended["trouble"]
             run.stop()
             steps = json.loads((run.run_dir / "summary.json").read_text())["steps"]
             ended |= compare(run.run_dir, undisturbed(shared, steps))
-        except Exception as trouble:
-            ended["trouble"] = f"{type(trouble).__name__}: {trouble}"
-            say(f"what it printed is in {output}")
+        except BaseException as trouble:
+            ended["trouble"] = f"{ended.get('trouble', 'at the end')}: {type(trouble).__name__}: {trouble}"
+            if not isinstance(trouble, Exception):  # somebody has stopped this program
+                ended["cut_short"] = True
+                raise
         finally:
             run.close()
-            output.write_text((shared.parent / "output.log").read_text())
-    write(record, ended)
-    say(json.dumps(ended))
+            printed = (shared.parent / "output.log").read_text()
+            if "trouble" in ended:
+                output.write_text(printed)
+                ended["printed"] = printed.splitlines()[-5:]
+                say(f"what it printed is in {output}")
+            write(record, ended)
+            say(json.dumps(ended))
     return bool(ended.get("weights_equal")) and not ended["samples_wrong"] and not ended["lines_wrong"]
 
 
@@ -316,6 +345,13 @@ def import_seconds(hosts: Lab) -> float:
     began = time.perf_counter()
     hosts[0].run([sys.executable, "-c", "import torch"])
     return time.perf_counter() - began
+
+
+def apart() -> None:
+    """Have mounts of this process and its children end with them, also where nobody is left to take them down."""
+    if ctypes.CDLL(None, use_errno=True).unshare(_NEW_MOUNTS):
+        raise SystemExit(f"only root may make hosts of this machine: {os.strerror(ctypes.get_errno())}")
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
 
 
 def write(record: Path, line: dict[str, Any]) -> None:
@@ -336,6 +372,7 @@ def main() -> int:
         "--seed", type=int, default=None, help="what the faults are drawn by  [default: drawn, and said]"
     )
     parser.add_argument("--record", type=Path, default=RECORDED, help="the file that lines are added to")
+    parser.add_argument("--minutes", type=float, default=1e6, help="begin no fault after so many minutes")
     parser.add_argument("--table", action="store_true", help="only make the table from what is recorded")
     asked = parser.parse_args()
     unknown = set(asked.kinds.split(",")) - set(KINDS)
@@ -343,6 +380,9 @@ def main() -> int:
         parser.error(f"unknown kinds {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
     good = True
     if not asked.table:
+        until = time.monotonic() + 60 * asked.minutes
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+        apart()
         seed = random.SystemRandom().randrange(1 << 31) if asked.seed is None else asked.seed
         say(f"seed {seed}")
         draw = random.Random(seed)
@@ -351,7 +391,9 @@ def main() -> int:
             kinds = (known * -(-asked.faults // len(known)))[: asked.faults]  # each kind about equally often
             draw.shuffle(kinds)
             for begin in range(0, len(kinds), CHAPTER):
-                good &= chapter(count, kinds[begin : begin + CHAPTER], draw.randrange(1 << 31), asked.record)
+                if time.monotonic() < until:
+                    some = kinds[begin : begin + CHAPTER]
+                    good &= chapter(count, some, draw.randrange(1 << 31), asked.record, until)
     if asked.record == RECORDED:
         publish(asked.record)
     else:

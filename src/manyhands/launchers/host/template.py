@@ -53,7 +53,6 @@ def main() -> None:
 def _load(modules: list[str]) -> None:
     gc.disable()
     warmth.load(modules)
-    gc.collect()
     gc.freeze()  # what stands here is never looked at again, so that its memory stays shared with the workers
 
 

@@ -21,7 +21,7 @@ from runs import Recipe, step_lines
 from s3 import BUCKET, S3
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
-STEPS = 50
+STEPS = 40
 RECIPE = Recipe(
     samples=150,
     batch=16,
@@ -75,12 +75,12 @@ def test_run_that_loses_its_machine_ends_with_the_bits_of_an_undisturbed_one(
     bucket: S3, lost: list[int], tmp_path: Path
 ) -> None:
     """So many workers on each machine that is lost; three on the last one, whose disk is as empty as the others'."""
-    assert "completed" in finish(start(2, tmp_path / "whole", RECIPE, EVERY_7))
+    assert "completed" in finish(start(1, tmp_path / "whole", RECIPE, EVERY_7))
     to = ["--set", f"snapshots.to=s3://{BUCKET}/{tmp_path.name}"]
     begun = 0
     for number, workers in enumerate(lost):
         run = tmp_path / f"machine-{number}"
-        step = 9 + 10 * number + random.randint(0, 4)
+        step = 9 + 9 * number + random.randint(0, 4)
         kill_after(start(workers, run, VERY_SLOWLY, [*EVERY_7, *to]), run, step, begun)
         begun = max(bucket.whole(f"{tmp_path.name}/"))
         assert begun >= 7
@@ -103,17 +103,16 @@ def test_run_that_loses_its_machine_ends_with_the_bits_of_an_undisturbed_one(
 
 
 def _look_with_the_command(bucket: S3, name: str, kept: list[int]) -> None:
-    words = [sys.executable, "-m", "manyhands.cli.main", "snapshots"]
     place = f"s3://{BUCKET}/{name}"
-    done = subprocess.run([*words, "ls", place, "--json"], capture_output=True, text=True, timeout=120)
-    listed = json.loads(done.stdout)
-    assert [one["step"] for one in listed if not one["best"]] == kept[::-1]
-    assert {one["condition"] for one in listed} == {"whole"}
     [damaged] = [each for each in bucket.names(f"{name}/step-{kept[-1]:08d}") if "/tensors-00000" in each]
     bucket.flip(damaged)
-    done = subprocess.run([*words, "verify", place], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2, done.stderr
-    assert "is damaged: its sha256 is" in done.stdout
+    code = "import sys; from manyhands.cli.main import main; sys.exit(main(['snapshots', 'ls', sys.argv[1], '--json']))"
+    done = subprocess.run([sys.executable, "-c", code, place], capture_output=True, text=True, timeout=120)
+    listed = json.loads(done.stdout)
+    assert [(one["step"], one["condition"]) for one in listed if not one["best"]] == [
+        (step, "damaged" if step == kept[-1] else "whole") for step in kept[::-1]
+    ]
+    assert done.stderr == ""
 
 
 def test_bucket_that_is_not_there_is_said_once_before_the_first_step(bucket: S3, tmp_path: Path) -> None:
@@ -122,6 +121,7 @@ def test_bucket_that_is_not_there_is_said_once_before_the_first_step(bucket: S3,
     assert process.returncode == 2, output
     assert output.count("there is no 'nobody-has-this' to keep snapshots in") == 1, output
     assert "s3://nobody-has-this/run" in output
+    assert "Traceback" not in output
     assert not steps_done(tmp_path / "run")
 
 

@@ -90,12 +90,12 @@ def test_copy_that_is_damaged_is_passed_over_for_the_other_one(tmp_path: Path) -
     assert [found["step"] for found in run_ranks(2, load, tmp_path, 1)] == [3, 3]
 
 
-def train(rank: int, folder: Path, steps: int) -> tuple[str, dict[str, float]]:
+def train(rank: int, folder: Path, steps: int, snapshots: mh.Snapshots | None = None) -> tuple[str, dict[str, float]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(run_directory.APART, "1")
         patch.setenv("GROUP_RANK", str(rank))
         patch.setenv("LOCAL_RANK", "0")
-        trainer = make_trainer(RECIPE, folder / f"disk{rank}")
+        trainer = make_trainer(RECIPE, folder / f"disk{rank}", **({"snapshots": snapshots} if snapshots else {}))
         result = trainer.fit(f"{steps} steps")
         trainer.data.test = trainer.data.validation
         return result.weights_sha256, trainer.test()
@@ -111,5 +111,16 @@ def test_run_whose_leader_lost_its_disk_goes_on_with_its_records(tmp_path: Path)
     lost = run_ranks(2, train, tmp_path / "lost", 24)
     assert lost == whole
     assert lost[0][1] == lost[1][1], "both test the best model, which the leader has found"
+    for disk in ("disk0", "disk1"):
+        assert [line["step"] for line in step_lines(tmp_path / "lost" / disk)] == list(range(1, 25))
+
+
+def test_hosts_that_all_lost_their_disks_go_on_from_a_second_place(tmp_path: Path) -> None:
+    snapshots = mh.Snapshots(every="5 steps", to=str(tmp_path / "second"))
+    whole = run_ranks(2, train, tmp_path / "whole", 24)
+    run_ranks(2, train, tmp_path / "lost", 12, snapshots)
+    shutil.rmtree(tmp_path / "lost")
+    lost = run_ranks(2, train, tmp_path / "lost", 24, snapshots)
+    assert lost == whole
     for disk in ("disk0", "disk1"):
         assert [line["step"] for line in step_lines(tmp_path / "lost" / disk)] == list(range(1, 25))

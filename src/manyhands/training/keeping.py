@@ -177,10 +177,7 @@ class Keeping:
             return self.restore()
         self.store.gather()
         self.second.prepare(same_model(fingerprint(self.parts.model)))
-        found = self.restore()
-        if self.parts.world.is_leader:
-            self.second.catch_up()
-        return found
+        return self.restore()
 
     def last_good(self) -> str:
         """The newest snapshot, in a sentence."""

@@ -100,6 +100,8 @@ class Run:
         """Whether this worker writes a copy of the leader's records, on a disk that others do not see."""
         if not self.world.apart:
             self.open_records(strategy)
+            if second is not None:
+                second.catch_up()
 
     def open_records(self, strategy: str) -> None:
         """Record what was asked, and let the leader have its listeners."""

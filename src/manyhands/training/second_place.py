@@ -71,8 +71,7 @@ class SecondPlace:
                     fix="take back the change, or begin anew with another snapshots.to",
                 )
             return notes
-        if not self._directory.best.exists():
-            bring_best(shelf, self._directory.best, lambda manifest: fits(manifest), disk)
+        bring_best(shelf, self._directory.best, fits, disk)
         lost = bring_records(shelf, brought.found, self._records)
         notes += [f"{name} is not whole at {self.address}: the record begins anew" for name in lost]
         return [*notes, f"brought the snapshot of step {brought.found.step} from {self.address}"]
@@ -125,7 +124,9 @@ class SecondPlace:
             self._copier.offer(path)
 
     def catch_up(self) -> None:
-        """Copy what the disk has and the store has not, as after a leader that is gone."""
+        """Copy what the disk has and the store lacks, as after a leader that is gone, where this worker leads now."""
+        if not self._world.is_leader:
+            return
         if (newest := newest_whole(self._directory.snapshots, content=False)) is not None:
             self.offer(newest.path)
         if self._directory.best.exists():

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from object_stores import ADDRESS, Crash, Store, trial_store
+from object_stores import ADDRESS, Crash, Store, TrialFileSystem, Unreachable, trial_store
 
 from manyhands.cli.main import main
 from manyhands.errors import ConfigError
@@ -328,6 +329,56 @@ def test_newest_offer_takes_the_place_of_one_that_waits(store: Store, tmp_path: 
     assert copier.wait(60)
     assert [news.step for news in copier.finished()] == [1, 3]
     assert not copier.holds(paths[2])
+
+
+def test_best_gets_its_turn_however_often_steps_are_offered(store: Store, tmp_path: Path) -> None:
+    paths, best = [save(tmp_path, step) for step in (1, 2, 3)], save_best(tmp_path, 1)
+    copier = copier_of(tmp_path)
+    about_to = store.about_to
+    later = iter(paths[1:])
+
+    def offer_more(kind: str, where: str, *, writes: bool = False) -> None:
+        about_to(kind, where, writes=writes)
+        if where.endswith("state.json") and kind == "complete" and (path := next(later, None)):
+            copier.offer(best)
+            copier.offer(path)
+
+    store.about_to = offer_more  # type: ignore[method-assign]
+    copier.offer(paths[0])
+    assert copier.wait(60)
+    addresses = [news.address for news in copier.finished() if isinstance(news, SnapshotCopied)]
+    assert [address.split("/")[-1].split(".")[0] for address in addresses][:2] == ["step-00000001", "best"]
+
+
+def test_older_best_on_the_disk_gives_way_to_the_one_in_the_store_and_a_newer_one_does_not(
+    store: Store, tmp_path: Path
+) -> None:
+    save_best(tmp_path / "old", 1)
+    copy(tmp_path, save_best(tmp_path, 2))
+    save_best(tmp_path / "new", 3)
+    for name, step in (("old", 2), ("new", 3)):
+        bring_best(shelf_there(), tmp_path / name / "best", everything_fits, Disk())
+        assert load(tmp_path / name / "best").facts.step == step
+
+
+def test_answer_that_is_lost_does_no_harm(store: Store, tmp_path: Path) -> None:
+    """The object is there, the caller heard of a failure, and the second try is told that there is one already."""
+    path = save(tmp_path, 1)
+    put_file, lost = TrialFileSystem.put_file, []
+
+    def put_once(system: TrialFileSystem, lpath: str, rpath: str, **more: Any) -> None:
+        if rpath in store.objects:
+            raise FileExistsError(rpath)
+        put_file(system, lpath, rpath, **more)
+        if not lost:
+            lost.append(rpath)
+            raise Unreachable("Connection reset by peer")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrialFileSystem, "put_file", put_once)
+        assert [type(news) for news in copy(tmp_path, path)] == [SnapshotCopied]
+    assert lost
+    assert newest_step(tmp_path / "other") == 1
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,9 @@ def test_snapshot_that_the_store_lacks_is_copied_when_the_run_goes_on(store: Sto
     assert not store.objects
     fit(tmp_path, "8 steps")
     assert steps_kept(store) == [8]
+    shutil.rmtree(tmp_path)
+    fit(tmp_path, "12 steps")
+    assert [line["step"] for line in step_lines(tmp_path)] == list(range(1, 13)), "the record has come along"
 
 
 @pytest.mark.parametrize("trouble", [{"buckets": set()}, {"away": True}, {"denied": {"put"}}])

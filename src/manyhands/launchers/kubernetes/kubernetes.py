@@ -162,11 +162,11 @@ class Kubernetes:
 
 
 def _notes(job: Job) -> tuple[str, ...]:
-    if kubernetes_manifest.keeps_record(job):
+    if kubernetes_manifest.keeps_record(job) or "snapshots.to" in job.overrides:
         return ()
     return (
         f"the run directory, {job_there(job).run_dir}, is on no volume: snapshots and record go with the pods;"
-        " to keep them: -o volumes=CLAIM:/path and a --run-dir below that path",
+        " to keep them: -o volumes=CLAIM:/path and a --run-dir below that path, or --set snapshots.to=ADDRESS",
     )
 
 

@@ -51,17 +51,20 @@ def bring_newer(shelf: ObjectShelf, folder: Path, fits: Fits, *, than: int, disk
 
 
 def bring_best(shelf: ObjectShelf, path: Path, fits: Fits, disk: Disk) -> None:
-    """Bring the best model that was copied last, where there is one that is whole.
+    """Bring the best model that was copied last, where there is one that is whole, and later than that of the disk.
 
     Raises:
         OSError: the store, or the disk, would not have it.
     """
+    here = -1.0
+    with suppress(SnapshotError):
+        here = verify(path).time
     whole: list[tuple[float, Found, Manifest]] = []
     for found in shelf.found():
         if found.step < 0 and not found.how:
             with suppress(SnapshotError):
                 manifest = read_files(shelf.files(found))
-                if not fits(manifest):
+                if not fits(manifest) and manifest.time > here:
                     whole.append((manifest.time, found, manifest))
     for _, found, manifest in sorted(whole, key=lambda each: -each[0]):
         with suppress(SnapshotError):

@@ -32,13 +32,11 @@ _BROUGHT_BY = {
     "abfs": "adlfs",
     "abfss": "adlfs",
     "adl": "adlfs",
-    "sftp": "paramiko",
-    "ssh": "paramiko",
 }
 """Scheme of an address → the package that knows it."""
-_WITH_FOLDERS = {"file", "local", "memory", "sftp", "ssh"}
+_WITH_FOLDERS = {"file", "local", "memory"}
 """Where a folder is a thing of its own, and is left when the last file in it goes."""
-_FOR_GOOD = (FileNotFoundError, PermissionError, NotImplementedError, TypeError)
+_FOR_GOOD = (FileNotFoundError, FileExistsError, PermissionError, NotImplementedError, TypeError)
 """What is the same the next time."""
 _NO_CREDENTIALS = (
     "Credential",
@@ -143,7 +141,10 @@ class Client:
         """
         if not path.exists():
             raise FileNotFoundError(str(path))
-        self._again(lambda: self._system.put_file(str(path), self._path(name)))
+        with suppress(
+            FileExistsError
+        ):  # of a try before this one, whose answer was lost: there is one content to a name
+            self._again(lambda: self._system.put_file(str(path), self._path(name)))
 
     def remove(self, name: str) -> None:
         """Remove one object. No error where there is none."""
@@ -207,7 +208,7 @@ def _open(address: str) -> tuple[Any, str]:
         raise ConfigError(
             f"{scheme}:// is no kind of address that fsspec knows" if "rotocol" in str(unknown) else sentence(unknown),
             where=address,
-            fix="give s3://bucket/path, gs://…, abfs://…, sftp://host/path, or a folder",
+            fix="give s3://bucket/path, gs://…, abfs://…, or a folder",
         ) from unknown
     except Exception as trouble:  # some libraries ask the network for credentials when they are made
         raise _refusal(trouble, address) from trouble

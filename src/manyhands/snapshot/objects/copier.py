@@ -1,8 +1,8 @@
 """Copies whole snapshots from the disk to an object store, one at a time, on a thread beside training.
 
-What was offered last goes first and takes the place of what waits: a network slower than the snapshots come leaves some
-out, and the newest is what counts. A copy that fails costs this copy and nothing else: it is said, the snapshot stays
-on the disk, and the next one is tried.
+What is offered takes the place of the one before it that still waits: a network slower than the snapshots come leaves
+some out, and the newest is what counts. A copy that fails costs this copy and nothing else: it is said, the snapshot
+stays on the disk, and the next one is tried.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Copier:
                     self._under_way = None
                     self._idle.set()
                     return
-                self._under_way = self._waiting.pop("step" if "step" in self._waiting else "best")
+                self._under_way = self._waiting.pop(next(iter(self._waiting)))  # in turn, so that none waits for ever
                 path = self._under_way
             try:
                 self._copy(path)

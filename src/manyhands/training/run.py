@@ -223,6 +223,8 @@ class Run:
                 self.reporter.send("rest")
         status = "interrupted" if wishes.granted else "stopped early" if state.ended else "completed"
         weights = self.end(status, reason)
+        if self.keeping.second is not None:
+            self.keeping.second.keep_end()
         if wishes.granted:
             raise SystemExit(128 + wishes.number)
         return Result(

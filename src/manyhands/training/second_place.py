@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,13 @@ class SecondPlace:
             self.offer(newest.path)
         if self._directory.best.exists():
             self.offer(self._directory.best)
+
+    def keep_end(self) -> None:
+        """Have the record's last lines there, too. All else is there already, so a failure is not worth a word."""
+        newest = newest_whole(self._directory.snapshots, content=False) if self._world.is_leader else None
+        if newest is not None:
+            with suppress(OSError, ManyhandsError):
+                self._reach().add_end(newest.path, self._records)
 
     def holds(self, path: Path) -> bool:
         """Whether `path` is still to be copied, so that it must stay on the disk."""

@@ -63,6 +63,13 @@ def test_run_goes_on_from_the_store_where_its_disk_is_empty(store: Store, tmp_pa
     assert len(steps_kept(store)) <= 2
 
 
+def test_going_on_from_the_store_after_an_orderly_end_is_no_restart(store: Store, tmp_path: Path) -> None:
+    for duration in ("8 steps", "12 steps"):
+        fit(tmp_path / duration, duration)
+    events = [line["event"] for line in read(tmp_path / "12 steps" / "metrics.jsonl")]
+    assert (events.count("start"), events.count("end"), events.count("restart")) == (2, 2, 0)
+
+
 def test_copies_are_on_record(store: Store, tmp_path: Path) -> None:
     fit(tmp_path / "run", "8 steps")
     copied = [line for line in read(tmp_path / "run" / "metrics.jsonl") if line["event"] == "copied"]

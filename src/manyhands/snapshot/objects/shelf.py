@@ -1,7 +1,7 @@
 """How snapshots lie in an object store: nothing is ever written over, and the manifest makes one whole.
 
     <address>/step-00000400.<token>/state.json, tensors-…   the files of the snapshot, as on the disk
-                                    metrics.jsonl.gz, …     the record of the run up to there
+                                    metrics.jsonl.gz, …     the record of the run up to there; .end.gz: to its end
                                     manifest.json           written last: with it the snapshot is whole
     <address>/best.<token>/…
 
@@ -16,6 +16,7 @@ import hashlib
 import re
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -25,6 +26,9 @@ from manyhands.records.manifest import NAME, Found, Manifest, read, verify
 from manyhands.snapshot.objects.client import Client, StoreTrouble
 
 _FOLDER = re.compile(r"(?:step-(?P<step>\d{8,})|best)\.[0-9a-f]{12}")
+
+
+_END = ".end.gz"
 
 
 class Replaced(Exception):
@@ -130,9 +134,23 @@ class ObjectShelf:
         for name, file in manifest.files.items():
             if not self._has(f"{folder}/{name}", file.bytes):
                 self.client.put_file(f"{folder}/{name}", path / name)
+        self._put_records(folder, records, ".gz")
+
+    def _put_records(self, folder: str, records: Mapping[str, Path], ending: str) -> None:
         for name, record in records.items():
             if record.exists():
-                self.client.put(f"{folder}/{name}.gz", gzip.compress(record.read_bytes(), 6, mtime=0))
+                self.client.put(f"{folder}/{name}{ending}", gzip.compress(record.read_bytes(), 6, mtime=0))
+
+    def add_end(self, path: Path, records: Mapping[str, Path]) -> None:
+        """Put `records`, as they are at the end of the run, beside the copy of the snapshot in `path`, if it is here.
+
+        Raises:
+            SnapshotError: the one on the disk cannot be read.
+            OSError: the store, or the disk, would not have it.
+        """
+        folder = self.name_of(path.name.partition(".")[0], read(path))
+        if self._has(f"{folder}/{NAME}"):
+            self._put_records(folder, records, _END)
 
     def _seal(self, folder: str, manifest: Manifest) -> None:
         for name, file in manifest.files.items():
@@ -149,8 +167,8 @@ class ObjectShelf:
         return size is None or found == size
 
     def record(self, found: Found, name: str) -> bytes | None:
-        """The file `name` of the run's record, as it was when the snapshot was copied; None where it is not whole."""
-        try:
-            return gzip.decompress(self.client.read(f"{found.path.name}/{name}.gz"))
-        except (FileNotFoundError, gzip.BadGzipFile, EOFError, zlib.error):
-            return None
+        """The file `name` of the run's record, as it was at the end, or when the snapshot was copied; None for none."""
+        for ending in (_END, ".gz"):
+            with suppress(FileNotFoundError, gzip.BadGzipFile, EOFError, zlib.error):
+                return gzip.decompress(self.client.read(f"{found.path.name}/{name}{ending}"))
+        return None

@@ -8,7 +8,8 @@ does not wait until the bytes are on the disk), by `torch.save` followed by fsyn
 in place by one rename). Each runs the same steps in a fresh process, in turn. Waiting is the time in calls that
 training makes for the snapshot; the whole cost is that of the run over the one without snapshots, what the writing
 takes from the cores included. The weights at the end must be equal bit for bit, and a snapshot of ours, read back, must
-be the state of its step.
+be the state of its step. All of them have the C library give back at once what is freed: left to itself it keeps some
+gradients of the step before, now more and now fewer, which is no part of what a snapshot needs.
 The answer is written to stall.md beside this file.
 """
 
@@ -227,7 +228,8 @@ def measure(name: str, asked: argparse.Namespace) -> Figures:
     with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
         words = [sys.executable, __file__, "--one", name, "--folder", folder]
         words += ["--megabytes", str(asked.megabytes), "--snapshots", str(asked.snapshots)]
-        done = subprocess.run(words, capture_output=True, text=True)
+        at_once = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+        done = subprocess.run(words, capture_output=True, text=True, env=at_once)
     if done.returncode:
         raise SystemExit(f"{name} failed:\n{done.stderr[-3000:]}")
     return Figures(**json.loads(done.stdout.strip().splitlines()[-1]))

@@ -22,6 +22,7 @@ from engines import (
     run_alone,
     share,
 )
+from launching import wait_until
 
 from manyhands.lab import Host, Lab, lab
 
@@ -30,6 +31,8 @@ pytestmark = pytest.mark.skipif(
 )
 RAY = [sys.executable, "-P", "-m", "ray.scripts.scripts"]
 SMALL = ["--num-cpus=1", "--object-store-memory=100000000", "--disable-usage-stats"]
+FEW_WORKERS = {"RAY_prestart_worker_first_driver": "0", "RAY_num_workers_soft_limit": "0"}
+"""Ray makes its workers when there is work, and keeps none in stock."""
 LONG_S = 300
 """Ray starts six programs on each host, all on the cores of this machine."""
 
@@ -53,7 +56,19 @@ def folder(hosts: Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def begin(host: Host, role: list[str]) -> None:
     words = [*RAY, "start", *role, f"--node-ip-address={host.address}", *SMALL]
-    host.run(words, env=environment(), timeout_s=LONG_S)
+    host.run(words, env=environment(**FEW_WORKERS), timeout_s=LONG_S)
+
+
+@pytest.fixture(autouse=True)
+def rays_workers_have_gone(hosts: Lab) -> Iterator[None]:
+    """Wait for Ray to end the processes that it keeps for a while longer than their job."""
+    yield
+    wait_until(lambda: not workers_of_ray(hosts), "Ray has ended the workers of the job", timeout_s=LONG_S)
+
+
+def workers_of_ray(hosts: Lab) -> list[str]:
+    words = [each for host in hosts for each in host.processes().values()]
+    return [each for each in words if each.startswith(("ray::IDLE", "ray::be_agent"))]
 
 
 @pytest.mark.timeout(3 * LONG_S)

@@ -322,13 +322,28 @@ def test_newest_offer_takes_the_place_of_one_that_waits(store: Store, tmp_path: 
             store.about_to = about_to  # type: ignore[method-assign]
             copier.offer(paths[1])
             copier.offer(paths[2])
-            assert [copier.holds(path) for path in paths] == [True, False, True]
+            held.extend(copier.holds(path) for path in paths)
 
+    held: list[bool] = []
     store.about_to = offer_more  # type: ignore[method-assign]
     copier.offer(paths[0])
     assert copier.wait(60)
+    assert held == [True, False, True]
     assert [news.step for news in copier.finished()] == [1, 3]
     assert not copier.holds(paths[2])
+
+
+def test_snapshot_that_is_still_to_be_copied_stays_on_the_disk(tmp_path: Path) -> None:
+    held = {tmp_path / "snapshots" / "step-00000001"}
+    local = LocalStore(tmp_path / "snapshots", keep=1, holds=held.__contains__)
+    names = []
+    for step in (1, 2, 3):
+        local.save({"weight": torch.ones(5)}, facts(step))
+        local.wait()
+        names.append(sorted(path.name for path in (tmp_path / "snapshots").iterdir()))
+        if step == 2:
+            held.clear()
+    assert names == [["step-00000001"], ["step-00000001", "step-00000002"], ["step-00000003"]]
 
 
 def test_best_gets_its_turn_however_often_steps_are_offered(store: Store, tmp_path: Path) -> None:

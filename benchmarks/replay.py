@@ -36,6 +36,7 @@ from manyhands.communication.compression.choose import cost_of
 from manyhands.communication.volume import all_reduce_bytes
 from manyhands.communication.world import World
 from manyhands.lab import lab
+from manyhands.strategies.alone import Drifting
 from manyhands.strategies.ddp import DataParallel
 from manyhands.strategies.diloco import OuterSteps
 from manyhands.strategies.local_sgd import LocalSteps
@@ -148,6 +149,8 @@ def one_case(config: Any, steps: int, world: World) -> dict[str, Any]:
     def step() -> None:
         strategy.forward_backward(model, [piece], compute, lambda loss: loss, [0.0])
         strategy.update(model, optimizer)
+        if isinstance(strategy, Drifting):
+            strategy.exchange(model)
 
     auto = getattr(config, "compression", "") == "auto"
     for _ in range(7 if auto else 1 if config is None or isinstance(config, mh.DDP) else 0):

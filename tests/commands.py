@@ -16,19 +16,34 @@ import psutil
 from runs import Recipe
 
 SCRIPT = Path(__file__).parent / "multiprocess" / "recipe_script.py"
+DEADLY = SCRIPT.with_name("deadly_script.py")
 
 
 def start(
-    workers: int, run_dir: Path, recipe: Recipe, options: Sequence[str] = (), *, pids: Path | None = None
+    workers: int,
+    run_dir: Path,
+    recipe: Recipe,
+    options: Sequence[str] = (),
+    *,
+    pids: Path | None = None,
+    dies_at: str | None = None,
 ) -> subprocess.Popen[str]:
     """`manyhands run` with the script of `recipe`, in a process group of its own.
 
-    Workers leave their process ids in the folder `pids`, for `alive_workers`.
+    Workers leave their process ids in the folder `pids`, for `alive_workers`. `dies_at`: see `deadly_script`.
     """
     if pids is not None:
         pids.mkdir(exist_ok=True)
     count = "--workers-per-node" if "--nodes" in options else "--workers"
-    words = ["run", count, str(workers), "--run-dir", str(run_dir), *options, str(SCRIPT)]
+    words = [
+        "run",
+        count,
+        str(workers),
+        "--run-dir",
+        str(run_dir),
+        *options,
+        str(SCRIPT if dies_at is None else DEADLY),
+    ]
     return subprocess.Popen(
         [sys.executable, "-m", "manyhands.cli.main", *words],
         env={
@@ -39,6 +54,7 @@ def start(
             ),
             "OMP_NUM_THREADS": "1",
             "PIDS": str(pids or ""),
+            "DIES_AT": dies_at or "",
         },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

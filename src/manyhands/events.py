@@ -150,6 +150,8 @@ class Recovered:
     steps_redone: int
     seconds_lost: float
     time: float
+    lost: str = ""
+    """What of the training went with the workers that were lost, in words; empty where nothing did."""
     rewound: bool = False
     """Whether it is the numbers that failed: the run went back to the snapshot of `step`, and left samples out."""
 

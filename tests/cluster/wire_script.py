@@ -14,6 +14,7 @@ from torch import nn
 import manyhands as mh
 from manyhands.cluster.place import Place
 from manyhands.communication.world import World
+from manyhands.strategies.alone import Drifting
 from manyhands.strategies.ddp import DataParallel
 from manyhands.strategies.local_sgd import LocalSteps
 from manyhands.strategies.strategy import Piece
@@ -46,6 +47,8 @@ def main() -> None:
                 model, [piece], lambda net, p: {"loss": net(p.batch).square().mean()}, lambda loss: loss, [0.0]
             )
             strategy.update(model, optimizer)
+            if isinstance(strategy, Drifting):
+                strategy.exchange(model)
         world.barrier()
         found[way] = (int(COUNTER.read_text()) - begin) / steps
     if world.is_leader:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -82,35 +81,6 @@ def test_kills_while_every_step_is_validated_and_saved_lose_nothing(tmp_path: Pa
     assert_equal(tmp_path / "run", tmp_path / "whole", output)
     assert summary(tmp_path / "run")["best"] == summary(tmp_path / "whole")["best"]
     assert summary(tmp_path / "run")["validation"] == summary(tmp_path / "whole")["validation"]
-
-
-@pytest.mark.parametrize(
-    ("strategy", "why"),
-    [
-        ("ddp", "a compression keeps on each worker what it has not sent"),
-        pytest.param("diloco", "each worker has a model of its own between two exchanges", marks=pytest.mark.slow),
-        pytest.param("local-sgd", "each worker has a model of its own between two exchanges", marks=pytest.mark.slow),
-    ],
-)
-def test_where_workers_hold_what_no_other_has_a_restart_gives_the_same_bits(
-    strategy: str, why: str, tmp_path: Path
-) -> None:
-    options = ["--restarts", "1", "--set", f"strategy={strategy}", "--set", "snapshots.every=20 steps"]
-    options += ["--set", "compression=int8", "--set", "compress_above=1"] if strategy == "ddp" else []
-    recipe = replace(RECIPE, batch_norm=False, duration=f"{STEPS} steps")
-    output = finish(start(2, tmp_path / "whole", recipe, options))
-    assert "completed" in output, output
-    process = start(2, tmp_path / "run", recipe, options, pids=tmp_path / "pids")
-    try:
-        wait_for_step(process, tmp_path / "run", 50)
-        kill(tmp_path / "pids", 1)
-        output = finish(process)
-    except BaseException:
-        kill_all(process)
-        raise
-    assert_equal(tmp_path / "run", tmp_path / "whole", output)
-    assert " ".join(f"if a worker is lost, all end ({why})".split()) in " ".join(output.split())
-    assert "starting all workers again" in output
 
 
 def test_worker_that_dies_of_the_same_step_again_and_again_ends_the_run(tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ class Lanes:
         self.world, self.by_node = world, by_node
         self.links: list[Link] = []
         self._queues: list[SimpleQueue[tuple[Job, Ticket] | None]] = []
+        self._threads: list[threading.Thread] = []
         self._stream: torch.cuda.Stream | None = None
         self._next = 0
         self._made_for: object = None
@@ -80,7 +81,9 @@ class Lanes:
             self.links.append(make_link(world, levels))
             queue: SimpleQueue[tuple[Job, Ticket] | None] = SimpleQueue()
             self._queues.append(queue)
-            threading.Thread(target=_work, args=(queue, self.links[-1]), name="manyhands-lane", daemon=True).start()
+            thread = threading.Thread(target=_work, args=(queue, self.links[-1]), name="manyhands-lane", daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
     def submit(self, job: Job) -> Ticket:
         """Hand in a job. It begins when those before it in its lane are over."""
@@ -108,7 +111,15 @@ class Lanes:
         """Let the threads end."""
         for queue in self._queues:
             queue.put(None)
-        self.links, self._queues, self._stream = [], [], None
+        self.links, self._queues, self._threads, self._stream = [], [], [], None
+
+    def abandon(self) -> None:
+        """The workers change: return when no job runs any more. Those of a group that is broken fail at once."""
+        threads = self._threads
+        self.close()
+        self._made_for = None
+        for thread in threads:
+            thread.join()
 
 
 @torch.no_grad()
@@ -125,4 +136,5 @@ def _work(queue: SimpleQueue[tuple[Job, Ticket] | None], link: Link) -> None:
                 broken = error
             ticket.seconds = time.perf_counter() - begin
             ticket.bytes_sent = link.bytes_sent - sent
+        del job  # and what it holds
         ticket.done(broken)  # after a failure nothing more is sent: the others do not know which exchange is which

@@ -8,7 +8,6 @@ worker of every node is on the first rail, the second on the second, and so on.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -51,7 +50,7 @@ def find_levels(world: World) -> Levels | None:
 
 def make_link(world: World, levels: Levels | None, *, groups_of_its_own: bool = True) -> Link:
     """A link of the whole world, in which that of this worker's node and that of its rail stand; called by all."""
-    link = Link(world.rank, world.size, _group(world, None) if groups_of_its_own and world.size > 1 else None)
+    link = Link(world.rank, world.size, world.new_group() if groups_of_its_own and world.size > 1 else None)
     if levels is not None:
         link.inside, link.across = (_link_among(world, parts) for parts in (levels.nodes, levels.rails))
     return link
@@ -61,16 +60,11 @@ def _link_among(world: World, parts: tuple[tuple[int, ...], ...]) -> Link:
     """The link of that part which this worker is in. Every worker makes the groups of all, in the same order."""
     found = None
     for ranks in parts:
-        group = _group(world, list(ranks))
+        group = world.new_group(ranks)
         if world.rank in ranks:
             found = Link(ranks.index(world.rank), len(ranks), group)
     assert found is not None, f"worker {world.rank} is in one of {parts}"
     return found
-
-
-def _group(world: World, ranks: list[int] | None) -> dist.ProcessGroup | None:
-    group: dist.ProcessGroup = dist.new_group(ranks, timeout=timedelta(seconds=world.timeout_s), backend=world.backend)
-    return group
 
 
 class Node:

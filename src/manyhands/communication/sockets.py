@@ -24,10 +24,11 @@ class Mine:
         self._mine: set[tuple[int, str]] | None = None
 
     @contextmanager
-    def opened(self) -> Iterator[None]:
-        """What is opened within belongs to the group."""
+    def opened(self, *, too: bool = False) -> Iterator[None]:
+        """What is opened within belongs to the group; with `too`, beside what was opened before."""
+        before = (self._mine or set()) if too else set()
         self._mine = None
-        self._others = _sockets()
+        self._others = _sockets() - before
         yield
         self._mine = _sockets() - self._others
 

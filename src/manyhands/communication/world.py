@@ -155,6 +155,14 @@ class World:
                 fix="see that every worker was started with the same address and that no firewall is between them",
             ) from cause
 
+    def new_group(self, ranks: Sequence[int] | None = None) -> dist.ProcessGroup | None:
+        """A further group, of some of the workers or all; made by all together, and gone with the group of all."""
+        with self._sockets.opened(too=True):
+            group: dist.ProcessGroup | None = dist.new_group(
+                None if ranks is None else list(ranks), timeout=timedelta(seconds=self.timeout_s), backend=self.backend
+            )
+        return group
+
     def abort(self) -> None:
         """Make every wait for the others fail at once, in this worker and in them. May be called from any thread."""
         if self.backend == "nccl" and dist.is_initialized():

@@ -99,7 +99,8 @@ class ShowProgress:
             case Recovered():
                 self._restarts += 1
                 cost = f"{amount(event.steps_redone, 'step')} redone, {seconds_in_words(event.seconds_lost)} lost"
-                self._voice.say(paint(f"went on {event.how} after {event.reason}: {cost}", "yellow"))
+                also = f"; lost with it: {event.lost}" if event.lost else ""
+                self._voice.say(paint(f"went on {event.how} after {event.reason}: {cost}{also}", "yellow"))
             case Note():
                 self._voice.say(textwrap.fill(event.text, 80, subsequent_indent="  "))
 

@@ -10,7 +10,7 @@ Every line has `event`, `step`, `epoch` (from 0) and `time` (seconds since the U
     snapshot     path, bytes, seconds, stall_seconds
     copied       to the second place: address, bytes, seconds
     skipped      a snapshot that could not be written or read: path, reason
-    restart      reason, how, steps_redone, seconds_lost
+    restart      reason, how, steps_redone, seconds_lost, lost
     note         text
     end          status, reason, weights_sha256
     test         values, seconds
@@ -74,6 +74,7 @@ _TEXTS = frozenset(
         "text",
         "reason",
         "how",
+        "lost",
         "why",
         "compression",
         "path",

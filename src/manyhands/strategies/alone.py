@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from manyhands.communication.buckets import GradientBuckets
 from manyhands.communication.nodes import Node, find_levels
 from manyhands.communication.packing import packed
-from manyhands.communication.world import Work, World
+from manyhands.communication.world import World
 from manyhands.errors import ConfigError
 from manyhands.strategies.strategy import Compute, Piece, Scale, StepOutcome, Steppable, Tally
 
@@ -24,6 +24,9 @@ BUCKET_BYTES = 25_000_000
 @runtime_checkable
 class Drifting(Protocol):
     """A strategy whose workers hold different models between two exchanges."""
+
+    def exchange(self, model: nn.Module) -> None:
+        """Exchange what is due after the last step. If that breaks off, it is called again among those left."""
 
     def average(self, model: nn.Module) -> None:
         """Replace the model of every worker by the mean over all of them."""
@@ -62,15 +65,17 @@ def put(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 def weighted_mean(tensors: Sequence[Tensor], weight: float, world: World) -> None:
     """Replace each tensor by the sum over the workers of `weight` times it; the weights of all sum to 1.
 
-    Small tensors travel together: a message of few bytes costs as much as one of many.
+    Small tensors travel together: a message of few bytes costs as much as one of many. All of the tensors are replaced
+    or, where the exchange breaks off, none.
     """
     begin = time.perf_counter()
     under_way = []
     for group in packed(tensors, range(len(tensors)), bucket_bytes=BUCKET_BYTES):
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in group]).mul_(weight)
         under_way.append((group, flat, world.start_all_reduce(flat)))
-    for group, flat, work in under_way:
+    for _, _, work in under_way:
         world.wait(work)
+    for group, flat, _ in under_way:
         for tensor, part in zip(group, flat.split([tensor.numel() for tensor in group]), strict=True):
             tensor.copy_(part.view_as(tensor))
     if world.size > 1 and world.device.type == "cpu":
@@ -92,6 +97,9 @@ class Alone:
         """Samples since the last exchange, in batches: over all that step alone it sums to the steps."""
         self.steps = 0
         """Since the last exchange."""
+        self.whole = False
+        """Whether the gradient of the step under way is here, and lacking is only the word that others have theirs."""
+        self._before = (0.0, 0)
 
     def place(self, model: nn.Module) -> None:
         """Make ready to sum the gradients of `model` inside the node. Called by all workers."""
@@ -130,13 +138,13 @@ class Alone:
         for parameter in model.parameters():
             parameter.grad = None
         tally = Tally(riders)
+        self.whole, self._before = False, (self.share, self.steps)
         own = sum(piece.weight for piece in pieces)
         if self.node is None or self.buckets is None:
             for piece in pieces:
                 tally.add(compute(model, piece), piece.weight).backward()
-            summed = tally.start_sum(self.world)
         else:
-            summed = self._backward_in_node(self.buckets, model, pieces, compute, tally)
+            self._backward_in_node(self.buckets, model, pieces, compute, tally)
             of_node = torch.tensor([own], dtype=torch.float64, device=self.world.device)
             self.node.wait(self.node.start_all_reduce(of_node))
             own = float(of_node)
@@ -147,23 +155,26 @@ class Alone:
                 parameter.grad.div_(own)
         self.share += own
         self.steps += 1
-        self.world.wait(summed)
+        self.whole = True
+        self.world.wait(tally.start_sum(self.world))  # last: who has it knows that every worker has its gradient
         return tally.outcome()
+
+    def step_back(self) -> None:
+        """The step under way broke off, and will be done again."""
+        self.whole, (self.share, self.steps) = False, self._before
 
     def _backward_in_node(
         self, buckets: GradientBuckets, model: nn.Module, pieces: Sequence[Piece], compute: Compute, tally: Tally
-    ) -> Work:
+    ) -> None:
         """All backward passes; the gradients of the node's workers are summed while the last one runs."""
         buckets.begin()
         for piece in pieces[:-1]:
             tally.add(compute(model, piece), piece.weight).backward()
         last = tally.add(compute(model, pieces[-1]), pieces[-1].weight) if pieces else None
         buckets.arm()
-        summed = tally.start_sum(self.world)
         if last is not None:
             last.backward()
         buckets.finish()
-        return summed
 
     def state_dict(self) -> dict[str, Any]:
         """How far since the last exchange, and who steps alone."""

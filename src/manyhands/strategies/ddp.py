@@ -15,6 +15,7 @@ from manyhands.communication.buckets import GradientBuckets
 from manyhands.communication.compression.choose import Choice
 from manyhands.communication.compression.feedback import Compressor
 from manyhands.communication.compression.table import make_compression
+from manyhands.communication.gathering import gather_words
 from manyhands.communication.lanes import Lanes
 from manyhands.communication.world import World
 from manyhands.config.strategies import DDP
@@ -36,6 +37,7 @@ class DataParallel:
         """Steps that gradients were exchanged in."""
         self.stopwatch = Stopwatch(world) if config.compression == "auto" else None
         """There while it is not yet known which compression to use."""
+        self._whole = False
         self.names: dict[int, str] = {}
         """Of the parameters, by their numbers in the buckets."""
 
@@ -58,25 +60,77 @@ class DataParallel:
 
     @property
     def survives(self) -> bool:
-        """A compression remembers on each worker what it has not sent, and that goes with the worker."""
-        return self.config.compression == "none"
+        """Every worker holds everything, but what a compression has kept back of its own gradients."""
+        return True
 
-    def meet(self, source: int) -> None:
-        """Exchange gradients in the order of worker `source`."""
+    @property
+    def whole(self) -> bool:
+        """Whether all sums of the step under way are here, and what the compression keeps of it is known."""
+        return self._whole
+
+    def let_go(self) -> None:
+        """Wait for the lanes."""
+        if self.buckets is not None and self.buckets.compressor is not None:
+            self.buckets.compressor.lanes.abandon()
+
+    def step_back(self) -> None:
+        """Have what the compression keeps and remembers as before the step under way."""
+        self._whole = False
+        if self.buckets is not None and self.buckets.compressor is not None:
+            self.buckets.compressor.step_back()
+
+    def shared_state(self) -> dict[str, Any]:
+        """How many steps were exchanged, what `auto` has chosen, and what the compression remembers."""
+        compressor = None if self.buckets is None else self.buckets.compressor
+        return {
+            "steps": self.steps,
+            "chosen": self._chosen(),
+            "compression": {} if compressor is None else compressor.shared_state(),
+        }
+
+    def take_shared(self, state: Mapping[str, Any]) -> None:
+        """Take up what `shared_state` gave on another worker."""
+        if self.stopwatch is not None and state["chosen"]:
+            self._settle_on(state["chosen"])
+        self.steps = state["steps"]
+        if self.buckets is not None and self.buckets.compressor is not None:
+            self.buckets.compressor.confirm()
+            self.buckets.compressor.take_shared(state["compression"])
+
+    def meet(self, source: int, *, new: bool, gone: int) -> str:
+        """Exchange gradients in the order of worker `source`, by the compression that any of them has chosen."""
         assert self.buckets is not None, "place() comes before meet()"
+        if self.asked == "auto":
+            chosen = max(gather_words(self.world, self._chosen()))  # one name, or none
+            if self.stopwatch is not None and chosen:
+                self._settle_on(chosen)
+            elif self.stopwatch is not None:
+                self.stopwatch.times.clear()  # of other workers than those of now
         self.buckets.meet(source)
+        compressor = self.buckets.compressor
+        if compressor is None or not compressor.feedback or not gone:
+            return ""
+        of_whom = "a lost worker's" if gone == 1 else f"{gone} lost workers'"
+        return f"what compression had kept back of {of_whom} gradients"
+
+    def _chosen(self) -> str:
+        """The compression in use by its name; empty while `auto` has yet to choose."""
+        known = self.stopwatch is None and isinstance(self.config.compression, str)
+        return str(self.config.compression) if known else ""
 
     def _compressor(self, parameters: Sequence[nn.Parameter]) -> Compressor | None:
         compression = make_compression(self.config)
         if compression is None:
             return None
-        return Compressor(
+        compressor = Compressor(
             compression,
             Lanes(self.world, by_node=self.config.inside_node == "exact"),
             above=self.config.compress_above,
             feedback=self.config.error_feedback,
             parameters=parameters,
         )
+        compressor.revocable = self.world.membership is not None
+        return compressor
 
     def forward_backward(
         self, model: nn.Module, pieces: Sequence[Piece], compute: Compute, scale: Scale, riders: Sequence[float]
@@ -91,7 +145,10 @@ class DataParallel:
         if watch is not None:
             watch.backward()
         buckets.arm()
-        summed = tally.start_sum(self.world)  # before the backward pass, which hides it
+        # Before the backward pass, which hides it; but where a compression keeps something it is the word that all have
+        # every sum: whoever gets it knows that no other will have to do the step again with what it keeps changed.
+        last_word = buckets.compressing and self.world.membership is not None
+        summed = None if last_word else tally.start_sum(self.world)
         if last is not None:
             last.backward()
         if watch is not None:
@@ -99,6 +156,9 @@ class DataParallel:
         buckets.finish()
         if self.world.size > 1 and self.world.device.type == "cpu" and buckets.buckets:
             self.world.exchange_s += time.perf_counter() - buckets.first_left
+        if last_word:
+            self._whole = True
+            summed = tally.start_sum(self.world)
         self.world.wait(summed)
         outcome = tally.outcome()
         if self.config.compression_errors and buckets.compressor is not None:
@@ -112,6 +172,7 @@ class DataParallel:
         """Ready the buckets for a step."""
         buckets = self.buckets
         assert buckets is not None, "place() comes before forward_backward()"
+        self._whole = False
         watch = self.stopwatch
         if watch is not None and watch.enough:
             choice = watch.decide(self.config, buckets.parameters, bucket_bytes=self.bucket_bytes)
@@ -124,7 +185,6 @@ class DataParallel:
         else:
             factor = _factor(scale, self.world.device)
             buckets.begin(compressing=self.steps >= self.config.compression_warmup, scale=factor)
-        self.steps += 1
         return buckets
 
     def _tell(self, choice: Choice) -> None:
@@ -156,6 +216,9 @@ class DataParallel:
     def update(self, model: nn.Module, optimizer: Steppable) -> None:
         """Step the optimizer; equal gradients keep the workers equal."""
         optimizer.step()
+        self.steps += 1
+        if self.buckets is not None and self.buckets.compressor is not None:
+            self.buckets.compressor.confirm()
 
     def state_dict(self) -> dict[str, Any]:
         """What compression has kept back, and what `auto` has chosen; nothing where there is no compression."""

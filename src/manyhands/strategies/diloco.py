@@ -26,7 +26,7 @@ from manyhands.communication.world import World
 from manyhands.config.local_steps import DiLoCo
 from manyhands.config.strategies import DDP
 from manyhands.strategies.alone import drifting, weighted_mean
-from manyhands.strategies.stepping_alone import SteppingAlone
+from manyhands.strategies.stepping_alone import SteppingAlone, Stood, lost_workers
 
 
 @dataclass(slots=True)
@@ -41,11 +41,21 @@ class Fragment:
     momentum: Tensor
     kept: Tensor
     """What the compression has dropped of this worker's outer gradients."""
+    next_kept: Tensor
+    """What `kept` becomes when that which travels is taken."""
     moved: Tensor
     """The outer gradient that travels; its sum, once the ticket is over."""
     ticket: Ticket | None = None
     arrives: int = -1
     """The step after which what travels is taken; -1 where nothing does."""
+    outer_steps: int = 0
+    """How many it has taken."""
+    sent: int = 0
+    """The step after which it was last sent."""
+    reached: int = 0
+    """The step up to which `shared` holds what the workers have learned."""
+    again: bool = False
+    """Whether the workers changed while it travelled, so that it is yet to be sent."""
 
     def now(self) -> Tensor:
         """This worker's own parameters, one behind the other."""
@@ -80,8 +90,8 @@ class OuterSteps(SteppingAlone):
         count = min(self.config.fragments, len(trained))
         for number, parameters in enumerate(even_parts(trained, count)):
             flat = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
-            momentum, kept, moved = (torch.zeros_like(flat) for _ in range(3))
-            self.fragments.append(Fragment(parameters, number, flat, momentum, kept, moved))
+            momentum, kept, next_kept, moved = (torch.zeros_like(flat) for _ in range(4))
+            self.fragments.append(Fragment(parameters, number, flat, momentum, kept, next_kept, moved))
         return placed
 
     def exchange(self, model: nn.Module) -> None:
@@ -94,7 +104,7 @@ class OuterSteps(SteppingAlone):
             self._warm_up(model)
             return
         for fragment in self.fragments:
-            if self.steps - self.began == self._turn(fragment):
+            if fragment.again or self.steps - self.began == self._turn(fragment):
                 self._send(fragment)
                 if self.config.overlap_steps == 0:
                     self._take(fragment)
@@ -108,6 +118,7 @@ class OuterSteps(SteppingAlone):
         self.alone.met()
         for fragment in self.fragments:
             fragment.shared = fragment.now()
+            fragment.reached = self.steps
         self.began = self.steps
 
     def _turn(self, fragment: Fragment) -> int:
@@ -120,6 +131,7 @@ class OuterSteps(SteppingAlone):
         fragment.moved = (fragment.shared - fragment.now()).div_(self.world.size)
         fragment.ticket = self.lanes.submit(partial(self._exchange, fragment))
         fragment.arrives = self.steps + self.config.overlap_steps
+        fragment.sent, fragment.again = self.steps, False
 
     def _exchange(self, fragment: Fragment, link: Link) -> None:
         """The way of an outer gradient, in a lane."""
@@ -127,18 +139,24 @@ class OuterSteps(SteppingAlone):
         fragment.moved.copy_(whole)
         parcel = Parcel(fragment.moved, [parameter.shape for parameter in fragment.parameters], [fragment.number])
         sent = self.compression(parcel, link)
-        fragment.kept.copy_(torch.zeros_like(whole) if sent is None else whole - sent)
+        fragment.next_kept.copy_(torch.zeros_like(whole) if sent is None else whole - sent)
 
     @torch.no_grad()
     def _take(self, fragment: Fragment) -> None:
         """One step of the outer optimizer, with the outer gradient that has arrived."""
         self._arrive(fragment)
         config = self.config
-        fragment.arrives = -1
+        fragment.arrives, fragment.reached = -1, fragment.sent
+        fragment.outer_steps += 1
+        fragment.kept, fragment.next_kept = fragment.next_kept, fragment.kept
         fragment.momentum.mul_(config.outer_momentum).add_(fragment.moved)
         ahead = fragment.moved + config.outer_momentum * fragment.momentum
         fragment.shared.sub_(ahead, alpha=config.outer_lr)
-        own = config.mixing if config.overlap_steps else 0.0
+        self._mix(fragment)
+
+    def _mix(self, fragment: Fragment) -> None:
+        """Bring this worker's own parameters nearer to the shared ones, which have just moved."""
+        own = self.config.mixing if self.config.overlap_steps else 0.0
         fragment.put(fragment.shared if own == 0 else torch.lerp(fragment.shared, fragment.now(), own))
 
     def _arrive(self, fragment: Fragment) -> None:
@@ -146,6 +164,64 @@ class OuterSteps(SteppingAlone):
             self.lanes.wait(fragment.ticket)
             self.world.exchange_s += fragment.ticket.seconds
             fragment.ticket = None
+
+    # Workers that go and come.
+
+    def let_go(self) -> None:
+        """Wait for the lanes."""
+        self.lanes.abandon()
+
+    def shared_state(self) -> dict[str, Any]:
+        """Where the run and its rounds stand; the fragments follow when all meet."""
+        return {**super().shared_state(), "began": self.began}
+
+    def take_shared(self, state: Mapping[str, Any]) -> None:
+        """Take up what `shared_state` gave on another worker."""
+        super().take_shared(state)
+        self.began = state["began"]
+
+    @torch.no_grad()
+    def meet(self, source: int, *, new: bool, gone: int) -> str:
+        """Let all go on from the mean of the models, and from the outer optimizer of those that have come farthest.
+
+        What the survivors have moved by since a fragment was sent is in that mean, and sent when its turn comes. A
+        fragment that was on its way is sent again.
+        """
+        oldest = min(fragment.reached for fragment in self.fragments)
+        self._meet_fragments(new=new)
+        lost = super().meet(source, new=new, gone=gone)
+        place = torch.tensor([self.began, self.rounds.length], device=self.world.device)
+        self.began, self.rounds.length = (int(number) for number in self.world.broadcast(place, source).tolist())
+        if self.steps <= self.config.sync_warmup:
+            for fragment in self.fragments:
+                fragment.shared, fragment.reached = fragment.now(), self.steps
+            self.began = self.steps
+            return lost
+        return f"what {lost_workers(gone)} learned alone in up to {self.steps - oldest} steps" if gone else ""
+
+    def _meet_fragments(self, *, new: bool) -> None:
+        """Give every worker what is shared of each fragment, by one that has taken the most outer steps."""
+        rows = [[-1 if new else one.outer_steps, one.again or one.arrives >= 0, one.reached] for one in self.fragments]
+        stood = self.world.stack(torch.tensor(rows, device=self.world.device)).cpu()
+        for number, fragment in enumerate(self.fragments):
+            counts = stood[:, number, 0]
+            farthest, most = int(counts.argmax()), int(counts.max())
+            for tensor in (fragment.shared, fragment.momentum):
+                self.world.broadcast(tensor, farthest)
+            if not new and fragment.outer_steps < most:
+                self._mix(fragment)
+                # Where its own exchange broke off, nobody can say what of it arrived, but that little is missing.
+                known = fragment.ticket is None or fragment.ticket.error is None
+                fragment.kept.copy_(fragment.next_kept if known else torch.zeros_like(fragment.kept))
+            fragment.outer_steps, fragment.reached = most, int(stood[farthest, number, 2])
+            fragment.again = bool(stood[counts == most, number, 1].any())
+            fragment.arrives, fragment.ticket = -1, None
+
+    def part_of_mean(self, stood: Sequence[Stood]) -> float:
+        """Behind the warm-up all count alike, as in an outer gradient."""
+        if self.steps <= self.config.sync_warmup:
+            return super().part_of_mean(stood)
+        return 0.0 if stood[self.world.rank].since < 0 else 1 / sum(each.since >= 0 for each in stood)
 
     def average(self, model: nn.Module) -> None:
         """Replace the model of every worker by the mean over all of them."""
@@ -162,7 +238,7 @@ class OuterSteps(SteppingAlone):
                 {
                     "shared": fragment.shared.clone(),
                     "momentum": fragment.momentum.clone(),
-                    "kept": fragment.kept.clone(),
+                    "kept": (fragment.kept if fragment.arrives < 0 else fragment.next_kept).clone(),
                     "moved": fragment.moved.clone(),
                     "arrives": fragment.arrives,
                 }
@@ -184,6 +260,8 @@ class OuterSteps(SteppingAlone):
             fragment.arrives = equal["arrives"]
             dealt = [state["fragments"][number]["kept"] for state in states[self.world.rank :: self.world.size]]
             fragment.kept.copy_(sum(dealt, torch.zeros_like(fragment.kept)))
+            fragment.next_kept.copy_(fragment.kept)
+            fragment.sent = fragment.reached = self.began
 
 
 def even_parts(parameters: Sequence[nn.Parameter], count: int) -> list[list[nn.Parameter]]:

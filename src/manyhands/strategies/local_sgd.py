@@ -28,6 +28,12 @@ class LocalSteps(SteppingAlone):
             self.alone.met()
             self.rounds.next()
 
+    def meet(self, source: int, *, new: bool, gone: int) -> str:
+        """Let all go on from the mean of those that trained, as if that had been due; a round begins with it."""
+        lost = super().meet(source, new=new, gone=gone)
+        self.rounds.next()
+        return lost
+
     def average(self, model: nn.Module) -> None:
         """Replace the model of every worker by the mean over all of them."""
         weighted_mean(drifting(model), self.alone.weight, self.world)

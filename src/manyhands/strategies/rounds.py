@@ -42,6 +42,14 @@ class Rounds:
         """For snapshots."""
         return {"round": self.length, "highest_rate": self.highest}
 
+    def shared_state(self) -> dict[str, Any]:
+        """For a worker that comes new."""
+        return {**self.state_dict(), "rate": self.rate}
+
+    def take_shared(self, state: Mapping[str, Any]) -> None:
+        """Take up what `shared_state` gave on another worker."""
+        self.length, self.highest, self.rate = state["round"], state["highest_rate"], state["rate"]
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what `state_dict` gave; a run that was begun with another rule goes on with the one of now."""
         self.highest = state.get("highest_rate", 0.0)

@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from manyhands.communication.world import World
 from manyhands.config.local_steps import DiLoCo, LocalSGD
-from manyhands.strategies.alone import Alone, Own
+from manyhands.strategies.alone import Alone, Own, drifting, weighted_mean
 from manyhands.strategies.rounds import Rounds
 from manyhands.strategies.strategy import Compute, Piece, Scale, Shard, StepOutcome, Steppable
+
+
+@dataclass(frozen=True, slots=True)
+class Stood:
+    """How far a worker had stepped alone when the workers changed."""
+
+    since: int
+    """Steps since the last exchange; -1 for a worker that has not trained yet."""
+    share: float
+    """Its part of the samples of those steps, in batches."""
+
+
+def lost_workers(count: int) -> str:
+    """In words."""
+    return "the lost worker" if count == 1 else f"the {count} lost workers"
 
 
 class SteppingAlone:
@@ -48,15 +65,68 @@ class SteppingAlone:
         return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
     def update(self, model: nn.Module, optimizer: Steppable) -> None:
-        """Step alone, and exchange what is due."""
+        """Step alone. What is exchanged comes behind it: see `exchange`."""
         self.own.step(optimizer)
         self.steps += 1
         self.rounds.saw(optimizer)
-        self.exchange(model)
 
-    def exchange(self, model: nn.Module) -> None:
-        """Exchange what is due after the last step."""
-        raise NotImplementedError
+    # Workers that go and come.
+
+    @property
+    def survives(self) -> bool:
+        """Whoever steps alone is enough for a new one to begin; but in a node that does, optimizers are alike."""
+        return self.alone.node is None
+
+    @property
+    def whole(self) -> bool:
+        """Whether this worker's gradient of the step under way is here."""
+        return self.alone.whole
+
+    def let_go(self) -> None:
+        """Nothing is under way between two steps."""
+
+    def step_back(self) -> None:
+        """Count the samples of the step under way as not seen."""
+        self.alone.step_back()
+
+    def shared_state(self) -> dict[str, Any]:
+        """Where the run and its rounds stand."""
+        return {"steps": self.steps, **self.rounds.shared_state()}
+
+    def take_shared(self, state: Mapping[str, Any]) -> None:
+        """Take up what `shared_state` gave on another worker."""
+        self.steps = state["steps"]
+        self.rounds.take_shared(state)
+
+    def meet(self, source: int, *, new: bool, gone: int) -> str:
+        """Let all go on from the mean of the models of those that trained, weighted by the samples each has seen.
+
+        Where one of them has the mean that was due already, with the part of a lost worker in it, all take that.
+        """
+        assert self.model is not None, "place() comes before meet()"
+        alone = self.alone
+        row = torch.tensor([-1 if new else alone.steps, alone.share], dtype=torch.float64, device=self.world.device)
+        stood = [Stood(int(since), share) for since, share in self.world.stack(row).tolist()]
+        since = max(each.since for each in stood)
+        share = sum(each.share for each in stood if each.since > 0)
+        have_met = [rank for rank, each in enumerate(stood) if each.since == 0]
+        if have_met:
+            for tensor in drifting(self.model):
+                self.world.broadcast(tensor.data, have_met[0])
+        else:
+            weighted_mean(drifting(self.model), self.part_of_mean(stood), self.world)
+        alone.met()
+        if have_met or not gone:
+            return ""
+        return f"what {lost_workers(gone)} learned alone from {since - share:.3g} batches in {since} steps"
+
+    def part_of_mean(self, stood: Sequence[Stood]) -> float:
+        """What this worker's model counts in the mean of those that trained; of all together 1."""
+        share = sum(each.share for each in stood if each.since > 0)
+        own = stood[self.world.rank]
+        if own.since < 0:
+            return 0.0
+        return own.share / share if share else 1 / sum(each.since >= 0 for each in stood)
 
     def state_dict(self) -> dict[str, Any]:
         """This worker's own model and optimizer, where they differ from the others'."""

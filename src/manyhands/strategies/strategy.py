@@ -1,6 +1,7 @@
 """What every strategy can do. Read this file, then any one other in this folder.
 
-The trainer calls, once: `place`; and for each optimizer step: `forward_backward`, `clip_gradients`, `update`.
+The trainer calls, once: `place`; and for each optimizer step: `forward_backward`, `clip_gradients`, `update`. Where the
+workers step alone there is one call more: see `alone.Drifting`.
 A strategy is told nothing of schedules, snapshots or logs.
 """
 
@@ -120,9 +121,28 @@ class Survivable(Protocol):
     def survives(self) -> bool:
         """Whether that holds as it was configured."""
 
-    def meet(self, source: int) -> None:
-        """Called on every worker when the workers have changed, after worker `source` has given parameters, optimizer
-        and `state_dict` to those that lacked them: agree on what else must be alike.
+    @property
+    def whole(self) -> bool:
+        """Whether all that the step under way needs of others is here, and lacking is only the word that they have it,
+        too. Then, where one of them has finished the step, this worker's part of it counts.
+        """
+
+    def let_go(self) -> None:
+        """The group is about to change: return when nothing of this worker is on its way in it any more."""
+
+    def step_back(self) -> None:
+        """Be as before the step under way, which broke off and will be done again. No worker has finished it."""
+
+    def shared_state(self) -> dict[str, Any]:
+        """What is equal on all workers, beside parameters and optimizer, and a new one lacks."""
+
+    def take_shared(self, state: Mapping[str, Any]) -> None:
+        """Take up what `shared_state` gave on another worker."""
+
+    def meet(self, source: int, *, new: bool, gone: int) -> str:
+        """Called on every worker when the workers have changed, after worker `source` has given what it shares to those
+        that lacked it: agree on what else must be alike. `new`: this worker has not trained yet; `gone`: how many of
+        those that trained are no more. Returns what is lost with them, in words; empty where nothing is.
         """
 
 
@@ -151,7 +171,7 @@ class Strategy(Protocol):
         """Scale the gradients to a global norm of at most `max_norm`. Returns the norm before, shape ()."""
 
     def update(self, model: nn.Module, optimizer: Steppable) -> None:
-        """Change the parameters by one step, and exchange them where the strategy does so."""
+        """Change the parameters by one step; where workers step alone, an `exchange` comes behind it (`Drifting`)."""
 
     def state_dict(self) -> dict[str, Any]:
         """What this worker's strategy remembers from step to step (error feedback, say), for snapshots."""

@@ -73,10 +73,30 @@ class VirtualWorkers:
         """Every worker holds everything."""
         return True
 
-    def meet(self, source: int) -> None:
+    @property
+    def whole(self) -> bool:
+        """Never: whoever is behind takes everything from one that is not."""
+        return False
+
+    def let_go(self) -> None:
+        """Nothing is under way between two steps."""
+
+    def step_back(self) -> None:
         """Forget what the forward passes of a step that broke off have left; the rest is made anew in each step."""
         self.statistics.take()
         self.buffers, self.looked = None, False
+
+    def shared_state(self) -> dict[str, Any]:
+        """Nothing: what it knows follows from the number of parts and of workers."""
+        return {}
+
+    def take_shared(self, state: Mapping[str, Any]) -> None:
+        """Nothing to take up."""
+
+    def meet(self, source: int, *, new: bool, gone: int) -> str:
+        """Nothing to agree on: every worker holds everything."""
+        self.step_back()
+        return ""
 
     def forward_backward(
         self, model: nn.Module, pieces: Sequence[Piece], compute: Compute, scale: Scale, riders: Sequence[float]

@@ -70,11 +70,14 @@ class Keeping:
             )
         return values[self.rule.metric]
 
-    def everything(self, state: RunState) -> dict[str, Any]:
-        """What is equal on all workers, and enough for any of them to go on; the tensors are those in use."""
+    def everything(self, state: RunState, *, own: bool = False) -> dict[str, Any]:
+        """What is equal on all workers, and enough for any of them to go on; the tensors are those in use.
+
+        Where models drift apart, theirs is the mean, for which all must call this; with `own` it is this worker's.
+        """
         parts = self.parts
         return {
-            "model": self._model(),
+            "model": dict(parts.model.state_dict()) if own else self._model(),
             "optimizer": parts.optimizer.state_dict(),
             "schedule": {} if parts.schedule is None else _plain(parts.schedule.state_dict()),
             "scaler": parts.precision.state_dict(),
@@ -82,11 +85,15 @@ class Keeping:
             "random": _random_states(),
         }
 
-    def take_up(self, kept: dict[str, Any]) -> None:
-        """Put what `everything` gave, here or on another worker, into the parts of this one."""
+    def take_up(self, kept: dict[str, Any], *, own: bool = False) -> None:
+        """Put what `everything` gave, here or on another worker, into the parts of this one.
+
+        `own`: this worker has stepped alone, and keeps its model and optimizer.
+        """
         parts = self.parts
-        load_model(parts.model, kept["model"])
-        parts.optimizer.load_state_dict(kept["optimizer"])
+        if not own:
+            load_model(parts.model, kept["model"])
+            parts.optimizer.load_state_dict(kept["optimizer"])
         if parts.schedule is not None:
             parts.schedule.load_state_dict(kept["schedule"])
         parts.precision.load_state_dict(kept["scaler"])

@@ -15,8 +15,8 @@ from manyhands.config.settings import Settings
 from manyhands.data.steps import Step, mapped
 from manyhands.errors import TrainingError
 from manyhands.events import EpochDone, Event, Note, StepDone, StepTiming, ValidationDone
-from manyhands.strategies.alone import together
-from manyhands.strategies.strategy import Piece, StepOutcome
+from manyhands.strategies.alone import Drifting, together
+from manyhands.strategies.strategy import Piece, StepOutcome, Survivable
 from manyhands.training.bad_steps import BadStep, BadSteps, shown
 from manyhands.training.build import Parts
 from manyhands.training.evaluate import Evaluation
@@ -64,13 +64,20 @@ class Loop:
         self.before = self.mark()
         self.began = time.perf_counter() - state.seconds
         self.on_cpu = parts.world.device.type == "cpu"
-        self.duties = (self.end_epoch, self.validate_if_due, self.keep_best, self.save_if_due)
+        self.exchanges = isinstance(parts.strategy, Drifting)
+        """Whether workers step alone, and exchange something after a step."""
+        exchange = (self.exchange,) if self.exchanges else ()
+        self.duties = (*exchange, self.end_epoch, self.validate_if_due, self.keep_best, self.save_if_due)
         """What may be due after a step, in order."""
         self.duties_done = len(self.duties)
         self.ends_epoch = False
         """Whether the last step was the last of its epoch."""
         self.under_way = 0
         """The step that is being computed; 0 between steps."""
+        self.tried = 0
+        """The last step that broke off since workers went; 0 where none did."""
+        self.taken: Step | None = None
+        """What the step under way, or the last one, has read."""
         self.torn = False
         """Whether an update broke off, so that the parameters are those of no step."""
         self.change_granted = False
@@ -110,12 +117,20 @@ class Loop:
             self.duties[self.duties_done]()
             self.duties_done += 1
 
-    def step_back(self) -> None:
-        """Undo what the step under way has changed."""
-        if self.under_way and not self.torn:
-            with torch.no_grad():
-                for buffer, before in zip(self.buffers, self.buffers_before, strict=True):
-                    buffer.copy_(before)
+    def settle(self, *, finished: bool) -> None:
+        """End the step under way, which broke off. `finished`: another has done it, so this worker's part counts."""
+        strategy = self.parts.strategy
+        if self.under_way and not self.torn and isinstance(strategy, Survivable):
+            if not finished or not strategy.whole:
+                with torch.no_grad():
+                    for buffer, before in zip(self.buffers, self.buffers_before, strict=True):
+                        buffer.copy_(before)
+                strategy.step_back()
+            elif self.exchanges and self.taken is not None:
+                self.clip()
+                self.update()
+                self.step_is_done(self.taken)
+        self.tried, self.under_way = max(self.tried, self.under_way), 0
 
     def stand(self) -> None:
         """The state is that of a snapshot now: forget what was under way."""
@@ -140,7 +155,7 @@ class Loop:
         self.since, exchanged = time.time(), world.exchange_s
         step = next(steps)
         fetched = time.perf_counter()
-        self.under_way = state.step + 1
+        self.under_way, self.taken = state.step + 1, step
         left_out = state.step + 1 in state.left_out
         if self.note_samples is not None and not left_out:
             self.note_samples(state.step + 1, _indices(step))
@@ -149,9 +164,7 @@ class Loop:
         lr = self.parts.optimizer.param_groups[0]["lr"] * self.parts.warmup.factor(state.step)
         outcome, norm = self.pass_over() if left_out else self.train_step(step)
         end = time.perf_counter()
-        state.step += 1
-        state.position, state.stream = step.after, step.stream
-        self.under_way, self.ends_epoch, self.duties_done = 0, step.ends_epoch, 0
+        self.step_is_done(step)
         stall = self.keeping.stalled_s - stalled
         timing = HostTiming(end - begin, fetched - begin, world.exposed_s - exposed, stall, end - fetched - stall)
         facts = StepFacts(
@@ -166,8 +179,31 @@ class Loop:
             indices=step.taken,
         )
         self.numbers.add(facts, outcome.values, norm, outcome.riders, world.take_waits())
-        self.read_numbers()
+        if not self.exchanges:
+            self.read_numbers()
         return step
+
+    def step_is_done(self, step: Step) -> None:
+        """The model has changed: from now on the step counts, and what is due after it is due."""
+        state = self.state
+        state.step += 1
+        state.position, state.stream = step.after, step.stream
+        self.under_way, self.ends_epoch, self.duties_done = 0, step.ends_epoch, 0
+
+    def exchange(self) -> None:
+        """Where workers step alone: exchange what is due after the last step, and tell the step with what that took."""
+        world, strategy = self.parts.world, self.parts.strategy
+        assert isinstance(strategy, Drifting), "no other has such a duty"
+        begin, exposed, sent, exchanged = time.perf_counter(), world.exposed_s, world.bytes_sent, world.exchange_s
+        strategy.exchange(self.parts.model)
+        self.numbers.lengthen(
+            time.perf_counter() - begin,
+            exposed_s=world.exposed_s - exposed,
+            exchange_s=world.exchange_s - exchanged,
+            bytes_sent=world.bytes_sent - sent,
+            waits=world.take_waits(),
+        )
+        self.read_numbers()
 
     def train_step(self, step: Step) -> tuple[StepOutcome, Any]:
         """The arithmetic of one optimizer step. Returns what it found, and the gradient's norm where it is clipped."""
@@ -176,14 +212,24 @@ class Loop:
         outcome = parts.strategy.forward_backward(
             parts.model, self.pieces(step), parts.compute, parts.precision.scale, self.riders()
         )
-        norm = None
-        if self.settings.clip_gradients is not None:
-            parts.precision.unscale(parts.optimizer)
-            norm = parts.strategy.clip_gradients(parts.model, self.settings.clip_gradients)
-        norm = self.bad_steps.watched(norm)
+        norm = self.bad_steps.watched(self.clip())
         if self.bad_steps.must_go(self.state.step + 1, outcome.values["loss"], norm):
             advance(parts.schedule)
             return outcome, norm
+        self.update()
+        return outcome, norm
+
+    def clip(self) -> Any:
+        """Clip the gradient where that is asked for. Returns its norm before."""
+        parts = self.parts
+        if self.settings.clip_gradients is None:
+            return None
+        parts.precision.unscale(parts.optimizer)
+        return parts.strategy.clip_gradients(parts.model, self.settings.clip_gradients)
+
+    def update(self) -> None:
+        """Change the model by the gradient, and move the schedule."""
+        parts = self.parts
         self.keeping.before_update()
         self.torn = True
         if self.state.step < parts.warmup.steps:
@@ -193,7 +239,6 @@ class Loop:
             parts.strategy.update(parts.model, parts.precision.stepper(parts.optimizer))
         advance(parts.schedule)
         self.torn = False
-        return outcome, norm
 
     def pass_over(self) -> tuple[StepOutcome, Any]:
         """A step that went wrong before: nothing is computed, and the schedule moves on."""

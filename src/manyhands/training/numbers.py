@@ -6,9 +6,10 @@ steps later. The lag is fixed, so whatever is decided by them is decided after t
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -100,6 +101,37 @@ class Numbers:
         event = torch.cuda.Event()
         event.record()
         self.pending.append(_Pending(facts, list(values), norm is not None, packed, event, waits))
+
+    def lengthen(
+        self,
+        seconds: float,
+        *,
+        exposed_s: float,
+        exchange_s: float,
+        bytes_sent: int,
+        waits: Sequence[tuple[torch.cuda.Event, torch.cuda.Event]] = (),
+    ) -> None:
+        """The step that was added last took so much more, in an exchange behind its update."""
+        if not self.pending:
+            return  # it was told when workers went, in the midst of the exchange
+        last = self.pending.pop()
+        timing = last.facts.timing
+        facts = replace(
+            last.facts,
+            bytes_sent=last.facts.bytes_sent + bytes_sent,
+            exchange_s=last.facts.exchange_s + exchange_s,
+            timing=replace(
+                timing,
+                total=timing.total + seconds,
+                exposed=timing.exposed + exposed_s,
+                work=timing.work + seconds,
+            ),
+            time=time.time(),
+        )
+        if isinstance(last, StepNumbers):
+            self.pending.append(replace(last, facts=facts, exposed=last.exposed + exposed_s))
+        else:
+            self.pending.append(replace(last, facts=facts, waits=[*last.waits, *waits]))
 
     def read(self, *, all_of_them: bool = False) -> list[StepNumbers]:
         """The steps that are old enough to be read, or all."""

@@ -2,11 +2,13 @@
 
 When a collective breaks, each worker
 
-1. puts back what the unfinished step has changed (the buffers; parameters change in the update alone),
-2. asks the head who is left, and meets them in a new group,
-3. tells them how far it is: some may have finished the step, others not. The farthest is right; where several are, the
-   one of the lowest rank. It sends everything to those that are behind and to those that have come new,
-4. reads from there on its part of each batch, which is another one where the number of workers is.
+1. asks the head who is left, and meets them in a new group,
+2. tells them how far it is: some may have finished the step, others not. The farthest is right; where several are, the
+   one of the lowest rank,
+3. puts back what the unfinished step has changed (the buffers, what a compression keeps; parameters change in the
+   update alone), or, where another has finished it and each has something of its own, finishes it,
+4. takes everything from the farthest where it is behind or new; what each has of its own the strategy sees to,
+5. reads from there on its part of each batch, which is another one where the number of workers is.
 
 The leader says what happened. If it was the leader that died, the new one takes over its files: what the other had told
 and not yet written, every worker still remembers.
@@ -34,7 +36,6 @@ from manyhands.training.build import Parts
 from manyhands.training.keeping import Keeping
 from manyhands.training.loop import Loop
 from manyhands.training.marks import Mark
-from manyhands.training.source import ShardedSource
 from manyhands.training.state import RunState
 
 _NOWHERE = -1
@@ -75,11 +76,9 @@ def why_not_survive(parts: Parts) -> str:
     if world.backend != "gloo" or world.device.type != "cpu":
         return "on GPUs nobody knows which step is whole"  # NCCL's collectives come back before they are done
     if not isinstance(parts.strategy, Survivable):
-        return "each worker has a model of its own between two exchanges"
+        return "the strategy does not say what else each worker holds"
     if not parts.strategy.survives:
-        return "a compression keeps on each worker what it has not sent"
-    if isinstance(parts.source, ShardedSource):
-        return "each worker reads a shard of the stream that no other reads"
+        return "the workers of a host step together and hosts apart, so that each host has an optimizer of its own"
     return ""
 
 
@@ -124,6 +123,12 @@ class Recovery:
         self.parts, self.keeping, self.state, self.records, self.most = parts, keeping, state, records, most
         self.world: World = parts.world
         self.membership: Membership = parts.world.membership
+        assert isinstance(parts.strategy, Survivable), "can_survive() comes before"
+        self.strategy: Survivable = parts.strategy
+        self.size = self.world.size
+        """How many trained together the last time that all was well."""
+        self.lost = ""
+        """What went with those that are gone, in words."""
 
     def enrol(self) -> None:
         """Training begins: from now on workers may go and come."""
@@ -167,7 +172,7 @@ class Recovery:
         while True:
             if is_break(error):
                 self.world.abort()  # so that the others, and threads of Gloo that still wait, hear of it at once
-            loop.step_back()
+            self.strategy.let_go()
             lost = self.keeping.abandon() or lost
             try:
                 group = self.membership.regroup(self.state.step)
@@ -189,26 +194,34 @@ class Recovery:
         led = world.is_leader and not world.apart
         world.enter(group)
         self.membership.change_asked = loop.change_granted = False
+        loop.read_numbers(all_of_them=True)  # so that the state is that of the step that was finished
         lost = lost or (world.is_leader and not led and self._half_saved())
         standings = self._standings(loop, lost=lost)
         source = farthest(standings)
         if standings[source].step == _NOWHERE:
             raise NobodyHasIt("no worker is left that holds the state of the run")
+        new = standings[world.rank].step == _NOWHERE
+        loop.settle(finished=standings[source].step > standings[world.rank].step)
         self._hand_over(standings, source, loop)
         self.parts.recut(self.parts.batch)
-        assert isinstance(self.parts.strategy, Survivable), "can_survive() comes before"
-        self.parts.strategy.meet(source)
+        lost_now = self.strategy.meet(source, new=new, gone=self._gone(group))
+        self.lost = "; ".join(dict.fromkeys(filter(None, [self.lost, lost_now])))
         tried = max(standing.tried for standing in standings)
         if any(standing.lost_snapshot for standing in standings):
             self.keeping.saved_at, loop.save_again = _NOWHERE, True
             loop.duties_done = min(loop.duties_done, len(loop.duties) - 1)
-        loop.under_way, loop.torn = 0, False
+        loop.under_way, loop.tried, loop.torn, self.size = 0, 0, False, world.size
         if world.is_leader:
             loop.began = time.perf_counter() - self.state.seconds
         self.records.open_samples()
         if world.is_leader:
             self._tell(group, loop, redone=max(0, tried - self.state.step))
+        self.lost = ""
         self.records.copy_records()
+
+    def _gone(self, group: Group) -> int:
+        """How many of those that trained are no more."""
+        return max(0, self.size - (group.size - len(group.newcomers)))
 
     def _half_saved(self) -> bool:
         """Whether the snapshot that was begun last will never be whole: the one who was to name it is gone."""
@@ -217,7 +230,8 @@ class Recovery:
 
     def _standings(self, loop: Loop, *, lost: bool) -> list[Standing]:
         step = _NOWHERE if loop.torn else self.state.step
-        own = torch.tensor([step, loop.duties_done, loop.under_way, lost], dtype=torch.int64)
+        tried = max(loop.tried, loop.under_way)
+        own = torch.tensor([step, loop.duties_done, tried, lost], dtype=torch.int64)
         return [Standing(*row) for row in self.world.stack(own).tolist()]
 
     # State from one to the other.
@@ -238,7 +252,8 @@ class Recovery:
     def _everything(self, loop: Loop) -> dict[str, Any]:
         before = loop.before
         return {
-            "kept": self.keeping.everything(self.state),
+            "kept": self.keeping.everything(self.state, own=True),
+            "strategy": self.strategy.shared_state(),
             "stream": dict(self.state.stream),
             "batch": self.parts.batch,
             "started": None if self.records.started is None else dataclasses.asdict(self.records.started),
@@ -261,9 +276,11 @@ class Recovery:
 
     def _take_up(self, given: dict[str, Any], loop: Loop) -> None:
         new = RunState.from_dict(given["kept"]["run"], given["stream"])
-        self.keeping.take_up(given["kept"])
-        seen = {(type(event), event.step) for event in self.records.remembered()}
         was_here = self.state.step != _NOWHERE
+        self.keeping.take_up(given["kept"], own=was_here and loop.exchanges)
+        if not (was_here and loop.exchanges):
+            self.strategy.take_shared(given["strategy"])
+        seen = {(type(event), event.step) for event in self.records.remembered()}
         for entry in dataclasses.fields(RunState):
             setattr(self.state, entry.name, getattr(new, entry.name))
         self.parts.batch = given["batch"]
@@ -292,6 +309,7 @@ class Recovery:
                     step=self.state.step,
                     reason=group.reason,
                     how=group.how,
+                    lost=self.lost,
                     steps_redone=redone,
                     seconds_lost=lost_s,
                     time=now,

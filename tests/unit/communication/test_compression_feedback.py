@@ -65,6 +65,21 @@ class Worker:
         self.compressor.settle()
         return self.memory.clone()
 
+    def broken_step(self, gradient: Tensor, *, settled: bool) -> None:
+        """One that breaks off when the sums are here, with what is kept changed already or not yet."""
+        self.compressor.begin(None)
+        self.memory.copy_(gradient)
+        self.compressor.start(0)
+        if settled:
+            self.compressor.settle()
+            self.compressor.lay_out([(self.memory, self.parameters)])  # as when the order of the buckets is found
+        self.compressor.step_back()
+
+    def meet(self, link: ThreadLink) -> Worker:
+        """The workers have changed."""
+        self.compressor.lanes = InlineLanes(link)  # type: ignore[assignment]
+        return self
+
     def kept(self) -> Tensor:
         return torch.cat([self.compressor.kept()[key].reshape(-1) for key in range(len(SHAPES))]).double()
 
@@ -114,6 +129,62 @@ def test_what_was_sent_and_what_is_kept_are_all_gradients_also_when_the_workers_
     narrow = dtype == torch.bfloat16  # what arrives is rounded to the gradients' own dtype, as without compression
     tolerance = float(wanted.abs().max()) * (0.02 if narrow else 1e-5)
     torch.testing.assert_close(found, wanted, rtol=0, atol=tolerance)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    name=st.sampled_from(NAMES),
+    workers=st.integers(2, 4),
+    steps=st.lists(st.sampled_from(["done", "settled", "not settled"]), min_size=1, max_size=6),
+    new=st.booleans(),
+)
+@example(name="powersgd", workers=2, steps=["done", "settled", "done"], new=True)
+def test_steps_that_break_off_leave_what_was_kept_and_a_lost_worker_takes_only_its_own(
+    name: str, workers: int, steps: list[str], new: bool
+) -> None:
+    """The last of the workers is lost after `steps`; all others go on, perhaps with a new one."""
+
+    def before(link: ThreadLink) -> tuple[Worker, Tensor]:
+        worker = Worker(make(name), link)
+        worker.compressor.revocable = True
+        arrived = torch.zeros(len(worker.memory), dtype=torch.float64)
+        for step, how in enumerate(steps):
+            if how != "done":
+                worker.broken_step(gradient(step, link.rank), settled=how == "settled")
+            arrived += worker.step(gradient(step, link.rank)).double()
+            worker.compressor.confirm()
+        return worker, arrived
+
+    first = on_links(workers, before)
+    lost = first[-1][0].kept()
+    shared = first[0][0].compressor.shared_state()
+
+    def after(link: ThreadLink) -> tuple[Tensor, Tensor]:
+        worker = Worker(make(name), link) if link.rank == workers - 1 else first[link.rank][0].meet(link)
+        worker.compressor.take_shared(shared)
+        return worker.step(gradient(20, link.rank)).double(), worker.kept()
+
+    left = workers if new else workers - 1
+    second = on_links(left, after)
+    wanted = sum(gradient(step, rank).double() for step in range(len(steps)) for rank in range(workers))
+    wanted += sum(gradient(20, rank).double() for rank in range(left))
+    found = first[0][1] + second[0][0] + sum(kept for _, kept in second) + lost
+    torch.testing.assert_close(found, wanted, rtol=0, atol=float(wanted.abs().max()) * 1e-5)
+    assert all(torch.equal(arrived, second[0][0]) for arrived, _ in second), "the same bits on every worker"
+
+
+def test_step_that_is_done_again_gives_the_same_bits_as_one_that_did_not_break_off() -> None:
+    def work(link: ThreadLink, *, broken: bool) -> Tensor:
+        worker = Worker(make("powersgd"), link)
+        worker.compressor.revocable = True
+        worker.step(gradient(0, link.rank))
+        if broken:
+            worker.broken_step(gradient(7, link.rank), settled=True)  # with other numbers: they must leave no trace
+        return torch.cat([worker.step(gradient(1, link.rank)), worker.kept().float()])
+
+    whole = on_links(2, lambda link: work(link, broken=False))
+    again = on_links(2, lambda link: work(link, broken=True))
+    assert all(torch.equal(one, other) for one, other in zip(whole, again, strict=True))
 
 
 @pytest.mark.parametrize("name", NAMES)

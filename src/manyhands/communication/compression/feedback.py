@@ -9,10 +9,11 @@ arXiv:1901.09847.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +60,12 @@ class Compressor:
         self.freights: list[_Freight] = []
         self.scale: Tensor | None = None
         """What the loss was multiplied by in the step that filled `kept`; None for 1."""
+        self.revocable = False
+        """Whether a step may have to be undone: then what the compression remembers is copied before each."""
+        self._settled = False
+        """Whether `next_kept` is what was kept before the step under way."""
+        self._remembered: Any = None
+        """What the compression remembered before the step under way."""
 
     def takes(self, parameter: nn.Parameter) -> bool:
         """Whether the gradient of `parameter` goes through the compression."""
@@ -66,7 +73,7 @@ class Compressor:
 
     def lay_out(self, parts: Sequence[tuple[Tensor, Sequence[nn.Parameter]]]) -> None:
         """Take the compressible part of each bucket: its memory and the parameters in it. What was kept stays kept."""
-        kept = self.kept()
+        kept, other = self.kept(), self._by_key("next_kept")
         self.freights = []
         for values, parameters in parts:
             wide = torch.promote_types(values.dtype, torch.float32)
@@ -74,10 +81,15 @@ class Compressor:
             keys = [self.key_of[parameter] for parameter in parameters]
             self.freights.append(_Freight(values, parameters, keys, memory[0], memory[1]))
         self.keep(kept)
+        for key, tensor in self._by_key("next_kept").items():
+            tensor.copy_(other.get(key, tensor))
 
     def begin(self, scale: Tensor | None) -> None:
         """A step begins whose loss is multiplied by `scale`, shape (); None for 1. Called by all workers."""
+        self.confirm()
         self.lanes.ready()
+        if self.revocable and (remembers := getattr(self.compression, "state_dict", None)) is not None:
+            self._remembered = copy.deepcopy(remembers())
         if self.feedback and (scale is not None or self.scale is not None):
             now = torch.ones(()) if scale is None else scale
             factor = now if self.scale is None else now / self.scale
@@ -135,11 +147,28 @@ class Compressor:
             if counts.device.type == "cpu":
                 if bool(counts):
                     freight.kept, freight.next_kept = freight.next_kept, freight.kept
+                    self._settled = True
             else:  # decided on the device: the host does not wait for it
                 torch.where(counts, freight.next_kept, freight.kept, out=freight.kept)
 
+    def confirm(self) -> None:
+        """The step under way counts: it will not be undone."""
+        self._settled, self._remembered = False, None
+
+    def step_back(self) -> None:
+        """The step under way broke off and will be done again: keep what was kept before it. On a CPU only."""
+        if self._settled:
+            for freight in self.freights:
+                freight.kept, freight.next_kept = freight.next_kept, freight.kept
+        if self._remembered is not None:
+            self.compression.load_state_dict(self._remembered)  # type: ignore[attr-defined]  # it has a state_dict
+        self.confirm()
+
     def kept(self) -> dict[int, Tensor]:
         """What this worker keeps, by the number of the parameter, in its shape."""
+        return self._by_key("kept")
+
+    def _by_key(self, memory: Literal["kept", "next_kept"]) -> dict[int, Tensor]:
         return {
             key: part.view(parameter.shape)
             for freight in self.freights
@@ -147,7 +176,7 @@ class Compressor:
             for key, parameter, part in zip(
                 freight.keys,
                 freight.parameters,
-                freight.kept.split([parameter.numel() for parameter in freight.parameters]),
+                getattr(freight, memory).split([parameter.numel() for parameter in freight.parameters]),
                 strict=True,
             )
         }
@@ -170,13 +199,23 @@ class Compressor:
                 found[key] = kept.norm() / summed.to(kept.dtype).norm().clamp(min=torch.finfo(kept.dtype).tiny)
         return found
 
+    def shared_state(self) -> dict[str, Any]:
+        """What the compression itself remembers, equal on all workers."""
+        remembers = getattr(self.compression, "state_dict", None)
+        return remembers() if remembers is not None else {}
+
+    def take_shared(self, state: Mapping[str, Any]) -> None:
+        """Take up what `shared_state` gave on another worker."""
+        takes_up = getattr(self.compression, "load_state_dict", None)
+        if takes_up is not None and state:
+            takes_up(state)
+
     def state_dict(self) -> dict[str, Any]:
         """What is kept, of this worker alone, and what the compression itself remembers, equal on all."""
-        remembers = getattr(self.compression, "state_dict", None)
         scale = 1.0 if self.scale is None else float(self.scale)
         return {
             "kept": {str(key): tensor / scale for key, tensor in self.kept().items()},
-            "compression": remembers() if remembers is not None else {},
+            "compression": self.shared_state(),
         }
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
@@ -190,6 +229,4 @@ class Compressor:
             freight.kept.zero_()
         for former in states[self.lanes.world.rank :: self.lanes.world.size]:
             self.keep({int(key): tensor for key, tensor in former.get("kept", {}).items()})
-        takes_up = getattr(self.compression, "load_state_dict", None)
-        if takes_up is not None and states and states[0].get("compression"):
-            takes_up(states[0]["compression"])
+        self.take_shared(states[0].get("compression", {}) if states else {})

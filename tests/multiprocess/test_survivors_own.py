@@ -1,0 +1,130 @@
+"""Workers that each hold something of their own go on without one that is killed; what went with it is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import alive_workers, finish, kill_all, start, steps_done, summary, wait_for_step
+from runs import Recipe, samples_by_step, step_lines
+
+pytestmark = pytest.mark.multiprocess
+STEPS = 60
+RECIPE = Recipe(samples=150, batch=16, duration=f"{STEPS} steps", dropout=0.3, augment=True, schedule=True)
+SLOW = pytest.mark.slow
+WAYS = {
+    "int8": ["compression=int8", "compress_above=1"],
+    "powersgd": ["compression=powersgd", "compress_above=1", "powersgd_rank=1"],
+    "local-sgd": ["strategy=local-sgd", "sync_every=7"],
+    "diloco": ["strategy=diloco", "sync_every=8"],
+    "diloco at once": ["strategy=diloco", "sync_every=6", "overlap_steps=0", "fragments=2", "outer_compression=none"],
+}
+
+
+def settings(*words: str) -> list[str]:
+    return [word for each in words for word in ("--set", each)]
+
+
+def run_with_kills(folder: Path, recipe: Recipe, workers: int, kills: int, options: list[str]) -> str:
+    """Kill a worker that chance names at a moment that chance names, so often; each time all go on."""
+    seed = random.SystemRandom().randrange(1 << 32)
+    draw = random.Random(seed)
+    process = start(workers, folder / "run", recipe, options, pids=folder / "pids")
+    try:
+        for number in range(kills):
+            done, last = steps_done(folder / "run"), (STEPS - 20) * (number + 1) // kills
+            wait_for_step(process, folder / "run", draw.randint(min(done + 1, last), last))
+            os.kill(draw.choice(alive_workers(folder / "pids")), signal.SIGKILL)
+            wait_for_step(process, folder / "run", steps_done(folder / "run") + 1)
+        output = finish(process)
+    except BaseException:
+        kill_all(process)
+        raise
+    assert process.returncode == 0, f"seed {seed}\n{output}"
+    return f"seed {seed}\n{output}"
+
+
+def restarts(run_dir: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["event"] == "restart"]
+
+
+def assert_nothing_of_the_samples_is_lost(run_dir: Path, output: str, kills: int) -> None:
+    told = summary(run_dir)
+    assert told["status"] == "completed", output
+    assert told["restarts"] == kills, output
+    assert isinstance(told["steps_redone"], int)
+    assert told["steps_redone"] <= kills, "only the step under way"
+    assert "starting all workers again" not in output
+    assert [line["step"] for line in step_lines(run_dir)] == list(range(1, STEPS + 1)), output
+    for step, found in samples_by_step(run_dir).items():
+        assert len(found) == len(set(found)), f"step {step}"
+    epochs = -(-150 // 16)
+    for first in range(1, STEPS, epochs):
+        of_epoch = [sample for step in range(first, first + epochs) for sample in samples_by_step(run_dir)[step]]
+        assert sorted(of_epoch) == list(range(150)), f"epoch from step {first}\n{output}"
+
+    assert told["validation"]["loss"] < 1.5, (
+        f"an untrained model has 2.3, and one that nothing happens to 0.8\n{output}"
+    )
+
+
+@pytest.mark.parametrize("way", [way if way in ("int8", "diloco") else pytest.param(way, marks=SLOW) for way in WAYS])
+def test_killed_workers_cost_a_step_and_no_sample_where_each_holds_something_of_its_own(
+    way: str, tmp_path: Path
+) -> None:
+    kills = 2
+    output = run_with_kills(tmp_path, RECIPE, 3, kills, settings(*WAYS[way]))
+    assert_nothing_of_the_samples_is_lost(tmp_path / "run", output, kills)
+
+
+MOMENTS = {
+    "before its gradient leaves": ("int8", "manyhands.communication.buckets:GradientBuckets.arm:12:before"),
+    "when its sums are there and those of others perhaps": (
+        "powersgd",
+        "manyhands.communication.compression.feedback:Compressor.settle:12:before",
+    ),
+    "with the word that all have their sums on its way": (
+        "int8",
+        "manyhands.strategies.strategy:Tally.start_sum:12:after",
+    ),
+    "when the lanes are made": ("int8", "manyhands.communication.lanes:find_levels:1:before"),
+    "with the mean on its way": ("local-sgd", "manyhands.communication.world:World.wait:15:before"),
+    "with the word that all have their gradients on its way": (
+        "local-sgd",
+        "manyhands.strategies.strategy:Tally.start_sum:12:after",
+    ),
+    "before it takes an outer step": ("diloco", "manyhands.strategies.diloco:OuterSteps._arrive:3:before"),
+    "after it has taken an outer step": ("diloco", "manyhands.strategies.diloco:OuterSteps._take:5:after"),
+    "in an outer step that all wait for": ("diloco at once", "manyhands.strategies.diloco:OuterSteps._take:4:before"),
+}
+QUICK = (
+    "with the word that all have their sums on its way",
+    "with the mean on its way",
+    "before it takes an outer step",
+)
+
+
+@pytest.mark.parametrize(
+    "moment", [moment if moment in QUICK else pytest.param(moment, marks=SLOW) for moment in MOMENTS]
+)
+def test_worker_that_dies_at_the_worst_moment_leaves_the_others_equal(moment: str, tmp_path: Path) -> None:
+    way, place = MOMENTS[moment]
+    recipe = replace(RECIPE, duration="30 steps")
+    process = start(3, tmp_path / "run", recipe, settings(*WAYS[way]), pids=tmp_path / "pids", dies_at=place)
+    output = finish(process)
+    assert process.returncode == 0, output
+    [told] = restarts(tmp_path / "run")
+    assert told["reason"].startswith("rank 1"), output
+    assert told["steps_redone"] <= 1, output
+    assert [line["step"] for line in step_lines(tmp_path / "run")] == list(range(1, 31)), output
+    assert [len(found) for found in samples_by_step(tmp_path / "run").values()] == 3 * ([16] * 9 + [6]), output
+    hashes = [path.read_text() for path in (tmp_path / "pids").iterdir() if path.read_text()]
+    assert len(hashes) == 3, "one of each worker that came to the end"
+    assert len(set(hashes)) == 1, output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import nn
 import manyhands as mh
 from manyhands.cli.main import main
 from manyhands.errors import ConfigError, SnapshotError
-from manyhands.events import Event, Note, SnapshotCopied, StepDone
+from manyhands.events import Event, Note, RunEnded, SnapshotCopied, StepDone
 from manyhands.records.metrics import read
 from manyhands.snapshot.objects import client
 from manyhands.training import trainer
@@ -140,6 +141,22 @@ def test_store_that_goes_away_costs_copies_and_not_the_run(store: Store, tmp_pat
     assert said
     assert all("it stays on the disk, and the next one is tried" in text for text in said)
     assert steps_kept(store)[-1] == 20
+
+
+def test_run_ends_when_its_last_snapshot_has_arrived(store: Store, tmp_path: Path) -> None:
+    about_to, at_the_end = store.about_to, []
+
+    def slowly(kind: str, where: str, *, writes: bool = False) -> None:
+        time.sleep(0.1)
+        about_to(kind, where, writes=writes)
+
+    def look(event: Event) -> None:
+        if isinstance(event, RunEnded):
+            at_the_end.extend(steps_kept(store))
+
+    store.about_to = slowly  # type: ignore[method-assign]
+    fit(tmp_path, "4 steps", listeners=[look])
+    assert at_the_end == [4]
 
 
 def test_snapshot_that_the_store_lacks_is_copied_when_the_run_goes_on(store: Store, tmp_path: Path) -> None:

@@ -71,6 +71,8 @@ class Template:
         self._trial: tuple[int, list[str]] | None = None
         """Where a child says how far it came with what may be loaded."""
         self._to_load: list[str] = []
+        self._is_loading = False
+        """Whether an import is under way: the end of a worker is told all the same, others wait for it to go on."""
         self._warm: list[str] = []
         """What was loaded for the workers to come."""
         self._wake, self._woken = os.pipe()
@@ -79,7 +81,8 @@ class Template:
 
     def serve(self) -> None:
         """Answer the agent until it is gone."""
-        for number in (signal.SIGCHLD, *_QUIET):
+        signal.signal(signal.SIGCHLD, lambda *_: self._reap() if self._is_loading else None)
+        for number in _QUIET:
             signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
         self._tell("ready")
@@ -197,7 +200,9 @@ class Template:
         """Load one thing more while nobody asks for anything."""
         name = self._to_load.pop(0)
         with warmth.silence():
+            self._is_loading = True
             warmth.load([name])
+            self._is_loading = False
         self._warm.append(name)
         if not self._to_load:
             self._end_warming()

@@ -91,7 +91,6 @@ def try_out(names: Sequence[str], private: Collection[str], report: int) -> None
     `private` are the variables in which workers differ.
     """
     signal.alarm(_PATIENCE_S)
-    os.nice(10)  # training goes first
     with silence():
         traces = _Traces(private)
         place = next((place for place, name in enumerate(names) if traces.left_by(lambda: load([name]))), len(names))  # noqa: B023  # called at once

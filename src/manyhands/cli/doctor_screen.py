@@ -107,7 +107,9 @@ def _ways(hosts: Sequence[Facts], pairs: Sequence[Facts]) -> list[str]:
     if len(names) > _MOST_IN_A_MATRIX:
         speeds = [pair["bandwidth"] * scale for pair in known]
         said = (
-            f"median {statistics.median(speeds):.3g}, from {min(speeds):.3g} to {max(speeds):.3g}" if speeds else "none"
+            f"median {_number(statistics.median(speeds))}, from {_number(min(speeds))} to {_number(max(speeds))}"
+            if speeds
+            else "none"
         )
         return [*lines, f"{len(known)} of {len(pairs)} ways are open: {said}; --json has each"]
     by_pair = {(pair["from"], pair["to"]): pair for pair in pairs}
@@ -121,7 +123,12 @@ def _cell(hosts: Sequence[Facts], pairs: Sequence[Facts], pair: Facts | None, sc
         return "-"
     if "bandwidth" not in pair:
         return "closed"
-    return f"{pair['bandwidth'] * scale:.3g}" + ("*" if network.is_slow(hosts, pairs, pair) else "")
+    return _number(pair["bandwidth"] * scale) + ("*" if network.is_slow(hosts, pairs, pair) else "")
+
+
+def _number(value: float) -> str:
+    """With three digits that matter, and never as a power of ten."""
+    return f"{value:.0f}" if value >= 99.5 else f"{value:.3g}"
 
 
 def _meeting(found: Examination) -> list[str]:

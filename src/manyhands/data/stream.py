@@ -77,6 +77,12 @@ class Stream:
         if self.sharded:
             begin, end = bounds(self.batch, cut.parts, cut.first)
             shard = self.dataset.shard(cut.first, cut.parts)  # type: ignore[attr-defined]
+            if not isinstance(shard, IterableDataset):
+                raise DataError(
+                    f"shard({cut.first}, {cut.parts}) gave {type(shard).__name__}, and not the dataset of one worker",
+                    where="train set",
+                    fix="let shard(index, count) return an IterableDataset of its own, which may be a copy of this one",
+                )
             source = _Source(self, shard, position.epoch, state, cut.first, cut.parts)
             source.skip(int(state.get("read", 0)))
             own = end - begin

@@ -36,6 +36,7 @@ from manyhands.training.build import Parts
 from manyhands.training.keeping import Keeping
 from manyhands.training.loop import Loop
 from manyhands.training.marks import Mark
+from manyhands.training.source import ShardedSource
 from manyhands.training.state import RunState
 
 _NOWHERE = -1
@@ -79,6 +80,8 @@ def why_not_survive(parts: Parts) -> str:
         return "the strategy does not say what else each worker holds"
     if not parts.strategy.survives:
         return "the workers of a host step together and hosts apart, so that each host has an optimizer of its own"
+    if isinstance(parts.source, ShardedSource):
+        return "each worker reads a shard of the stream that no other reads"
     return ""
 
 

@@ -194,6 +194,14 @@ def test_endless_loop_on_a_host_is_named_with_host_rank_step_and_seconds(four: L
     assert ended.code == 4
 
 
+def test_worker_that_leaves_early_is_named_with_its_host_and_who_waited_for_it(four: Lab, tmp_path: Path) -> None:
+    ended = run(four, tmp_path, FOREIGN.format(fault="os._exit(0)"), "--hosts", "lab1,lab2")
+    assert re.search(
+        r"rank 1 on host lab2 came to its end while others still waited for it: rank 0 on host lab1", ended.err
+    ), f"after {ended.seconds:.1f} s: {ended.err}"
+    assert (ended.code, "Traceback" in ended.err) == (1, False), ended.err
+
+
 def test_data_that_one_host_does_not_have_is_told_once_with_the_host(four: Lab, tmp_path: Path) -> None:
     source = FOREIGN.format(fault="open('/data/part-1.bin')").replace("step == 20", "step == 2")
     ended = run(four, tmp_path, source, "--hosts", "lab1,lab2")

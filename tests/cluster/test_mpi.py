@@ -48,11 +48,12 @@ def test_four_hosts_by_mpi_train_to_the_weights_of_one_process(four: Lab, folder
     assert furthest_from_one_process(folder / "run" / "weights-0.npz", tmp_path) < 1e-5
 
 
-def test_unmodified_torchrun_script_runs_by_mpi_with_several_workers_on_each_host(four: Lab) -> None:
-    words = ["--hosts", "lab2,lab3", "--workers-per-node", "2", "--run-dir", f"{FOLDER}/plain", "torchrun_script.py"]
-    done = run(four[0], ["--on", "mpi", *words])
+@pytest.mark.parametrize(("hosts", "on_each"), [(["lab2", "lab3"], 2), (["lab1", "lab2", "lab3", "lab4"], 1)], ids=str)
+def test_unmodified_torchrun_script_runs_by_mpi(four: Lab, hosts: list[str], on_each: int) -> None:
+    words = ["--hosts", ",".join(hosts), "--workers-per-node", str(on_each), "--run-dir", f"{FOLDER}/plain-{on_each}"]
+    done = run(four[0], ["--on", "mpi", *words, "torchrun_script.py"])
     assert done.returncode == 0, done.stderr
-    assert sorted(re.findall(r"sum 6 of 4 on (lab\d) sees \[\]", done.stdout)) == ["lab2", "lab2", "lab3", "lab3"]
+    assert sorted(re.findall(r"sum 6 of 4 on (lab\d) sees \[\]", done.stdout)) == sorted(hosts * on_each)
 
 
 def test_script_with_accelerate_trains_by_mpi(four: Lab) -> None:

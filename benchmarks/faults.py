@@ -216,6 +216,7 @@ def one_fault(run: Run, kind: str, steps: int) -> dict[str, Any]:
         run.scene.command.wait(timeout=WAIT_S)
         began = began if kind != "sigterm" else time.time()
         run.type_again()
+        run.typed.clear()  # this end was meant
     for undo in run.scene.undo:
         undo()
     run.scene.undo.clear()

@@ -222,18 +222,19 @@ class Agents:
         node.agent = self._begin(node.number)
 
     def call_back(self, node: Node, on_failure: Callable[[], None]) -> None:
-        """Start the agent of a host that is away again; `on_failure` is called where it does not come."""
+        """Try to start the agent of a host that is away; `on_failure` is called where it does not come in time."""
         self.begin_again(node)
-        self._expect_back(node, self._course.generation, on_failure)
+        self.call_again(node)
+        self._expect_back(node, self._course.generation, on_failure, time.monotonic() + self._meeting.patience_s)
 
-    def _expect_back(self, node: Node, generation: int, on_failure: Callable[[], None], waited_s: float = 0) -> None:
+    def _expect_back(self, node: Node, generation: int, on_failure: Callable[[], None], until: float) -> None:
         course = self._course
         if node.channel is not None or course.is_over or generation != course.generation:
             return
-        if node.agent.poll() is not None or waited_s > self._meeting.patience_s:
+        if time.monotonic() > until:
             on_failure()
             return
-        course.loop.after(_LOOK_S, lambda: self._expect_back(node, generation, on_failure, waited_s + _LOOK_S))
+        course.loop.after(_LOOK_S, lambda: self._expect_back(node, generation, on_failure, until))
 
     def say_goodbye(self) -> None:
         """Have every agent end what is left, and see that it has gone."""

@@ -194,7 +194,8 @@ def table(record: Path) -> str:
             f"{sum(line['weights_equal'] for line in done)} of {len(chapters)}.",
             f"* Runs that did not come to their end: {len(broken)}"
             + "".join(f"; {line['trouble']}" for line in broken)
-            + f". Cut short, by a signal or by a mistake of the benchmark: {sum(bool(line.get('cut_short')) for line in lines)}.",
+            + ". Cut short, by a signal or by a mistake of the benchmark: "
+            + f"{sum(bool(line.get('cut_short')) for line in lines)}.",
             *([f"* The machine's load meanwhile: {_spread(loads, 1)} on {os.cpu_count()} cores."] if loads else []),
             f"* Python needed {_spread(imports, 2)} s to import torch on one of these hosts before the run began.",
             "",

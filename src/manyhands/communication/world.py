@@ -33,6 +33,10 @@ class Waitable(Protocol):
 
 
 Work = Waitable | None
+_GLANCE = timedelta(seconds=2)
+"""How long a wait lasts before a look at whether the group is broken."""
+_GRACE_S = 3.0
+"""How long Gloo has to end a wait by itself once the sockets are shut."""
 _NEWS_OF_A_BREAK = re.compile(r"gloo|nccl|connection (was )?(closed|reset|refused)|broken pipe", re.IGNORECASE)
 
 
@@ -79,6 +83,8 @@ class World:
         self.news: list[Callable[..., Event]] = []
         """The same as events, which are yet to be given their step and time."""
         self._sockets = sockets.Mine()
+        self._broken_at = 0.0
+        """When the present group was aborted, by the monotonic clock; 0 where it was not."""
         if self.size > 1 and not dist.is_initialized():
             self._join()
         if membership is not None:
@@ -116,7 +122,7 @@ class World:
             CommunicationError: the others could not be met; some of them may be gone again.
         """
         self.leave()
-        self.apart = False
+        self.apart, self._broken_at = False, 0.0
         self.place = replace(
             self.place,
             rank=group.rank,
@@ -168,6 +174,7 @@ class World:
         if self.backend == "nccl" and dist.is_initialized():
             dist.distributed_c10d._abort_process_group()
         self._sockets.shut()
+        self._broken_at = time.monotonic()
 
     def leave(self) -> None:
         """Take the group down. Safe to call twice."""
@@ -201,8 +208,36 @@ class World:
             self._waits.append((before, after))
             return
         begin = time.perf_counter()
-        work.wait()
+        self._wait_on(work)
         self.exposed_s += time.perf_counter() - begin
+
+    def _wait_on(self, work: Waitable) -> None:
+        """Wait for `work`, but not for one that has been broken off.
+
+        Gloo ends its waits when a socket is shut, except one for a message of which a part had come already (seen with
+        torch 2.13): that one would last until the timeout. It is left to its thread, and the group is never used again.
+
+        Raises:
+            CommunicationError: the group is broken, and Gloo has not noticed.
+        """
+        if self.membership is None or not isinstance(work, dist.Work):
+            work.wait()
+            return
+        while True:
+            try:
+                work.wait(_GLANCE)
+            except RuntimeError:
+                if work.is_completed():
+                    work.wait()  # raises what went wrong, unless it has come this moment
+                    return
+                if self._broken_at and time.monotonic() - self._broken_at > _GRACE_S:
+                    raise CommunicationError(
+                        f"rank {self.rank} waited for workers that are gone",
+                        where="the group that broke",
+                        fix="see what was printed about the others",
+                    ) from None
+            else:
+                return
 
     def take_waits(self) -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
         """The waits of this worker's GPU since the last call: what stands between two events is exposed time."""

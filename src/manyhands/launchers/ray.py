@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from manyhands.errors import ConfigError, LaunchError
-from manyhands.launchers import addresses, choices, variables
+from manyhands.launchers import addresses, choices, extras, variables
 from manyhands.launchers.display import Display
 from manyhands.launchers.head.head import Head
 from manyhands.launchers.host.agent import TOKEN
@@ -56,7 +56,8 @@ class Ray:
             LaunchError: Ray is not installed, was not reached, or has too few nodes.
             ManyhandsError: workers failed; the error is that of the one that failed first.
         """
-        ray = _package()
+        ray = extras.load("ray", what="Ray", extra="ray")
+        extras.load("ray.util", what="Ray", extra="ray")
         job = plan.job
         address = job.options.get("address") or os.environ.get(_ADDRESS, "auto")
         try:
@@ -125,19 +126,6 @@ def be_agent(words: list[str], token: str, cpus: int) -> int:
         process.terminate()
         process.wait()
         raise
-
-
-def _package() -> Any:
-    try:
-        import ray
-        import ray.util
-    except ImportError as cause:
-        raise LaunchError(
-            "Ray is not installed here",
-            where=sys.executable,
-            fix=f"{sys.executable} -m pip install 'manyhands[ray]'",
-        ) from cause
-    return ray
 
 
 def _reserve(ray: Any, job: Job) -> Any:

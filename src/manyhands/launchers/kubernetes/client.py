@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 from manyhands.errors import LaunchError
+from manyhands.launchers import extras
 
 _LIMIT_S = 60
 
@@ -110,15 +110,7 @@ def package() -> Any:
     Raises:
         LaunchError: it is not installed.
     """
-    try:
-        from kubernetes import client
-    except ImportError as cause:
-        raise LaunchError(
-            "the Kubernetes client is not installed here",
-            where=sys.executable,
-            fix=f"{sys.executable} -m pip install 'manyhands[kubernetes]'",
-        ) from cause
-    return client
+    return extras.load("kubernetes", what="the Kubernetes client", extra="kubernetes").client
 
 
 def _refused(trouble: Any, server: str) -> LaunchError:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from manyhands.errors import LaunchError
+from manyhands.launchers import extras
 
 _FIXES = {
     "ResourceLimitExceeded": "ask AWS for more under Service Quotas, or take another -o instance= or fewer --nodes",
@@ -26,7 +26,7 @@ class Client:
         Raises:
             LaunchError: boto3 is not installed, or there is no such profile, or no region is chosen.
         """
-        boto3 = _package()
+        boto3 = extras.load("boto3", what="boto3, the client of AWS,", extra="sagemaker")
         from botocore.exceptions import BotoCoreError
 
         try:
@@ -85,15 +85,3 @@ def code_of(error: LaunchError) -> str:
     """The code with which AWS has refused; empty where it was something else."""
     response = getattr(error.__cause__, "response", None) or {}
     return str(response.get("Error", {}).get("Code", ""))
-
-
-def _package() -> Any:
-    try:
-        import boto3
-    except ImportError as cause:
-        raise LaunchError(
-            "boto3, the client of AWS, is not installed here",
-            where=sys.executable,
-            fix=f"{sys.executable} -m pip install 'manyhands[sagemaker]'",
-        ) from cause
-    return boto3

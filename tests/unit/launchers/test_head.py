@@ -75,8 +75,8 @@ class FakeAgent:
 
     def live(self) -> None:
         self.connect()
-        self.send("hello", token=self.token, node=self.node)
         with self.socket, self.socket.makefile() as lines:
+            self.send("hello", token=self.token, node=self.node)
             for line in lines:
                 message = json.loads(line)
                 self.heard.append(message)

@@ -13,22 +13,19 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from manyhands.config.settings import Settings
 from manyhands.data.steps import Step, mapped
-from manyhands.errors import TrainingError
-from manyhands.events import EpochDone, Event, Note, StepDone, StepTiming, ValidationDone
+from manyhands.events import ValidationDone
 from manyhands.strategies.alone import Drifting, together
 from manyhands.strategies.strategy import Piece, StepOutcome, Survivable
-from manyhands.training.bad_steps import BadStep, BadSteps, shown
+from manyhands.training.bad_steps import BadSteps
 from manyhands.training.build import Parts
 from manyhands.training.evaluate import Evaluation
 from manyhands.training.keeping import Keeping
 from manyhands.training.marks import Mark, due, reached
-from manyhands.training.numbers import HostTiming, Numbers, StepFacts, StepNumbers
-from manyhands.training.source import ShardedSource
+from manyhands.training.numbers import HostTiming, Numbers, StepFacts
 from manyhands.training.state import RunState
+from manyhands.training.telling import Tell, Telling
 from manyhands.training.wishes import Wishes
 from manyhands.units import Duration
-
-Tell = Callable[[Event], None]
 
 
 class WorkersChange(Exception):
@@ -61,6 +58,7 @@ class Loop:
         self.snapshot_every = Duration.parse(settings.snapshots.every, where="snapshots.every")
         self.numbers = Numbers(parts.world.device)
         self.bad_steps = BadSteps(parts, settings.on_bad_step)
+        self.telling = Telling(parts, state, self.bad_steps, wishes, keeping, tell)
         self.before = self.mark()
         self.began = time.perf_counter() - state.seconds
         self.on_cpu = parts.world.device.type == "cpu"
@@ -272,61 +270,15 @@ class Loop:
     def read_numbers(self, *, all_of_them: bool = False) -> None:
         """Tell the steps whose numbers have come, and take from them what the workers decide together."""
         for numbers in self.numbers.read(all_of_them=all_of_them):
-            good = self.check(numbers)
-            clock, asked, joining = numbers.riders
-            state, facts = self.state, numbers.facts
-            state.seconds = clock
-            self.wishes.hear(asked)
-            self.change_granted = self.change_granted or joining > 0
-            if good:
-                state.epoch_loss += numbers.values["loss"] * facts.samples
-                state.epoch_samples += facts.samples
-            state.epoch_seconds += facts.timing.total
-            self.tell(step_done(numbers))
-        while world_notes := self.parts.world.notes:
-            self.tell(Note(text=world_notes.pop(0), step=self.state.step, time=time.time()))
-        while world_news := self.parts.world.news:
-            self.tell(world_news.pop(0)(step=self.state.step, time=time.time()))
-
-    def check(self, numbers: StepNumbers) -> bool:
-        """Whether the numbers of a step are numbers. Where not, stop, go back, or say that the step was left out."""
-        facts, trouble = numbers.facts, self.bad_steps.trouble(numbers)
-        if not trouble:
-            return True
-        shard = f" of the shard of rank {self.parts.world.rank}" if isinstance(self.parts.source, ShardedSource) else ""
-        where = f"epoch {facts.epoch}, samples {shown(facts.indices)}{shard}"
-        if facts.step in self.state.left_out:
-            trouble = "it went wrong before"
-        elif self.bad_steps.rewinds:
-            raise BadStep(facts.step, trouble, where)
-        if self.bad_steps.leave_out or self.bad_steps.rewinds:
-            text = f"step {facts.step} was left out: {trouble} ({where})"
-            self.tell(Note(text=text, step=facts.step, time=time.time()))
-            return False
-        raise TrainingError(
-            f"{trouble} in step {facts.step}",
-            where=where,
-            fix=f"{self.keeping.last_good()} Look at those samples, lower the learning rate, set clip_gradients, "
-            'or leave such steps out with on_bad_step="skip" or "rewind"',
-        )
+            joining = self.telling.of_step(numbers)
+            self.change_granted = self.change_granted or joining
+        self.telling.of_world()
 
     def end_epoch(self) -> None:
         """Tell the epoch's sums and begin new ones, where the last step ended one."""
-        if not self.ends_epoch:
-            return
-        self.read_numbers(all_of_them=True)
-        state = self.state
-        self.tell(
-            EpochDone(
-                step=state.step,
-                epoch=state.position.epoch - 1,
-                train_loss=state.epoch_loss / state.epoch_samples if state.epoch_samples else math.nan,
-                seconds=state.epoch_seconds,
-                samples=state.epoch_samples,
-                time=time.time(),
-            )
-        )
-        state.epoch_loss, state.epoch_samples, state.epoch_seconds = 0.0, 0, 0.0
+        if self.ends_epoch:
+            self.read_numbers(all_of_them=True)
+            self.telling.of_epoch()
 
     def validate_if_due(self) -> None:
         """Validate where that is due after the last step."""
@@ -399,31 +351,6 @@ def advance(schedule: LRScheduler | None) -> None:
         # fp16 leaves out steps whose gradients overflow; the schedule goes on all the same, on every worker.
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
         schedule.step()
-
-
-def step_done(numbers: StepNumbers) -> StepDone:
-    """The news of one step."""
-    facts, host = numbers.facts, numbers.facts.timing
-    return StepDone(
-        step=facts.step,
-        epoch=facts.epoch,
-        loss=numbers.values["loss"],
-        lr=facts.lr,
-        samples=facts.samples,
-        gradient_norm=numbers.gradient_norm,
-        timing=StepTiming(
-            total=host.total,
-            compute=host.work - numbers.exposed,
-            communication_exposed=numbers.exposed,
-            data_wait=host.data_wait,
-            snapshot_stall=host.snapshot_stall,
-            other=host.total - host.work - host.data_wait - host.snapshot_stall,
-        ),
-        bytes_sent=facts.bytes_sent,
-        exchange_seconds=facts.exchange_s,
-        time=facts.time,
-        values={name: value for name, value in numbers.values.items() if name != "loss"},
-    )
 
 
 def _indices(step: Step) -> list[int]:

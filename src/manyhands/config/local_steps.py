@@ -29,9 +29,14 @@ class LocalSGD:
     inside_node: Literal["exact", "alike"] = "exact"
     """What the workers of one node do among themselves, where there are several nodes of several workers each:
     `exact`: sum their gradients in every step, so that only nodes drift apart; `alike`: step alone, each of them."""
+    local_lr_scaling: Literal["auto", "sqrt"] | None = "auto"
+    """What multiplies the learning rate of those that step alone. `sqrt`: the root of their number, which gives an
+    adaptive optimizer back what a small part of the batch takes from its steps (Malladi et al. 2022, arXiv:2205.10287);
+    `auto`: that for Adam and its relatives, nothing for others; None: nothing."""
 
     def __post_init__(self) -> None:
         check_inside_node("LocalSGD", self.inside_node)
+        _check_scaling("LocalSGD", self.local_lr_scaling)
         _check_rule("LocalSGD", self.sync_rule, self.sync_every, self.sync_at_most)
         _at_least("LocalSGD", {"sync_every": (self.sync_every, 1), "sync_warmup": (self.sync_warmup, 0)})
 
@@ -67,9 +72,12 @@ class DiLoCo:
     """How outer gradients travel: any compression that `DDP` knows."""
     inside_node: Literal["exact", "alike"] = "exact"
     """As in `LocalSGD`."""
+    local_lr_scaling: Literal["auto", "sqrt"] | None = "auto"
+    """As in `LocalSGD`, for the inner optimizer."""
 
     def __post_init__(self) -> None:
         check_inside_node("DiLoCo", self.inside_node)
+        _check_scaling("DiLoCo", self.local_lr_scaling)
         _check_rule("DiLoCo", self.sync_rule, self.sync_every, self.sync_at_most)
         _at_least(
             "DiLoCo",
@@ -97,6 +105,13 @@ def check_inside_node(kind: str, value: str) -> None:
     """Raise ConfigError where `value` is no way to treat the workers of one node."""
     if value not in ("exact", "alike"):
         raise ConfigError(f"inside_node is {value!r}", where=f"{kind}(inside_node=…)", fix='give "exact" or "alike"')
+
+
+def _check_scaling(kind: str, value: str | None) -> None:
+    if value not in ("auto", "sqrt", None):
+        raise ConfigError(
+            f"local_lr_scaling is {value!r}", where=f"{kind}(local_lr_scaling=…)", fix='give "auto", "sqrt" or None'
+        )
 
 
 def _check_rule(kind: str, rule: str, every: int, most: int | None) -> None:

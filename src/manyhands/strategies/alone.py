@@ -31,6 +31,9 @@ class Drifting(Protocol):
     def average(self, model: nn.Module) -> None:
         """Replace the model of every worker by the mean over all of them."""
 
+    def about_rate(self, optimizer: Steppable) -> str:
+        """What it does to the learning rate, in a sentence for the user; empty where it does nothing."""
+
 
 @contextmanager
 def together(strategy: Any, model: nn.Module) -> Iterator[None]:

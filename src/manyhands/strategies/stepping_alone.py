@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from manyhands.communication.world import World
 from manyhands.config.local_steps import DiLoCo, LocalSGD
+from manyhands.strategies import rate_alone
 from manyhands.strategies.alone import Alone, Own, drifting, weighted_mean
 from manyhands.strategies.rounds import Rounds
 from manyhands.strategies.strategy import Compute, Piece, Scale, Shard, StepOutcome, Steppable
@@ -66,9 +67,28 @@ class SteppingAlone:
 
     def update(self, model: nn.Module, optimizer: Steppable) -> None:
         """Step alone. What is exchanged comes behind it: see `exchange`."""
-        self.own.step(optimizer)
+        by = self._lr_factor(optimizer)
+        if by != 1 and isinstance(optimizer, torch.optim.Optimizer):
+            with rate_alone.multiplied(optimizer, by, decay=False):
+                self.own.step(optimizer)
+        else:
+            self.own.step(optimizer)
         self.steps += 1
         self.rounds.saw(optimizer)
+
+    def _lr_factor(self, optimizer: Steppable) -> float:
+        """What the learning rate is multiplied by: it follows the number of those that step alone now."""
+        return rate_alone.factor(self.config.local_lr_scaling, optimizer, len(set(self.alone.node_of)))
+
+    def about_rate(self, optimizer: Steppable) -> str:
+        """What this does to the learning rate, in a sentence for the user; empty where it does nothing."""
+        by = self._lr_factor(optimizer)
+        if by == 1:
+            return ""
+        return (
+            f"{self.config.name}: {type(optimizer).__name__} steps at {by:.3g} times the learning rate, the root of "
+            f"how many step alone ({len(set(self.alone.node_of))}); local_lr_scaling=None leaves it as it is"
+        )
 
     # Workers that go and come.
 

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import torch
 
 from manyhands.errors import ConfigError
+from manyhands.strategies.rate_alone import multiplied
 from manyhands.units import Duration
 
 
@@ -58,12 +59,5 @@ class WarmUp:
     @contextmanager
     def over(self, optimizer: torch.optim.Optimizer, step: int) -> Iterator[None]:
         """Within, the groups of `optimizer` have the reduced rates of this step."""
-        factor = self.factor(step)
-        full = [group["lr"] for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * factor
-        try:
+        with multiplied(optimizer, self.factor(step)):
             yield
-        finally:
-            for group, lr in zip(optimizer.param_groups, full, strict=True):
-                group["lr"] = lr

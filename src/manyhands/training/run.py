@@ -331,6 +331,9 @@ class Run:
             notes.append("BatchNorm sees the batch of all workers; batch_norm='local' is faster and another model")
         elif self.world.size > 1 and self.settings.batch_norm == "local":
             notes.append("BatchNorm sees each worker's own samples, so the number of workers changes the model")
+        strategy = self.parts.strategy
+        if isinstance(strategy, Drifting) and (about_rate := strategy.about_rate(self.parts.optimizer)):
+            notes.append(about_rate)
         if self.recovery is None and self.world.membership is not None:
             why = why_not_survive(self.parts) or "this is not the first fit of the script"
             notes.append(f"if a worker is lost, all end ({why}); --restarts N goes on from the newest snapshot")

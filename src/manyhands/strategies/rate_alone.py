@@ -1,0 +1,58 @@
+"""The learning rate of workers that step alone, each with its part of the batch.
+
+An adaptive optimizer (Adam and its relatives) divides the gradient by the root of its mean square. Where that is mostly
+noise, the root grows as the batch shrinks: on an nth part of the batch it is √n times as large, and each step goes only
+1/√n as far in the direction that all agree on. The mean over n workers takes the noise away, but does not give that
+back: the run learns as if its rate were too small. √n times the rate does, and the mean then has the noise of a step
+of one process.
+
+Source: the square root rule for adaptive optimizers, Malladi, Lyu, Panigrahi and Arora 2022, "On the SDEs and Scaling
+Rules for Adaptive Gradient Algorithms", arXiv:2205.10287, read from the large batch to the small one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import optim
+
+ADAPTIVE: tuple[type[optim.Optimizer], ...] = (
+    optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.RMSprop, optim.Adagrad,
+)  # fmt: skip
+"""torch's optimizers whose step does not grow with the gradient. Adadelta's unit is its own, and not a rate."""
+
+
+def factor(rule: str | None, optimizer: object, count: int) -> float:
+    """What the learning rate of `optimizer` is multiplied by where `count` step alone; `rule` as in `LocalSGD`."""
+    if rule == "sqrt" or (rule == "auto" and isinstance(optimizer, ADAPTIVE)):
+        return math.sqrt(count)
+    return 1.0
+
+
+@contextmanager
+def multiplied(optimizer: optim.Optimizer, by: float, *, decay: bool = True) -> Iterator[None]:
+    """Within, every group's learning rate is `by` times what it is.
+
+    Args:
+        decay: Whether weights decay with it, where the optimizer multiplies its weight decay by the rate. If not, they
+            decay as before.
+    """
+    before = [(group["lr"], group.get("weight_decay")) for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * by
+        if not decay and _decoupled(optimizer, group):
+            group["weight_decay"] = group["weight_decay"] / by
+    try:
+        yield
+    finally:
+        for group, (lr, weight_decay) in zip(optimizer.param_groups, before, strict=True):
+            group["lr"] = lr
+            if weight_decay is not None:
+                group["weight_decay"] = weight_decay
+
+
+def _decoupled(optimizer: optim.Optimizer, group: dict[str, object]) -> bool:
+    """Whether weights decay by the rate times `weight_decay`, apart from the gradient."""
+    return isinstance(optimizer, optim.AdamW) or bool(group.get("decoupled_weight_decay"))

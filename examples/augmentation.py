@@ -32,7 +32,7 @@ order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
 train, validation = order.split([1497, 300])
 
 trainer = mh.Trainer(
-    model=nn.Sequential(
+    model=lambda: nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Dropout(0.2), nn.Linear(256, 10)
     ),
     loss=nn.CrossEntropyLoss(),

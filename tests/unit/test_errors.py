@@ -72,3 +72,23 @@ def test_traceback_is_shown_where_it_is_asked_for_and_for_errors_of_others(
     done = ended(source, **variables)
     assert done.returncode == 1
     assert "Traceback" in done.stderr
+
+
+def test_error_before_any_trainer_is_told_in_a_sentence() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import manyhands as mh\nmh.EarlyStopping('accuracy', mode='best')"],
+        env={**os.environ, "MANYHANDS_TRACE": ""},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("manyhands: ")
+    assert "Traceback" not in done.stderr
+
+
+def test_worker_of_an_agent_leaves_the_telling_to_it() -> None:
+    code = "import sys, manyhands as mh\nmh.EarlyStopping\nsys.exit(sys.excepthook is not sys.__excepthook__)"
+    for environment, told_here in [({}, 1), ({"MANYHANDS_AGENT": "/nowhere"}, 0)]:
+        done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **environment}, timeout=60, check=False)
+        assert done.returncode == told_here, environment

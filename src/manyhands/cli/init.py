@@ -23,14 +23,17 @@ images = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16
 digits = TensorDataset(images, torch.tensor(labels))
 train, validation, test = random_split(digits, [0.7, 0.15, 0.15], torch.Generator().manual_seed(0))
 
-model = nn.Sequential(
-    *(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2)),
-    *(nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2)),
-    *(nn.Flatten(), nn.Linear(128, 10)),
-)
+
+def network() -> nn.Module:  # a function: the weights come from the run's seed, so that every run begins alike
+    return nn.Sequential(
+        *(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(128, 10)),
+    )
+
 
 trainer = mh.Trainer(
-    model=model,
+    model=network,
     loss=nn.CrossEntropyLoss(),
     optimizer=lambda params: torch.optim.AdamW(params, lr=3e-3),
     data=mh.Data(train=train, validation=validation, test=test, batch_size=64),

@@ -77,7 +77,12 @@ class _Run(click.Command):
 )
 @click.option("--no-sync", is_flag=True, help="Do not bring the working directory to the hosts.")
 @click.option("--no-check", is_flag=True, help="Do not look at the hosts first; `manyhands doctor` looks closer.")
-@click.option("--encrypt", type=click.Choice(["required"]), help="Refuse links between hosts that are not encrypted.")
+@click.option(
+    "--encrypt",
+    type=click.Choice(["required"]),
+    metavar="required",
+    help="Refuse links between hosts that are not encrypted.",
+)
 @click.option(
     "-o",
     "options",
@@ -114,6 +119,8 @@ def run(**options: Any) -> int:
     """
     asked = _Asked(**options)
     job = _job(asked)
+    for note in _behind_the_script(asked):
+        print(f"manyhands: {note}", file=sys.stderr, flush=True)
     target = asked.target or ("ssh" if job.hosts else "local")
     launcher = LAUNCHERS.load(target)()
     jobs = handles.engine(launcher, target) if asked.detach else None
@@ -215,6 +222,16 @@ def _job(asked: _Asked) -> Job:
     )
     scripts.check_run_dir(job)
     return job
+
+
+def _behind_the_script(asked: _Asked) -> list[str]:
+    """What deserves a word: options of ours that stand behind the script, and so are the script's."""
+    ours = {word for option in run.params if isinstance(option, click.Option) for word in option.opts if len(word) > 2}
+    found = [word for argument in asked.arguments if (word := argument.partition("=")[0]) in ours - {"--trace"}]
+    if not found:
+        return []
+    stand, go = ("stands", "goes") if len(found) == 1 else ("stand", "go")
+    return [f"{', '.join(found)} {stand} behind {asked.script} and so {go} to it; options of `run` stand before it"]
 
 
 def _display() -> Display:

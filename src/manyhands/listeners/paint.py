@@ -11,6 +11,9 @@ _CODES: dict[Colour, int] = {
     "bold": 1, "dim": 2, "red": 31, "green": 32, "yellow": 33, "blue": 34, "magenta": 35, "cyan": 36,
 }  # fmt: skip
 _PAINT = re.compile(r"\x1b\[[0-9;]*m")
+_RULE = re.compile("─{3,}")
+_BAR = re.compile(r" *(\x1b\[[0-9;]*m)?[█▏▎▍▌▋▊▉]+ *(\x1b\[0m)?$")
+_WORD = re.compile(r" *[^ ]+")
 _PLAIN = str.maketrans({**dict(zip("━╸─★·", "=>-*-", strict=True)), **dict.fromkeys("█▉▊▋▌▍▎▏", "#"), "→": "->"})
 
 
@@ -32,6 +35,34 @@ def writable(text: str, encoding: str | None) -> str:
     except UnicodeEncodeError:
         return text.translate(_PLAIN).encode(encoding, errors="replace").decode(encoding)
     return text
+
+
+def fitted(text: str, width: int) -> str:
+    """`text`, painted or not, in lines of at most `width` columns; what goes on in the next line is indented.
+
+    Bars are left out where one of them has no room, a rule gives way, and a word that is longer stays whole.
+    """
+    lines = text.split("\n")
+    if any(len(bare(line)) > width and _BAR.search(line) for line in lines):
+        lines = [_BAR.sub("", line) for line in lines]
+    return "\n".join(_broken(line, width) for line in lines)
+
+
+def _broken(line: str, width: int) -> str:
+    excess = len(bare(line)) - width
+    if excess <= 0:
+        return line
+    if rule := _RULE.search(line):
+        line = line[: rule.start()] + "─" * max(1, len(rule[0]) - excess) + line[rule.end() :]
+    indent = " " * (len(line) - len(line.lstrip(" ")) + 2)
+    done, now = [], ""
+    for word in _WORD.findall(line):
+        if now.strip() and len(bare(now + word)) > width:
+            done.append(now)
+            now = indent + word.lstrip(" ")
+        else:
+            now += word
+    return "\n".join([*done, now])
 
 
 def bar(share: float, width: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -102,7 +101,7 @@ class ShowProgress:
                 also = f"; lost with it: {event.lost}" if event.lost else ""
                 self._voice.say(paint(f"went on {event.how} after {event.reason}: {cost}{also}", "yellow"))
             case Note():
-                self._voice.say(textwrap.fill(event.text, 80, subsequent_indent="  "))
+                self._voice.say(event.text)
 
     def _headline(self, event: RunStarted) -> str:
         record = self._record

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 from manyhands.listeners.figures import amount, clock, number, rate
-from manyhands.listeners.paint import bare, paint, writable
+from manyhands.listeners.paint import bare, fitted, paint, writable
 
 Fields = Mapping[str, Any]
 
@@ -57,7 +57,7 @@ class Display:
     def say(self, text: str) -> None:
         """Lines of our own that stay. Paint in them is taken off where it would not show."""
         self._next_plain = time.monotonic() + _PLAIN_EVERY_S
-        self._above(self._fit(text))
+        self._above(self._fit(fitted(text, _columns(self._stream)) if self._live else text))
 
     def progress(self, fields: Fields) -> None:
         """Show how far the run is: see `live_line` for the fields. `ended` takes the live line away."""
@@ -65,7 +65,7 @@ class Display:
             if fields.get("ended"):
                 self._take_down()
             elif self._live:
-                self._drawn = self._fit(live_line(fields, _columns(self._stream) - 1))
+                self._drawn = self._fit(live_line(fields, _columns(self._stream) - len("^C") - 1))
                 if not self._line_is_open:
                     self._write(self._stream, f"\r{self._drawn}\x1b[K")
             elif time.monotonic() >= self._next_plain:

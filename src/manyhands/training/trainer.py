@@ -24,7 +24,7 @@ from manyhands.config.snapshots import Snapshots
 from manyhands.config.stopping import EarlyStopping
 from manyhands.config.strategies import DDP, Strategy, named
 from manyhands.data.data import Data
-from manyhands.errors import ConfigError, speak_plainly
+from manyhands.errors import ConfigError
 from manyhands.events import Listener, TestDone
 from manyhands.records.run_directory import UNASKED, VARIABLE, RunDirectory, check_is_folder
 from manyhands.snapshot.fingerprint import fingerprint
@@ -54,7 +54,8 @@ class Trainer:
     """Trains a model on any number of workers.
 
     Args:
-        model: a module, or a callable that makes one (under the run's seed, the same on every worker).
+        model: a module, whose weights are the script's own affair, or a callable that makes one under the run's seed, so
+            that every run begins with the same weights.
         loss: `loss(model(inputs), targets)`, the mean over the samples it is given.
         optimizer: makes the optimizer of a list of parameters; called after the strategy has placed the model.
         data: the datasets and the size of the batch.
@@ -121,8 +122,6 @@ class Trainer:
         self.reporter = Reporter.from_environment()
         if self.reporter is not None:
             self.reporter.send("trainer")
-        else:
-            speak_plainly()
         if (loss is None) == (step is None):
             raise ConfigError(
                 "both loss and step are given" if loss is not None else "neither loss nor step is given",

@@ -129,6 +129,24 @@ def test_what_follows_the_script_belongs_to_the_script(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"], "a dry run touches nothing"
 
 
+@pytest.mark.parametrize(
+    ("behind", "note"),
+    [
+        (["--set=lr=1", "--workers", "7", "x"], "--set, --workers stand behind train.py and so go to it"),
+        (["--set", "lr=1"], "--set stands behind train.py and so goes to it; options of `run` stand before it"),
+        (["--epochs", "3", "--help", "-m", "--trace"], ""),
+    ],
+)
+def test_option_of_run_behind_the_script_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], behind: list[str], note: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    assert main(["run", "--dry-run", "train.py", *behind]) == 0
+    told = capsys.readouterr().err
+    assert told.startswith(f"manyhands: {note}") if note else told == ""
+
+
 def test_workers_are_as_many_as_there_are_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

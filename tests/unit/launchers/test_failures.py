@@ -85,3 +85,10 @@ def test_error_of_a_kind_that_the_head_does_not_know_keeps_its_exit_code() -> No
     error = Failure(rank=0, host="n2", error={"words": words("PluginError", 5)}).told(0)
     assert isinstance(error, ManyhandsError)
     assert (error.what, error.exit_code) == ("no such key", 5)
+
+
+def test_error_about_what_a_host_reads_names_that_host_and_the_rank() -> None:
+    error = Failure(rank=1, host="n2", error={"words": words("DataError", 2)}).told(0)
+    assert error.where == "lr, rank 1 on host n2"
+    error = Failure(rank=1, host="n2", error={"words": {**words("DataError", 2), "where": "n2:/data/a"}}).told(0)
+    assert error.where == "n2:/data/a", "the host is named already"

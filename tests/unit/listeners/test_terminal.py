@@ -288,3 +288,41 @@ def test_output_that_is_no_terminal_is_not_guarded(monkeypatch: pytest.MonkeyPat
     shows = display(stream)
     shows.guard()
     assert sys.stdout is stream
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_no_line_of_ours_is_longer_than_the_terminal_is_wide(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    monkeypatch.setattr(terminal, "_columns", lambda stream: width)
+    stream = Terminal()
+    shown = display(stream)
+    rule, bar = paint("─" * 40, "dim"), paint("█" * 28, "green")
+    shown.say(f"epoch  1/12   loss 1.2210   validation: accuracy 88.89 %, loss 1.0900{paint('  ★ best', 'green')}")
+    shown.say(f"{paint('completed', 'bold')} ─ all 12 epochs done {rule} 2 workers · ddp\n  computing  99 %  {bar}")
+    lines = [bare(line) for line in stream.getvalue().splitlines()]
+    assert max(map(len, lines)) <= width
+    assert " ".join(" ".join(lines).split()).startswith(
+        "epoch 1/12 loss 1.2210 validation: accuracy 88.89 %, loss 1.0900 ★ best completed ─ all 12 epochs done ─"
+    )
+    assert len(lines) == {40: 5, 60: 4, 80: 3, 120: 3}[width]
+
+
+def test_bars_are_left_out_together_where_one_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal, "_columns", lambda stream: 30)
+    stream = Terminal()
+    display(stream).say(f"computing  90 %  {paint('█' * 20, 'green')}\nwaiting    10 %  {paint('██▏', 'yellow')}")
+    assert [bare(line) for line in stream.getvalue().splitlines()] == ["computing  90 %", "waiting    10 %"]
+
+
+def test_lines_of_ours_stay_whole_where_there_is_no_terminal() -> None:
+    stream = io.StringIO()
+    display(stream).say("word " * 40 + "end")
+    assert stream.getvalue() == "word " * 40 + "end\n"
+
+
+def test_live_line_leaves_room_for_what_the_terminal_shows_of_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    for width in range(40, 121):
+        monkeypatch.setattr(terminal, "_columns", lambda stream, width=width: width)
+        stream = Terminal()
+        display(stream).progress(FIELDS)
+        drawn = bare(stream.getvalue().removeprefix("\r").removesuffix("\x1b[K"))
+        assert len(drawn) + len("^C") < width, "or the line that is erased would be the next one"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from manyhands import errors
-from manyhands.errors import CommunicationError, ManyhandsError, RankLost, ScriptError
+from manyhands.errors import CommunicationError, DataError, ManyhandsError, RankLost, ScriptError
 from manyhands.launchers.head.verdict import EVERY_RANK
 
 _CONSEQUENCE = re.compile(
@@ -98,7 +98,7 @@ class Failure:
                 fix="see whether that host is up, reachable and has memory left; then start the same command again",
             )
         if self.error is not None and (words := self.error.get("words")):
-            return _rebuilt(words)
+            return self._with_place(_rebuilt(words))
         if self.error is not None:
             summary = str(self.error.get("summary", "an error"))
             return ScriptError(f"{who} failed with {summary}{rest}", where=self.log, fix="see the traceback above")
@@ -109,6 +109,13 @@ class Failure:
         return ScriptError(
             f"{who} ended with exit code {self.code}{rest}", where=self.log, fix="its last lines, above, may say why"
         )
+
+    def _with_place(self, error: ManyhandsError) -> ManyhandsError:
+        """The same, with host and rank where the reason may lie in that host alone, as with what it reads."""
+        if not isinstance(error, DataError) or self.host in error.where:
+            return error
+        place = f"rank {self.rank} on host {self.host}"
+        return type(error)(error.what, where=f"{error.where}, {place}" if error.where else place, fix=error.fix)
 
 
 def first(failures: list[Failure]) -> Failure:

@@ -6,6 +6,7 @@ the last learning rate): a thousand points a second would cost training more tha
 
 from __future__ import annotations
 
+import concurrent.futures.thread  # noqa: F401  # what TensorBoard imports cannot be imported first at the very end
 import os
 import socket
 import time

@@ -54,8 +54,8 @@ class Trainer:
     """Trains a model on any number of workers.
 
     Args:
-        model: a module, whose weights are the script's own affair, or a callable that makes one under the run's seed, so
-            that every run begins with the same weights.
+        model: a module, whose weights are the script's own affair, or a callable that makes one under the run's seed,
+            so that every run begins with the same weights.
         loss: `loss(model(inputs), targets)`, the mean over the samples it is given.
         optimizer: makes the optimizer of a list of parameters; called after the strategy has placed the model.
         data: the datasets and the size of the batch.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -73,3 +74,25 @@ def test_tensorboard_is_not_imported_before_there_is_something_to_draw(tmp_path:
     )
     subprocess.run([sys.executable, "-c", code], check=True)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_script_that_fails_before_anything_is_drawn_ends_with_its_own_error_and_leaves_its_steps(
+    tmp_path: Path,
+) -> None:
+    code = f"""
+from pathlib import Path
+from stories import stepped
+from manyhands.listeners.tensorboard import WriteTensorBoard
+WriteTensorBoard(Path({str(tmp_path)!r}))(stepped(1, loss=2.0))
+raise RuntimeError("the script fails")
+"""
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stderr.splitlines()[-1] == "RuntimeError: the script fails"
+    assert points(tmp_path, "train/loss") == [(1, 2.0)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -78,8 +79,9 @@ def alive_workers(pids: Path) -> list[int]:
     found = []
     for path in pids.iterdir():
         rank, pid = map(int, path.name.split("-"))
-        if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-            found.append((rank, path.stat().st_mtime, pid))
+        with contextlib.suppress(psutil.NoSuchProcess):  # it may end at any moment
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                found.append((rank, path.stat().st_mtime, pid))
     return [pid for _, _, pid in sorted(found)]
 
 
@@ -95,8 +97,9 @@ def kill_all(process: subprocess.Popen[str]) -> None:
     family = [psutil.Process(process.pid)]
     family += family[0].children(recursive=True)
     for one in family:
-        if one.is_running():
-            os.kill(one.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            if one.is_running():
+                os.kill(one.pid, signal.SIGKILL)
     process.communicate()
     psutil.wait_procs(family, timeout=10)
 

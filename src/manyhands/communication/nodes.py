@@ -82,6 +82,11 @@ class Node:
         """The node of each worker, by rank."""
 
     @property
+    def rank(self) -> int:
+        """This worker's number in the node, from 0."""
+        return self.link.rank
+
+    @property
     def size(self) -> int:
         """Workers of this node."""
         return self.link.size

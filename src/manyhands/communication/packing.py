@@ -37,6 +37,14 @@ class Members(Protocol):
 
     device: torch.device
 
+    @property
+    def rank(self) -> int:
+        """This worker's number among them, from 0."""
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+
     def start_all_reduce(self, tensor: Tensor) -> Work:
         """Begin to sum `tensor` over them, in place."""
 
@@ -52,17 +60,16 @@ class ReadyOrder:
 
     def __init__(self, parameters: Sequence[nn.Parameter], world: Members) -> None:
         self.world = world
-        self.number_of: dict[Tensor, int] = {parameter: number for number, parameter in enumerate(parameters)}
         self.guess = list(reversed(range(len(parameters))))
         """Until it is known: the last layer's gradient comes first."""
         self.seen: list[int] | None = []
         """Parameters by number as their gradients came, while that is being found out; None afterwards."""
         self.present = self.guess
 
-    def note(self, parameter: Tensor) -> None:
-        """The gradient of `parameter` is ready."""
+    def note(self, number: int) -> None:
+        """The gradient of the parameter of this number is ready."""
         if self.seen is not None:
-            self.seen.append(self.number_of[parameter])
+            self.seen.append(number)
 
     def agree(self) -> list[int] | None:
         """The order that the leader saw, on every worker, the parameters it did not use last; None where known."""

@@ -144,22 +144,23 @@ class DataParallel:
         last = scale(tally.add(compute(model, pieces[-1]), pieces[-1].weight)) if pieces else None
         if watch is not None:
             watch.backward()
-        buckets.arm()
-        # Before the backward pass, which hides it; but where a compression keeps something it is the word that all have
+        # The tally travels with the gradients; but where a compression keeps something it is the word that all have
         # every sum: whoever gets it knows that no other will have to do the step again with what it keeps changed.
         last_word = buckets.compressing and self.world.membership is not None
-        summed = None if last_word else tally.start_sum(self.world)
+        rides = self.world.size > 1 and not last_word
+        buckets.arm(tally.packed(self.world.device) if rides else None)
         if last is not None:
             last.backward()
         if watch is not None:
             watch.computed()
-        buckets.finish()
+        summed = buckets.finish()
         if self.world.size > 1 and self.world.device.type == "cpu" and buckets.buckets:
             self.world.exchange_s += time.perf_counter() - buckets.first_left
-        if last_word:
-            self._whole = True
-            summed = tally.start_sum(self.world)
-        self.world.wait(summed)
+        self._whole = last_word
+        if summed is None:
+            self.world.wait(tally.start_sum(self.world))
+        else:
+            tally.take(summed)
         outcome = tally.outcome()
         if self.config.compression_errors and buckets.compressor is not None:
             errors = buckets.compressor.errors()

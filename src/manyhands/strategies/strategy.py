@@ -73,18 +73,25 @@ class Tally:
             self.values[name] = self.values[name] + part if name in self.values else part
         return values["loss"] if weight == 1 else values["loss"] * weight
 
+    def packed(self, device: torch.device) -> Tensor:
+        """What this worker has so far, to be summed over the workers: float64, shape (values and riders,)."""
+        own = [value.double().reshape(1) for value in self.values.values()]
+        own = own or [torch.zeros(1, dtype=torch.float64, device=device)]  # without samples a worker takes part, too
+        return torch.cat([*own, torch.tensor(self.riders, dtype=torch.float64).to(device, non_blocking=True)])
+
+    def take(self, summed: Tensor) -> None:
+        """Have the sums over the workers of what `packed` gave, in place of this worker's own."""
+        names = list(self.values) or ["loss"]  # a worker without samples has no other values, by contract
+        self.values = dict(zip(names, summed, strict=False))
+        self.riders = summed[len(names) :]
+
     def start_sum(self, world: World) -> Work:
         """Begin to sum over the workers; nothing may be read before the wait for it is over."""
         if world.size == 1:
             return None
-        names = list(self.values) or ["loss"]  # a worker without samples takes part; it has no other values by contract
-        own = [value.double().reshape(1) for value in self.values.values()]
-        own = own or [torch.zeros(1, dtype=torch.float64, device=world.device)]
-        riders = torch.tensor(self.riders, dtype=torch.float64).to(world.device, non_blocking=True)
-        vector = torch.cat([*own, riders])
+        vector = self.packed(world.device)
         work = world.start_all_reduce(vector)
-        self.values = dict(zip(names, vector, strict=False))
-        self.riders = vector[len(names) :]
+        self.take(vector)
         return work
 
     def outcome(self) -> StepOutcome:

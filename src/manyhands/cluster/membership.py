@@ -3,17 +3,21 @@
 One connection per worker to the socket of its agent, both ways, one JSON object per line. The agent passes everything
 on between its workers and the head, which alone decides. From the worker (`kind`):
 
-    enrol      most                      training has begun: from now on others may go, and this worker goes on
-    regroup    step                      the group is broken, or is to change: this worker has finished so many steps
-    join                                 a worker that was started later is ready to be one of them
-    withdraw                             training is over: nobody can go on without this worker, or come to it
+    begin      call, most                a call that all make together has begun: others may go, and this worker goes on
+    done       call, outcome             it is over, on every worker, and the script goes its own way until the next
+    regroup    call, step                the group is broken, or is to change: this worker has finished so many steps
+    join       call, most                a worker that was started later is ready to be one of them
+    withdraw                             from now on nobody can go on without this worker, or come to it
+
+Calls (`fit`, `test`, …) are numbered in the order in which the script makes them, from 1.
 
 To the worker (`message`):
 
     change     group                     somebody waits to join `group`'s workers: meet when all have finished a step
     broken     group                     somebody of `group` is gone: whoever waits for them waits in vain
     group      see `Group`               the answer to `regroup` and `join`
-    refused    reason                    the other answer: nobody goes on
+    passed     call, outcome             another answer: the others have finished that call
+    refused    reason                    the last one: nobody goes on
 """
 
 from __future__ import annotations
@@ -71,11 +75,20 @@ class Refused(Exception):
     """The head says that nobody goes on."""
 
 
+class Passed(Exception):
+    """The others have finished the call that this worker stands in."""
+
+    def __init__(self, outcome: Any) -> None:
+        super().__init__("the others have finished this call")
+        self.outcome = outcome
+        """What came out of it, as one of them has told it."""
+
+
 class Membership:
     """One worker's line to its agent. Its thread listens; whatever it hears wakes the one that trains."""
 
     def __init__(self, address: str, *, member: int, local_rank: int, joins: bool) -> None:
-        """Remember how to reach the agent; `enrol` and `join` connect."""
+        """Remember how to reach the agent; `begin` and `join` connect."""
         self.joins = joins
         """Whether this worker was started while others train, and has not met them yet."""
         self.on_broken: Callable[[], None] = _nothing
@@ -102,32 +115,38 @@ class Membership:
             joins=bool(variables.get(JOINS)),
         )
 
-    def enrol(self, *, most: int) -> None:
-        """From now on the others may go. `most`: any number of workers up to this gives the same bits; 0: none does."""
+    def begin(self, call: int, *, most: int) -> None:
+        """A call begins: the others may go. `most`: any number of workers up to this gives the same bits; 0: none."""
         self._connect()
-        self._send("enrol", most=most)
+        self._send("begin", call=call, most=most)
 
-    def join(self, *, most: int) -> Group:
+    def done(self, call: int, outcome: Any) -> None:
+        """A call is over on every worker. `outcome` (plain values) is for those that were not there."""
+        self._send("done", call=call, outcome=outcome)
+
+    def join(self, call: int, *, most: int) -> Group:
         """Wait until the others take this worker in.
 
         Raises:
+            Passed: they have finished that call.
             Refused: they do not.
         """
         self._connect()
-        self._send("join", most=most)
+        self._send("join", call=call, most=most)
         return self._answer()
 
-    def regroup(self, step: int) -> Group:
+    def regroup(self, call: int, step: int) -> Group:
         """Wait until it is known who goes on.
 
         Raises:
+            Passed: the others have finished that call.
             Refused: nobody does.
         """
-        self._send("regroup", step=step, group=self.group)
+        self._send("regroup", call=call, step=step, group=self.group)
         return self._answer()
 
     def withdraw(self) -> None:
-        """Say that training is over. Safe to call twice."""
+        """Say that nobody can go on without this worker any more. Safe to call twice."""
         if self._socket is not None and os.getpid() == self._process:
             self._send("withdraw")
             with contextlib.suppress(OSError):
@@ -149,6 +168,8 @@ class Membership:
 
     def _answer(self) -> Group:
         answer = self._answers.get()
+        if answer["message"] == "passed":
+            raise Passed(answer["outcome"])
         if answer["message"] != "group":
             raise Refused(answer.get("reason", ""))
         group = Group.from_message(answer)
@@ -162,7 +183,7 @@ class Membership:
         self._answers.put({"message": "refused", "reason": "the agent of this host is gone"})
 
     def _hear(self, message: dict[str, Any]) -> None:
-        if message["message"] in ("group", "refused"):
+        if message["message"] in ("group", "passed", "refused"):
             self._answers.put(message)
         elif message["group"] == self.group:
             if message["message"] == "change":

@@ -106,6 +106,11 @@ class World:
         return self.rank == 0
 
     @property
+    def is_broken(self) -> bool:
+        """Whether the present group was aborted, so that no exchange in it would come to an end."""
+        return self._broken_at > 0
+
+    @property
     def is_shared(self) -> bool:
         """Whether there are other workers, or may be some day."""
         return self.size > 1 or self.membership is not None

@@ -11,12 +11,12 @@ from torch import nn
 
 from manyhands.config.stopping import EarlyStopping
 from manyhands.data import randomness
-from manyhands.errors import ConfigError
+from manyhands.errors import ConfigError, SnapshotError
 from manyhands.events import Note, SnapshotCopied, SnapshotSaved, SnapshotSkipped
 from manyhands.records.manifest import Facts
 from manyhands.records.run_directory import RunDirectory
 from manyhands.snapshot.fingerprint import fingerprint
-from manyhands.snapshot.load import Loaded, same_model
+from manyhands.snapshot.load import Loaded, load, same_model
 from manyhands.snapshot.store import Store
 from manyhands.strategies.alone import Drifting, together
 from manyhands.training.build import Parts
@@ -75,29 +75,15 @@ class Keeping:
 
         Where models drift apart, theirs is the mean, for which all must call this; with `own` it is this worker's.
         """
-        parts = self.parts
-        return {
-            "model": dict(parts.model.state_dict()) if own else self._model(),
-            "optimizer": parts.optimizer.state_dict(),
-            "schedule": {} if parts.schedule is None else _plain(parts.schedule.state_dict()),
-            "scaler": parts.precision.state_dict(),
-            "run": state.to_dict(),
-            "random": _random_states(),
-        }
+        held = held_by(self.parts)
+        return {**held, "model": held["model"] if own else self._model(), "run": state.to_dict()}
 
     def take_up(self, kept: dict[str, Any], *, own: bool = False) -> None:
         """Put what `everything` gave, here or on another worker, into the parts of this one.
 
         `own`: this worker has stepped alone, and keeps its model and optimizer.
         """
-        parts = self.parts
-        if not own:
-            load_model(parts.model, kept["model"])
-            parts.optimizer.load_state_dict(kept["optimizer"])
-        if parts.schedule is not None:
-            parts.schedule.load_state_dict(kept["schedule"])
-        parts.precision.load_state_dict(kept["scaler"])
-        torch.set_rng_state(kept["random"]["torch"])
+        take_up(self.parts, kept, own=own)
 
     def save(self, state: RunState) -> None:
         """Begin a snapshot of everything."""
@@ -219,6 +205,17 @@ class Keeping:
         )
         return RunState.from_dict(kept["run"], own.get("stream", {})), loaded
 
+    def take_end(self, step: int) -> bool:
+        """Take up the snapshot of `step`, as this worker finds it on the disk. Whether it was there, and whole."""
+        self.store.wait()
+        try:
+            loaded = load(self.store.folder / f"step-{step:08d}", same_model(fingerprint(self.parts.model)))
+        except (SnapshotError, OSError):
+            return False
+        self.take_up(loaded.state)
+        self.saved_at = step
+        return True
+
     def _facts(self, state: RunState) -> Facts:
         position = state.position
         return Facts(
@@ -228,6 +225,28 @@ class Keeping:
             strategy=self.strategy,
             model=fingerprint(self.parts.model),
         )
+
+
+def held_by(parts: Parts) -> dict[str, Any]:
+    """Model, optimizer and what goes with them; the tensors are those in use."""
+    return {
+        "model": dict(parts.model.state_dict()),
+        "optimizer": parts.optimizer.state_dict(),
+        "schedule": {} if parts.schedule is None else _plain(parts.schedule.state_dict()),
+        "scaler": parts.precision.state_dict(),
+        "random": _random_states(),
+    }
+
+
+def take_up(parts: Parts, kept: dict[str, Any], *, own: bool = False) -> None:
+    """Put what `held_by` gave, here or on another worker, into `parts`; model and optimizer not where `own`."""
+    if not own:
+        load_model(parts.model, kept["model"])
+        parts.optimizer.load_state_dict(kept["optimizer"])
+    if parts.schedule is not None:
+        parts.schedule.load_state_dict(kept["schedule"])
+    parts.precision.load_state_dict(kept["scaler"])
+    torch.set_rng_state(kept["random"]["torch"])
 
 
 @torch.no_grad()

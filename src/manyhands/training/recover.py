@@ -19,23 +19,23 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from manyhands.cluster.membership import Group, Membership, Refused
+from manyhands.cluster.membership import Group
 from manyhands.communication import handover
-from manyhands.communication.world import World, is_break
-from manyhands.errors import CommunicationError
 from manyhands.events import EpochDone, Event, Note, Recovered, RunStarted, StepDone, StepTiming, ValidationDone
 from manyhands.snapshot.skeleton import put_together, take_apart
 from manyhands.strategies.strategy import Survivable
 from manyhands.training.build import Parts
+from manyhands.training.calls import Calls, Holder
 from manyhands.training.keeping import Keeping
 from manyhands.training.loop import Loop
 from manyhands.training.marks import Mark
+from manyhands.training.reunion import Reunion
 from manyhands.training.source import ShardedSource
 from manyhands.training.state import RunState
 
@@ -48,6 +48,10 @@ class Records(Protocol):
     """What the run writes and says, as far as going on needs it."""
 
     started: RunStarted | None
+    state: RunState
+
+    def begin(self, loop: Loop) -> None:
+        """Open the records, take up the newest snapshot, and tell where the run begins. Every worker calls this."""
 
     def remembered(self) -> list[Event]:
         """What was told last, oldest first."""
@@ -55,11 +59,8 @@ class Records(Protocol):
     def tell(self, event: Event) -> None:
         """Remember it and tell the listeners."""
 
-    def lead(self) -> Callable[[Event], bool] | None:
-        """Be the leader from now on. What comes back says of an event whether the last leader has written it.
-
-        None where this worker has been the leader before.
-        """
+    def take_lead(self) -> None:
+        """Be the leader from now on, and tell what every worker knows and the last leader has not written."""
 
     def copy_records(self) -> None:
         """Where hosts share no disk, see that another one has the records, too. Every worker calls this."""
@@ -101,6 +102,8 @@ class Standing:
     tried: int
     """The step that broke off; 0 where none did."""
     lost_snapshot: int
+    new: int = 0
+    """Whether it lacks what the others hold of other trainers, too."""
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -113,114 +116,99 @@ def farthest(standings: list[Standing]) -> int:
     return max(range(len(standings)), key=lambda rank: (standings[rank].progress, -rank))
 
 
-class NobodyHasIt(Exception):
-    """There are only snapshots left."""
+class Recovery(Reunion):
+    """Takes one worker through the changes of the workers while it trains."""
 
-
-class Recovery:
-    """Takes one worker through a change of the workers."""
-
-    def __init__(self, parts: Parts, keeping: Keeping, state: RunState, records: Records, *, most: int) -> None:
+    def __init__(self, calls: Calls, holder: Holder, keeping: Keeping, records: Records, *, most: int) -> None:
         """`most`: any number of workers up to this gives the same bits; 0: each gives its own."""
-        assert parts.world.membership is not None, "can_survive() comes before"
-        self.parts, self.keeping, self.state, self.records, self.most = parts, keeping, state, records, most
-        self.world: World = parts.world
-        self.membership: Membership = parts.world.membership
-        assert isinstance(parts.strategy, Survivable), "can_survive() comes before"
-        self.strategy: Survivable = parts.strategy
+        super().__init__(calls, most=most, run=None)
+        self.holder, self.parts, self.keeping, self.records = holder, holder.parts, keeping, records
+        self.state = records.state
+        assert isinstance(self.parts.strategy, Survivable), "can_survive() comes before"
+        self.strategy: Survivable = self.parts.strategy
+        self._loop: Loop | None = None
         self.size = self.world.size
         """How many trained together the last time that all was well."""
         self.lost = ""
         """What went with those that are gone, in words."""
 
-    def enrol(self) -> None:
-        """Training begins: from now on workers may go and come."""
-        self.membership.enrol(most=self.most)
+    @property
+    def loop(self) -> Loop:
+        """The one that is taken through."""
+        assert self._loop is not None, "use() comes before"
+        return self._loop
 
-    def withdraw(self) -> None:
-        """Training is over."""
-        self.membership.withdraw()
+    def use(self, loop: Loop) -> None:
+        """Take `loop` through the changes."""
+        self._loop = loop
 
-    def join(self, loop: Loop) -> None:
+    def join(self) -> None:
         """Come to those that train, and take their state.
 
         Raises:
+            Passed: they have finished this call.
             CommunicationError: they are no more.
         """
-        self.state.step = _NOWHERE
-        try:
-            group = self.membership.join(most=self.most)
-        except Refused as refused:
-            raise CommunicationError(
-                f"this worker was to join others, and they do not go on: {refused}",
-                where="recovery",
-                fix="see what was printed about the others",
-            ) from None
-        try:
-            self._meet(group, loop, lost=False)
-        except NobodyHasIt as nobody:
-            raise CommunicationError(str(nobody), where="recovery", fix="start it again") from None
-        except Exception as error:
-            if not is_break(error):
-                raise
-            self.go_on(loop, error)
+        self.stand_nowhere()
+        super().join()
 
-    def go_on(self, loop: Loop, error: Exception) -> None:
-        """Leave the group that broke or is to change, meet those that are left, and stand where training can go on.
+    def stand_nowhere(self) -> None:
+        """What this worker has of this training is of no use to others."""
+        self.state.step = _NOWHERE
+
+    def let_go(self) -> bool:
+        """Have nothing under way in the group that is left. Whether a snapshot is lost by it."""
+        self.strategy.let_go()
+        return self.keeping.abandon()
+
+    def progress(self) -> int:
+        """Steps finished."""
+        return self.state.step
+
+    def meet(self, group: Group, *, lost: bool) -> None:
+        """Be in the new group, and as far as the farthest in it.
 
         Raises:
-            Exception: `error`, where nobody goes on.
+            NobodyHasIt: all are new.
         """
-        lost = False
-        while True:
-            if is_break(error):
-                self.world.abort()  # so that the others, and threads of Gloo that still wait, hear of it at once
-            self.strategy.let_go()
-            lost = self.keeping.abandon() or lost
-            try:
-                group = self.membership.regroup(self.state.step)
-            except Refused:
-                raise error from None
-            try:
-                self._meet(group, loop, lost=lost)
-            except NobodyHasIt:
-                raise error from None
-            except Exception as again:
-                if not is_break(again):
-                    raise
-                error = again
-            else:
-                return
-
-    def _meet(self, group: Group, loop: Loop, *, lost: bool) -> None:
-        world = self.world
+        world, loop = self.world, self.loop
         led = world.is_leader and not world.apart
         world.enter(group)
         self.membership.change_asked = loop.change_granted = False
         loop.read_numbers(all_of_them=True)  # so that the state is that of the step that was finished
         lost = lost or (world.is_leader and not led and self._half_saved())
-        standings = self._standings(loop, lost=lost)
+        standings = self._standings(lost=lost)
+        new = [rank for rank, found in enumerate(standings) if found.new]
         source = farthest(standings)
         if standings[source].step == _NOWHERE:
-            raise NobodyHasIt("no worker is left that holds the state of the run")
-        new = standings[world.rank].step == _NOWHERE
-        loop.settle(finished=standings[source].step > standings[world.rank].step)
+            self.give_to_new(new)
+            self.records.begin(loop)  # nobody had come to the first step
+        else:
+            self._catch_up(group, standings, source, new)
+        self.size = world.size
+        self._tell(group, redone=max(0, max(standing.tried for standing in standings) - self.state.step))
+        self.lost = ""
+        self.records.copy_records()
+
+    def _catch_up(self, group: Group, standings: list[Standing], source: int, new: list[int]) -> None:
+        """Be as far as worker `source`, with all that it holds."""
+        world, loop = self.world, self.loop
+        own = standings[world.rank]
+        loop.settle(finished=standings[source].step > own.step)
+        self.calls.hand_over(new, source, but=self.holder)
         self._hand_over(standings, source, loop)
+        self.calls.new = False
         self.parts.recut(self.parts.batch)
-        lost_now = self.strategy.meet(source, new=new, gone=self._gone(group))
+        lost_now = self.strategy.meet(source, new=own.step == _NOWHERE, gone=self._gone(group))
+        self.holder.group = group.number
         self.lost = "; ".join(dict.fromkeys(filter(None, [self.lost, lost_now])))
-        tried = max(standing.tried for standing in standings)
         if any(standing.lost_snapshot for standing in standings):
             self.keeping.saved_at, loop.save_again = _NOWHERE, True
             loop.duties_done = min(loop.duties_done, len(loop.duties) - 1)
-        loop.under_way, loop.tried, loop.torn, self.size = 0, 0, False, world.size
+        loop.under_way, loop.tried, loop.torn = 0, 0, False
         if world.is_leader:
             loop.began = time.perf_counter() - self.state.seconds
         self.records.open_samples()
-        if world.is_leader:
-            self._tell(group, loop, redone=max(0, tried - self.state.step))
-        self.lost = ""
-        self.records.copy_records()
 
     def _gone(self, group: Group) -> int:
         """How many of those that trained are no more."""
@@ -231,10 +219,11 @@ class Recovery:
         saved_at = self.keeping.saved_at
         return saved_at >= 0 and not (self.keeping.store.folder / f"step-{saved_at:08d}").exists()
 
-    def _standings(self, loop: Loop, *, lost: bool) -> list[Standing]:
+    def _standings(self, *, lost: bool) -> list[Standing]:
+        loop = self.loop
         step = _NOWHERE if loop.torn else self.state.step
         tried = max(loop.tried, loop.under_way)
-        own = torch.tensor([step, loop.duties_done, tried, lost], dtype=torch.int64)
+        own = torch.tensor([step, loop.duties_done, tried, lost, self.calls.new], dtype=torch.int64)
         return [Standing(*row) for row in self.world.stack(own).tolist()]
 
     # State from one to the other.
@@ -284,8 +273,7 @@ class Recovery:
         if not (was_here and loop.exchanges):
             self.strategy.take_shared(given["strategy"])
         seen = {(type(event), event.step) for event in self.records.remembered()}
-        for entry in dataclasses.fields(RunState):
-            setattr(self.state, entry.name, getattr(new, entry.name))
+        self.state.become(new)
         self.parts.batch = given["batch"]
         if self.records.started is None and given["started"] is not None:
             self.records.started = RunStarted(**given["started"])
@@ -300,13 +288,13 @@ class Recovery:
 
     # What is said of it.
 
-    def _tell(self, group: Group, loop: Loop, *, redone: int) -> None:
-        was_told = self.records.lead()
-        if was_told is not None:
-            _tell_again(self.records, was_told)
+    def _tell(self, group: Group, *, redone: int) -> None:
+        if not self.world.is_leader:
+            return
+        self.records.take_lead()
         now = time.time()
         if group.reason:
-            lost_s = max(0.0, now - loop.since)
+            lost_s = max(0.0, now - self.loop.since)
             self.records.tell(
                 Recovered(
                     step=self.state.step,
@@ -323,13 +311,8 @@ class Recovery:
         self.records.flush()  # the next failure may come soon, and to this worker
 
 
-def _tell_again(records: Records, was_told: Callable[[Event], bool]) -> None:
-    for event in _of_all(records.remembered()):
-        if not was_told(event):
-            records.tell(event)
-
-
-def _of_all(events: Iterable[Event]) -> list[Event]:
+def told_by_all(events: Iterable[Event]) -> list[Event]:
+    """Those that a new leader tells, where the last one has not written them."""
     return [event for event in events if type(event).__name__ in _TOLD_BY_ALL]
 
 

@@ -6,7 +6,6 @@ is computed: its samples are passed over, it keeps its number, and the schedule 
 
 from __future__ import annotations
 
-import dataclasses
 import time
 
 from manyhands.errors import TrainingError
@@ -14,7 +13,6 @@ from manyhands.events import Recovered
 from manyhands.training.bad_steps import BadStep
 from manyhands.training.keeping import Keeping
 from manyhands.training.loop import Loop
-from manyhands.training.state import RunState
 
 MOST_IN_A_ROW = 3
 """So many steps after one snapshot are passed over; then it is not the samples that are bad."""
@@ -47,8 +45,7 @@ def go_back(bad: BadStep, loop: Loop, keeping: Keeping) -> Recovered:
     left_out = tuple(sorted({*state.left_out, bad.step}))
     redone = bad.step - 1 - found.step
     lost_s = max(0.0, reached_s - found.seconds) + time.time() - began
-    for entry in dataclasses.fields(RunState):
-        setattr(state, entry.name, getattr(found, entry.name))
+    state.become(found)
     state.left_out, state.seconds = left_out, reached_s  # the clock goes on, and limits on time with it
     loop.stand()
     return Recovered(

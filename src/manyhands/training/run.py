@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-import torch
-
+from manyhands.cluster.membership import Passed
 from manyhands.cluster.reports import Reporter
 from manyhands.communication.gathering import gather_words
 from manyhands.communication.world import is_break
 from manyhands.config.settings import Settings
 from manyhands.config.stopping import EarlyStopping
 from manyhands.config.strategies import Single
-from manyhands.errors import ManyhandsError
+from manyhands.errors import CommunicationError, ManyhandsError
 from manyhands.events import Event, Listener, Note, RunEnded, RunStarted, StepDone
 from manyhands.listeners.broadcast import Broadcast
 from manyhands.listeners.metrics_file import WriteMetrics
@@ -27,21 +28,21 @@ from manyhands.records.run_directory import RunDirectory
 from manyhands.records.run_record import RunRecord, plain_settings, versions_for
 from manyhands.records.samples import SamplesFile
 from manyhands.snapshot.fingerprint import weights_sha256
+from manyhands.snapshot.load import Loaded
 from manyhands.strategies.alone import Drifting
 from manyhands.training.bad_steps import BadStep
-from manyhands.training.build import Parts
+from manyhands.training.calls import Calls, Holder
 from manyhands.training.copies import copy_records, restore_records
 from manyhands.training.evaluate import Evaluation
 from manyhands.training.keeping import Keeping
 from manyhands.training.loop import Loop, WorkersChange
-from manyhands.training.marks import reached
-from manyhands.training.recover import Recovery, why_not_survive
+from manyhands.training.notes import notes
+from manyhands.training.recover import Recovery, told_by_all, why_not_survive
 from manyhands.training.result import Result
 from manyhands.training.rewind import go_back
 from manyhands.training.second_place import SecondPlace
 from manyhands.training.state import RunState
 from manyhands.training.wishes import Wishes
-from manyhands.units import Duration
 
 _RECENT_EVENTS = 4096
 
@@ -52,58 +53,70 @@ class Run:
     def __init__(
         self,
         *,
-        parts: Parts,
+        calls: Calls,
+        holder: Holder,
         settings: Settings,
         directory: RunDirectory,
         script: Path,
         validation: Evaluation | None,
         listeners: Sequence[Listener],
         reporter: Reporter | None,
-        survive: bool = False,
     ) -> None:
-        """Open the run directory, and take up its newest snapshot that fits. `survive`: go on without those who die.
-
-        Raises:
-            ConfigError: the directory is that of another script.
-            SnapshotError: there are snapshots, and none can be gone on from.
-        """
-        self.parts, self.settings, self.directory, self.validation = parts, settings, directory, validation
-        self.world = parts.world
+        """Nothing is opened, and no other worker met, before `fit`."""
+        self.calls, self.holder = calls, holder
+        self.parts, self.settings, self.directory, self.validation = holder.parts, settings, directory, validation
+        self.world = self.parts.world
         self.reporter = reporter
         self.news = Broadcast([])
         self.recent: deque[Event] = deque(maxlen=_RECENT_EVENTS)
         """What was told last, on every worker: should the leader go, another one knows what it had not yet written."""
         self.script, self.listeners = script, listeners
-        if self.world.is_leader and not self.world.apart:
-            directory.open_for(script)
-        self.world.barrier()  # nobody looks into the directory before the leader has made it
-        strategy = settings.strategy.name if self.world.is_shared else Single.name
+        self.strategy = settings.strategy.name if self.world.is_shared else Single.name
         to, keep = settings.snapshots.to, settings.snapshots.keep
         second = SecondPlace(to, directory, keep=keep, script=script, world=self.world) if to is not None else None
         self.keeping = Keeping(
-            parts,
+            self.parts,
             directory,
             keep=keep,
-            strategy=strategy,
+            strategy=self.strategy,
             rule=settings.early_stopping or EarlyStopping(),
             tell=self.tell,
             second=second,
         )
-        self.state, self.loaded = (RunState(), None) if self.world.apart else self.keeping.begin()
+        self.state = RunState()
+        self.loaded: Loaded | None = None
         self.started: RunStarted | None = None
-        self.recovery = (
-            Recovery(parts, self.keeping, self.state, self, most=settings.virtual_workers or 0) if survive else None
-        )
+        self.recovery: Recovery | None = None
         self.samples: SamplesFile | None = None
         self.led = False
         self.copies = False
         """Whether this worker writes a copy of the leader's records, on a disk that others do not see."""
-        if not self.world.apart:
-            self.open_records(strategy)
-            if second is not None:
-                second.catch_up()
 
-    def open_records(self, strategy: str) -> None:
+    def begin(self, loop: Loop) -> None:
+        """Open the run directory, take up its newest snapshot that fits, and tell where the run begins.
+
+        Every worker calls this; where it breaks off, once more.
+
+        Raises:
+            ConfigError: the directory is that of another script.
+            SnapshotError: there are snapshots, and none can be gone on from.
+        """
+        self.close()
+        self.news, self.led, self.copies = Broadcast([]), False, False
+        self.holder.refresh()
+        if self.world.is_leader:
+            self.directory.open_for(self.script)
+        self.world.barrier()  # nobody looks into the directory before the leader has made it
+        found, self.loaded = self.keeping.begin()
+        self.state.become(found)
+        loop.stand()
+        loop.began = time.perf_counter() - self.state.seconds
+        self.open_records()
+        if self.keeping.second is not None:
+            self.keeping.second.catch_up()
+        self.announce(loop)
+
+    def open_records(self) -> None:
         """Record what was asked, and let the leader have its listeners."""
         hosts = gather_words(self.world, socket.gethostname())
         if self.keeping.store.apart:
@@ -117,7 +130,7 @@ class Run:
                 versions=versions_for(self.script),
                 hosts=list(dict.fromkeys(hosts)),
                 workers=self.world.size,
-                strategy=strategy,
+                strategy=self.strategy,
                 backend=self.world.backend if self.world.size > 1 else None,
                 started=time.time(),
             )
@@ -126,6 +139,15 @@ class Run:
             self.led = True
         self.copy_records()
         self.open_samples()
+
+    def take_lead(self) -> None:
+        """Be the leader from now on, and tell what every worker knows and the last leader has not written."""
+        was_told = self.lead()
+        if was_told is None:
+            return
+        for event in told_by_all(self.remembered()):
+            if not was_told(event):
+                self.tell(event)
 
     def lead(self) -> Callable[[Event], bool] | None:
         """Take over the records of a leader that is gone. Says of an event whether that one has written it."""
@@ -185,13 +207,42 @@ class Run:
 
     def fit(self) -> Result:
         """Train until the run is as long as was asked, and record how it ended."""
-        state = self.state
-        wishes = Wishes()
-        recovery = self.recovery
+        goes_on = self.calls.begin(most=self.settings.virtual_workers or 0, survives=not why_not_survive(self.parts))
+        if goes_on:
+            most = self.settings.virtual_workers or 0
+            self.recovery = Recovery(self.calls, self.holder, self.keeping, self, most=most)
+        try:
+            outcome = self.train_and_end()
+        except Passed as passed:
+            outcome = passed.outcome
+            self.take_end(outcome)
+        except BaseException:
+            self.calls.fail()
+            raise
+        finally:
+            if self.reporter is not None:
+                self.reporter.send("rest")
+        self.calls.done(outcome)
+        if outcome["asked_by"]:
+            raise SystemExit(128 + outcome["asked_by"])
+        return Result(**outcome["result"], run_dir=self.directory.path)
+
+    def take_end(self, outcome: dict[str, Any]) -> None:
+        """The others have finished this training: be where it ended, where this worker was not there."""
+        if not self.world.apart:
+            return
+        self.state.become(RunState.from_dict(outcome["run"], {}))
+        if not self.keeping.take_end(self.state.step) and os.environ.get("RANK") == "0":
+            # What it holds is untrained until it meets the others: it must not do what a script has its leader do.
+            os.environ["RANK"] = os.environ["LOCAL_WORLD_SIZE"]
+
+    def train_and_end(self) -> dict[str, Any]:
+        """Train, and record how it ended. Returns what came out, in plain values."""
+        wishes, recovery = Wishes(), self.recovery
         loop = Loop(
             self.parts,
             settings=self.settings,
-            state=state,
+            state=self.state,
             validation=self.validation,
             keeping=self.keeping,
             wishes=wishes,
@@ -200,15 +251,17 @@ class Run:
             note_samples=self.note_samples if self.settings.record_samples else None,
             keep_buffers=recovery is not None,
         )
-        if self.world.apart and recovery is not None:
-            recovery.join(loop)
+        if recovery is not None:
+            recovery.use(loop)
+        if recovery is not None and self.world.apart:
+            recovery.join()
         else:
-            self.announce(loop)
-            if recovery is not None:
-                recovery.enrol()
+            self.begin_with_whoever_is_there(loop)
         try:
             with wishes.listening():
-                reason = self.train_with_whoever_is_there(loop)
+                return self.train_with_whoever_is_there(loop)
+        except Passed:
+            raise
         except ManyhandsError as error:
             self.end("failed", error.what)
             raise
@@ -218,48 +271,61 @@ class Run:
         except KeyboardInterrupt:
             self.end("interrupted", "a second signal, obeyed at once")
             raise
-        finally:
-            if self.reporter is not None:
-                self.reporter.send("rest")
+
+    def conclude(self, loop: Loop, reason: str) -> dict[str, Any]:
+        """Record that training is over. Returns what came out, in plain values."""
+        state, wishes = self.state, loop.wishes
         status = "interrupted" if wishes.granted else "stopped early" if state.ended else "completed"
         weights = self.end(status, reason)
         if self.keeping.second is not None:
             self.keeping.second.keep_end()
-        if wishes.granted:
-            raise SystemExit(128 + wishes.number)
-        return Result(
-            status=status,
-            reason=reason,
-            steps=state.step,
-            epochs=self.parts.source.epochs(state.position),
-            validation=dict(state.validation),
-            best=state.best,
-            best_step=state.best_step,
-            seconds=state.seconds,
-            weights_sha256=weights,
-            run_dir=self.directory.path,
-        )
+        result = {
+            "status": status,
+            "reason": reason,
+            "steps": state.step,
+            "epochs": self.parts.source.epochs(state.position),
+            "validation": dict(state.validation),
+            "best": state.best,
+            "best_step": state.best_step,
+            "seconds": state.seconds,
+            "weights_sha256": weights,
+        }
+        return {"result": result, "run": state.to_dict(), "asked_by": wishes.number if wishes.granted else 0}
 
-    def train_with_whoever_is_there(self, loop: Loop) -> str:
-        """Train to the end, whoever goes and comes meanwhile. Returns why it ended."""
+    def begin_with_whoever_is_there(self, loop: Loop) -> None:
+        """Begin, whoever goes and comes meanwhile: perhaps where others have come to by then."""
+        try:
+            if self.recovery is not None and self.world.is_broken:
+                raise CommunicationError(
+                    "workers were lost before this call", where="recovery", fix="see what was printed about the others"
+                )
+            self.begin(loop)
+        except Exception as error:
+            if self.recovery is None or not is_break(error):
+                raise
+            self.recovery.stand_nowhere()
+            self.recovery.go_on(error)
+
+    def train_with_whoever_is_there(self, loop: Loop) -> dict[str, Any]:
+        """Train to the end, whoever goes and comes meanwhile. Returns what came out, in plain values."""
         recovery, bad = self.recovery, None
         while True:
             try:
                 if bad is not None:
                     self.rewind(bad, loop)
                     bad = None
-                reason = self.train(loop)
+                outcome = self.conclude(loop, self.train(loop))
+                if recovery is not None:
+                    self.world.barrier()  # nobody leaves before everybody has done its part
             except BadStep as found:
                 bad, loop.torn = found, True  # what this worker holds is of no use to those that have not come so far
             except Exception as error:
                 if recovery is None or not (isinstance(error, WorkersChange) or is_break(error)):
                     raise
                 bad = None  # whoever goes on stands before it, and will come to it again
-                recovery.go_on(loop, error)
+                recovery.go_on(error)
             else:
-                if recovery is not None:
-                    recovery.withdraw()
-                return reason
+                return outcome
 
     def rewind(self, bad: BadStep, loop: Loop) -> None:
         """Go back to the last snapshot, in the records too."""
@@ -285,8 +351,6 @@ class Run:
         self.keeping.finish_copies(self.say_busy)
         if isinstance(self.parts.strategy, Drifting):
             self.parts.strategy.average(self.parts.model)  # a run ends with one model
-        if self.recovery is not None:
-            self.world.barrier()  # nobody leaves before everybody has done its part
         return reason
 
     def say_busy(self) -> None:
@@ -315,32 +379,8 @@ class Run:
         self.tell(self.started)
         for skipped in self.loaded.skipped if self.loaded is not None else []:
             self.tell(skipped)
-        for text in self.notes(loop):
+        for text in notes(self, loop):
             self.tell(Note(text=text, step=state.step, time=now))
-
-    def notes(self, loop: Loop) -> list[str]:
-        """What is worth saying once."""
-        notes = [] if self.keeping.second is None else list(self.keeping.second.notes)
-        if (virtual := self.settings.virtual_workers) is not None:
-            threads = torch.get_num_threads()
-            notes.append(
-                f"each batch is cut into {virtual} parts (threads: {threads}), for the same bits on 1 to {virtual} "
-                "workers; BatchNorm sees one part"
-            )
-        elif self.parts.membership is not None:
-            notes.append("BatchNorm sees the batch of all workers; batch_norm='local' is faster and another model")
-        elif self.world.size > 1 and self.settings.batch_norm == "local":
-            notes.append("BatchNorm sees each worker's own samples, so the number of workers changes the model")
-        strategy = self.parts.strategy
-        if isinstance(strategy, Drifting) and (about_rate := strategy.about_rate(self.parts.optimizer)):
-            notes.append(about_rate)
-        if self.recovery is None and self.world.membership is not None:
-            why = why_not_survive(self.parts) or "this is not the first fit of the script"
-            notes.append(f"if a worker is lost, all end ({why}); --restarts N goes on from the newest snapshot")
-        if self.loaded is not None and (reached(loop.limit, loop.mark()) or self.state.ended):
-            why = self.state.ended or f"it is {Duration.parse(self.settings.duration)} long already"
-            notes.append(f"this run is finished ({why}); ask for a longer one, or choose another run directory")
-        return notes
 
     def flush(self) -> bool:
         """Have everything that was told on the disk: a snapshot must not be ahead of the records. Whether it is there.

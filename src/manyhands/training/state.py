@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from manyhands.data.order import Position
@@ -34,6 +34,11 @@ class RunState:
     """Steps that went wrong before the run went back behind them: their samples are not trained on."""
     ended: str = ""
     """Why early stopping ended the run; empty while it has not."""
+
+    def become(self, other: RunState) -> None:
+        """Be as `other`, for all that hold this one."""
+        for entry in fields(self):
+            setattr(self, entry.name, getattr(other, entry.name))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for a snapshot; `stream`, which differs from worker to worker, is kept apart."""

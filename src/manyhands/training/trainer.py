@@ -7,9 +7,9 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
@@ -30,10 +30,10 @@ from manyhands.records.run_directory import UNASKED, VARIABLE, RunDirectory, che
 from manyhands.snapshot.fingerprint import fingerprint
 from manyhands.snapshot.load import load, same_model
 from manyhands.training.build import MakeOptimizer, MakeSchedule, ModelOrMaker, Parts, build, make_evaluation
+from manyhands.training.calls import Calls, Holder
 from manyhands.training.compute import Loss, UserStep
 from manyhands.training.evaluate import Evaluation, flattened
 from manyhands.training.keeping import load_model
-from manyhands.training.recover import can_survive
 from manyhands.training.result import Result
 from manyhands.training.run import Run
 from manyhands.training.weights import load_initial
@@ -43,11 +43,12 @@ if TYPE_CHECKING:
 
 _made_here = 0
 """Trainers made in this process: each has a run directory of its own."""
-_fits_here = 0
 _places: dict[str, int] = {}
 """Address for snapshots → the number of the trainer that had it first."""
 _shared_world: World | None = None
 """The workers that may change: all trainers of a process see the same."""
+_shared_calls: Calls | None = None
+"""What they do together."""
 
 
 class Trainer:
@@ -166,18 +167,27 @@ class Trainer:
         self._number = _made_here
         self._run_dir = run_dir
         self._run: Run | None = None
-        self.parts: Parts = build(
-            settings=self.settings,
-            world=self.world,
-            data=data,
-            model=model,
-            loss=loss,
-            step=step,
-            optimizer=optimizer,
-            schedule=schedule,
-        )
-        if init_from is not None:
-            load_initial(self.parts.model, Path(init_from))
+
+        def make() -> Parts:
+            parts = build(
+                settings=self.settings,
+                world=self.world,
+                data=data,
+                model=model,
+                loss=loss,
+                step=step,
+                optimizer=optimizer,
+                schedule=schedule,
+            )
+            if init_from is not None:
+                load_initial(parts.model, Path(init_from))
+            return parts
+
+        self._calls = _calls(self.world)
+        # The first trainers come before the first call, when nobody has anything that could be lost.
+        self.parts: Parts = make() if not self._calls.number else self._call(make, has_outcome=False)
+        self._holder = Holder(self.parts)
+        self._calls.add(self._number, self._holder)
 
     @property
     def model(self) -> nn.Module:
@@ -197,17 +207,28 @@ class Trainer:
             settings = dataclasses.replace(settings, duration=duration)
         if self._run is not None:
             self._run.close()
-        self._run = Run(
-            parts=self.parts,
+        self._run = self._holder.run = Run(
+            calls=self._calls,
+            holder=self._holder,
             settings=settings,
             directory=self._directory(),
             script=_script(),
             validation=self._evaluation("validation"),
             listeners=self.listeners,
             reporter=self.reporter,
-            survive=self._first_fit() and can_survive(self.parts),
         )
         return self._run.fit()
+
+    def _call(self, once: Callable[[], Any], *, has_outcome: bool = True) -> Any:
+        """What all workers do together, and once more from its beginning where some are lost meanwhile."""
+        world = self.world
+        return self._calls.make(
+            once,
+            most=self.settings.virtual_workers or 0,
+            survives=world.backend == "gloo" and world.device.type == "cpu",
+            has_outcome=has_outcome,
+            run=self._run,
+        )
 
     def _with_own_place(self, settings: Settings) -> Settings:
         """A script may make several trainers; one address for snapshots is the first one's, and holds the others'."""
@@ -216,12 +237,6 @@ class Trainer:
             return settings
         own = dataclasses.replace(settings.snapshots, to=f"{to.rstrip('/')}/trainer-{self._number}")
         return dataclasses.replace(settings, snapshots=own)
-
-    def _first_fit(self) -> bool:
-        """Whether this process has not trained before: a worker that comes new can join its first training only."""
-        global _fits_here
-        _fits_here += 1
-        return _fits_here == 1
 
     def validate(self) -> dict[str, float]:
         """`loss` and every metric over the whole validation set, with the weights as they are now.
@@ -232,7 +247,8 @@ class Trainer:
         evaluation = self._evaluation("validation")
         if evaluation is None:
             raise ConfigError("there is no validation set", where="mh.Data(validation=…)", fix="give one")
-        return evaluation(self.model)
+        values: dict[str, float] = self._call(lambda: evaluation(self.model))
+        return values
 
     def test(self, *, weights: Literal["best", "last"] = "best") -> dict[str, float]:
         """`loss` and every metric over the whole test set, each sample once.
@@ -245,6 +261,10 @@ class Trainer:
         evaluation = self._evaluation("test")
         if evaluation is None:
             raise ConfigError("there is no test set", where="mh.Data(test=…)", fix="give one")
+        values: dict[str, float] = self._call(lambda: self._test(evaluation, weights))
+        return values
+
+    def _test(self, evaluation: Evaluation, weights: Literal["best", "last"]) -> dict[str, float]:
         begin = time.perf_counter()
         best = self._run.directory.best if self._run is not None and weights == "best" else None
         if self._run is not None and best is not None:
@@ -259,8 +279,11 @@ class Trainer:
         else:
             values = evaluation(self.model)
         if self._run is not None:
+            if self.world.is_leader and not self._calls.over:
+                self._run.take_lead()  # another one may have led while it trained
             step = self._run.state.step
             self._run.tell(TestDone(step=step, values=values, seconds=time.perf_counter() - begin, time=time.time()))
+            self._run.flush()
         return values
 
     def _evaluation(self, name: Literal["validation", "test"]) -> Evaluation | None:
@@ -298,10 +321,12 @@ class Trainer:
         if self._run_dir is not None and not asked_for:
             check_is_folder(str(self._run_dir), where="run_dir")
             return RunDirectory(Path(self._run_dir).absolute())
+        if VARIABLE in os.environ:
+            path = RunDirectory.choose(_script()).path.absolute()
+            # A script may make several trainers; one directory from outside is the first one's.
+            return RunDirectory(path / f"trainer-{self._number}" if self._number > 1 else path)
         chosen = str(RunDirectory.choose(_script()).path.absolute()) if self.world.is_leader else ""
-        path = Path(gather_words(self.world, chosen)[0])
-        # A script may make several trainers; one directory from outside is the first one's.
-        return RunDirectory(path / f"trainer-{self._number}" if VARIABLE in os.environ and self._number > 1 else path)
+        return RunDirectory(Path(gather_words(self.world, chosen)[0]))
 
 
 def _world(backend: str | None) -> World:
@@ -314,6 +339,14 @@ def _world(backend: str | None) -> World:
     if world.membership is not None:
         _shared_world = world
     return world
+
+
+def _calls(world: World) -> Calls:
+    """Those of this process; where its workers never change, nobody counts them."""
+    global _shared_calls
+    if _shared_calls is None or _shared_calls.world is not world:
+        _shared_calls = Calls(world)
+    return _shared_calls
 
 
 def _script() -> Path:

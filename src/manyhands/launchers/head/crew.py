@@ -172,12 +172,17 @@ class Crew:
         self._agents.tell([self._agents.nodes[member.node]], "kill", member=member.number)
 
     def drop(self, number: int) -> None:
-        """A worker has come to its end. Where all that trained have, whoever was on the way to them is not needed."""
+        """A worker has come to its end. Where all that trained have, whoever was on the way to them is not needed.
+
+        But one that takes the place of a worker that was lost behind the last call of the script does the rest of it.
+        """
         self.regroup.drop(number)
         roster = self.regroup.roster
         if roster.trained():
             return
         for member in list(roster.members.values()):
+            if self.regroup.goes_its_own_way(member):
+                continue
             self._course.running.discard(member.number)
             self.regroup.drop(member.number)
             self.kill_member(member)

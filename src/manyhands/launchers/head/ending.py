@@ -30,6 +30,8 @@ class Ending:
         self._course, self._agents, self._news = course, agents, news
         self._crew = Crew(course, agents, self.note_failures)
         self._failures: list[Failure] = []
+        self._went_on: list[Failure] = []
+        """Losses since the workers last formed a group, which the others go on without."""
         self._culprit: Failure | None = None
         """Whose failure the others are being ended for. How they end then says nothing."""
         self._others_ended = 0
@@ -49,6 +51,7 @@ class Ending:
     def start_all(self, message: Message) -> None:
         """There is a store: all workers start, and nothing that went wrong before counts."""
         self._failures.clear()
+        self._went_on.clear()
         self._trouble.clear()
         self.ended_well.clear()
         self._culprit = None
@@ -125,8 +128,14 @@ class Ending:
     def note_failures(self, failures: Mapping[int, Failure]) -> None:
         """Workers, by number, have failed or are lost: the others go on, or the run ends or starts again."""
         for number, failure in failures.items():
-            if not self._goes_on_without(number, failure):
-                self._failures.append(failure)
+            if not self._crew.regroup.roster.broken:
+                self._went_on.clear()
+            if self._goes_on_without(number, failure):
+                self._went_on.append(failure)
+                continue
+            if failure.may_be_consequence:
+                self._failures += self._went_on  # a script that exchanges something itself does not go on
+            self._failures.append(failure)
         if self._failures:
             self._crew.regroup.refuse()
             self._consider()

@@ -45,6 +45,8 @@ class Regroup:
         self._waiting = False
         self._turn = 0
         self._forming = False
+        self._outcomes: dict[int, Any] = {}
+        """What came out of the calls of the script that are over, by number."""
         self.ended = False
 
     def add(self, member: Member) -> None:
@@ -63,20 +65,41 @@ class Regroup:
             return
         if self.ended:
             self._hosts.tell_member(member, "refused", reason="the run is ending")
-        elif kind == "enrol":
-            member.enrolled, member.most = True, int(fields["most"])
+        elif kind == "begin":
+            member.enrolled, member.most, member.resting = True, int(fields["most"]), False
+        elif kind == "done":
+            self._note_outcome(member, int(fields["call"]), fields["outcome"])
         elif kind == "withdraw":
             member.enrolled = False
+        else:
+            self._hear_request(member, kind, fields)
+
+    def _hear_request(self, member: Member, kind: str, fields: dict[str, Any]) -> None:
+        """A worker wants to be in a new group."""
+        number, call = member.number, int(fields["call"])
+        if call in self._outcomes:
+            self._hosts.tell_member(member, "passed", call=call, outcome=self._outcomes[call])
+        elif kind == "join" and not self.roster.trained():
+            self._hosts.tell_member(member, "refused", reason="those that it was to join have come to their end")
         elif kind == "join":
             member.most = int(fields["most"])
-            self.roster.ask(number, -1, group=self.roster.group)
+            self.roster.ask(number, -1, group=self.roster.group, call=call)
             self._begin()
         elif kind == "regroup":
             if not self.roster.all_train():
                 self._hosts.tell_member(member, "refused", reason="not all workers are training")
                 return
-            self.roster.ask(number, int(fields["step"]), group=int(fields["group"]))
+            self.roster.ask(number, int(fields["step"]), group=int(fields["group"]), call=call)
             self._begin()
+
+    def _note_outcome(self, member: Member, call: int, outcome: Any) -> None:
+        """A call is over. Whoever waits in it for a new group, and has all but heard so, waits no more."""
+        member.resting = True
+        self._outcomes.setdefault(call, outcome)
+        for waiting in self.roster.members.values():
+            if waiting.asked is not None and waiting.call <= call:
+                waiting.asked = None
+                self._hosts.tell_member(waiting, "passed", call=waiting.call, outcome=self._outcomes.get(waiting.call))
 
     def goes_on_without(self, number: int, reason: str, *, replace: Callable[[Member], Member | None]) -> bool:
         """A worker is lost. Whether the others go on; `replace` makes the one that takes its place, or none."""
@@ -92,6 +115,18 @@ class Regroup:
         if self._forming or self.roster.group:
             self._hosts.close_store()  # some may be on their way to meet the one that is gone
         self._begin()
+        return True
+
+    def goes_its_own_way(self, member: Member) -> bool:
+        """Those that trained have come to their end: whether a worker that was started late has something to do alone.
+
+        One that waits for them in a call that they have not made waits in vain, and is told so.
+        """
+        if not self.roster.broken or not self._outcomes:
+            return False
+        if member.asked is not None:
+            member.asked = None
+            self._hosts.tell_member(member, "refused", reason="those that it was to join have come to their end")
         return True
 
     def add_late(self, member: Member) -> None:
@@ -138,7 +173,8 @@ class Regroup:
                 self._hosts.tell_member(member, "broken", group=self.roster.group)
         if self.roster.broken and _passes(waited_s, KILL_AFTER_S):
             for member in silent:
-                self._hosts.kill_member(member)
+                if not member.resting:
+                    self._hosts.kill_member(member)
         self._loop.after(_LOOK_S, lambda: self._wait(turn, waited_s + _LOOK_S))
 
     def _kill_if_not_there(self, member: Member) -> None:

@@ -30,6 +30,10 @@ class Member:
     """Whether it was started while others train, and has not joined them yet."""
     asked: int | None = None
     """How many steps it has finished, if it waits for a new group; a late one says -1."""
+    call: int = 0
+    """Which call of the script it waits in for a new group; see `cluster.membership`."""
+    resting: bool = False
+    """Whether it has finished a call and not begun the next: it does what the script does there, and takes its time."""
     most: int = 0
     """Any number of workers up to this gives the same bits, and there cannot be more; 0: each number its own bits."""
 
@@ -46,7 +50,8 @@ class Roster:
     broken: bool = False
     """Whether the present group has lost somebody, or cannot reach one another."""
     reason: str = ""
-    _best: int = -1
+    _best: tuple[int, int] = (0, -1)
+    """The call, and the step in it, that the farthest had come to when a group was formed."""
     _without_progress: int = 0
 
     def add(self, member: Member) -> None:
@@ -74,17 +79,17 @@ class Roster:
         return self._without_progress > MOST_WITHOUT_PROGRESS
 
     def all_train(self) -> bool:
-        """Whether nobody stands at a point of its program from which it could not go on."""
+        """Whether nobody stands at a point of its script from which it could not go on."""
         return all(member.enrolled or member.late for member in self.members.values())
 
     def trained(self) -> list[Member]:
         """Those of the present group that are left, by rank."""
         return [self.members[number] for number in self.order if number in self.members]
 
-    def ask(self, number: int, step: int, *, group: int) -> None:
-        """A worker waits for a new group; one that has finished `step` steps (-1: it was started late)."""
+    def ask(self, number: int, step: int, *, group: int, call: int = 1) -> None:
+        """A worker waits for a new group; one that has finished `step` steps (-1: it was started late) of a call."""
         member = self.members[number]
-        member.asked = step
+        member.asked, member.call, member.resting = step, call, False
         if not member.late and group == self.group and not self.wants_change():
             self.broken = True  # nobody is known to be gone, but they cannot reach one another
 
@@ -115,14 +120,14 @@ class Roster:
     def form(self) -> list[Member]:
         """The members of the new group, by rank. Those that were not in the last one stand behind, host by host."""
         stayed = self.trained()
-        best = max((member.asked or 0 for member in stayed), default=0)
+        best = max(((member.call, member.asked or 0) for member in stayed), default=(0, 0))
         if best > self._best:
             self._best, self._without_progress = best, 0
         joining = self._joining()
         nodes = list(dict.fromkeys(member.node for member in [*stayed, *joining]))
         formed = [member for node in nodes for member in [*stayed, *joining] if member.node == node]
         for rank, member in enumerate(formed):
-            member.rank, member.asked, member.late, member.enrolled = rank, None, False, True
+            member.rank, member.asked, member.late, member.enrolled, member.resting = rank, None, False, True, False
         self.order = [member.number for member in formed]
         self.group += 1
         self.broken, self.reason = False, ""

@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 
 import torch
-from deadly_script import dies_at
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -79,6 +78,9 @@ def deeper(trainer: mh.Trainer) -> nn.Module:
 
 if __name__ == "__main__":
     if DIES and ":" in PLACE:
+        sys.path.insert(0, str(Path(__file__).parents[1]))
+        from deadly_script import dies_at
+
         dies_at(PLACE)
     torch.manual_seed(1)
     given = []

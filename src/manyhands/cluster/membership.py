@@ -16,7 +16,7 @@ To the worker (`message`):
     change     group                     somebody waits to join `group`'s workers: meet when all have finished a step
     broken     group                     somebody of `group` is gone: whoever waits for them waits in vain
     group      see `Group`               the answer to `regroup` and `join`
-    passed     call, outcome             another answer: the others have finished that call
+    passed     call, outcome, replaces   another answer: the others have finished that call
     refused    reason                    the last one: nobody goes on
 """
 
@@ -78,10 +78,12 @@ class Refused(Exception):
 class Passed(Exception):
     """The others have finished the call that this worker stands in."""
 
-    def __init__(self, outcome: Any) -> None:
+    def __init__(self, outcome: Any, *, replaces: bool = True) -> None:
         super().__init__("the others have finished this call")
         self.outcome = outcome
         """What came out of it, as one of them has told it."""
+        self.replaces = replaces
+        """Whether somebody is lost whose place nobody has taken, so that its lines of the script are yet to be done."""
 
 
 class Membership:
@@ -169,7 +171,7 @@ class Membership:
     def _answer(self) -> Group:
         answer = self._answers.get()
         if answer["message"] == "passed":
-            raise Passed(answer["outcome"])
+            raise Passed(answer["outcome"], replaces=answer["replaces"])
         if answer["message"] != "group":
             raise Refused(answer.get("reason", ""))
         group = Group.from_message(answer)

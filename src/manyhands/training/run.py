@@ -215,7 +215,7 @@ class Run:
             outcome = self.train_and_end()
         except Passed as passed:
             outcome = passed.outcome
-            self.take_end(outcome)
+            self.take_end(outcome, replaces=passed.replaces)
         except BaseException:
             self.calls.fail()
             raise
@@ -227,13 +227,14 @@ class Run:
             raise SystemExit(128 + outcome["asked_by"])
         return Result(**outcome["result"], run_dir=self.directory.path)
 
-    def take_end(self, outcome: dict[str, Any]) -> None:
+    def take_end(self, outcome: dict[str, Any], *, replaces: bool) -> None:
         """The others have finished this training: be where it ended, where this worker was not there."""
         if not self.world.apart:
             return
         self.state.become(RunState.from_dict(outcome["run"], {}))
-        if not self.keeping.take_end(self.state.step) and os.environ.get("RANK") == "0":
-            # What it holds is untrained until it meets the others: it must not do what a script has its leader do.
+        is_here = self.keeping.take_end(self.state.step)
+        if os.environ.get("RANK") == "0" and not (is_here and replaces):
+            # What a script has its leader do is done by another, or must not be done with a model that is untrained.
             os.environ["RANK"] = os.environ["LOCAL_WORLD_SIZE"]
 
     def train_and_end(self) -> dict[str, Any]:

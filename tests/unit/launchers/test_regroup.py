@@ -93,7 +93,7 @@ def test_new_worker_is_told_what_came_out_of_a_call_that_is_over(regroup: Regrou
     finish_call(regroup, 1, {"loss": 0.5})
     assert lose(regroup, 1, 2)
     regroup.hear(2, "join", {"call": 1, "most": 0})
-    assert hosts.told[-1] == (2, "passed", {"call": 1, "outcome": {"loss": 0.5}})
+    assert hosts.told[-1] == (2, "passed", {"call": 1, "outcome": {"loss": 0.5}, "replaces": True})
     regroup.hear(2, "join", {"call": 2, "most": 0})
     regroup.hear(0, "regroup", {"call": 2, "step": 0, "group": 0})
     assert (hosts.heard_by(0)[-1], hosts.heard_by(2)[-1]) == ("group", "group")
@@ -108,7 +108,7 @@ def test_worker_that_broke_off_in_the_end_of_a_call_hears_that_another_has_left_
     regroup.hear(0, "regroup", {"call": 1, "step": 7, "group": 0})
     assert hosts.heard_by(0) == []
     regroup.hear(5, "done", {"call": 1, "outcome": 3})
-    assert hosts.told[-1] == (0, "passed", {"call": 1, "outcome": 3})
+    assert hosts.told[-1] == (0, "passed", {"call": 1, "outcome": 3, "replaces": True})
     assert regroup.roster.members[0].asked is None, "it waits no more"
 
 
@@ -153,6 +153,13 @@ def test_new_worker_that_waits_for_those_that_have_ended_is_refused(regroup: Reg
     regroup.drop(0)
     assert regroup.goes_its_own_way(regroup.roster.members[2])
     assert hosts.heard_by(2) == ["refused"]
+
+
+def test_worker_that_came_to_help_is_told_that_it_takes_nobodys_place(regroup: Regroup, hosts: Hosts) -> None:
+    finish_call(regroup, 1)
+    regroup.add_late(Member(number=2, node=1, local_rank=0, rank=2, late=True))
+    regroup.hear(2, "join", {"call": 1, "most": 0})
+    assert hosts.told[-1] == (2, "passed", {"call": 1, "outcome": None, "replaces": False})
 
 
 def test_worker_that_came_to_help_is_not_needed_when_the_others_have_ended(regroup: Regroup) -> None:

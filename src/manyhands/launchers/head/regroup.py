@@ -78,7 +78,7 @@ class Regroup:
         """A worker wants to be in a new group."""
         number, call = member.number, int(fields["call"])
         if call in self._outcomes:
-            self._hosts.tell_member(member, "passed", call=call, outcome=self._outcomes[call])
+            self._tell_passed(member, call)
         elif kind == "join" and not self.roster.trained():
             self._hosts.tell_member(member, "refused", reason="those that it was to join have come to their end")
         elif kind == "join":
@@ -99,7 +99,11 @@ class Regroup:
         for waiting in self.roster.members.values():
             if waiting.asked is not None and waiting.call <= call:
                 waiting.asked = None
-                self._hosts.tell_member(waiting, "passed", call=waiting.call, outcome=self._outcomes.get(waiting.call))
+                self._tell_passed(waiting, waiting.call)
+
+    def _tell_passed(self, member: Member, call: int) -> None:
+        outcome, replaces = self._outcomes.get(call), self.roster.broken
+        self._hosts.tell_member(member, "passed", call=call, outcome=outcome, replaces=replaces)
 
     def goes_on_without(self, number: int, reason: str, *, replace: Callable[[Member], Member | None]) -> bool:
         """A worker is lost. Whether the others go on; `replace` makes the one that takes its place, or none."""

@@ -68,7 +68,7 @@ class Display:
                 self._drawn = self._fit(live_line(fields, _columns(self._stream) - len("^C") - 1))
                 if not self._line_is_open:
                     self._write(self._stream, f"\r{self._drawn}\x1b[K")
-            elif time.monotonic() >= self._next_plain:
+            elif "awaited" not in fields and time.monotonic() >= self._next_plain:
                 if self._next_plain:
                     self._write(self._stream, self._fit(live_line(fields, 120, with_bar=False)) + "\n")
                 self._next_plain = time.monotonic() + _PLAIN_EVERY_S
@@ -154,8 +154,11 @@ class _Guarded:
 def live_line(fields: Fields, width: int, with_bar: bool = True) -> str:
     """The line for `epoch` (from 1), `epochs`, `step`, `total_steps`, `loss`, `samples_per_second`, `seconds_left`,
     `waiting` (the share of the last steps that went on waiting for other workers), `fraction` (of the run, 0 to 1) and
-    `restarts`, in at most `width` columns. What is not known is left out.
+    `restarts`, in at most `width` columns. What is not known is left out. Before there is anything to know: `awaited`,
+    for so many `seconds`.
     """
+    if "awaited" in fields:
+        return paint(f"{fields['awaited']}  {clock(fields['seconds'])}"[:width], "dim")
     epoch, epochs, step, total = (fields.get(name) for name in ("epoch", "epochs", "step", "total_steps"))
     parts: list[tuple[int, str]] = []  # how soon a narrow terminal drops it, and the text
     if epoch is not None:

@@ -71,6 +71,11 @@ def shown(stream: io.StringIO) -> list[str]:
     return Screen().feed(stream.getvalue()).text
 
 
+def test_live_line_says_what_is_awaited_and_for_how_long() -> None:
+    assert bare(live_line({"awaited": "waiting for b, c", "seconds": 75.2}, 80)) == "waiting for b, c  1:15"
+    assert bare(live_line({"awaited": "waiting for b, c", "seconds": 75.2}, 9)) == "waiting f"
+
+
 def test_live_line_holds_everything_in_eighty_columns() -> None:
     line = bare(live_line(FIELDS, 80))
     assert len(line) <= 80

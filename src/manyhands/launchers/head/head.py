@@ -60,6 +60,7 @@ class Head:
         )
         self._precheck = Precheck(self._course, self._agents, ways=not ways_are_known)
         self._agents.expect()
+        self._tell_who_is_awaited()
 
     def run(self) -> int:
         """Returns 0, 130 if it was interrupted, or 128 + the signal that asked a worker to stop.
@@ -95,6 +96,12 @@ class Head:
             self._crew.start_on(node)
         elif self._agents.all_here:
             self.begin()
+        else:
+            self._tell_who_is_awaited()
+
+    def _tell_who_is_awaited(self) -> None:
+        nodes = self._agents.nodes
+        self._news.beginning.await_hosts([node.name for node in nodes if node.channel is None], len(nodes))
 
     def _prepare(self, node: Node) -> None:
         job = self._course.job
@@ -112,6 +119,7 @@ class Head:
 
     def begin(self) -> None:
         """All agents are here, or enough of them."""
+        self._news.beginning.await_workers(self._course.job.on(self._agents.present()).workers)
         self._precheck.before(self._crew.begin)
 
     def _lose_silent(self, node: Node, seconds: float) -> None:

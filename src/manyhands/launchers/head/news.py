@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from manyhands.launchers.head.agents import Node
+from manyhands.launchers.head.beginning import Beginning
 from manyhands.launchers.head.course import Course
 from manyhands.launchers.head.notices import Notices
 from manyhands.launchers.tracebacks import is_idle_notice, is_native_frame, without_native_frames
@@ -17,9 +18,11 @@ class News:
         """`nodes` is the number of hosts: a prefix names the host only where there are several."""
         self._course, self._nodes = course, nodes
         self._notices = Notices(course.display.say)
+        self.beginning = Beginning(course.display, course.loop.after)
 
     def show(self, node: Node, rank: int, lines: list[str], *, is_error: bool) -> None:
         """Lines that a worker has printed."""
+        self.beginning.end()
         for line in lines:
             if not is_native_frame(line) and not is_idle_notice(line):
                 self._course.display.line(line, self._prefix(node, rank), is_error)
@@ -31,6 +34,8 @@ class News:
 
     def take_report(self, rank: int, kind: str, fields: dict[str, Any]) -> None:
         """What a worker has said through `cluster.reports`."""
+        if kind in ("progress", "say"):
+            self.beginning.end()
         if kind == "progress" and rank == 0:
             self._course.display.progress(fields)
         elif kind == "say":

@@ -33,9 +33,6 @@ from torchmetrics.classification import MulticlassAccuracy
 
 import manyhands as mh
 
-CONTEXT = 32
-"""Characters that the transformer sees."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Task:
@@ -80,27 +77,32 @@ class ConvNet(nn.Sequential):
         )  # fmt: skip
 
 
-def letters(*, count: int = 9_600) -> Task:
-    """Python's manual: `count` pieces of its first nine tenths, each seen once; the last tenth is the test."""
+def letters(
+    *, count: int = 9_600, context: int = 32, width: int = 64, layers: int = 2, batch: int = 32, lr: float = 4e-3
+) -> Task:
+    """Python's manual: `count` pieces of its first nine tenths, each seen once; the last tenth is the test.
+
+    A piece has `context` characters, all that the transformer sees; `width` and `layers` are the transformer's.
+    """
     text = "\n\n".join(topics[key] for key in sorted(topics))
     symbols = {letter: number for number, letter in enumerate(sorted(set(text)))}
     numbers = torch.tensor([symbols[letter] for letter in text])
     cut = len(numbers) * 9 // 10
-    begins = torch.randperm(cut - CONTEXT - 1, generator=torch.Generator().manual_seed(0))[:count]
-    reach = torch.arange(CONTEXT + 1)
+    begins = torch.randperm(cut - context - 1, generator=torch.Generator().manual_seed(0))[:count]
+    reach = torch.arange(context + 1)
     train = numbers[begins[:, None] + reach]
-    test = numbers[torch.arange(cut, len(numbers) - CONTEXT - 1, CONTEXT)[:, None] + reach]
+    test = numbers[torch.arange(cut, len(numbers) - context - 1, context)[:, None] + reach]
     pairs = [TensorDataset(rows[:, :-1].contiguous(), rows[:, 1:].contiguous()) for rows in (train, test)]
-    make = lambda: Transformer(len(symbols))  # noqa: E731
-    return Task("letters", pairs[0], pairs[1], make, len(symbols), batch=32, lr=4e-3, samples=count)
+    make = lambda: Transformer(len(symbols), context, width, layers)  # noqa: E731
+    return Task("letters", pairs[0], pairs[1], make, len(symbols), batch=batch, lr=lr, samples=count)
 
 
 class Transformer(nn.Module):
-    """Two layers of attention, 64 wide: predicts each next letter; 113,000 parameters."""
+    """Layers of attention that predict each next letter."""
 
-    def __init__(self, symbols: int, width: int = 64, heads: int = 4, layers: int = 2) -> None:
+    def __init__(self, symbols: int, context: int, width: int, layers: int, heads: int = 4) -> None:
         super().__init__()
-        self.letters, self.places = nn.Embedding(symbols, width), nn.Embedding(CONTEXT, width)
+        self.letters, self.places = nn.Embedding(symbols, width), nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, symbols)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -20,6 +21,15 @@ def test_first_signal_is_a_wish_and_its_echo_the_same_one() -> None:
     assert wishes.granted == "asked to stop by SIGTERM"
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C does what it does in a terminal; what a shell runs in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_second_signal_is_obeyed_at_once() -> None:
     wishes = Wishes()
     with wishes.listening():

@@ -46,7 +46,7 @@ class Reunion:
             self.join()
         while True:
             try:
-                self._check()
+                self.check()
                 once()
                 self.world.barrier()  # nobody leaves before everybody has done its part
             except Exception as error:
@@ -56,7 +56,8 @@ class Reunion:
             else:
                 return
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise CommunicationError where the group broke since the last call: no exchange would tell so."""
         if self.world.is_broken:
             raise CommunicationError(
                 "workers were lost before this call", where="recovery", fix="see what was printed about the others"

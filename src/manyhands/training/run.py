@@ -18,7 +18,7 @@ from manyhands.communication.world import is_break
 from manyhands.config.settings import Settings
 from manyhands.config.stopping import EarlyStopping
 from manyhands.config.strategies import Single
-from manyhands.errors import CommunicationError, ManyhandsError
+from manyhands.errors import ManyhandsError
 from manyhands.events import Event, Listener, Note, RunEnded, RunStarted, StepDone
 from manyhands.listeners.broadcast import Broadcast
 from manyhands.listeners.metrics_file import WriteMetrics
@@ -296,10 +296,8 @@ class Run:
     def begin_with_whoever_is_there(self, loop: Loop) -> None:
         """Begin, whoever goes and comes meanwhile: perhaps where others have come to by then."""
         try:
-            if self.recovery is not None and self.world.is_broken:
-                raise CommunicationError(
-                    "workers were lost before this call", where="recovery", fix="see what was printed about the others"
-                )
+            if self.recovery is not None:
+                self.recovery.check()
             self.begin(loop)
         except Exception as error:
             if self.recovery is None or not is_break(error):

@@ -40,7 +40,9 @@ def __getattr__(name: str) -> Any:
     if name == "launch":  # a module: `mh.launch.run`
         return importlib.import_module("manyhands.launchers.launch")
     if name in _PUBLIC:
-        if "MANYHANDS_AGENT" not in os.environ:  # else the agent's worker tells what the script raises
+        from manyhands.cluster.reports import VARIABLE
+
+        if VARIABLE not in os.environ:  # else the agent's worker tells what the script raises
             speak_plainly()  # from the first word of ours on: mh.Data(...) comes before any Trainer
         return getattr(importlib.import_module(_PUBLIC[name]), name)
     raise AttributeError(f"module 'manyhands' has no attribute {name!r}")

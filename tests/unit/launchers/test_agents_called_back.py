@@ -91,6 +91,15 @@ def test_host_that_does_not_answer_at_first_is_called_again(scenes: Callable[...
     assert (scene.calls, scene.failed) == (4, 0), "begun, and called back three times"
 
 
+def test_host_that_a_run_goes_on_without_is_called_at_once_and_again(scenes: Callable[..., Scene]) -> None:
+    scene = scenes(60, [None, REFUSED, REFUSED, None])
+    scene.agents.bring_back(scene.agents.nodes[0])
+    assert scene.calls == 2, "begun, and called back before any time has passed: the host may be well"
+    for _ in range(4):
+        scene.loop.pass_time()
+    assert scene.calls == 4
+
+
 def test_host_that_does_not_come_in_time_is_given_up_once(scenes: Callable[..., Scene]) -> None:
     scene = scenes(0, [None, *[REFUSED] * 9])
     scene.call_back()

@@ -221,10 +221,14 @@ class Agents:
         node.agent.wait()
         node.agent = self._begin(node.number)
 
-    def call_back(self, node: Node, on_failure: Callable[[], None]) -> None:
-        """Try to start the agent of a host that is away; `on_failure` is called where it does not come in time."""
+    def bring_back(self, node: Node) -> None:
+        """Start the agent of a node that is away: at once, for its host may be well, and now and then after that."""
         self.begin_again(node)
         self.call_again(node)
+
+    def call_back(self, node: Node, on_failure: Callable[[], None]) -> None:
+        """Try to start the agent of a host that is away; `on_failure` is called where it does not come in time."""
+        self.bring_back(node)
         self._expect_back(node, self._course.generation, on_failure, time.monotonic() + self._meeting.patience_s)
 
     def _expect_back(self, node: Node, generation: int, on_failure: Callable[[], None], until: float) -> None:

@@ -135,8 +135,7 @@ class Head:
         for member in gone:
             course.running.discard(member.number)
         if course.job.is_elastic and self._agents.are_enough:
-            node.agent.kill()
-            self._agents.call_again(node)
+            self._agents.bring_back(node)
         self._ending.note_failures({each.number: Failure(rank=each.rank, host=node.name, lost=why) for each in gone})
 
     def hear(self, node: Node, message: Message) -> None:

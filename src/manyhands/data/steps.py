@@ -60,9 +60,11 @@ class Step:
     ends_epoch: bool
     pieces: list[LoadedPiece]
     taken: Indices
-    """The samples of the global batch, by index; of a stream that is read in shards, those of this worker."""
+    """The samples of the global batch, by index; of a stream that is read in shards, by number (see `shards`)."""
     stream: Mapping[str, Any] = field(default_factory=dict)
-    """What a stream needs beside `after` to go on from here; its own on every worker."""
+    """What a stream needs beside `after` to go on from here; what a dataset said of its own place, its worker knows."""
+    shards: int = 0
+    """In how many its epoch is read; 0 where it is not."""
 
 
 def plan_pieces(indices: Indices, cut: Cut) -> list[PiecePlan]:

@@ -78,6 +78,14 @@ class BadSteps:
         return ""
 
 
-def shown(indices: Indices, most: int = 64) -> str:
-    """The samples of a step, the first ones of many."""
-    return "[" + ", ".join(map(str, indices[:most])) + (", …" if len(indices) > most else "") + "]"
+def named(indices: Indices, shards: int, most: int = 64) -> str:
+    """The samples of a step, the first ones of many; of a stream in shards each by its place in its shard."""
+    chosen = indices[:most].tolist()
+    more = ", …" if len(indices) > most else ""
+    if shards < 2:
+        return f"samples [{', '.join(map(str, chosen))}{more}]"
+    places: dict[int, list[int]] = {}
+    for number in chosen:
+        places.setdefault(number % shards, []).append(number // shards)
+    found = ", ".join(f"{each} of shard {shard}" for shard, each in places.items())
+    return f"samples {found}{more}, of {shards} shards"

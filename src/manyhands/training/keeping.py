@@ -190,10 +190,11 @@ class Keeping:
             return RunState(), None
         parts, kept = self.parts, loaded.state
         self.take_up(kept)
-        rank = parts.world.rank
         owns = [own or {} for own in loaded.owns]
         parts.strategy.load_state_dict([own.get("strategy", {}) for own in owns])
-        own = owns[rank] if rank < len(owns) else {}
+        state = RunState.from_dict(kept["run"], {})
+        streams = [own.get("stream", {}) for own in owns]
+        state.stream = parts.source.of_snapshot(streams, parts.world.rank, state.position)
         self.saved_at = loaded.facts.step
         self.newest = SnapshotSaved(
             step=loaded.facts.step,
@@ -203,7 +204,7 @@ class Keeping:
             stall_seconds=0.0,
             time=loaded.manifest.time,
         )
-        return RunState.from_dict(kept["run"], own.get("stream", {})), loaded
+        return state, loaded
 
     def take_end(self, step: int) -> bool:
         """Take up the snapshot of `step`, as this worker finds it on the disk. Whether it was there, and whole."""

@@ -175,6 +175,7 @@ class Loop:
             timing=timing,
             time=time.time(),
             indices=step.taken,
+            shards=step.shards,
         )
         self.numbers.add(facts, outcome.values, norm, outcome.riders, world.take_waits())
         if not self.exchanges:

@@ -45,7 +45,9 @@ class StepFacts:
     timing: HostTiming
     time: float
     indices: Indices
-    """The samples of the global batch."""
+    """The samples of the global batch, as `Step.taken` has them."""
+    shards: int = 0
+    """In how many their epoch is read; 0 where it is not."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,6 @@ from manyhands.training.keeping import Keeping
 from manyhands.training.loop import Loop
 from manyhands.training.marks import Mark
 from manyhands.training.reunion import Reunion
-from manyhands.training.source import ShardedSource
 from manyhands.training.state import RunState
 
 _NOWHERE = -1
@@ -81,8 +80,6 @@ def why_not_survive(parts: Parts) -> str:
         return "the strategy does not say what else each worker holds"
     if not parts.strategy.survives:
         return "the workers of a host step together and hosts apart, so that each host has an optimizer of its own"
-    if isinstance(parts.source, ShardedSource):
-        return "each worker reads a shard of the stream that no other reads"
     return ""
 
 
@@ -195,8 +192,11 @@ class Recovery(Reunion):
         world, loop = self.world, self.loop
         own = standings[world.rank]
         loop.settle(finished=standings[source].step > own.step)
+        epoch, stream = self.state.position.epoch, self.state.stream
         self.calls.hand_over(new, source, but=self.holder)
         self._hand_over(standings, source, loop)
+        before = stream if epoch == self.state.position.epoch else {}
+        self.state.stream = self.parts.source.met(self.state.stream, before)
         self.calls.new = False
         self.parts.recut(self.parts.batch)
         lost_now = self.strategy.meet(source, new=own.step == _NOWHERE, gone=self._gone(group))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
@@ -14,9 +16,12 @@ from manyhands.config.settings import Settings
 from manyhands.data.data import Data
 from manyhands.data.fetch import Fetcher
 from manyhands.data.order import Order, Position
-from manyhands.data.steps import Cut, Loader, Step
+from manyhands.data.shards import ShardReader, Share, Standing, States
+from manyhands.data.steps import Cut, LoadedPiece, Loader, PiecePlan, Step
 from manyhands.data.stream import Stream
 from manyhands.errors import ConfigError, DataError
+from manyhands.snapshot.apart import gather_own
+from manyhands.snapshot.skeleton import put_together
 
 
 class Source(Protocol):
@@ -31,6 +36,15 @@ class Source(Protocol):
 
     def epochs(self, position: Position) -> float:
         """Epochs done at `position`; whole numbers only for a stream."""
+
+    def of_snapshot(self, kept: Sequence[Mapping[str, Any]], rank: int, position: Position) -> Mapping[str, Any]:
+        """What the worker of this rank goes on from, of what each of a snapshot's workers has `kept` of its stream."""
+
+    def met(self, stream: Mapping[str, Any], before: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Called on every worker when the workers have changed: what this one goes on from.
+
+        `stream` is that of a worker that is where all go on; `before`, of the same epoch, what this one had itself.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +68,14 @@ class IndexedSource:
         """Epochs done, with the fraction of the one under way."""
         return position.epoch + position.sample / self.order.used
 
+    def of_snapshot(self, kept: Sequence[Mapping[str, Any]], rank: int, position: Position) -> Mapping[str, Any]:
+        """Nothing: the position says it."""
+        return {}
+
+    def met(self, stream: Mapping[str, Any], before: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Nothing: the position says it."""
+        return {}
+
 
 @dataclass(frozen=True, slots=True)
 class StreamSource:
@@ -71,13 +93,32 @@ class StreamSource:
         """Epochs done, whole ones."""
         return float(position.epoch)
 
+    def of_snapshot(self, kept: Sequence[Mapping[str, Any]], rank: int, position: Position) -> Mapping[str, Any]:
+        """What the worker of this rank has kept.
+
+        Raises:
+            DataError: the epoch was begun in shards.
+        """
+        if any("shards" in each for each in kept):
+            raise DataError(
+                "this run has read a part of its stream in shards, and now there are none",
+                where="train set",
+                fix="let the dataset have its shard(index, count) again, at least until the epoch is over",
+            )
+        return kept[rank] if rank < len(kept) else {}
+
+    def met(self, stream: Mapping[str, Any], before: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The same: all have read the same."""
+        return stream
+
 
 @dataclass(frozen=True, slots=True)
 class ShardedSource:
-    """Steps of a stream of which every worker reads its own shard.
+    """Steps of a stream of which every worker reads some shards.
 
-    Nobody knows beforehand how long a shard is, so before each step the workers tell each other how many samples they
-    have; the epoch is over when all shards are. Costs one exchange of three numbers per step.
+    Nobody knows beforehand how long a shard is, so before each step the workers tell each other how many samples each
+    shard gives and whether there is more of it; the epoch is over when all are. So each knows how far every shard has
+    been read. Costs one exchange of twice as many numbers as there are shards, and one.
     """
 
     stream: Stream
@@ -86,60 +127,89 @@ class ShardedSource:
     steps_per_epoch: int | None = None
 
     def steps(self, position: Position, stream: Mapping[str, Any]) -> Iterator[Step]:
-        """Every step from `position` on.
+        """Every step from `position` on."""
+        reader = ShardReader(self.stream, self.cut)
+        begun = Standing.of(stream, position.sample) if position.sample else Standing.at_beginning(reader.shards)
+        return self._agreed(reader, position.epoch, begun)
 
-        Raises:
-            DataError: the run was begun with another number of workers, so with other shards.
-        """
-        shards = stream.get("shards", self.cut.parts)
-        if position.sample and shards != self.cut.parts:
-            raise DataError(
-                f"this run read its stream in {shards} shards and cannot go on in {self.cut.parts} within an epoch",
-                where="train set",
-                fix=f"go on with {shards} workers, or leave out `shard` so that every worker reads the whole stream",
-            )
-        if stream.get("exhausted"):  # its shard was at its end before those of others were
-            return self._agreed(position, self.stream.steps(self.cut, Position(position.epoch + 1), {}))
-        return self._agreed(position, self.stream.steps(self.cut, position, stream))
-
-    def _agreed(self, position: Position, own: Iterator[Step]) -> Iterator[Step]:
-        world = self.world
-        held: Step | None = None
-        epoch, sample = position.epoch, position.sample
-        ended = False
+    def _agreed(self, reader: ShardReader, epoch: int, standing: Standing) -> Iterator[Step]:
+        own = reader.shares(epoch, standing)
+        held: Share | None = None
+        ghost: LoadedPiece | None = None
         while True:
             held = held or next(own)
-            step = held if held.epoch == epoch else None
-            ended = step is None or step.ends_epoch
-            mine = torch.tensor(
-                [step.samples if step else 0, len(step.pieces) if step else 0, not ended],
-                dtype=torch.int64,
-                device=world.device,
-            )
-            counts = world.stack(mine).cpu()
-            total, most_pieces, going_on = int(counts[:, 0].sum()), int(counts[:, 1].max()), bool(counts[:, 2].any())
-            pieces = [
-                replace(piece, plan=replace(piece.plan, weight=len(piece.plan.indices) / total))
-                for piece in (step.pieces if step else [])
-            ]
+            share = held if held.epoch == epoch else Share(epoch, {}, [], [], {})
+            shards = len(standing.read)
+            given, left, most_pieces = self._exchange(share, shards)
+            total, going_on = sum(given), any(left)
+            if not total:
+                raise self.stream.no_sample(epoch)
+            pieces = _weighted(share.pieces, total)
             if self.cut.level:
-                # A worker whose shard is at its end shows the model a sample that counts for nothing.
-                ghost = pieces[-1] if pieces else held.pieces[-1]
-                ghost = replace(ghost, plan=replace(ghost.plan, weight=0.0))
-                pieces += [ghost] * (most_pieces - len(pieces))
-            sample += total
-            after = Position(epoch, sample) if going_on else Position(epoch + 1)
-            kept = {**(step.stream if step else {}), "shards": self.cut.parts, "exhausted": ended} if going_on else {}
-            taken = step.taken if step else held.taken[:0]
-            yield Step(epoch, total, after, not going_on, pieces, taken, kept)
-            if step is not None:
+                # A worker that has less than others shows the model a sample that counts for nothing.
+                ghost = (pieces or held.pieces or [ghost or reader.ghost(epoch, shards)])[-1]
+                pieces = _leveled(pieces, self.cut, most_pieces, ghost)
+            taken = standing.taken(given)
+            standing = standing.after(given, left, share.states)
+            after = Position(epoch, sum(standing.read)) if going_on else Position(epoch + 1)
+            kept = standing.to_stream() if going_on else {}
+            yield Step(epoch, total, after, not going_on, pieces, taken, kept, shards)
+            if share is held:
                 held = None
             if not going_on:
-                epoch, sample = epoch + 1, 0
+                epoch, standing = epoch + 1, Standing.at_beginning(reader.shards)
+
+    def _exchange(self, share: Share, shards: int) -> tuple[list[int], list[bool], int]:
+        """What each shard gives to the step, whether there is more of it, and the most pieces that a part has."""
+        counts = Counter(piece.plan.part for piece in share.pieces)
+        mine = torch.zeros(2 * shards + 1, dtype=torch.int64)
+        for shard, count in share.given.items():
+            mine[shard] = count
+        for shard in share.left:
+            mine[shards + shard] = 1
+        mine[-1] = max(counts.values(), default=0)
+        rows = self.world.stack(mine.to(self.world.device)).cpu()
+        sums = rows[:, :-1].sum(0).tolist()
+        return sums[:shards], [bool(more) for more in sums[shards:]], int(rows[:, -1].max())
 
     def epochs(self, position: Position) -> float:
         """Epochs done, whole ones."""
         return float(position.epoch)
+
+    def of_snapshot(self, kept: Sequence[Mapping[str, Any]], rank: int, position: Position) -> Mapping[str, Any]:
+        """How far every shard was read, with what all workers kept of theirs: any may be read by another now."""
+        return Standing.of_all(kept, position.sample).to_stream() if position.sample else {}
+
+    def met(self, stream: Mapping[str, Any], before: Mapping[str, Any]) -> Mapping[str, Any]:
+        """How far every shard was read, with what each worker knows of its own."""
+        known = _states(stream)
+        if len(before.get("read", ())) == len(stream.get("read", ())):
+            known = {**_states(before), **known}
+        found = gather_own({"states": known}, self.world)
+        if not stream:
+            return stream
+        told = [put_together(json.loads(nodes), tensors)["states"] for nodes, tensors in found.values()]
+        return Standing.of(stream, 0).knowing(told).to_stream()
+
+
+def _states(stream: Mapping[str, Any]) -> States:
+    found: States = stream.get("states", {})
+    return found
+
+
+def _weighted(pieces: Sequence[LoadedPiece], total: int) -> list[LoadedPiece]:
+    """`pieces` with their shares of a batch of `total` samples."""
+    return [replace(piece, plan=replace(piece.plan, weight=len(piece.plan.indices) / total)) for piece in pieces]
+
+
+def _leveled(pieces: Sequence[LoadedPiece], cut: Cut, most: int, ghost: LoadedPiece) -> list[LoadedPiece]:
+    """`pieces`, with ghosts behind those of each part that has fewer than `most`."""
+    found: list[LoadedPiece] = []
+    for part in range(cut.first, cut.last):
+        own = [piece for piece in pieces if piece.plan.part == part]
+        plans = [PiecePlan(part, micro, ghost.plan.indices, 0.0) for micro in range(len(own), most)]
+        found += [*own, *(LoadedPiece(plan, ghost.batch) for plan in plans)]
+    return found
 
 
 def make_source(data: Data, settings: Settings, *, batch: int, cut: Cut, world: World) -> Source:
@@ -160,9 +230,7 @@ def make_source(data: Data, settings: Settings, *, batch: int, cut: Cut, world: 
             drop_last=settings.drop_last,
             processes=1 if settings.loader_workers == "auto" else settings.loader_workers,
         )
-        # A shard is what one worker reads; with virtual workers what is read must not depend on how many there are.
-        stream.sharded = stream.sharded and settings.virtual_workers is None
-        return ShardedSource(stream, cut, world) if stream.sharded and cut.parts > 1 else StreamSource(stream, cut)
+        return ShardedSource(stream, cut, world) if hasattr(data.train, "shard") else StreamSource(stream, cut)
     order = Order(
         len(cast(Any, data.train)),
         batch=batch,

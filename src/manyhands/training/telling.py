@@ -12,11 +12,10 @@ from collections.abc import Callable
 
 from manyhands.errors import TrainingError
 from manyhands.events import EpochDone, Event, Note, StepDone, StepTiming
-from manyhands.training.bad_steps import BadStep, BadSteps, shown
+from manyhands.training.bad_steps import BadStep, BadSteps, named
 from manyhands.training.build import Parts
 from manyhands.training.keeping import Keeping
 from manyhands.training.numbers import StepNumbers
-from manyhands.training.source import ShardedSource
 from manyhands.training.state import RunState
 from manyhands.training.wishes import Wishes
 
@@ -79,8 +78,7 @@ class Telling:
         facts, trouble = numbers.facts, self.bad_steps.trouble(numbers)
         if not trouble:
             return True
-        shard = f" of the shard of rank {self.parts.world.rank}" if isinstance(self.parts.source, ShardedSource) else ""
-        where = f"epoch {facts.epoch}, samples {shown(facts.indices)}{shard}"
+        where = f"epoch {facts.epoch}, {named(facts.indices, facts.shards)}"
         if facts.step in self.state.left_out:
             trouble = "it went wrong before"
         elif self.bad_steps.rewinds:

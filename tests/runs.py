@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from ranks import run_ranks
 from sklearn.datasets import load_digits
 from torch import nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 import manyhands as mh
@@ -37,6 +37,8 @@ class Recipe:
     threads: int = 1
     sample_s: float = 0.0
     """How long a sample takes to be read, where it is augmented: so that there is time for something to happen."""
+    stream: bool = False
+    """Whether the samples come as a stream that is read in shards, augmented."""
 
 
 def images_and_labels(samples: int, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,11 +74,30 @@ class Noisy(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return self.images[index] + 0.1 * torch.randn(1, 8, 8), self.labels[index]
 
 
+class Shards(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
+    """The same as a stream, whose shards are of unequal length."""
+
+    def __init__(self, samples: int, sample_s: float = 0.0, index: int = 0, count: int = 1) -> None:
+        self.whole = Noisy(samples, sample_s)
+        self.rows = [row for row in range(samples) if row * row // 5 % count == index]
+
+    def shard(self, index: int, count: int) -> Shards:
+        return Shards(len(self.whole), self.whole.sample_s, index, count)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return (self.whole[row] for row in self.rows)
+
+    def numbers(self, shards: int) -> list[int]:
+        """What a record calls the samples of an epoch that is read in so many shards, sorted."""
+        lengths = [len(self.shard(shard, shards).rows) for shard in range(shards)]
+        return sorted(place * shards + shard for shard, length in enumerate(lengths) for place in range(length))
+
+
 def make_trainer(recipe: Recipe, run_dir: Path, **more: Any) -> mh.Trainer:
     torch.set_num_threads(recipe.threads)
-    train = (
-        Noisy(recipe.samples, recipe.sample_s) if recipe.augment else TensorDataset(*images_and_labels(recipe.samples))
-    )
+    train: Dataset[Any] = TensorDataset(*images_and_labels(recipe.samples))
+    if recipe.augment or recipe.stream:
+        train = (Shards if recipe.stream else Noisy)(recipe.samples, recipe.sample_s)
     schedule = (lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 30)) if recipe.schedule else None
     return mh.Trainer(
         model=lambda: network(batch_norm=recipe.batch_norm, dropout=recipe.dropout),

@@ -140,33 +140,3 @@ def test_script_that_knows_nothing_of_us_is_started_again_as_under_torchrun(tmp_
     """
     ended = run(tmp_path, source, "--workers", "2", "--restarts", "1")
     assert (ended.code, ended.out.count("done in start 1")) == (0, 2)
-
-
-def test_readers_of_a_sharded_stream_start_again_together_with_the_same_bits(tmp_path: Path) -> None:
-    source = """
-        import os, pathlib, signal, sys, torch, manyhands as mh
-        class Shards(torch.utils.data.IterableDataset):
-            def __init__(self, index=0, count=1):
-                self.index, self.count = index, count
-            def shard(self, index, count):
-                return Shards(index, count)
-            def __iter__(self):
-                for number in range(self.index, 96, self.count):
-                    if sys.argv[1] == "dies" and number == 71 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    yield torch.arange(4.0) + number, torch.tensor(number % 2)
-        mh.Trainer(
-            model=lambda: torch.nn.Linear(4, 2), loss=torch.nn.CrossEntropyLoss(),
-            optimizer=lambda params: torch.optim.SGD(params, lr=0.01),
-            data=mh.Data(train=Shards(), batch_size=8), snapshots=mh.Snapshots(every="4 steps"),
-        ).fit("1 epoch")
-    """
-    for way in ("lives", "dies"):
-        (tmp_path / way).mkdir()
-    lived = run(tmp_path / "lives", source, "--workers", "2", "--restarts", "1", arguments=["lives"])
-    died = run(tmp_path / "dies", source, "--workers", "2", "--restarts", "1", arguments=["dies"])
-    assert (lived.code, died.code) == (0, 0), died.err
-    assert "each worker reads a shard of the stream that no other reads" in " ".join(died.out.split())
-    assert "killed by SIGKILL" in died.out + died.err
-    assert summary(died.run_dir)["weights_sha256"] == summary(lived.run_dir)["weights_sha256"]
-    assert [line["step"] for line in step_lines(died.run_dir)] == list(range(1, 13))

@@ -22,9 +22,11 @@ from torch.utils.data import IterableDataset
 from manyhands.cluster.place import Place
 from manyhands.communication.world import World
 from manyhands.data.order import Position, bounds
+from manyhands.data.shards import Standing
 from manyhands.data.steps import Cut, Step
 from manyhands.data.stream import Stream
 from manyhands.errors import DataError
+from manyhands.training.bad_steps import named
 from manyhands.training.source import ShardedSource, StreamSource
 
 # Workers that are threads of this process. One runs at a time, for the generators of random numbers belong to all.
@@ -396,3 +398,15 @@ def test_shard_that_ends_before_the_place_where_it_was_left_is_an_error() -> Non
     run.dataset = Shrinking(40)
     with pytest.raises(DataError, match="there were more"):
         run.go(2, 1)
+
+
+def test_state_that_is_ahead_of_where_all_go_on_is_of_no_use() -> None:
+    states = [{"0": {"read": read, "dataset": read}} for read in (4, 7, 8)]
+    assert Standing([7, 7], [True, True]).knowing(states).states == states[1]
+    assert Standing([3, 7], [True, True]).knowing(states).states == {}
+
+
+def test_samples_of_a_bad_step_are_named_by_shard_and_place() -> None:
+    assert named(np.array([0, 3, 6, 4, 7]), 3) == "samples [0, 1, 2] of shard 0, [1, 2] of shard 1, of 3 shards"
+    assert named(np.array([0, 2, 4, 1]), 2, most=3) == "samples [0, 1, 2] of shard 0, …, of 2 shards"
+    assert named(np.array([5, 6]), 0) == named(np.array([5, 6]), 1) == "samples [5, 6]"

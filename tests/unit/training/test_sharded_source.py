@@ -316,6 +316,21 @@ def test_shard_whose_state_is_lost_is_read_again_and_no_other() -> None:
     assert set(READ[:24]).isdisjoint(READ[24:])
 
 
+def test_worker_that_was_behind_reads_on_from_what_it_knew_itself() -> None:
+    run = Run(Knowing(200), 16, streams=[{}] * 4)
+    run.go(4, 5)
+    run.survive([0, 1, 2, 3], 4, behind=1)
+    READ.clear()
+    run.go(4, 1)
+    assert len(READ) == 2 * 16 + 4, "the step that it had not done, too"
+
+
+def test_no_two_samples_of_an_epoch_draw_the_same_random_numbers() -> None:
+    run = Run(Uneven(40), 8, streams=[{}] * 4)
+    noise = [value % 1 for shares in run.go(4) for value in batch_of(shares)[2]]
+    assert len({round(each, 4) for each in noise}) == 40
+
+
 def test_loader_processes_read_the_same() -> None:
     run = Run(Uneven(50), 6, streams=[{}] * 2)
     run.go(2, 4)

@@ -14,7 +14,7 @@ from runs import Recipe, Shards, samples_by_step, step_lines, trained
 from manyhands.records.metrics import read
 
 pytestmark = pytest.mark.multiprocess
-STEPS = 60
+STEPS = 48
 RECIPE = Recipe(samples=150, batch=16, duration=f"{STEPS} steps", batch_norm=True, dropout=0.3, stream=True)
 
 
@@ -41,7 +41,7 @@ def test_killed_reader_of_a_shard_costs_a_step_and_no_bit(
     process = start(3, run_dir, RECIPE, ahead, pids=pids)
     try:
         for number, place in enumerate(places):
-            wait_for_step(process, run_dir, 8 + 14 * number)  # an epoch has about 13
+            wait_for_step(process, run_dir, 8 + 12 * number)  # an epoch has about 13
             os.kill(alive_workers(pids)[place], signal.SIGKILL)
         output = finish(process)
     except BaseException:

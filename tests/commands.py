@@ -28,10 +28,12 @@ def start(
     *,
     pids: Path | None = None,
     dies_at: str | None = None,
+    script: Path | None = None,
 ) -> subprocess.Popen[str]:
     """`manyhands run` with the script of `recipe`, in a process group of its own.
 
-    Workers leave their process ids in the folder `pids`, for `alive_workers`. `dies_at`: see `deadly_script`.
+    Workers leave their process ids in the folder `pids`, for `alive_workers`. `dies_at`: see `deadly_script`, or what
+    `script` says of it.
     """
     if pids is not None:
         pids.mkdir(exist_ok=True)
@@ -43,7 +45,7 @@ def start(
         "--run-dir",
         str(run_dir),
         *options,
-        str(SCRIPT if dies_at is None else DEADLY),
+        str(script or (SCRIPT if dies_at is None else DEADLY)),
     ]
     return subprocess.Popen(
         [sys.executable, "-m", "manyhands.cli.main", *words],

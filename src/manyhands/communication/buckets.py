@@ -153,9 +153,15 @@ class GradientBuckets:
         self.compressor = compressor
         self._pack(self.packed_order)
 
-    def meet(self, source: int) -> None:
-        """The workers have changed: pack as worker `source` does."""
+    def meet(self, source: int, world: Members | None = None) -> None:
+        """The workers have changed, or are those of `world` from now on: pack as worker `source` of them does."""
+        if world is not None:
+            self.world = self.order.world = world
         self._pack(self.order.meet(source))
+
+    def rest(self) -> None:
+        """A step has broken off: nothing is sent before the next `arm`."""
+        self.armed = False
 
     def begin(self, *, compressing: bool = True, scale: Tensor | None = None) -> None:
         """Forget the gradients of the last step.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.communication.buckets import GradientBuckets
-from manyhands.communication.nodes import Node, find_levels
+from manyhands.communication.nodes import Levels, Node, find_levels
 from manyhands.communication.packing import packed
 from manyhands.communication.world import World
 from manyhands.errors import ConfigError
@@ -33,6 +33,13 @@ class Drifting(Protocol):
 
     def about_rate(self, optimizer: Steppable) -> str:
         """What it does to the learning rate, in a sentence for the user; empty where it does nothing."""
+
+    def hold(self, optimizer: torch.optim.Optimizer) -> None:
+        """Know this worker's optimizer, whose state may be no other's. Called once, before the first step."""
+
+    @property
+    def givers(self) -> Sequence[int]:
+        """When the workers have met: for each, by rank, whose optimizer it takes; itself, where it keeps its own."""
 
 
 @contextmanager
@@ -94,8 +101,14 @@ class Alone:
     def __init__(self, world: World, *, by_node: bool = False) -> None:
         """`by_node`: nodes step alone and not workers, where there are several nodes of several workers each."""
         self.world, self.by_node = world, by_node
+        self.parameters: list[nn.Parameter] = []
         self.node: Node | None = None
         self.buckets: GradientBuckets | None = None
+        self.node_of: list[int] = []
+        """For each worker, by rank, the number of whoever steps alone: its node, or the worker itself. Where workers
+        have gone or come, that of before, until `regroup`."""
+        self.number = 0
+        """This worker's own among these."""
         self.share = 0.0
         """Samples since the last exchange, in batches: over all that step alone it sums to the steps."""
         self.steps = 0
@@ -106,15 +119,27 @@ class Alone:
 
     def place(self, model: nn.Module) -> None:
         """Make ready to sum the gradients of `model` inside the node. Called by all workers."""
-        levels = find_levels(self.world) if self.by_node else None
-        if levels is not None:
-            self.node = Node(self.world, levels)
-            self.buckets = GradientBuckets(model.parameters(), self.node, bucket_bytes=BUCKET_BYTES)
+        self.parameters = list(model.parameters())
+        self.regroup(self.levels(), 0)
 
-    @property
-    def node_of(self) -> list[int]:
-        """For each worker, by rank, the number of whoever steps alone: its node, or the worker itself."""
-        return list(range(self.world.size)) if self.node is None else self.node.node_of
+    def levels(self) -> Levels | None:
+        """The nodes that step alone now; None where every worker does. Called by all workers."""
+        return find_levels(self.world) if self.by_node else None
+
+    def regroup(self, levels: Levels | None, first: int) -> None:
+        """Sum gradients from now on over the workers of a node of `levels`. Called by all workers.
+
+        `first`: the worker of this node, from 0, in whose order gradients travel there.
+        """
+        self.node = None if levels is None else Node(self.world, levels)
+        if self.buckets is not None:
+            self.buckets.rest()
+        if self.node is not None:
+            if self.buckets is None:
+                self.buckets = GradientBuckets(self.parameters, self.node, bucket_bytes=BUCKET_BYTES)
+            self.buckets.meet(first, self.node)
+        self.node_of = list(range(self.world.size)) if self.node is None else self.node.node_of
+        self.number = self.node_of[self.world.rank]
 
     @property
     def weight(self) -> float:
@@ -181,7 +206,7 @@ class Alone:
 
     def state_dict(self) -> dict[str, Any]:
         """How far since the last exchange, and who steps alone."""
-        return {"share": self.share, "since": self.steps, "alone": self.node_of[self.world.rank]}
+        return {"share": self.share, "since": self.steps, "alone": self.number}
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Take up what `state_dict` gave; where those that step alone changed, all count alike."""
@@ -202,17 +227,6 @@ class Own:
     def __init__(self, world: World) -> None:
         self.world = world
         self.optimizer: torch.optim.Optimizer | None = None
-        self._waiting: dict[int, Any] | None = None
-        """What a snapshot held of the optimizer, until the first step shows it."""
-
-    def step(self, optimizer: Steppable) -> None:
-        """One step of this worker's optimizer."""
-        if isinstance(optimizer, torch.optim.Optimizer):
-            self.optimizer = optimizer
-            if self._waiting is not None:
-                optimizer.load_state_dict(optimizer.state_dict() | {"state": self._waiting})
-                self._waiting = None
-        optimizer.step()
 
     def state_dict(self, model: nn.Module | None) -> dict[str, Any]:
         """Everything, copied."""
@@ -234,5 +248,7 @@ class Own:
         """Take up this worker's own, where the `same` step alone; else all go on from the mean in the snapshot."""
         if same and states[self.world.rank].get("tensors"):
             state = states[self.world.rank]
+            assert self.optimizer is not None, "hold() comes before load_state_dict()"
             put(drifting(model), state["tensors"])
-            self._waiting = {int(key): values for key, values in state["optimizer"].items()}
+            own = {int(key): values for key, values in state["optimizer"].items()}
+            self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": own})

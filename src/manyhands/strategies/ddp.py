@@ -59,11 +59,6 @@ class DataParallel:
         return model
 
     @property
-    def survives(self) -> bool:
-        """Every worker holds everything, but what a compression has kept back of its own gradients."""
-        return True
-
-    @property
     def whole(self) -> bool:
         """Whether all sums of the step under way are here, and what the compression keeps of it is known."""
         return self._whole

@@ -26,7 +26,7 @@ from manyhands.communication.world import World
 from manyhands.config.local_steps import DiLoCo
 from manyhands.config.strategies import DDP
 from manyhands.strategies.alone import drifting, weighted_mean
-from manyhands.strategies.stepping_alone import SteppingAlone, Stood, lost_workers
+from manyhands.strategies.stepping_alone import SteppingAlone
 
 
 @dataclass(slots=True)
@@ -188,19 +188,23 @@ class OuterSteps(SteppingAlone):
         fragment that was on its way is sent again.
         """
         oldest = min(fragment.reached for fragment in self.fragments)
-        self._meet_fragments(new=new)
-        lost = super().meet(source, new=new, gone=gone)
+        anybody_trained = self._meet_fragments(new=new or self.is_new)
+        lost = self.meet_models(source, new=new)
         place = torch.tensor([self.began, self.rounds.length], device=self.world.device)
         self.began, self.rounds.length = (int(number) for number in self.world.broadcast(place, source).tolist())
-        if self.steps <= self.config.sync_warmup:
+        if self.steps <= self.config.sync_warmup or not anybody_trained:
             for fragment in self.fragments:
                 fragment.shared, fragment.reached = fragment.now(), self.steps
+                fragment.momentum.zero_()
             self.began = self.steps
-            return lost
-        return f"what {lost_workers(gone)} learned alone in up to {self.steps - oldest} steps" if gone else ""
+            return lost.told()
+        return f"what {lost.who} learned alone in up to {self.steps - oldest} steps" if lost.who else ""
 
-    def _meet_fragments(self, *, new: bool) -> None:
-        """Give every worker what is shared of each fragment, by one that has taken the most outer steps."""
+    def _meet_fragments(self, *, new: bool) -> bool:
+        """Give every worker what is shared of each fragment, by one that has taken the most outer steps.
+
+        Returns whether there is one that has trained.
+        """
         rows = [[-1 if new else one.outer_steps, one.again or one.arrives >= 0, one.reached] for one in self.fragments]
         stood = self.world.stack(torch.tensor(rows, device=self.world.device)).cpu()
         for number, fragment in enumerate(self.fragments):
@@ -213,15 +217,15 @@ class OuterSteps(SteppingAlone):
                 # Where its own exchange broke off, nobody can say what of it arrived, but that little is missing.
                 known = fragment.ticket is None or fragment.ticket.error is None
                 fragment.kept.copy_(fragment.next_kept if known else torch.zeros_like(fragment.kept))
-            fragment.outer_steps, fragment.reached = most, int(stood[farthest, number, 2])
-            fragment.again = bool(stood[counts == most, number, 1].any())
+            fragment.outer_steps, fragment.reached = max(most, 0), int(stood[farthest, number, 2])
+            fragment.again = most >= 0 and bool(stood[counts == most, number, 1].any())
             fragment.arrives, fragment.ticket = -1, None
+        return bool((stood[:, :, 0] >= 0).any())
 
-    def part_of_mean(self, stood: Sequence[Stood]) -> float:
+    @property
+    def counts_alike(self) -> bool:
         """Behind the warm-up all count alike, as in an outer gradient."""
-        if self.steps <= self.config.sync_warmup:
-            return super().part_of_mean(stood)
-        return 0.0 if stood[self.world.rank].since < 0 else 1 / sum(each.since >= 0 for each in stood)
+        return self.steps > self.config.sync_warmup
 
     def average(self, model: nn.Module) -> None:
         """Replace the model of every worker by the mean over all of them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from manyhands.communication.nodes import Levels
 from manyhands.communication.world import World
 from manyhands.config.local_steps import DiLoCo, LocalSGD
 from manyhands.strategies import rate_alone
@@ -24,12 +26,80 @@ class Stood:
     since: int
     """Steps since the last exchange; -1 for a worker that has not trained yet."""
     share: float
-    """Its part of the samples of those steps, in batches."""
+    """Its part of the samples of those steps, in batches; where a node stepped alone, the node's."""
+    alone: int
+    """The number of whoever stepped alone in them: that of its node, or its own."""
+    in_doubt: bool = False
+    """Whether its optimizer may be another than that of those who share this number."""
+
+    @property
+    def trained(self) -> bool:
+        """Whether it has something that counts."""
+        return self.since >= 0
 
 
-def lost_workers(count: int) -> str:
-    """In words."""
-    return "the lost worker" if count == 1 else f"the {count} lost workers"
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """What went with those that are gone."""
+
+    who: str = ""
+    """Those of whom nobody is left that stepped with them, in words; empty where there are none."""
+    batches: float = 0.0
+    """What they had learned from."""
+    steps: int = 0
+    """In how many steps; -1 where nobody is left who trained with them."""
+
+    def told(self) -> str:
+        """In words; empty where nothing is."""
+        if not self.who:
+            return ""
+        if self.steps < 0:  # nobody is left who would know
+            return f"what {self.who} learned alone since the last mean"
+        return f"what {self.who} learned alone from {self.batches:.3g} batches in {self.steps} steps"
+
+
+def parts_of_mean(stood: Sequence[Stood], *, alike: bool = False) -> list[float]:
+    """What each worker's model counts in the mean of those that trained, by rank; together 1.
+
+    Whoever stepped alone counts by its samples, or all count `alike`; what a node counts is split evenly over those of
+    it that are left, who hold the same.
+    """
+    left = Counter(each.alone for each in stood if each.trained)
+    shares = {each.alone: each.share for each in stood if each.trained}
+    if alike or not sum(shares.values()):
+        shares = dict.fromkeys(shares, 1.0)
+    total = sum(shares.values())
+    return [shares[each.alone] / total / left[each.alone] if each.trained else 0.0 for each in stood]
+
+
+def what_is_lost(stood: Sequence[Stood], node_of: Sequence[int]) -> Lost:
+    """What those took along who are not among `stood` any more. `node_of`: see `Alone`, when all were there."""
+    shares = {each.alone: each.share for each in stood if each.trained}
+    lost = set(node_of) - set(shares)
+    if not lost:
+        return Lost()
+    kind = "worker" if len(set(node_of)) == len(node_of) else "host"
+    who = f"the lost {kind}" if len(lost) == 1 else f"the {len(lost)} lost {kind}s"
+    since = max(each.since for each in stood)
+    return Lost(who, max(0.0, since - sum(shares.values())), since)
+
+
+def first_of(ranks: Sequence[int], stood: Sequence[Stood]) -> int:
+    """Which of the workers of a node, by rank, the others follow: the first that has trained."""
+    return next((rank for rank in ranks if stood[rank].trained), ranks[0])
+
+
+def optimizers_from(stood: Sequence[Stood], levels: Levels | None) -> list[int]:
+    """For each worker, by rank, whose optimizer it goes on with: of those of a node all are to be alike."""
+    givers = list(range(len(stood)))
+    for ranks in () if levels is None else levels.nodes:
+        first = first_of(ranks, stood)
+        for rank in ranks:
+            both = (stood[first], stood[rank])
+            stepped_together = both[0].alone == both[1].alone and all(one.trained for one in both)
+            if not stepped_together or any(one.in_doubt for one in both):
+                givers[rank] = first
+    return givers
 
 
 class SteppingAlone:
@@ -42,6 +112,12 @@ class SteppingAlone:
         self.model: nn.Module | None = None
         self.steps = 0
         """Of the run."""
+        self.givers: Sequence[int] = ()
+        self.lost = Lost()
+        """What a meeting that broke off has found to be lost."""
+        self.is_new = self.in_doubt = False
+        """Since a meeting began, until the next step: whether this worker had not trained before it, and whether its
+        optimizer may be another than those of its node. A meeting may break off, and begin anew among others."""
 
     def shard(self) -> Shard:
         """One part for each worker."""
@@ -54,6 +130,10 @@ class SteppingAlone:
             self.world.broadcast(tensor.data)
         self.alone.place(self.model)
         return self.model
+
+    def hold(self, optimizer: torch.optim.Optimizer) -> None:
+        """Know this worker's optimizer."""
+        self.own.optimizer = optimizer
 
     def forward_backward(
         self, model: nn.Module, pieces: Sequence[Piece], compute: Compute, scale: Scale, riders: Sequence[float]
@@ -70,9 +150,10 @@ class SteppingAlone:
         by = self._lr_factor(optimizer)
         if by != 1 and isinstance(optimizer, torch.optim.Optimizer):
             with rate_alone.multiplied(optimizer, by, decay=False):
-                self.own.step(optimizer)
+                optimizer.step()
         else:
-            self.own.step(optimizer)
+            optimizer.step()
+        self.is_new = self.in_doubt = False  # by the last word of this step all have met
         self.steps += 1
         self.rounds.saw(optimizer)
 
@@ -91,11 +172,6 @@ class SteppingAlone:
         )
 
     # Workers that go and come.
-
-    @property
-    def survives(self) -> bool:
-        """Whoever steps alone is enough for a new one to begin; but in a node that does, optimizers are alike."""
-        return self.alone.node is None
 
     @property
     def whole(self) -> bool:
@@ -123,30 +199,37 @@ class SteppingAlone:
 
         Where one of them has the mean that was due already, with the part of a lost worker in it, all take that.
         """
-        assert self.model is not None, "place() comes before meet()"
-        alone = self.alone
-        row = torch.tensor([-1 if new else alone.steps, alone.share], dtype=torch.float64, device=self.world.device)
-        stood = [Stood(int(since), share) for since, share in self.world.stack(row).tolist()]
-        since = max(each.since for each in stood)
-        share = sum(each.share for each in stood if each.since > 0)
-        have_met = [rank for rank, each in enumerate(stood) if each.since == 0]
-        if have_met:
-            for tensor in drifting(self.model):
-                self.world.broadcast(tensor.data, have_met[0])
-        else:
-            weighted_mean(drifting(self.model), self.part_of_mean(stood), self.world)
-        alone.met()
-        if have_met or not gone:
-            return ""
-        return f"what {lost_workers(gone)} learned alone from {since - share:.3g} batches in {since} steps"
+        return self.meet_models(source, new=new).told()
 
-    def part_of_mean(self, stood: Sequence[Stood]) -> float:
-        """What this worker's model counts in the mean of those that trained; of all together 1."""
-        share = sum(each.share for each in stood if each.since > 0)
-        own = stood[self.world.rank]
-        if own.since < 0:
-            return 0.0
-        return own.share / share if share else 1 / sum(each.since >= 0 for each in stood)
+    def meet_models(self, source: int, *, new: bool) -> Lost:
+        """Have one model on all workers, and find who steps alone from now on. Returns what is lost."""
+        assert self.model is not None, "place() comes before meet()"
+        alone, world = self.alone, self.world
+        self.is_new = self.is_new or new
+        row = [-1 if self.is_new else alone.steps, alone.share, alone.number, self.in_doubt]
+        self.in_doubt = True  # before anybody can be through with it
+        rows = world.stack(torch.tensor(row, dtype=torch.float64, device=world.device)).tolist()
+        stood = [Stood(int(since), share, int(number), bool(doubt)) for since, share, number, doubt in rows]
+        have_met = [rank for rank, each in enumerate(stood) if each.since == 0]
+        if not have_met:
+            self.lost = what_is_lost(stood, alone.node_of)
+        if have_met or not any(each.trained for each in stood):
+            for tensor in drifting(self.model):
+                world.broadcast(tensor.data, have_met[0] if have_met else source)
+        else:
+            weighted_mean(drifting(self.model), parts_of_mean(stood, alike=self.counts_alike)[world.rank], world)
+        alone.met()
+        levels = alone.levels()
+        self.givers = optimizers_from(stood, levels)
+        ranks = next((ranks for ranks in levels.nodes if world.rank in ranks), (0,)) if levels is not None else (0,)
+        alone.regroup(levels, ranks.index(first_of(ranks, stood)))
+        lost, self.lost = self.lost, Lost()
+        return lost
+
+    @property
+    def counts_alike(self) -> bool:
+        """Whether all that step alone count alike in the mean, and not by their samples."""
+        return False
 
     def state_dict(self) -> dict[str, Any]:
         """This worker's own model and optimizer, where they differ from the others'."""

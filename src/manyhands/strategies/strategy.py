@@ -125,10 +125,6 @@ class Survivable(Protocol):
     """
 
     @property
-    def survives(self) -> bool:
-        """Whether that holds as it was configured."""
-
-    @property
     def whole(self) -> bool:
         """Whether all that the step under way needs of others is here, and lacking is only the word that they have it,
         too. Then, where one of them has finished the step, this worker's part of it counts.

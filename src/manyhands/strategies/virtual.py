@@ -70,11 +70,6 @@ class VirtualWorkers:
         return model
 
     @property
-    def survives(self) -> bool:
-        """Every worker holds everything."""
-        return True
-
-    @property
     def whole(self) -> bool:
         """Never: whoever is behind takes everything from one that is not."""
         return False

@@ -24,6 +24,7 @@ from manyhands.data.fetch import Fetcher
 from manyhands.data.order import bounds
 from manyhands.data.steps import Cut
 from manyhands.errors import ConfigError
+from manyhands.strategies.alone import Drifting
 from manyhands.strategies.ddp import DataParallel
 from manyhands.strategies.diloco import OuterSteps
 from manyhands.strategies.local_sgd import LocalSteps
@@ -208,6 +209,8 @@ def build(  # the one place where everything the user gave comes together
     if settings.compile:
         placed.compile()  # in place, so that names in snapshots stay the same
     made_optimizer = make_optimizer(placed, optimizer, settings, world)
+    if isinstance(strategy, Drifting):
+        strategy.hold(made_optimizer)
     precision = Precision(settings.precision, world.device)
     level = membership is not None or step is not None
 

@@ -21,6 +21,7 @@ from manyhands.snapshot.skeleton import put_together, take_apart
 from manyhands.strategies.strategy import Survivable
 from manyhands.training.build import Parts
 from manyhands.training.keeping import held_by, take_up
+from manyhands.training.optimizers import share_optimizers
 from manyhands.training.reunion import Reunion
 from manyhands.training.state import RunState
 
@@ -47,6 +48,7 @@ class Holder:
         self.parts.recut(self.parts.batch)
         if isinstance(strategy, Survivable):
             strategy.meet(0, new=self.group is None, gone=0)
+            share_optimizers(self.parts)
         self.group = world.membership.group
 
     def everything(self) -> dict[str, Any]:

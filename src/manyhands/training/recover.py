@@ -35,6 +35,7 @@ from manyhands.training.calls import Calls, Holder
 from manyhands.training.keeping import Keeping
 from manyhands.training.loop import Loop
 from manyhands.training.marks import Mark
+from manyhands.training.optimizers import share_optimizers
 from manyhands.training.reunion import Reunion
 from manyhands.training.state import RunState
 
@@ -78,8 +79,6 @@ def why_not_survive(parts: Parts) -> str:
         return "on GPUs nobody knows which step is whole"  # NCCL's collectives come back before they are done
     if not isinstance(parts.strategy, Survivable):
         return "the strategy does not say what else each worker holds"
-    if not parts.strategy.survives:
-        return "the workers of a host step together and hosts apart, so that each host has an optimizer of its own"
     return ""
 
 
@@ -200,8 +199,9 @@ class Recovery(Reunion):
         self.calls.new = False
         self.parts.recut(self.parts.batch)
         lost_now = self.strategy.meet(source, new=own.step == _NOWHERE, gone=self._gone(group))
-        self.holder.group = group.number
         self.lost = "; ".join(dict.fromkeys(filter(None, [self.lost, lost_now])))
+        share_optimizers(self.parts)
+        self.holder.group = group.number
         if any(standing.lost_snapshot for standing in standings):
             self.keeping.saved_at, loop.save_again = _NOWHERE, True
             loop.duties_done = min(loop.duties_done, len(loop.duties) - 1)

@@ -99,10 +99,10 @@ def make_trainer(recipe: Recipe, run_dir: Path, **more: Any) -> mh.Trainer:
     if recipe.augment or recipe.stream:
         train = (Shards if recipe.stream else Noisy)(recipe.samples, recipe.sample_s)
     schedule = (lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 30)) if recipe.schedule else None
+    optimizer = {"optimizer": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9)}
     return mh.Trainer(
         model=lambda: network(batch_norm=recipe.batch_norm, dropout=recipe.dropout),
         loss=nn.CrossEntropyLoss(),
-        optimizer=lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
         schedule=schedule,
         data=mh.Data(
             train=train,
@@ -113,7 +113,7 @@ def make_trainer(recipe: Recipe, run_dir: Path, **more: Any) -> mh.Trainer:
         metrics={"accuracy": MulticlassAccuracy(num_classes=10, average="micro")},
         record_samples=True,
         run_dir=run_dir,
-        **{**recipe.trainer, **more},
+        **{**optimizer, **recipe.trainer, **more},
     )
 
 

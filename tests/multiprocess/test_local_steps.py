@@ -47,6 +47,21 @@ def test_workers_that_meet_in_every_step_equal_one_process(strategy: Any, tmp_pa
         assert_equal(alone, found)
 
 
+@pytest.mark.parametrize("kind", [mh.LocalSGD, mh.DiLoCo], ids=lambda kind: kind.name)
+def test_exact_beginning_has_every_bit_of_data_parallelism(kind: Any, tmp_path: Path) -> None:
+    """With an optimizer to which a worker's own part of the batch would look different. Of two the order is one."""
+    hashes = {
+        str(run_ranks(2, train_with_adam, replace(PLAIN, trainer={"strategy": strategy}), tmp_path / strategy.name))
+        for strategy in (mh.DDP(), kind(sync_warmup=9))
+    }
+    assert len(hashes) == 1
+
+
+def train_with_adam(rank: int, recipe: Recipe, folder: Path, steps: int = 9) -> str:
+    trainer = make_trainer(recipe, folder, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))
+    return trainer.fit(f"{steps} steps").weights_sha256
+
+
 def test_first_round_begins_from_where_the_warm_up_ended(tmp_path: Path) -> None:
     """With an outer step of one, without momentum, the mean of the models is taken after the round."""
     warm = {"sync_warmup": 3, "sync_every": 6}
@@ -97,6 +112,15 @@ def test_run_goes_on_with_another_number_of_workers(tmp_path: Path) -> None:
     answers = trained(2, recipe, tmp_path)
     assert len({answer["result"]["weights_sha256"] for answer in answers}) == 1
     assert answers[0]["result"]["validation"]["loss"] < 2.3
+
+
+@pytest.mark.parametrize("ended", [3, 5], ids=["in the exact beginning", "behind it"])
+def test_run_with_adam_goes_on_with_the_same_bits_from_where_it_ended(ended: int, tmp_path: Path) -> None:
+    """What Adam remembers is of all workers' gradients up to the fourth step, and of one's own after that."""
+    recipe = replace(PLAIN, trainer={"strategy": mh.LocalSGD(sync_every=3, sync_warmup=4)})
+    whole = run_ranks(2, train_with_adam, recipe, tmp_path / "whole")
+    run_ranks(2, train_with_adam, recipe, tmp_path / "parts", ended)
+    assert run_ranks(2, train_with_adam, recipe, tmp_path / "parts") == whole
 
 
 def validate_in_between(_rank: int, folder: Path) -> tuple[float, float, bool]:

@@ -23,6 +23,17 @@ class Levels:
 
     nodes: tuple[tuple[int, ...], ...]
 
+    @classmethod
+    def one(cls, world: World) -> Levels:
+        """All workers of `world` as if they shared one node."""
+        return cls((tuple(range(world.size)),))
+
+    @property
+    def node_of(self) -> list[int]:
+        """The number of each worker's node, by rank."""
+        found = {rank: number for number, ranks in enumerate(self.nodes) for rank in ranks}
+        return [found[rank] for rank in range(len(found))]
+
     @property
     def rails(self) -> tuple[tuple[int, ...], ...]:
         """Of each worker of a node, those that stand in its place on the other nodes."""
@@ -75,11 +86,6 @@ class Node:
         self.world, self.levels = world, levels
         self.link = _link_among(world, levels.nodes)
         self.device = world.device
-        self.number = next(number for number, ranks in enumerate(levels.nodes) if world.rank in ranks)
-        self.node_of = [
-            number for rank in range(world.size) for number, ranks in enumerate(levels.nodes) if rank in ranks
-        ]
-        """The node of each worker, by rank."""
 
     @property
     def rank(self) -> int:

@@ -25,7 +25,7 @@ class LocalSGD:
     sync_at_most: int | None = None
     """Most steps of a round under the quadratic rule; 16 times `sync_every` where it is not given."""
     sync_warmup: int = 0
-    """Steps at the start of a run after each of which the mean is taken: post-local SGD."""
+    """Steps at the start of a run that all take together, as in data parallelism: post-local SGD."""
     inside_node: Literal["exact", "alike"] = "exact"
     """What the workers of one node do among themselves, where there are several nodes of several workers each:
     `exact`: sum their gradients in every step, so that only nodes drift apart; `alike`: step alone, each of them."""
@@ -50,7 +50,7 @@ class DiLoCo:
 
     name: ClassVar[str] = "diloco"
 
-    sync_every: int = 32
+    sync_every: int = 8
     """Optimizer steps between two outer steps of the same parameter."""
     sync_rule: Literal["fixed", "quadratic"] = "fixed"
     """As in `LocalSGD`."""
@@ -60,8 +60,8 @@ class DiLoCo:
     outer_momentum: float = 0.9
     """Nesterov's."""
     sync_warmup: int = 0
-    """Steps at the start of a run after each of which all take the mean of their models, and none is an outer one. The
-    published runs begin with a model that is trained already."""
+    """Steps at the start of a run that all take together, as in data parallelism. The published runs begin with a
+    model that is trained already."""
     fragments: int = 4
     """Into how many parts the model is cut, which take turns: one is exchanged every `sync_every / fragments` steps."""
     overlap_steps: int = 1

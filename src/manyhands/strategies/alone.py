@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from manyhands.communication.buckets import GradientBuckets
 from manyhands.communication.nodes import Levels, Node, find_levels
-from manyhands.communication.packing import packed
+from manyhands.communication.packing import Members, packed
 from manyhands.communication.world import World
 from manyhands.errors import ConfigError
 from manyhands.strategies.strategy import Compute, Piece, Scale, StepOutcome, Steppable, Tally
@@ -95,20 +95,24 @@ def weighted_mean(tensors: Sequence[Tensor], weight: float, world: World) -> Non
 class Alone:
     """The gradient of one's own samples, and how many of all samples they were.
 
-    Where nodes step alone, "one" is a node: its workers sum their gradients in every step, and stay equal.
+    Where nodes step alone, "one" is a node: its workers sum their gradients in every step, and stay equal. So do all
+    workers in an exact beginning, which is that of data parallelism.
     """
 
     def __init__(self, world: World, *, by_node: bool = False) -> None:
         """`by_node`: nodes step alone and not workers, where there are several nodes of several workers each."""
         self.world, self.by_node = world, by_node
         self.parameters: list[nn.Parameter] = []
-        self.node: Node | None = None
+        self.together: Members | None = None
+        """Those that sum their gradients with this worker; None where it steps by itself."""
         self.buckets: GradientBuckets | None = None
         self.node_of: list[int] = []
-        """For each worker, by rank, the number of whoever steps alone: its node, or the worker itself. Where workers
-        have gone or come, that of before, until `regroup`."""
+        """For each worker, by rank, the number of whoever steps alone: its node, or the worker itself, or 0 where all
+        step together. Where workers have gone or come, that of before, until `regroup`."""
         self.number = 0
         """This worker's own among these."""
+        self.later = 1
+        """How many step alone behind an exact beginning, as far as was known when the run began."""
         self.share = 0.0
         """Samples since the last exchange, in batches: over all that step alone it sums to the steps."""
         self.steps = 0
@@ -117,28 +121,43 @@ class Alone:
         """Whether the gradient of the step under way is here, and lacking is only the word that others have theirs."""
         self._before = (0.0, 0)
 
-    def place(self, model: nn.Module) -> None:
-        """Make ready to sum the gradients of `model` inside the node. Called by all workers."""
+    def place(self, model: nn.Module, *, exact: bool) -> None:
+        """Make ready to sum the gradients of `model` over those that step together. Called by all workers."""
         self.parameters = list(model.parameters())
-        self.regroup(self.levels(), 0)
+        levels = self.levels(exact=False)
+        self.later = self.world.size if levels is None else len(levels.nodes)
+        self.regroup(self.levels(exact=True) if exact else levels, 0)
 
-    def levels(self) -> Levels | None:
-        """The nodes that step alone now; None where every worker does. Called by all workers."""
+    def levels(self, *, exact: bool) -> Levels | None:
+        """Who steps together now; None where every worker steps alone. Called by all workers.
+
+        `exact`: all of them.
+        """
+        if exact:
+            return Levels.one(self.world) if self.world.size > 1 else None
         return find_levels(self.world) if self.by_node else None
+
+    @property
+    def count(self) -> int:
+        """How many step alone now."""
+        return len(set(self.node_of))
 
     def regroup(self, levels: Levels | None, first: int) -> None:
         """Sum gradients from now on over the workers of a node of `levels`. Called by all workers.
 
         `first`: the worker of this node, from 0, in whose order gradients travel there.
         """
-        self.node = None if levels is None else Node(self.world, levels)
+        if levels is None:
+            self.together = None
+        else:
+            self.together = self.world if len(levels.nodes) == 1 else Node(self.world, levels)
         if self.buckets is not None:
             self.buckets.rest()
-        if self.node is not None:
+        if self.together is not None:
             if self.buckets is None:
-                self.buckets = GradientBuckets(self.parameters, self.node, bucket_bytes=BUCKET_BYTES)
-            self.buckets.meet(first, self.node)
-        self.node_of = list(range(self.world.size)) if self.node is None else self.node.node_of
+                self.buckets = GradientBuckets(self.parameters, self.together, bucket_bytes=BUCKET_BYTES)
+            self.buckets.meet(first, self.together)
+        self.node_of = list(range(self.world.size)) if levels is None else levels.node_of
         self.number = self.node_of[self.world.rank]
 
     @property
@@ -146,7 +165,7 @@ class Alone:
         """This worker's part of all samples since the last exchange; those of a node share it evenly."""
         if not self.steps:
             return 1 / self.world.size
-        return self.share / self.steps / (1 if self.node is None else self.node.size)
+        return self.share / self.steps / (1 if self.together is None else self.together.size)
 
     def met(self) -> None:
         """An exchange is over."""
@@ -168,15 +187,13 @@ class Alone:
         tally = Tally(riders)
         self.whole, self._before = False, (self.share, self.steps)
         own = sum(piece.weight for piece in pieces)
-        if self.node is None or self.buckets is None:
+        if self.together is None or self.buckets is None:
             for piece in pieces:
                 tally.add(compute(model, piece), piece.weight).backward()
         else:
-            self._backward_in_node(self.buckets, model, pieces, compute, tally)
-            of_node = torch.tensor([own], dtype=torch.float64, device=self.world.device)
-            self.node.wait(self.node.start_all_reduce(of_node))
-            own = float(of_node)
-        for parameter in model.parameters():
+            self._backward_together(self.buckets, model, pieces, compute, tally)
+            own = self._share_of(self.together, own)
+        for parameter in model.parameters() if own != 1 else ():
             if own == 0:
                 parameter.grad = None  # a ghost's gradient is none: this worker stands still in this step
             elif parameter.grad is not None:
@@ -191,10 +208,18 @@ class Alone:
         """The step under way broke off, and will be done again."""
         self.whole, (self.share, self.steps) = False, self._before
 
-    def _backward_in_node(
+    def _share_of(self, together: Members, own: float) -> float:
+        """What those that step together have of the batch, of which this worker has `own`."""
+        if together is self.world:
+            return 1.0
+        shares = torch.tensor([own], dtype=torch.float64, device=self.world.device)
+        together.wait(together.start_all_reduce(shares))
+        return float(shares)
+
+    def _backward_together(
         self, buckets: GradientBuckets, model: nn.Module, pieces: Sequence[Piece], compute: Compute, tally: Tally
     ) -> None:
-        """All backward passes; the gradients of the node's workers are summed while the last one runs."""
+        """All backward passes; the gradients of those that step together are summed while the last one runs."""
         buckets.begin()
         for piece in pieces[:-1]:
             tally.add(compute(model, piece), piece.weight).backward()

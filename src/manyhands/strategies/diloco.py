@@ -25,7 +25,6 @@ from manyhands.communication.link import Link
 from manyhands.communication.world import World
 from manyhands.config.local_steps import DiLoCo
 from manyhands.config.strategies import DDP
-from manyhands.strategies.alone import drifting, weighted_mean
 from manyhands.strategies.stepping_alone import SteppingAlone
 
 
@@ -101,7 +100,7 @@ class OuterSteps(SteppingAlone):
                 self._take(fragment)
         self.lanes.ready()
         if self.steps <= self.config.sync_warmup:
-            self._warm_up(model)
+            self._warm_up()
             return
         for fragment in self.fragments:
             if fragment.again or self.steps - self.began == self._turn(fragment):
@@ -112,10 +111,9 @@ class OuterSteps(SteppingAlone):
             self.began = self.steps
             self.rounds.next()
 
-    def _warm_up(self, model: nn.Module) -> None:
-        """All meet, and the first round begins from where they are."""
-        weighted_mean(drifting(model), self.alone.weight, self.world)
-        self.alone.met()
+    def _warm_up(self) -> None:
+        """The first round begins from where all are."""
+        self.end_exact_step()
         for fragment in self.fragments:
             fragment.shared = fragment.now()
             fragment.reached = self.steps
@@ -226,10 +224,6 @@ class OuterSteps(SteppingAlone):
     def counts_alike(self) -> bool:
         """Behind the warm-up all count alike, as in an outer gradient."""
         return self.steps > self.config.sync_warmup
-
-    def average(self, model: nn.Module) -> None:
-        """Replace the model of every worker by the mean over all of them."""
-        weighted_mean(drifting(model), 1 / self.world.size, self.world)
 
     def state_dict(self) -> dict[str, Any]:
         """This worker's own model and optimizer, the fragments as all share them, and what is on its way."""

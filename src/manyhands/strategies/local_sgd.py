@@ -12,7 +12,6 @@ from __future__ import annotations
 from torch import nn
 
 from manyhands.config.local_steps import LocalSGD
-from manyhands.strategies.alone import drifting, weighted_mean
 from manyhands.strategies.stepping_alone import SteppingAlone
 
 
@@ -22,8 +21,10 @@ class LocalSteps(SteppingAlone):
     config: LocalSGD
 
     def exchange(self, model: nn.Module) -> None:
-        """Take the mean when it is time."""
-        if self.steps <= self.config.sync_warmup or self.alone.steps >= self.rounds.length:
+        """Take the mean when it is time. Behind a step that all took together there is none to take."""
+        if self.steps <= self.config.sync_warmup:
+            self.end_exact_step()
+        elif self.alone.steps >= self.rounds.length:
             self.average(model)
             self.alone.met()
             self.rounds.next()
@@ -33,7 +34,3 @@ class LocalSteps(SteppingAlone):
         lost = super().meet(source, new=new, gone=gone)
         self.rounds.next()
         return lost
-
-    def average(self, model: nn.Module) -> None:
-        """Replace the model of every worker by the mean over all of them."""
-        weighted_mean(drifting(model), self.alone.weight, self.world)

@@ -16,19 +16,40 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch import optim
+import torch
+from torch import Tensor, optim
 
 ADAPTIVE: tuple[type[optim.Optimizer], ...] = (
     optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.RMSprop, optim.Adagrad,
 )  # fmt: skip
 """torch's optimizers whose step does not grow with the gradient. Adadelta's unit is its own, and not a rate."""
 
+_SQUARES = {"exp_avg_sq": 1.0, "max_exp_avg_sq": 1.0, "square_avg": 1.0, "sum": 1.0, "exp_inf": 0.5}
+"""What those optimizers call what they divide by, and which power of a gradient's square it grows with."""
+
 
 def factor(rule: str | None, optimizer: object, count: int) -> float:
     """What the learning rate of `optimizer` is multiplied by where `count` step alone; `rule` as in `LocalSGD`."""
-    if rule == "sqrt" or (rule == "auto" and isinstance(optimizer, ADAPTIVE)):
-        return math.sqrt(count)
-    return 1.0
+    return math.sqrt(count) if applies(rule, optimizer) else 1.0
+
+
+def applies(rule: str | None, optimizer: object) -> bool:
+    """Whether the rate of `optimizer` is multiplied by anything."""
+    return rule == "sqrt" or (rule == "auto" and isinstance(optimizer, ADAPTIVE))
+
+
+@torch.no_grad()
+def expect_noise(optimizer: optim.Optimizer, by: float) -> None:
+    """Let `optimizer` expect squared gradients that are `by` times as large as those it has seen.
+
+    It remembers the mean square of a thousand gradients or so. Where others step together from now on than before, that
+    mean is of the noise of another part of the batch: divided by its root, √n times the rate would be up to √n times
+    too much until the mean has followed. With both multiplied, the first step is as long as those before it.
+    """
+    for state in optimizer.state.values():
+        for name, power in _SQUARES.items():
+            if isinstance(value := state.get(name), Tensor):
+                value.mul_(by**power)
 
 
 @contextmanager

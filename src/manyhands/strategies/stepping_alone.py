@@ -112,6 +112,8 @@ class SteppingAlone:
         self.model: nn.Module | None = None
         self.steps = 0
         """Of the run."""
+        self.squares_of = 0
+        """How many stepped alone when the optimizer last took the mean of squared gradients; 0 before it has."""
         self.givers: Sequence[int] = ()
         self.lost = Lost()
         """What a meeting that broke off has found to be lost."""
@@ -128,8 +130,17 @@ class SteppingAlone:
         self.model = model.to(self.world.device)
         for tensor in [*model.parameters(), *model.buffers()]:
             self.world.broadcast(tensor.data)
-        self.alone.place(self.model)
+        self.alone.place(self.model, exact=self.is_exact)
         return self.model
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the next step is one of the exact beginning, in which all step together."""
+        return self.steps < self.config.sync_warmup
+
+    def _regroup(self) -> None:
+        """Step together with those that belong to the next step. Called by all workers, which are those they were."""
+        self.alone.regroup(self.alone.levels(exact=self.is_exact), 0)
 
     def hold(self, optimizer: torch.optim.Optimizer) -> None:
         """Know this worker's optimizer."""
@@ -147,28 +158,39 @@ class SteppingAlone:
 
     def update(self, model: nn.Module, optimizer: Steppable) -> None:
         """Step alone. What is exchanged comes behind it: see `exchange`."""
-        by = self._lr_factor(optimizer)
-        if by != 1 and isinstance(optimizer, torch.optim.Optimizer):
-            with rate_alone.multiplied(optimizer, by, decay=False):
-                optimizer.step()
-        else:
+        assert isinstance(optimizer, torch.optim.Optimizer), f"local steps have no loss scaler, got {type(optimizer)}"
+        rule, count = self.config.local_lr_scaling, self.alone.count
+        if self.squares_of not in (0, count) and rate_alone.applies(rule, optimizer):
+            rate_alone.expect_noise(optimizer, count / self.squares_of)
+        self.squares_of = count
+        with rate_alone.multiplied(optimizer, rate_alone.factor(rule, optimizer, count), decay=False):
             optimizer.step()
         self.is_new = self.in_doubt = False  # by the last word of this step all have met
         self.steps += 1
         self.rounds.saw(optimizer)
 
-    def _lr_factor(self, optimizer: Steppable) -> float:
-        """What the learning rate is multiplied by: it follows the number of those that step alone now."""
-        return rate_alone.factor(self.config.local_lr_scaling, optimizer, len(set(self.alone.node_of)))
+    def end_exact_step(self) -> None:
+        """A step of the exact beginning is over, and a round begins with the next. Called by all workers."""
+        self.alone.met()
+        self.rounds.next()
+        if not self.is_exact:
+            self._regroup()
+
+    def average(self, model: nn.Module) -> None:
+        """Replace the model of every worker by the mean over all of them. In an exact beginning all are equal."""
+        if self.alone.together is not self.world:
+            weight = 1 / self.world.size if self.counts_alike else self.alone.weight
+            weighted_mean(drifting(model), weight, self.world)
 
     def about_rate(self, optimizer: Steppable) -> str:
         """What this does to the learning rate, in a sentence for the user; empty where it does nothing."""
-        by = self._lr_factor(optimizer)
+        by = rate_alone.factor(self.config.local_lr_scaling, optimizer, self.alone.later)
         if by == 1:
             return ""
+        since = f" from step {self.config.sync_warmup + 1} on" if self.is_exact else ""
         return (
-            f"{self.config.name}: {type(optimizer).__name__} steps at {by:.3g} times the learning rate, the root of "
-            f"how many step alone ({len(set(self.alone.node_of))}); local_lr_scaling=None leaves it as it is"
+            f"{self.config.name}: {type(optimizer).__name__} steps at {by:.3g} times the learning rate{since}, the "
+            f"root of how many step alone ({self.alone.later}); local_lr_scaling=None leaves it as it is"
         )
 
     # Workers that go and come.
@@ -187,11 +209,11 @@ class SteppingAlone:
 
     def shared_state(self) -> dict[str, Any]:
         """Where the run and its rounds stand."""
-        return {"steps": self.steps, **self.rounds.shared_state()}
+        return {"steps": self.steps, "squares_of": self.squares_of, **self.rounds.shared_state()}
 
     def take_shared(self, state: Mapping[str, Any]) -> None:
         """Take up what `shared_state` gave on another worker."""
-        self.steps = state["steps"]
+        self.steps, self.squares_of = state["steps"], state["squares_of"]
         self.rounds.take_shared(state)
 
     def meet(self, source: int, *, new: bool, gone: int) -> str:
@@ -219,7 +241,7 @@ class SteppingAlone:
         else:
             weighted_mean(drifting(self.model), parts_of_mean(stood, alike=self.counts_alike)[world.rank], world)
         alone.met()
-        levels = alone.levels()
+        levels = alone.levels(exact=self.is_exact)
         self.givers = optimizers_from(stood, levels)
         ranks = next((ranks for ranks in levels.nodes if world.rank in ranks), (0,)) if levels is not None else (0,)
         alone.regroup(levels, ranks.index(first_of(ranks, stood)))
@@ -235,6 +257,7 @@ class SteppingAlone:
         """This worker's own model and optimizer, where they differ from the others'."""
         return {
             "steps": self.steps,
+            "squares_of": self.squares_of,
             **self.rounds.state_dict(),
             **self.alone.state_dict(),
             **self.own.state_dict(self.model),
@@ -245,7 +268,10 @@ class SteppingAlone:
         if not states or not states[0]:
             return
         assert self.model is not None, "place() comes before load_state_dict()"
-        self.steps = states[0]["steps"]
+        began_exact = self.is_exact
+        self.steps, self.squares_of = states[0]["steps"], states[0].get("squares_of", 0)
+        if began_exact and not self.is_exact:
+            self._regroup()
         self.rounds.load_state_dict(states[0])
         self.alone.load_state_dict(states)
         self.own.load_state_dict(self.model, states, same=self.alone.same(states))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pty
+import select
 import subprocess
 import sys
 import threading
@@ -261,7 +262,10 @@ def real_terminal() -> Iterator[tuple[TextIO, Any]]:
 
     def read() -> str:
         stream.flush()
-        return os.read(owner, 1 << 16).decode().replace("\r\n", "\n")
+        found = os.read(owner, 1 << 16)
+        while select.select([owner], [], [], 0.2)[0]:  # the kernel hands on what was written piece by piece
+            found += os.read(owner, 1 << 16)
+        return found.decode().replace("\r\n", "\n")
 
     with os.fdopen(program, "w", encoding="utf-8") as stream:
         yield stream, read

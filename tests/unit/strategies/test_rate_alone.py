@@ -11,7 +11,7 @@ from torch import Tensor, nn, optim
 
 import manyhands as mh
 from manyhands.errors import ConfigError
-from manyhands.strategies.rate_alone import factor, multiplied
+from manyhands.strategies.rate_alone import expect_noise, factor, multiplied
 
 Make = Callable[[list[Tensor]], optim.Optimizer]
 
@@ -93,6 +93,36 @@ def walked(workers: int, rule: str | None) -> tuple[float, float]:
         ends.append(weights.detach())
     mean = torch.stack(ends).mean(0)
     return float(mean.mean()), float(mean.std())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda weights: optim.Adam(weights, lr=0.1, amsgrad=True),
+        lambda weights: optim.AdamW(weights, lr=0.1),
+        lambda weights: optim.NAdam(weights, lr=0.1),
+        lambda weights: optim.RAdam(weights, lr=0.1),
+        lambda weights: optim.RMSprop(weights, lr=0.1),
+        lambda weights: optim.Adamax(weights, lr=0.1),
+        lambda weights: optim.Adagrad(weights, lr=0.1),
+    ],
+    ids=["Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adamax", "Adagrad"],
+)
+def test_first_step_alone_is_as_long_as_the_last_one_together(make: Make) -> None:
+    """Nine step alone from here on, each at three times the rate, with an optimizer that has seen 300 steps of all."""
+    weights = [one_weight(), one_weight()]
+    together, alone = (make([weight]) for weight in weights)
+    for _ in range(300):
+        for weight, optimizer in zip(weights, (together, alone), strict=True):
+            weight.grad = torch.full((1,), 0.5)
+            optimizer.step()
+    before = [float(weight.detach()) for weight in weights]
+    together.step()
+    expect_noise(alone, 9)
+    with multiplied(alone, factor("auto", alone, 9), decay=False):
+        alone.step()
+    lengths = [float(weight.detach()) - old for weight, old in zip(weights, before, strict=True)]
+    assert lengths[1] == pytest.approx(lengths[0], rel=0.01)
 
 
 def test_mean_of_workers_goes_as_far_as_one_process_and_is_as_noisy() -> None:

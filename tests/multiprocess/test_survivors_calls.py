@@ -86,7 +86,7 @@ MOMENTS = {
     "when it has said so": "manyhands.training.run:Run.end:1:after",
     "when all have left the fit": "manyhands.training.calls:Calls.done:1:before",
     "before it begins again": "manyhands.training.run:Run.begin:2:before",
-    "with the records open again": "manyhands.training.run:Run.open_records:2:after",
+    "with the records open again": "manyhands.training.journal:Journal.open_records:2:after",
     "with what came out of the test told": "manyhands.training.trainer:Trainer._test:1:after",
 }
 FIRST = ("before it says that it is over", "when all have left the fit")

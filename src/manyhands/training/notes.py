@@ -1,11 +1,13 @@
-"""What is worth saying once, when a run begins."""
+"""What is told once, when a run begins: where it begins, and what is worth saying."""
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import torch
 
+from manyhands.events import Note, RunStarted
 from manyhands.strategies.alone import Drifting
 from manyhands.training.loop import Loop
 from manyhands.training.marks import reached
@@ -14,6 +16,30 @@ from manyhands.units import Duration
 
 if TYPE_CHECKING:
     from manyhands.training.run import Run
+
+
+def announce(run: Run, loop: Loop) -> None:
+    """Tell where `run` begins, and with what."""
+    state, limit, loaded, journal = run.state, loop.limit, run.loaded, run.journal
+    per_epoch = run.parts.source.steps_per_epoch
+    ends = [] if limit.steps is None else [limit.steps]
+    if limit.epochs is not None and per_epoch is not None:
+        ends.append(round(limit.epochs * per_epoch))
+    now = time.time()
+    journal.resume_samples(state.step)
+    journal.started = RunStarted(
+        step=state.step,
+        epoch=state.position.epoch,
+        steps_per_epoch=per_epoch,
+        total_steps=min(ends) if ends else None,
+        time=now,
+        resumed_from="" if loaded is None else str(loaded.path),
+    )
+    journal.tell(journal.started)
+    for skipped in loaded.skipped if loaded is not None else []:
+        journal.tell(skipped)
+    for text in notes(run, loop):
+        journal.tell(Note(text=text, step=state.step, time=now))
 
 
 def notes(run: Run, loop: Loop) -> list[str]:

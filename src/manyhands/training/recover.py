@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -48,10 +48,6 @@ class Records(Protocol):
     """What the run writes and says, as far as going on needs it."""
 
     started: RunStarted | None
-    state: RunState
-
-    def begin(self, loop: Loop) -> None:
-        """Open the records, take up the newest snapshot, and tell where the run begins. Every worker calls this."""
 
     def remembered(self) -> list[Event]:
         """What was told last, oldest first."""
@@ -115,11 +111,24 @@ def farthest(standings: list[Standing]) -> int:
 class Recovery(Reunion):
     """Takes one worker through the changes of the workers while it trains."""
 
-    def __init__(self, calls: Calls, holder: Holder, keeping: Keeping, records: Records, *, most: int) -> None:
-        """`most`: any number of workers up to this gives the same bits; 0: each gives its own."""
+    def __init__(
+        self,
+        calls: Calls,
+        holder: Holder,
+        keeping: Keeping,
+        records: Records,
+        *,
+        state: RunState,
+        begin: Callable[[Loop], None],
+        most: int,
+    ) -> None:
+        """`most`: any number of workers up to this gives the same bits; 0: each gives its own.
+
+        `begin` takes up the newest snapshot and tells where the run begins; every worker calls it.
+        """
         super().__init__(calls, most=most, run=None)
         self.holder, self.parts, self.keeping, self.records = holder, holder.parts, keeping, records
-        self.state = records.state
+        self.state, self.begin = state, begin
         assert isinstance(self.parts.strategy, Survivable), "can_survive() comes before"
         self.strategy: Survivable = self.parts.strategy
         self._loop: Loop | None = None
@@ -178,7 +187,7 @@ class Recovery(Reunion):
         source = farthest(standings)
         if standings[source].step == _NOWHERE:
             self.give_to_new(new)
-            self.records.begin(loop)  # nobody had come to the first step
+            self.begin(loop)  # nobody had come to the first step
         else:
             self._catch_up(group, standings, source, new)
         self.size = world.size

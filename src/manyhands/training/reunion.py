@@ -137,20 +137,20 @@ class Reunion:
         if run is None:
             return
         if world.is_leader:
-            run.take_lead()
+            run.journal.take_lead()
             now = time.time()
             if group.reason:
                 lost_s = max(0.0, now - self.since)
                 step = max(0, run.state.step)
-                run.tell(
+                run.journal.tell(
                     Recovered(
                         step=step, reason=group.reason, how=group.how, steps_redone=0, seconds_lost=lost_s, time=now
                     )
                 )
             else:
-                run.tell(Note(text=f"goes on {group.how}", step=run.state.step, time=now))
-            run.flush()
-        run.copy_records()
+                run.journal.tell(Note(text=f"goes on {group.how}", step=run.state.step, time=now))
+            run.journal.flush()
+        run.journal.copy_records()
 
     def give_to_new(self, new: list[int]) -> None:
         """Have the first that is not `new` give those what it holds.

@@ -3,48 +3,36 @@
 from __future__ import annotations
 
 import os
-import socket
-import sys
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from manyhands.cluster.membership import Passed
 from manyhands.cluster.reports import Reporter
-from manyhands.communication.gathering import gather_words
 from manyhands.communication.world import is_break
 from manyhands.config.settings import Settings
 from manyhands.config.stopping import EarlyStopping
 from manyhands.config.strategies import Single
 from manyhands.errors import ManyhandsError
-from manyhands.events import Event, Listener, Note, RunEnded, RunStarted, StepDone
-from manyhands.listeners.broadcast import Broadcast
-from manyhands.listeners.metrics_file import WriteMetrics
-from manyhands.listeners.standard import standard
-from manyhands.records.metrics import MetricsFile
+from manyhands.events import Listener, RunEnded
 from manyhands.records.run_directory import RunDirectory
-from manyhands.records.run_record import RunRecord, plain_settings, versions_for
-from manyhands.records.samples import SamplesFile
 from manyhands.snapshot.fingerprint import weights_sha256
 from manyhands.snapshot.load import Loaded
 from manyhands.strategies.alone import Drifting
 from manyhands.training.bad_steps import BadStep
 from manyhands.training.calls import Calls, Holder
-from manyhands.training.copies import copy_records, restore_records
 from manyhands.training.evaluate import Evaluation
+from manyhands.training.journal import Journal
 from manyhands.training.keeping import Keeping
 from manyhands.training.loop import Loop, WorkersChange
-from manyhands.training.notes import notes
-from manyhands.training.recover import Recovery, told_by_all, why_not_survive
+from manyhands.training.notes import announce
+from manyhands.training.recover import Recovery, why_not_survive
 from manyhands.training.result import Result
 from manyhands.training.rewind import go_back
 from manyhands.training.second_place import SecondPlace
 from manyhands.training.state import RunState
 from manyhands.training.wishes import Wishes
-
-_RECENT_EVENTS = 4096
 
 
 class Run:
@@ -65,32 +53,30 @@ class Run:
         """Nothing is opened, and no other worker met, before `fit`."""
         self.calls, self.holder = calls, holder
         self.parts, self.settings, self.directory, self.validation = holder.parts, settings, directory, validation
-        self.world = self.parts.world
-        self.reporter = reporter
-        self.news = Broadcast([])
-        self.recent: deque[Event] = deque(maxlen=_RECENT_EVENTS)
-        """What was told last, on every worker: should the leader go, another one knows what it had not yet written."""
-        self.script, self.listeners = script, listeners
-        self.strategy = settings.strategy.name if self.world.is_shared else Single.name
+        self.world, self.script = self.parts.world, script
         to, keep = settings.snapshots.to, settings.snapshots.keep
         second = SecondPlace(to, directory, keep=keep, script=script, world=self.world) if to is not None else None
         self.keeping = Keeping(
             self.parts,
             directory,
             keep=keep,
-            strategy=self.strategy,
+            strategy=settings.strategy.name if self.world.is_shared else Single.name,
             rule=settings.early_stopping or EarlyStopping(),
-            tell=self.tell,
+            tell=lambda news: self.journal.tell(news),
             second=second,
+        )
+        self.journal = Journal(
+            world=self.world,
+            settings=settings,
+            directory=directory,
+            script=script,
+            keeping=self.keeping,
+            listeners=listeners,
+            reporter=reporter,
         )
         self.state = RunState()
         self.loaded: Loaded | None = None
-        self.started: RunStarted | None = None
         self.recovery: Recovery | None = None
-        self.samples: SamplesFile | None = None
-        self.led = False
-        self.copies = False
-        """Whether this worker writes a copy of the leader's records, on a disk that others do not see."""
 
     def begin(self, loop: Loop) -> None:
         """Open the run directory, take up its newest snapshot that fits, and tell where the run begins.
@@ -101,8 +87,7 @@ class Run:
             ConfigError: the directory is that of another script.
             SnapshotError: there are snapshots, and none can be gone on from.
         """
-        self.close()
-        self.news, self.led, self.copies = Broadcast([]), False, False
+        self.journal.lay_down()
         self.holder.refresh()
         if self.world.is_leader:
             self.directory.open_for(self.script)
@@ -111,106 +96,19 @@ class Run:
         self.state.become(found)
         loop.stand()
         loop.began = time.perf_counter() - self.state.seconds
-        self.open_records()
+        self.journal.open_records()
         if self.keeping.second is not None:
             self.keeping.second.catch_up()
-        self.announce(loop)
-
-    def open_records(self) -> None:
-        """Record what was asked, and let the leader have its listeners."""
-        hosts = gather_words(self.world, socket.gethostname())
-        if self.keeping.store.apart:
-            restore_records(self.directory, self.world)
-        if self.world.is_leader:
-            record = RunRecord(
-                script=str(self.script),
-                arguments=sys.argv[1:],
-                settings=plain_settings(self.settings),
-                seed=self.settings.seed,
-                versions=versions_for(self.script),
-                hosts=list(dict.fromkeys(hosts)),
-                workers=self.world.size,
-                strategy=self.strategy,
-                backend=self.world.backend if self.world.size > 1 else None,
-                started=time.time(),
-            )
-            record.write(self.directory.run_json)
-            self.news = Broadcast([*standard(self.directory, record), *self.listeners])
-            self.led = True
-        self.copy_records()
-        self.open_samples()
-
-    def take_lead(self) -> None:
-        """Be the leader from now on, and tell what every worker knows and the last leader has not written."""
-        was_told = self.lead()
-        if was_told is None:
-            return
-        for event in told_by_all(self.remembered()):
-            if not was_told(event):
-                self.tell(event)
-
-    def lead(self) -> Callable[[Event], bool] | None:
-        """Take over the records of a leader that is gone. Says of an event whether that one has written it."""
-        if self.led:
-            return None
-        self.led = True
-        self.news.close()
-        metrics = MetricsFile(self.directory.metrics)
-        was_told = metrics.take_over()
-        record = RunRecord.read(self.directory.run_json)
-        self.news = Broadcast(
-            [*standard(self.directory, record, metrics=metrics, started=self.started), *self.listeners]
-        )
-        if self.keeping.second is not None:
-            self.keeping.second.catch_up()
-        return was_told
-
-    def copy_records(self) -> None:
-        """Where hosts share no disk, have another host write down the steps, too, should the leader's be lost."""
-        store = self.keeping.store
-        if not store.apart:
-            return
-        lacks = store.keeps_copy() and not self.led and not self.copies
-        if self.world.is_leader:
-            self.news.flush()
-        copy_records(self.directory, self.world, lacks=lacks)
-        if lacks:
-            self.copies, self.news = True, Broadcast([WriteMetrics(MetricsFile(self.directory.metrics))])
-
-    def remembered(self) -> list[Event]:
-        """What was told last, oldest first."""
-        return list(self.recent)
-
-    def open_samples(self) -> None:
-        """Note this worker's samples under its present rank."""
-        if self.samples is not None:
-            self.samples.close()
-        if self.settings.record_samples:
-            self.samples = SamplesFile(self.directory.samples(self.world.rank))
-
-    def note_samples(self, step: int, indices: Sequence[int]) -> None:
-        """Write down what `step` takes, before it is computed."""
-        if self.samples is not None:
-            membership = self.world.membership
-            self.samples.add(step, indices, group=0 if membership is None else membership.group)
-
-    def tell(self, event: Event) -> None:
-        """Tell the listeners, which are on the leader."""
-        if self.world.is_shared:
-            self.recent.append(event)
-        if self.reporter is not None:
-            if isinstance(event, StepDone):
-                self.reporter.send("step", step=event.step)
-            else:
-                self.reporter.send("busy")
-        self.news(event)
+        announce(self, loop)
 
     def fit(self) -> Result:
         """Train until the run is as long as was asked, and record how it ended."""
         goes_on = self.calls.begin(most=self.settings.virtual_workers or 0, survives=not why_not_survive(self.parts))
         if goes_on:
             most = self.settings.virtual_workers or 0
-            self.recovery = Recovery(self.calls, self.holder, self.keeping, self, most=most)
+            self.recovery = Recovery(
+                self.calls, self.holder, self.keeping, self.journal, state=self.state, begin=self.begin, most=most
+            )
         try:
             outcome = self.train_and_end()
         except Passed as passed:
@@ -220,8 +118,7 @@ class Run:
             self.calls.fail()
             raise
         finally:
-            if self.reporter is not None:
-                self.reporter.send("rest")
+            self.journal.say_rest()
         self.calls.done(outcome)
         if outcome["asked_by"]:
             raise SystemExit(128 + outcome["asked_by"])
@@ -247,9 +144,9 @@ class Run:
             validation=self.validation,
             keeping=self.keeping,
             wishes=wishes,
-            tell=self.tell,
-            flush=self.flush,
-            note_samples=self.note_samples if self.settings.record_samples else None,
+            tell=self.journal.tell,
+            flush=self.journal.flush,
+            note_samples=self.journal.note_samples if self.settings.record_samples else None,
             keep_buffers=recovery is not None,
         )
         if recovery is not None:
@@ -329,11 +226,10 @@ class Run:
     def rewind(self, bad: BadStep, loop: Loop) -> None:
         """Go back to the last snapshot, in the records too."""
         news = go_back(bad, loop, self.keeping)
-        self.recent.clear()  # it is told again
-        if self.samples is not None:
-            self.samples.resume_at(self.state.step)
-        self.tell(news)
-        self.flush()
+        self.journal.recent.clear()  # it is told again
+        self.journal.resume_samples(self.state.step)
+        self.journal.tell(news)
+        self.journal.flush()
 
     def train(self, loop: Loop) -> str:
         """Train, validate and save. Returns why it ended. Called anew where workers went or came."""
@@ -347,58 +243,16 @@ class Run:
         if self.keeping.saved_at != state.step:
             loop.save()
         self.keeping.finish()
-        self.keeping.finish_copies(self.say_busy)
+        self.keeping.finish_copies(self.journal.say_busy)
         if isinstance(self.parts.strategy, Drifting):
             self.parts.strategy.average(self.parts.model)  # a run ends with one model
         return reason
-
-    def say_busy(self) -> None:
-        """Tell the head that this worker has something to do that is no step."""
-        if self.reporter is not None:
-            self.reporter.send("busy")
-
-    def announce(self, loop: Loop) -> None:
-        """Tell where the run begins, and with what."""
-        state, limit = self.state, loop.limit
-        per_epoch = self.parts.source.steps_per_epoch
-        ends = [] if limit.steps is None else [limit.steps]
-        if limit.epochs is not None and per_epoch is not None:
-            ends.append(round(limit.epochs * per_epoch))
-        now = time.time()
-        if self.samples is not None:
-            self.samples.resume_at(state.step)
-        self.started = RunStarted(
-            step=state.step,
-            epoch=state.position.epoch,
-            steps_per_epoch=per_epoch,
-            total_steps=min(ends) if ends else None,
-            time=now,
-            resumed_from="" if self.loaded is None else str(self.loaded.path),
-        )
-        self.tell(self.started)
-        for skipped in self.loaded.skipped if self.loaded is not None else []:
-            self.tell(skipped)
-        for text in notes(self, loop):
-            self.tell(Note(text=text, step=state.step, time=now))
-
-    def flush(self) -> bool:
-        """Have everything that was told on the disk: a snapshot must not be ahead of the records. Whether it is there.
-
-        Where the disk is full the lines wait, and training goes on.
-        """
-        written = self.news.flush()
-        if self.samples is not None:
-            try:
-                self.samples.flush()
-            except OSError:
-                return False
-        return written
 
     def end(self, status: str, reason: str) -> str:
         """Record how the run ended. Returns the hash of the weights."""
         weights = weights_sha256(self.parts.model)
         position = self.state.position
-        self.tell(
+        self.journal.tell(
             RunEnded(
                 step=self.state.step,
                 epoch=position.epoch,
@@ -408,11 +262,5 @@ class Run:
                 time=time.time(),
             )
         )
-        self.flush()
+        self.journal.flush()
         return weights
-
-    def close(self) -> None:
-        """Let the listeners finish. Safe to call twice."""
-        self.news.close()
-        if self.samples is not None:
-            self.samples.close()

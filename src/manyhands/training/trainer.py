@@ -206,7 +206,7 @@ class Trainer:
         if duration is not None and "duration" not in overrides.from_environment():
             settings = dataclasses.replace(settings, duration=duration)
         if self._run is not None:
-            self._run.close()
+            self._run.journal.close()
         self._run = self._holder.run = Run(
             calls=self._calls,
             holder=self._holder,
@@ -280,10 +280,12 @@ class Trainer:
             values = evaluation(self.model)
         if self._run is not None:
             if self.world.is_leader and not self._calls.over:
-                self._run.take_lead()  # another one may have led while it trained
-            step = self._run.state.step
-            self._run.tell(TestDone(step=step, values=values, seconds=time.perf_counter() - begin, time=time.time()))
-            self._run.flush()
+                self._run.journal.take_lead()  # another one may have led while it trained
+            news = TestDone(
+                step=self._run.state.step, values=values, seconds=time.perf_counter() - begin, time=time.time()
+            )
+            self._run.journal.tell(news)
+            self._run.journal.flush()
         return values
 
     def _evaluation(self, name: Literal["validation", "test"]) -> Evaluation | None:

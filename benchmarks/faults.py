@@ -199,13 +199,13 @@ def _size(lines: Sequence[dict[str, Any]]) -> int:
     return size
 
 
-def one_fault(run: Run, kind: str, steps: int) -> dict[str, Any]:
+def one_fault(run: Run, kind: str, steps: int, settled_s: float) -> dict[str, Any]:
     """Let `steps` steps pass, do harm, and see what it costs."""
     run.wait_for(run.last_step() + steps)
     run.wait_until_whole()
     run.began = run.began or time.monotonic()
     if kind in ("worker", "agent"):
-        time.sleep(max(0.0, run.began + SETTLED_S - time.monotonic()))
+        time.sleep(max(0.0, run.began + settled_s - time.monotonic()))
     while kind == "bit-flip" and len(list((run.run_dir / "snapshots").glob("step-*/manifest.json"))) < 2:
         run.wait_for(run.last_step() + 1)  # with the only one damaged, nothing goes on, and a sentence says so
     time.sleep(run.scene.draw.uniform(0, 0.5))  # lines come to the disk in bundles, with a snapshot for one
@@ -300,7 +300,7 @@ def stage(hosts: int) -> Iterator[tuple[Lab, Path]]:
             subprocess.run(["umount", "--lazy", str(shared)], check=True)
 
 
-def chapter(workers: int, kinds: Sequence[str], seed: int, record: Path, until: float) -> bool:
+def chapter(workers: int, kinds: Sequence[str], seed: int, record: Path, *, settled_s: float, until: float) -> bool:
     """One run and its faults, each written down when it is over; none begins after `until`. Whether all was well."""
     draw = random.Random(seed)
     output = Path(tempfile.gettempdir(), f"faults-{seed}.log")
@@ -315,7 +315,7 @@ def chapter(workers: int, kinds: Sequence[str], seed: int, record: Path, until: 
                 if time.monotonic() > until:
                     break
                 ended["trouble"] = f"in the middle of {kind}"
-                found = one_fault(run, kind, draw.randint(5, 60))
+                found = one_fault(run, kind, draw.randint(5, 60), settled_s)
                 write(record, {"chapter": seed, "workers": workers, **found})
                 ended["faults"] += 1
                 whole = "" if found["whole_s"] is None else f", all train after {found['whole_s']:.2f} s"
@@ -373,6 +373,13 @@ def main() -> int:
         "--seed", type=int, default=None, help="what the faults are drawn by  [default: drawn, and said]"
     )
     parser.add_argument("--record", type=Path, default=RECORDED, help="the file that lines are added to")
+    parser.add_argument(
+        "--settled",
+        type=float,
+        default=SETTLED_S,
+        metavar="SECONDS",
+        help=f"how long a run has trained before a worker or an agent is killed  [default: {SETTLED_S:.0f}]",
+    )
     parser.add_argument("--minutes", type=float, default=1e6, help="begin no fault after so many minutes")
     parser.add_argument("--table", action="store_true", help="only make the table from what is recorded")
     asked = parser.parse_args()
@@ -394,7 +401,9 @@ def main() -> int:
             for begin in range(0, len(kinds), CHAPTER):
                 if time.monotonic() < until:
                     some = kinds[begin : begin + CHAPTER]
-                    good &= chapter(count, some, draw.randrange(1 << 31), asked.record, until)
+                    good &= chapter(
+                        count, some, draw.randrange(1 << 31), asked.record, settled_s=asked.settled, until=until
+                    )
     if asked.record == RECORDED:
         publish(asked.record)
     else:

@@ -31,7 +31,7 @@ MpiDefault=none
 ReturnToService=2
 KillWait=10
 JobRequeue=1
-SchedulerParameters=sched_min_interval=100000
+SchedulerParameters=sched_interval=1,sched_min_interval=100000
 NodeName={names} CPUs=2 RealMemory=1000 State=UNKNOWN
 PartitionName=main Nodes={names} Default=YES MaxTime=INFINITE State=UP
 """

@@ -96,14 +96,22 @@ def steps_done(run_dir: Path) -> int:
 
 def kill_all(process: subprocess.Popen[str]) -> None:
     """A power cut: SIGKILL to the command and to everything that came from it."""
-    family = [psutil.Process(process.pid)]
-    family += family[0].children(recursive=True)
+    head = psutil.Process(process.pid)
+    family, new = set[psutil.Process](), {head}
+    while new:  # all stand still before the first is killed: one that is forked meanwhile would not be found any more
+        for one in new:
+            _send(one, signal.SIGSTOP)
+        family |= new
+        new = set(head.children(recursive=True)) - family
     for one in family:
-        with contextlib.suppress(ProcessLookupError):
-            if one.is_running():
-                os.kill(one.pid, signal.SIGKILL)
+        _send(one, signal.SIGKILL)
     process.communicate()
     psutil.wait_procs(family, timeout=10)
+
+
+def _send(process: psutil.Process, number: signal.Signals) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.send_signal(number)
 
 
 def wait_for_step(process: subprocess.Popen[str], run_dir: Path, step: int) -> None:

@@ -18,6 +18,10 @@ SESSION = "MANYHANDS_TEST_SESSION"  # inherited by everything that a test starts
 GRACE_S = 5.0  # for processes that are just ending
 os.environ[SESSION] = str(os.getpid())
 
+# Threads of OpenMP that wait for each other do so asleep. By themselves they spin for a while, and where several tests
+# share the cores, that is what most of the time of a process with two threads goes into.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded
+
 # The machine may be busy with something else: no example fails for the time it took.
 settings.register_profile("manyhands", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("manyhands")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import time
@@ -10,12 +11,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from ranks import run_ranks
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
-from torchmetrics.classification import MulticlassAccuracy
 
 import manyhands as mh
 from manyhands.records.samples import counted
@@ -35,6 +35,8 @@ class Recipe:
     trainer: Mapping[str, Any] = field(default_factory=dict)
     data: Mapping[str, Any] = field(default_factory=dict)
     threads: int = 1
+    accuracy: bool = True
+    """Whether validation has a metric, whose library every worker of a `manyhands run` takes seconds to load."""
     sample_s: float = 0.0
     """How long a sample takes to be read, where it is augmented: so that there is time for something to happen."""
     stream: bool = False
@@ -42,9 +44,14 @@ class Recipe:
 
 
 def images_and_labels(samples: int, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    digits = load_digits()
-    chosen = slice(first, first + samples)
-    return torch.tensor(digits.images[chosen], dtype=torch.float32)[:, None] / 16, torch.tensor(digits.target[chosen])
+    # Read without scikit-learn, whose import takes a worker as long as all of its training here.
+    package = importlib.util.find_spec("sklearn")
+    assert package is not None
+    assert package.origin is not None
+    table = numpy.loadtxt(Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
+    chosen = table[first : first + samples]
+    images = torch.tensor(chosen[:, :64], dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
+    return images, torch.tensor(chosen[:, 64], dtype=torch.int64)
 
 
 def network(*, batch_norm: bool = False, dropout: float = 0.0) -> nn.Module:
@@ -98,8 +105,16 @@ def make_trainer(recipe: Recipe, run_dir: Path, **more: Any) -> mh.Trainer:
     train: Dataset[Any] = TensorDataset(*images_and_labels(recipe.samples))
     if recipe.augment or recipe.stream:
         train = (Shards if recipe.stream else Noisy)(recipe.samples, recipe.sample_s)
+    metrics = {}
+    if recipe.accuracy:
+        from torchmetrics.classification import MulticlassAccuracy
+
+        metrics["accuracy"] = MulticlassAccuracy(num_classes=10, average="micro")
     schedule = (lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 30)) if recipe.schedule else None
     optimizer = {"optimizer": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9)}
+    settings = {**optimizer, **recipe.trainer, **more}
+    if isinstance(settings.get("snapshots"), dict):  # as it comes out of JSON
+        settings["snapshots"] = mh.Snapshots(**settings["snapshots"])
     return mh.Trainer(
         model=lambda: network(batch_norm=recipe.batch_norm, dropout=recipe.dropout),
         loss=nn.CrossEntropyLoss(),
@@ -110,10 +125,10 @@ def make_trainer(recipe: Recipe, run_dir: Path, **more: Any) -> mh.Trainer:
             batch_size=recipe.batch,
             **recipe.data,
         ),
-        metrics={"accuracy": MulticlassAccuracy(num_classes=10, average="micro")},
+        metrics=metrics,
         record_samples=True,
         run_dir=run_dir,
-        **{**optimizer, **recipe.trainer, **more},
+        **settings,
     )
 
 
@@ -126,9 +141,12 @@ def run_recipe(rank: int, recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     }
 
 
-def trained(workers: int, recipe: Recipe, run_dir: Path) -> list[dict[str, Any]]:
-    """What `recipe` gave on `workers` workers, by rank."""
-    return run_ranks(workers, run_recipe, recipe, run_dir)
+def trained(workers: int, recipe: Recipe, run_dir: Path, timeout_s: float = 120) -> list[dict[str, Any]]:
+    """What `recipe` gave on `workers` workers, by rank.
+
+    Its bits are those of `manyhands run`, so that a run to which something happens can be compared with it.
+    """
+    return run_ranks(workers, run_recipe, recipe, run_dir, timeout_s=timeout_s)
 
 
 def samples_by_step(run_dir: Path) -> dict[int, list[int]]:

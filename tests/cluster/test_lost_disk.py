@@ -19,7 +19,6 @@ from manyhands.lab import Host, Lab
 SOURCE = """
     import os, time
     import torch
-    from sklearn.datasets import load_digits
     from torch import nn
     import manyhands as mh
 
@@ -28,8 +27,8 @@ SOURCE = """
             time.sleep(float(os.environ.get("SLOW", "0")))
             return super().__getitem__(index)
 
-    digits = load_digits()
-    images, labels = torch.tensor(digits.data[:300], dtype=torch.float32) / 16, torch.tensor(digits.target[:300])
+    images = torch.rand(300, 64, generator=torch.Generator().manual_seed(7))
+    labels = images.reshape(300, 4, 16).sum(2).argmax(1)
     trainer = mh.Trainer(
         model=lambda: nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 10)),
         loss=nn.CrossEntropyLoss(),

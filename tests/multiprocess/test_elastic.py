@@ -10,14 +10,23 @@ import psutil
 import pytest
 from commands import finish, kill_all, start, steps_done, summary, wait_for_step
 from launching import agents, run, wait_until
-from runs import Recipe, samples_by_step, step_lines
+from runs import Recipe, samples_by_step, step_lines, trained
 
 pytestmark = pytest.mark.multiprocess
-VIRTUAL = ["--set", "virtual_workers=4", "--set", "snapshots.every=1000 steps", "--set", "validate_every=1000 steps"]
+RARELY = {"virtual_workers": 4, "validate_every": "1000 steps", "snapshots": {"every": "1000 steps"}}
 
 
 def recipe(steps: int) -> Recipe:
-    return Recipe(samples=150, batch=16, duration=f"{steps} steps", batch_norm=True, dropout=0.3, augment=True)
+    return Recipe(
+        samples=150,
+        batch=16,
+        duration=f"{steps} steps",
+        batch_norm=True,
+        dropout=0.3,
+        augment=True,
+        accuracy=False,
+        trainer=RARELY,
+    )
 
 
 def told(run_dir: Path) -> list[str]:
@@ -27,7 +36,7 @@ def told(run_dir: Path) -> list[str]:
 
 
 def test_node_that_dies_is_dropped_and_taken_in_again_when_it_is_back(tmp_path: Path) -> None:
-    process = start(1, tmp_path / "run", recipe(1_000_000), [*VIRTUAL, "--nodes", "1:2"])
+    process = start(1, tmp_path / "run", recipe(1_000_000), ["--nodes", "1:2"])
     try:
         wait_for_step(process, tmp_path / "run", 5)
         family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
@@ -48,7 +57,7 @@ def test_node_that_dies_is_dropped_and_taken_in_again_when_it_is_back(tmp_path: 
     assert "rank 0 on host node0 was lost: its agent is gone" in output
     steps = ended["steps"]
     assert isinstance(steps, int)
-    finish(start(1, tmp_path / "whole", recipe(steps), VIRTUAL))
+    trained(1, recipe(steps), tmp_path / "whole")
     assert ended["weights_sha256"] == summary(tmp_path / "whole")["weights_sha256"]
     assert [line["step"] for line in step_lines(tmp_path / "run")] == list(range(1, steps + 1))
     assert samples_by_step(tmp_path / "run") == samples_by_step(tmp_path / "whole")

@@ -15,17 +15,24 @@ import psutil
 import pytest
 from commands import alive_workers, finish, kill_all, start, steps_done, summary, wait_for_step
 from launching import agents, alive, family
-from runs import Recipe, samples_by_step, step_lines
+from runs import Recipe, samples_by_step, step_lines, trained
 
 pytestmark = pytest.mark.multiprocess
-VIRTUAL = ["--set", "virtual_workers=4", "--set", "validate_every=50 steps", "--set", "snapshots.every=40 steps"]
-OPTIONS = ["--nodes", "1:2", "--restarts", "3", *VIRTUAL]
+SETTINGS = {"virtual_workers": 4, "validate_every": "50 steps", "snapshots": {"every": "40 steps"}}
+OPTIONS = ["--nodes", "1:2", "--restarts", "3"]
 LONGEST_PAUSE_S = 1.0
 
 
 def recipe(steps: int) -> Recipe:
     return Recipe(
-        samples=150, batch=16, duration=f"{steps} steps", batch_norm=True, dropout=0.3, augment=True, schedule=True
+        samples=150,
+        batch=16,
+        duration=f"{steps} steps",
+        batch_norm=True,
+        dropout=0.3,
+        augment=True,
+        schedule=True,
+        trainer=SETTINGS,
     )
 
 
@@ -121,7 +128,7 @@ def compare(run_dir: Path, undisturbed: Path, output: str) -> None:
     assert ended["status"] == "interrupted", output
     steps = ended["steps"]
     assert isinstance(steps, int)
-    finish(start(1, undisturbed, recipe(steps), VIRTUAL), timeout_s=600)
+    trained(1, recipe(steps), undisturbed, timeout_s=600)
     assert [line["step"] for line in step_lines(run_dir)] == list(range(1, steps + 1)), output
     assert samples_by_step(run_dir) == samples_by_step(undisturbed), output
     assert [line["loss"] for line in step_lines(run_dir)] == [line["loss"] for line in step_lines(undisturbed)]

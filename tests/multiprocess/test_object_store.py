@@ -30,6 +30,7 @@ RECIPE = Recipe(
     dropout=0.3,
     augment=True,
     schedule=True,
+    accuracy=False,
     trainer={"virtual_workers": 4},
 )
 SLOWLY = replace(RECIPE, sample_s=0.005)  # so that there is time to kill it

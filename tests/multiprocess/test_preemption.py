@@ -12,7 +12,7 @@ from runs import Recipe, step_lines
 
 pytestmark = pytest.mark.multiprocess
 STEPS = 400
-RECIPE = Recipe(samples=150, batch=16, duration=f"{STEPS} steps", dropout=0.3, augment=True)
+RECIPE = Recipe(samples=150, batch=16, duration=f"{STEPS} steps", dropout=0.3, augment=True, accuracy=False)
 
 
 @pytest.mark.parametrize(("name", "place"), [("SIGTERM", 1), ("SIGUSR1", 0)])
@@ -35,7 +35,7 @@ def test_signal_to_one_worker_stops_all_and_the_same_command_goes_on(tmp_path: P
 
 
 def test_limit_on_time_is_agreed_by_all(tmp_path: Path) -> None:
-    process = start(3, tmp_path, Recipe(samples=150, batch=16, duration="1000000 steps or 1s"))
+    process = start(3, tmp_path, Recipe(samples=150, batch=16, duration="1000000 steps or 1s", accuracy=False))
     output = finish(process)
     assert process.returncode == 0, output
     assert "are over" in str(summary(tmp_path)["reason"]), output

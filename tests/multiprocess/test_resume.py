@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from commands import finish, kill_all, start, steps_done, summary, wait_for_step
-from runs import Recipe, samples_by_step, step_lines
+from runs import Recipe, samples_by_step, step_lines, trained
 
 pytestmark = pytest.mark.multiprocess
 STEPS = 60
@@ -22,16 +22,26 @@ def recipe(loader_workers: int) -> Recipe:
         dropout=0.3,
         augment=True,
         schedule=True,
+        accuracy=False,
         data={"loader_workers": loader_workers},
     )
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Runs that nothing happened to, by the number of workers; no bit depends on who reads, or who starts them."""
+    folders = {workers: tmp_path_factory.mktemp(f"whole-{workers}") for workers in (1, 2)}
+    for workers, folder in folders.items():
+        trained(workers, recipe(0), folder)
+    return folders
+
+
 @pytest.mark.parametrize("loader_workers", [0, 2])
 @pytest.mark.parametrize("workers", [1, 2])
-def test_killed_run_ends_with_the_bits_of_an_undisturbed_one(workers: int, loader_workers: int, tmp_path: Path) -> None:
+def test_killed_run_ends_with_the_bits_of_an_undisturbed_one(
+    whole: dict[int, Path], workers: int, loader_workers: int, tmp_path: Path
+) -> None:
     slow = ["--set", "snapshots.every=7 steps"]
-    output = finish(start(workers, tmp_path / "whole", recipe(loader_workers), slow))
-    assert "completed" in output, output
     broken = tmp_path / "broken"
     kills = 0
     for _ in range(2):
@@ -44,10 +54,10 @@ def test_killed_run_ends_with_the_bits_of_an_undisturbed_one(workers: int, loade
             finish(process)
     output = finish(start(workers, broken, recipe(loader_workers), slow))
     assert summary(broken)["status"] == "completed", output
-    assert summary(broken)["weights_sha256"] == summary(tmp_path / "whole")["weights_sha256"]
+    assert summary(broken)["weights_sha256"] == summary(whole[workers])["weights_sha256"]
     assert [line["step"] for line in step_lines(broken)] == list(range(1, STEPS + 1))
-    assert [line["loss"] for line in step_lines(broken)] == [line["loss"] for line in step_lines(tmp_path / "whole")]
-    assert samples_by_step(broken) == samples_by_step(tmp_path / "whole")
+    assert [line["loss"] for line in step_lines(broken)] == [line["loss"] for line in step_lines(whole[workers])]
+    assert samples_by_step(broken) == samples_by_step(whole[workers])
     assert summary(broken)["restarts"] == kills
 
 
@@ -64,12 +74,14 @@ def test_finished_run_says_so_and_exits_well(tmp_path: Path) -> None:
 def test_longer_duration_goes_on_from_the_end(tmp_path: Path) -> None:
     finish(start(1, tmp_path / "twice", Recipe(duration="3 steps")))
     finish(start(1, tmp_path / "twice", Recipe(duration="8 steps")))
-    finish(start(1, tmp_path / "once", Recipe(duration="8 steps")))
+    trained(1, Recipe(duration="8 steps"), tmp_path / "once")
     assert summary(tmp_path / "twice")["weights_sha256"] == summary(tmp_path / "once")["weights_sha256"]
     assert summary(tmp_path / "twice")["restarts"] == 0, "to go on after an orderly end is no restart"
 
 
-def test_first_signal_makes_a_snapshot_at_a_common_step_and_the_run_goes_on_later(tmp_path: Path) -> None:
+def test_first_signal_makes_a_snapshot_at_a_common_step_and_the_run_goes_on_later(
+    whole: dict[int, Path], tmp_path: Path
+) -> None:
     long = recipe(0)
     process = start(2, tmp_path / "asked", long)
     wait_for_step(process, tmp_path / "asked", 5)
@@ -81,6 +93,5 @@ def test_first_signal_makes_a_snapshot_at_a_common_step_and_the_run_goes_on_late
     assert isinstance(stopped_at, int)
     assert stopped_at < STEPS
     finish(start(2, tmp_path / "asked", long))
-    finish(start(2, tmp_path / "whole", long))
-    assert summary(tmp_path / "asked")["weights_sha256"] == summary(tmp_path / "whole")["weights_sha256"]
+    assert summary(tmp_path / "asked")["weights_sha256"] == summary(whole[2])["weights_sha256"]
     assert summary(tmp_path / "asked")["steps_redone"] == 0

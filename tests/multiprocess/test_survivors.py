@@ -5,28 +5,34 @@ from __future__ import annotations
 import os
 import random
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from commands import alive_workers, finish, kill_all, start, steps_done, summary, wait_for_step
 from launching import run
-from runs import Recipe, samples_by_step, step_lines
+from runs import Recipe, samples_by_step, step_lines, trained
 
 pytestmark = pytest.mark.multiprocess
 STEPS = 120
 RECIPE = Recipe(
-    samples=150, batch=16, duration=f"{STEPS} steps", batch_norm=True, dropout=0.3, augment=True, schedule=True
+    samples=150,
+    batch=16,
+    duration=f"{STEPS} steps",
+    batch_norm=True,
+    dropout=0.3,
+    augment=True,
+    schedule=True,
+    accuracy=False,
 )
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """Runs that nothing happened to, by the number of workers."""
-    folders = {}
-    for workers in (2, 3):
-        folders[workers] = tmp_path_factory.mktemp(f"whole-{workers}")
-        output = finish(start(workers, folders[workers], RECIPE))
-        assert summary(folders[workers])["status"] == "completed", output
+    folders = {workers: tmp_path_factory.mktemp(f"whole-{workers}") for workers in (2, 3)}
+    for workers, folder in folders.items():
+        trained(workers, RECIPE, folder)
     return folders
 
 
@@ -35,11 +41,11 @@ def kill(pids: Path, place: int) -> None:
     os.kill(alive_workers(pids)[place], signal.SIGKILL)
 
 
-def run_with_kills(folder: Path, workers: int, places: list[int], options: list[str]) -> str:
-    process = start(workers, folder / "run", RECIPE, options, pids=folder / "pids")
+def run_with_kills(folder: Path, recipe: Recipe, workers: int, places: list[int], steps: int = STEPS) -> str:
+    process = start(workers, folder / "run", recipe, pids=folder / "pids")
     try:
         for number, place in enumerate(places):
-            done, last = steps_done(folder / "run"), (STEPS - 20) * (number + 1) // len(places)
+            done, last = steps_done(folder / "run"), (steps - 20) * (number + 1) // len(places)
             wait_for_step(process, folder / "run", random.randint(min(done + 1, last), last))
             kill(folder / "pids", place)
             wait_for_step(process, folder / "run", steps_done(folder / "run") + 1)
@@ -51,10 +57,10 @@ def run_with_kills(folder: Path, workers: int, places: list[int], options: list[
     return output
 
 
-def assert_equal(broken: Path, undisturbed: Path, output: str) -> None:
+def assert_equal(broken: Path, undisturbed: Path, output: str, steps: int = STEPS) -> None:
     assert summary(broken)["status"] == "completed", output
     assert summary(broken)["weights_sha256"] == summary(undisturbed)["weights_sha256"], output
-    assert [line["step"] for line in step_lines(broken)] == list(range(1, STEPS + 1))
+    assert [line["step"] for line in step_lines(broken)] == list(range(1, steps + 1))
     assert [line["loss"] for line in step_lines(broken)] == [line["loss"] for line in step_lines(undisturbed)]
     assert samples_by_step(broken) == samples_by_step(undisturbed)
 
@@ -63,7 +69,7 @@ def assert_equal(broken: Path, undisturbed: Path, output: str) -> None:
 def test_killed_workers_cost_a_step_each_and_no_bit(
     whole: dict[int, Path], workers: int, places: list[int], tmp_path: Path
 ) -> None:
-    output = run_with_kills(tmp_path, workers, places, [])
+    output = run_with_kills(tmp_path, RECIPE, workers, places)
     assert_equal(tmp_path / "run", whole[workers], output)
     told = summary(tmp_path / "run")
     assert told["restarts"] == len(places)
@@ -74,11 +80,12 @@ def test_killed_workers_cost_a_step_each_and_no_bit(
 
 
 def test_kills_while_every_step_is_validated_and_saved_lose_nothing(tmp_path: Path) -> None:
-    busy = ["--set", "validate_every=1 step", "--set", "snapshots.every=1 step"]
-    output = finish(start(2, tmp_path / "whole", RECIPE, busy))
-    assert "completed" in output, output
-    output = run_with_kills(tmp_path, 2, [0, 1], busy)
-    assert_equal(tmp_path / "run", tmp_path / "whole", output)
+    steps, often = 60, {"validate_every": "1 step"}
+    busy = replace(RECIPE, duration=f"{steps} steps", accuracy=True, trainer=often)
+    trained(2, busy, tmp_path / "whole")
+    busy = replace(busy, trainer={**often, "snapshots": {"every": "1 step"}})
+    output = run_with_kills(tmp_path, busy, 2, [0, 1], steps)
+    assert_equal(tmp_path / "run", tmp_path / "whole", output, steps)
     assert summary(tmp_path / "run")["best"] == summary(tmp_path / "whole")["best"]
     assert summary(tmp_path / "run")["validation"] == summary(tmp_path / "whole")["validation"]
 

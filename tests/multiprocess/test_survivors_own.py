@@ -16,7 +16,9 @@ from runs import Recipe, samples_by_step, step_lines
 
 pytestmark = pytest.mark.multiprocess
 STEPS = 60
-RECIPE = Recipe(samples=150, batch=16, duration=f"{STEPS} steps", dropout=0.3, augment=True, schedule=True)
+RECIPE = Recipe(
+    samples=150, batch=16, duration=f"{STEPS} steps", dropout=0.3, augment=True, schedule=True, accuracy=False
+)
 SLOW = pytest.mark.slow
 WAYS = {
     "int8": ["compression=int8", "compress_above=1"],

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from containers import users_folder, weights_here
 from testbed import still_there, traces, traces_here
 
 from manyhands.lab import Lab, lab
@@ -33,6 +34,12 @@ def four() -> Iterator[Lab]:
     """Four hosts on 1 gbit, for tests that leave them as they are."""
     with lab(4) as hosts:
         yield hosts
+
+
+@pytest.fixture(scope="session")
+def short_training(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The hash of the weights that the short training of `users_folder` comes to on this machine."""
+    return weights_here(users_folder(tmp_path_factory.mktemp("here")))
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from containers import Container, call, manyhands, users_folder, weights, weights_here
+from containers import Container, call, manyhands, users_folder, weights
 from engines import share
 from kubernetes_cluster import Cluster, cluster
 from launching import MANYHANDS, environment, wait_until
@@ -41,11 +41,6 @@ def disk(pair: Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The user's folder."""
     return users_folder(tmp_path_factory.mktemp("desk"))
-
-
-@pytest.fixture(scope="module")
-def expected(desk: Path) -> str:
-    return weights_here(desk)
 
 
 @pytest.fixture
@@ -88,17 +83,19 @@ def lines_of(run_dir: Path) -> int:
 
 
 @pytest.mark.timeout(LONG_S)
-def test_two_pods_train_to_the_weights_of_this_machine(pods: Cluster, desk: Path, disk: Path, expected: str) -> None:
+def test_two_pods_train_to_the_weights_of_this_machine(
+    pods: Cluster, desk: Path, disk: Path, short_training: str
+) -> None:
     done = ask(pods, desk, *words("first", "digits.py"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "manyhands: sent as kubernetes://default/first" in done.stdout
-    assert weights(disk / "first") == expected
+    assert weights(disk / "first") == short_training
     assert sorted(path.name for path in (disk / "first" / "logs").glob("*.log")) == ["first-0-0.log", "first-1-1.log"]
 
 
 @pytest.mark.timeout(LONG_S)
 def test_run_whose_pod_is_evicted_goes_on_to_the_same_weights(
-    pods: Cluster, desk: Path, disk: Path, expected: str
+    pods: Cluster, desk: Path, disk: Path, short_training: str
 ) -> None:
     handle = ask(pods, desk, *words("evicted", "digits.py", "--detach", *SLOWLY)).stdout.strip()
     wait_until(lambda: lines_of(disk / "evicted") > 20, "it trains", timeout_s=90)
@@ -108,7 +105,7 @@ def test_run_whose_pod_is_evicted_goes_on_to_the_same_weights(
     assert "asked to end; started again, the run goes on" in said
     assert len(pods.of_index(0)) == len(pods.of_index(1)) == 2
     assert pods.objects["Job", "default", "evicted"]["status"].get("failed", 0) == 0, "an eviction is nobody's fault"
-    assert weights(disk / "evicted") == expected
+    assert weights(disk / "evicted") == short_training
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from aws import Aws, serve, variables
-from containers import Container, call, manyhands, users_folder, weights_here
+from containers import Container, call, manyhands, users_folder
 from launching import wait_until
 
 from manyhands.lab import Lab, lab
@@ -37,11 +37,6 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return users_folder(tmp_path_factory.mktemp("desk"))
 
 
-@pytest.fixture(scope="module")
-def expected(desk: Path) -> str:
-    return weights_here(desk)
-
-
 @pytest.fixture
 def aws(pair: Lab, tmp_path: Path) -> Iterator[Aws]:
     with serve(tmp_path, lambda: [Container(host) for host in pair]) as made:
@@ -63,17 +58,17 @@ def weights_there(aws: Aws, name: str) -> str:
 
 
 @pytest.mark.timeout(LONG_S)
-def test_two_instances_train_to_the_weights_of_this_machine(aws: Aws, desk: Path, expected: str) -> None:
+def test_two_instances_train_to_the_weights_of_this_machine(aws: Aws, desk: Path, short_training: str) -> None:
     done = run(aws, desk, "first", "digits.py")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "manyhands: sent as sagemaker://eu-central-1/first-" in done.stdout
     assert "test" in done.stdout, "what the first instance printed came through CloudWatch"
-    assert weights_there(aws, "first") == expected
+    assert weights_there(aws, "first") == short_training
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(LONG_S)
-def test_run_on_spare_instances_goes_on_when_they_are_taken_away(aws: Aws, desk: Path, expected: str) -> None:
+def test_run_on_spare_instances_goes_on_when_they_are_taken_away(aws: Aws, desk: Path, short_training: str) -> None:
     handle = run(aws, desk, "spare", "digits.py", "-o", "spot=yes", "--detach", "--env", "PAUSE=0.03").stdout.strip()
     name = handle.rpartition("/")[2]
     metrics = aws.machines[0].host.path("/opt/ml/checkpoints/metrics.jsonl")
@@ -82,7 +77,7 @@ def test_run_on_spare_instances_goes_on_when_they_are_taken_away(aws: Aws, desk:
     wait_until(lambda: aws.jobs[name].status == "Completed", "it is over", timeout_s=120)
     said = manyhands(desk, "logs", handle, **variables(aws)).stdout
     assert "started again, the run goes on from its last snapshot" in said
-    assert weights_there(aws, "spare") == expected
+    assert weights_there(aws, "spare") == short_training
 
 
 @pytest.mark.timeout(LONG_S)

@@ -23,7 +23,7 @@ from manyhands.communication.link import Link
 from manyhands.communication.probe import probe
 from manyhands.communication.world import World
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.xdist_group("compression")]  # so that `together` is made once
 
 SMALL = {"compress_above": 64, "bucket_mb": 0.002}
 

@@ -21,7 +21,7 @@ from manyhands.communication.lanes import Lanes
 from manyhands.communication.link import Link
 from manyhands.communication.world import World
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.xdist_group("nodes")]  # so that `runs` is made once
 
 PLAIN = Recipe(samples=122, batch=20)  # in the last step of an epoch the second node has no sample
 EVEN = Recipe(samples=120, batch=20)

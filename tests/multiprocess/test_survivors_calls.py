@@ -11,7 +11,7 @@ from commands import summary
 from launching import Ended, run, run_words
 from runs import samples_by_step, step_lines
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.xdist_group("survivors-calls")]  # so that `whole` is made once
 SCRIPT = Path(__file__).with_name("calls_script.py")
 WORKERS = 3
 

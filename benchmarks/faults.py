@@ -53,7 +53,7 @@ MOST_TYPED = 6
 SETTLED_S = 15.0
 """How long a run has trained before a worker or an agent is killed: its template has loaded what the script imports."""
 SCRIPT = """
-import os, socket
+import os, socket, time
 from pathlib import Path
 
 import torch
@@ -95,6 +95,7 @@ trainer = mh.Trainer(
     snapshots=mh.Snapshots(every="50 steps"),
     virtual_workers=8,
     record_samples=True,
+    listeners=[lambda _: time.sleep(float(os.environ.get("PAUSE", "0")))],
 )
 trainer.fit(os.environ["DURATION"])
 """
@@ -107,15 +108,16 @@ class Broken(Exception):
 class Run:
     """The command that a user types, and types again where it has ended."""
 
-    def __init__(self, hosts: Lab, shared: Path, workers: int, draw: random.Random) -> None:
+    def __init__(self, hosts: Lab, shared: Path, workers: int, draw: random.Random, pause_s: float) -> None:
         self.hosts, self.shared = hosts, shared
         self.run_dir = shared / f"run-{time.time_ns()}"
         (shared / "pids").mkdir(exist_ok=True)
         each = workers // len(hosts)
         self.words = [sys.executable, "-P", "-m", "manyhands.cli.main", "run", "--hosts", ",".join(hosts.names)]
         self.words += ["--workers-per-node", str(each), "--restarts", "20", "--run-dir", str(self.run_dir)]
-        for variable in ("OMP_NUM_THREADS=1", f"PIDS={shared / 'pids'}", "DURATION=1000000 steps"):
-            self.words += ["--env", variable]
+        variables = {"OMP_NUM_THREADS": 1, "PIDS": shared / "pids", "DURATION": "1000000 steps", "PAUSE": pause_s}
+        for name, value in variables.items():
+            self.words += ["--env", f"{name}={value}"]
         self.log = (shared.parent / "output.log").open("a")
         self.typed: list[float] = []
         self.workers = workers
@@ -300,14 +302,14 @@ def stage(hosts: int) -> Iterator[tuple[Lab, Path]]:
             subprocess.run(["umount", "--lazy", str(shared)], check=True)
 
 
-def chapter(workers: int, kinds: Sequence[str], seed: int, record: Path, *, settled_s: float, until: float) -> bool:
+def chapter(workers: int, kinds: Sequence[str], seed: int, until: float, asked: argparse.Namespace) -> bool:
     """One run and its faults, each written down when it is over; none begins after `until`. Whether all was well."""
     draw = random.Random(seed)
     output = Path(tempfile.gettempdir(), f"faults-{seed}.log")
     ended: dict[str, Any] = {"chapter": seed, "workers": workers, "faults": 0, "version": VERSION}
     with stage(min(workers, MOST_HOSTS)) as (hosts, shared):
         ended["import_torch_s"] = import_seconds(hosts)
-        run = Run(hosts, shared, workers, draw)
+        run = Run(hosts, shared, workers, draw, asked.pause)
         try:
             run.wait_for(5)
             ended["import_torch_busy_s"] = import_seconds(hosts)
@@ -315,8 +317,8 @@ def chapter(workers: int, kinds: Sequence[str], seed: int, record: Path, *, sett
                 if time.monotonic() > until:
                     break
                 ended["trouble"] = f"in the middle of {kind}"
-                found = one_fault(run, kind, draw.randint(5, 60), settled_s)
-                write(record, {"chapter": seed, "workers": workers, **found})
+                found = one_fault(run, kind, draw.randint(5, 60), asked.settled)
+                write(asked.record, {"chapter": seed, "workers": workers, **found})
                 ended["faults"] += 1
                 whole = "" if found["whole_s"] is None else f", all train after {found['whole_s']:.2f} s"
                 say(f"{workers} workers, {kind:>9} at step {found['step']}: {found['next_step_s']:.2f} s{whole}")
@@ -336,7 +338,7 @@ def chapter(workers: int, kinds: Sequence[str], seed: int, record: Path, *, sett
                 output.write_text(printed)
                 ended["printed"] = printed.splitlines()[-5:]
                 say(f"what it printed is in {output}")
-            write(record, ended)
+            write(asked.record, ended)
             say(json.dumps(ended))
     return bool(ended.get("weights_equal")) and not ended["samples_wrong"] and not ended["lines_wrong"]
 
@@ -380,6 +382,9 @@ def main() -> int:
         metavar="SECONDS",
         help=f"how long a run has trained before a worker or an agent is killed  [default: {SETTLED_S:.0f}]",
     )
+    parser.add_argument(
+        "--pause", type=float, default=0.0, metavar="SECONDS", help="let each step take so much longer  [default: 0]"
+    )
     parser.add_argument("--minutes", type=float, default=1e6, help="begin no fault after so many minutes")
     parser.add_argument("--table", action="store_true", help="only make the table from what is recorded")
     asked = parser.parse_args()
@@ -401,9 +406,7 @@ def main() -> int:
             for begin in range(0, len(kinds), CHAPTER):
                 if time.monotonic() < until:
                     some = kinds[begin : begin + CHAPTER]
-                    good &= chapter(
-                        count, some, draw.randrange(1 << 31), asked.record, settled_s=asked.settled, until=until
-                    )
+                    good &= chapter(count, some, draw.randrange(1 << 31), until, asked)
     if asked.record == RECORDED:
         publish(asked.record)
     else:

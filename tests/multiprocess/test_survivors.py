@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,8 +42,10 @@ def kill(pids: Path, place: int) -> None:
     os.kill(alive_workers(pids)[place], signal.SIGKILL)
 
 
-def run_with_kills(folder: Path, recipe: Recipe, workers: int, places: list[int], steps: int = STEPS) -> str:
-    process = start(workers, folder / "run", recipe, pids=folder / "pids")
+def run_with_kills(
+    folder: Path, recipe: Recipe, workers: int, places: list[int], steps: int = STEPS, *, options: Sequence[str] = ()
+) -> str:
+    process = start(workers, folder / "run", recipe, options, pids=folder / "pids")
     try:
         for number, place in enumerate(places):
             done, last = steps_done(folder / "run"), (steps - 20) * (number + 1) // len(places)
@@ -77,6 +80,16 @@ def test_killed_workers_cost_a_step_each_and_no_bit(
     assert told["steps_redone"] <= len(places), "only the step under way"
     assert output.count("was killed by SIGKILL") == len(places), "one line for each"
     assert "on host" in output
+
+
+def test_killed_worker_costs_no_bit_in_the_exact_beginning_of_local_steps(
+    whole: dict[int, Path], tmp_path: Path
+) -> None:
+    """It is data parallelism: of two workers, to the last bit."""
+    local = ["--set", "strategy=local-sgd", "--set", f"sync_warmup={STEPS + 1}"]
+    output = run_with_kills(tmp_path, RECIPE, 2, [1], options=local)
+    assert_equal(tmp_path / "run", whole[2], output)
+    assert summary(tmp_path / "run")["restarts"] == 1
 
 
 def test_kills_while_every_step_is_validated_and_saved_lose_nothing(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ _ALIGNED_BYTES = 64
 class TreeBucket:
     """Parameters whose gradients travel together, their use counts behind them: how many parts used each."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], world: World) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], world: World, *, stretch_bytes: int) -> None:
         self.parameters = parameters
         dtype = parameters[0].dtype
         step = _ALIGNED_BYTES // dtype.itemsize
@@ -33,7 +33,7 @@ class TreeBucket:
             self.begins.append(length)
             length += -(-parameter.numel() // step) * step
         self.counts_at = length
-        self.total = TreeSum(length + len(parameters), dtype=dtype, world=world)
+        self.total = TreeSum(length + len(parameters), dtype=dtype, world=world, stretch_bytes=stretch_bytes)
         self.missing = 0
         self.used: list[bool] = []
         """Which parameters were used by a part of this worker."""
@@ -116,7 +116,7 @@ class TreeBuckets:
         # join later; this one every worker knows.
         backward = range(len(self.parameters) - 1, -1, -1)
         groups = packed(self.parameters, backward, bucket_bytes=bucket_bytes)
-        self.buckets = [TreeBucket(group, self.world) for group in groups]
+        self.buckets = [TreeBucket(group, world, stretch_bytes=exchange.pace.stretch_bytes) for group in groups]
         self.bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.parameters}
         self.sent = 0
 

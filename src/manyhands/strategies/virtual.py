@@ -17,16 +17,11 @@ from torch import Tensor, nn
 
 from manyhands.communication.part_norm import PartStatistics, normalise_by_part
 from manyhands.communication.tree_buckets import TreeBuckets
-from manyhands.communication.tree_sum import Exchange, TreeSum
+from manyhands.communication.tree_sum import Exchange, Pace, TreeSum, pace_on
 from manyhands.communication.world import World
 from manyhands.data.order import bounds
 from manyhands.errors import ConfigError
 from manyhands.strategies.strategy import Compute, Piece, Scale, Shard, StepOutcome, Steppable
-
-LAG_ON_CPU = 3
-"""An all-to-all by itself leaves a third of a cable of 1 Gbit/s empty (Gloo, four hosts); several under way fill it."""
-LAG_ON_GPU = 1 << 30
-"""On a GPU nothing is added before the backward pass is over: its stream would wait for the network."""
 
 
 class VirtualWorkers:
@@ -45,10 +40,10 @@ class VirtualWorkers:
                 fix=f"start at most {parts} workers, or begin anew with virtual_workers={world.size} or more",
             )
         self.parts, self.world, self.bucket_mb = parts, world, bucket_mb
-        self.exchange = Exchange(LAG_ON_CPU if world.device.type == "cpu" else LAG_ON_GPU)
+        self.exchange = Exchange(pace_on(world.device))
         self.gradients: TreeBuckets | None = None
         self.statistics = PartStatistics([])
-        self.news = News(world)
+        self.news = News(world, self.exchange.pace)
         self.buffers: dict[str, int] | None = None
         """How often each buffer had been changed before the first part, until that has been looked at."""
         self.looked = False
@@ -178,9 +173,9 @@ class News:
     of them, so nothing that changes weights may depend on it.
     """
 
-    def __init__(self, world: World) -> None:
-        self.world = world
-        self.total = TreeSum(0, dtype=torch.float64, world=world)
+    def __init__(self, world: World, pace: Pace) -> None:
+        self.world, self.pace = world, pace
+        self.total = self._sum_of(0)
         self.values: dict[str, Tensor] = {}
         """Of the part under way: means over the global batch, as far as it has come."""
         self.names: list[str] = []
@@ -220,9 +215,12 @@ class News:
         view.add_(row) if adding else view.copy_(row)
         self.total.close(part, buffer, added=adding)
 
+    def _sum_of(self, length: int) -> TreeSum:
+        return TreeSum(length, dtype=torch.float64, world=self.world, stretch_bytes=self.pace.stretch_bytes)
+
     def _open(self, length: int) -> None:
         if length != self.total.length:
-            self.total = TreeSum(length, dtype=torch.float64, world=self.world)
+            self.total = self._sum_of(length)
         self.total.begin(self.held)
         self.opened = True
 

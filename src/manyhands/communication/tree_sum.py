@@ -31,7 +31,7 @@ class Pace:
     """The second half of a stretch's exchange begins after the first half of the `lag`-th one behind it."""
 
 
-ON_CPU = Pace(stretch_bytes=4_000_000, lag=16)
+ON_CPU = Pace(stretch_bytes=2_000_000, lag=32)
 """An all-to-all by itself leaves a third of a cable of 1 Gbit/s empty (Gloo, four hosts); several under way fill it."""
 ON_GPU = Pace(stretch_bytes=1 << 40, lag=1 << 30)
 """On a GPU nothing is added before the backward pass is over: its stream would wait for the network."""

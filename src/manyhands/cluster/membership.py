@@ -97,8 +97,8 @@ class Membership:
         """Called from the listening thread when the present group is broken, so that no wait in it lasts."""
         self.group = 0
         """The number of the present group."""
-        self.change_asked = False
-        """Whether somebody waits to join."""
+        self._to_change = -1
+        """The number of the group that somebody waited to join last."""
         self._address, self._member, self._local_rank = address, member, local_rank
         self._socket: socket.socket | None = None
         self._process = os.getpid()
@@ -116,6 +116,11 @@ class Membership:
             local_rank=int(variables.get("LOCAL_RANK", "0")),
             joins=bool(variables.get(JOINS)),
         )
+
+    @property
+    def change_asked(self) -> bool:
+        """Whether somebody waits to join the present group."""
+        return self._to_change == self.group
 
     def begin(self, call: int, *, most: int) -> None:
         """A call begins: the others may go. `most`: any number of workers up to this gives the same bits; 0: none."""
@@ -175,7 +180,7 @@ class Membership:
         if answer["message"] != "group":
             raise Refused(answer.get("reason", ""))
         group = Group.from_message(answer)
-        self.group, self.change_asked, self.joins = group.number, False, False
+        self.group, self.joins = group.number, False
         return group
 
     def _listen(self, connection: socket.socket) -> None:
@@ -187,11 +192,11 @@ class Membership:
     def _hear(self, message: dict[str, Any]) -> None:
         if message["message"] in ("group", "passed", "refused"):
             self._answers.put(message)
+        elif message["message"] == "change":
+            # Perhaps of a group that this worker has yet to enter. It is told once, and whoever waits waits for it.
+            self._to_change = message["group"]
         elif message["group"] == self.group:
-            if message["message"] == "change":
-                self.change_asked = True
-            else:
-                self.on_broken()
+            self.on_broken()
 
 
 def _nothing() -> None:

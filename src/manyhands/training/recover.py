@@ -179,8 +179,8 @@ class Recovery(Reunion):
         world, loop = self.world, self.loop
         led = world.is_leader and not world.apart
         world.enter(group)
-        self.membership.change_asked = loop.change_granted = False
         loop.read_numbers(all_of_them=True)  # so that the state is that of the step that was finished
+        loop.change_granted = False  # what it granted has happened
         lost = lost or (world.is_leader and not led and self._half_saved())
         standings = self._standings(lost=lost)
         new = [rank for rank, found in enumerate(standings) if found.new]

@@ -130,7 +130,6 @@ class Reunion:
         """
         world, calls = self.world, self.calls
         world.enter(group)
-        self.membership.change_asked = False
         flags = world.stack(torch.tensor([calls.new], dtype=torch.int64)).flatten().tolist()
         self.give_to_new([rank for rank, new in enumerate(flags) if new])
         run = self.run or calls.last_run

@@ -41,8 +41,9 @@ from manyhands.records.samples import counted
 
 HERE = Path(__file__).parent
 RECORDED = HERE / "faults.jsonl"
-VERSION = 2
-"""Of what is measured; 2: the template loads what the script imports, so that replacements find it loaded."""
+VERSION = 3
+"""Of what is measured; 2: the template loads what the script imports, so that replacements find it loaded; 3: a worker
+that is ready while another one is just being taken in is heard."""
 CHAPTER = 12
 """Faults until a run is stopped and compared."""
 DISK_MB = 96

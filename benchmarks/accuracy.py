@@ -8,8 +8,8 @@ one process of the same seed, in points of test accuracy. Both tasks are short (
 471 and 1,200 steps of 128 samples), so that many runs fit on a small machine: what a way costs while a model learns
 fastest shows more here than at the end of a long training. The learning rate is half of the best one that was found for
 one process among powers of two (images 88.3 % at 1.6e-2, 88.2 at 8e-3, 87.3 at 4e-3; letters 58.5 % at 4e-2, 58.1 at
-2e-2, 57.1 at 1e-2; seed 0). Warm-ups are the first third of a run. Workers are processes of one machine; accuracy does
-not know the difference.
+2e-2, 57.1 at 1e-2; seed 0). Warm-ups are the first third of a run; rounds of local steps have 8 of them, unless a row
+says otherwise. Workers are processes of one machine; accuracy does not know the difference.
 """
 
 from __future__ import annotations
@@ -33,18 +33,24 @@ AIMS = {
     "fp16": 0.3,
     "bf16": 0.3,
     "int8": 0.3,
-    "powersgd": 0.3,
     "powersgd, warmed up": 0.3,
-    "powersgd of rank 8, warmed up": 0.3,
+    "powersgd of rank 4, warmed up": 0.3,
+    "powersgd of rank 4": 0.3,
     "local-sgd": 0.5,
     "local-sgd, warmed up": 0.5,
     "local-sgd, warmed up, rate as it is": 0.5,
+    "local-sgd, every 4, warmed up": 0.5,
     "diloco": 0.5,
     "diloco, warmed up": 0.5,
+    "diloco, every 32, warmed up": 0.5,
 }
 """Points of accuracy that a way may cost."""
-ONLY_ON_4 = {"powersgd", "local-sgd", "local-sgd, warmed up, rate as it is", "diloco", "topk"}
-"""Ways to see what a warm-up or a rule is for, and the one that has no aim."""
+ONLY_ON = {
+    **dict.fromkeys(("powersgd of rank 4", "local-sgd", "local-sgd, warmed up, rate as it is", "diloco", "topk"), 4),
+    "local-sgd, every 4, warmed up": 8,
+    "diloco, every 32, warmed up": 8,
+}
+"""Ways to see what a warm-up, a rule or a short round is for, and the one that has no aim, on so many workers."""
 ROUNDS = [(0, 4), (0, 8), (0, 2), (1, 4), (1, 2), (2, 4), (2, 2), (1, 8), (2, 8)]
 """Seeds and numbers of workers, in the order in which they tell most."""
 
@@ -57,15 +63,17 @@ def methods(steps: int) -> dict[str, Any]:
         "fp16": mh.DDP(compression="fp16"),
         "bf16": mh.DDP(compression="bf16"),
         "int8": mh.DDP(compression="int8"),
-        "powersgd": mh.DDP(compression="powersgd"),
         "powersgd, warmed up": mh.DDP(compression="powersgd", compression_warmup=warm),
-        "powersgd of rank 8, warmed up": mh.DDP(compression="powersgd", powersgd_rank=8, compression_warmup=warm),
+        "powersgd of rank 4, warmed up": mh.DDP(compression="powersgd", powersgd_rank=4, compression_warmup=warm),
+        "powersgd of rank 4": mh.DDP(compression="powersgd", powersgd_rank=4),
         "topk": mh.DDP(compression="topk"),
         "local-sgd": mh.LocalSGD(sync_every=8),
         "local-sgd, warmed up": mh.LocalSGD(sync_every=8, sync_warmup=warm),
         "local-sgd, warmed up, rate as it is": mh.LocalSGD(sync_every=8, sync_warmup=warm, local_lr_scaling=None),
-        "diloco": mh.DiLoCo(sync_every=32),
-        "diloco, warmed up": mh.DiLoCo(sync_every=32, sync_warmup=warm),
+        "local-sgd, every 4, warmed up": mh.LocalSGD(sync_every=4, sync_warmup=warm),
+        "diloco": mh.DiLoCo(sync_every=8),
+        "diloco, warmed up": mh.DiLoCo(sync_every=8, sync_warmup=warm),
+        "diloco, every 32, warmed up": mh.DiLoCo(sync_every=32, sync_warmup=warm),
     }
 
 
@@ -85,7 +93,7 @@ def every_run(of: Sequence[Task]) -> list[Wanted]:
             wanted += [
                 Wanted(task, label, workers, seed, strategy=found[label])
                 for label in sorted(found, key=lambda label: "warmed" not in label)
-                if workers == 4 or label not in ONLY_ON_4
+                if ONLY_ON.get(label, workers) == workers
             ]
     return wanted
 

@@ -272,7 +272,7 @@ def page(found: dict[int, dict[str, Any]]) -> str:
     few = {name: _bytes_of(name, real) for name in ("int8", "powersgd")}
     lines += [
         f"At VGG19's real shapes a gradient is {whole / 1e6:.0f} MB: int8 sends "
-        f"{few['int8']:.2f}-fold fewer bytes and powersgd of rank 4 "
+        f"{few['int8']:.2f}-fold fewer bytes and powersgd of rank {mh.DDP().powersgd_rank} "
         f"{few['powersgd']:.0f}-fold, where the smaller matrices here gain less.",
         "",
     ]
@@ -282,7 +282,8 @@ def page(found: dict[int, dict[str, Any]]) -> str:
 def _bytes_of(name: str, parameters: list[nn.Parameter]) -> float:
     if name == "powersgd":
         thin = sum(
-            4 * (one.shape[0] + one.shape[1:].numel()) if one.numel() >= 1024 else one.numel() for one in parameters
+            mh.DDP().powersgd_rank * (one.shape[0] + one.shape[1:].numel()) if one.numel() >= 1024 else one.numel()
+            for one in parameters
         )
         return sum(one.numel() for one in parameters) / thin
     few = parameters[:6]

@@ -31,7 +31,7 @@ class DDP:
     """How gradients are made smaller on their way: `none`, `fp16`, `bf16`, `int8`, `powersgd`, `topk`, `auto` (by
     measuring network and model), the name of a way that another package adds, or a function of your own (see
     `manyhands.communication.compression.exchange`)."""
-    powersgd_rank: int = 4
+    powersgd_rank: int = 8
     """Columns of the two thin matrices in whose place PowerSGD sends a gradient."""
     topk_fraction: float = 0.01
     """The share of the numbers that `topk` sends."""

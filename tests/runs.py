@@ -43,6 +43,10 @@ class Recipe:
     """Whether the samples come as a stream that is read in shards, augmented."""
 
 
+CHANCY = Recipe(samples=150, batch=16, batch_norm=True, dropout=0.3, augment=True)
+"""All in which chance, or other samples of the batch, have a hand, on few enough of them for many epochs."""
+
+
 def images_and_labels(samples: int, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     # Read without scikit-learn, whose import takes a worker as long as all of its training here.
     package = importlib.util.find_spec("sklearn")

@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import json
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 from commands import finish, kill_all, start, steps_done, summary, wait_for_step
 from launching import agents, run, wait_until
-from runs import Recipe, samples_by_step, step_lines, trained
+from runs import CHANCY, Recipe, samples_by_step, step_lines, trained
 
 pytestmark = pytest.mark.multiprocess
 RARELY = {"virtual_workers": 4, "validate_every": "1000 steps", "snapshots": {"every": "1000 steps"}}
 
 
 def recipe(steps: int) -> Recipe:
-    return Recipe(
-        samples=150,
-        batch=16,
-        duration=f"{steps} steps",
-        batch_norm=True,
-        dropout=0.3,
-        augment=True,
-        accuracy=False,
-        trainer=RARELY,
-    )
+    return replace(CHANCY, duration=f"{steps} steps", accuracy=False, trainer=RARELY)
 
 
 def told(run_dir: Path) -> list[str]:

@@ -9,13 +9,14 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 from commands import alive_workers, finish, kill_all, start, steps_done, summary, wait_for_step
 from launching import agents, alive, family
-from runs import Recipe, samples_by_step, step_lines, trained
+from runs import CHANCY, Recipe, samples_by_step, step_lines, trained
 
 pytestmark = pytest.mark.multiprocess
 SETTINGS = {"virtual_workers": 4, "validate_every": "50 steps", "snapshots": {"every": "40 steps"}}
@@ -24,16 +25,7 @@ LONGEST_PAUSE_S = 1.0
 
 
 def recipe(steps: int) -> Recipe:
-    return Recipe(
-        samples=150,
-        batch=16,
-        duration=f"{steps} steps",
-        batch_norm=True,
-        dropout=0.3,
-        augment=True,
-        schedule=True,
-        trainer=SETTINGS,
-    )
+    return replace(CHANCY, duration=f"{steps} steps", schedule=True, trainer=SETTINGS)
 
 
 def everything_of(process: subprocess.Popen[str]) -> list[psutil.Process]:

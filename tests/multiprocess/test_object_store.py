@@ -17,22 +17,12 @@ from pathlib import Path
 import pytest
 import s3
 from commands import alive_workers, finish, kill_all, start, steps_done, summary, wait_for_step
-from runs import Recipe, make_trainer, step_lines
+from runs import CHANCY, make_trainer, step_lines
 from s3 import BUCKET, S3
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 STEPS = 40
-RECIPE = Recipe(
-    samples=150,
-    batch=16,
-    duration=f"{STEPS} steps",
-    batch_norm=True,
-    dropout=0.3,
-    augment=True,
-    schedule=True,
-    accuracy=False,
-    trainer={"virtual_workers": 4},
-)
+RECIPE = replace(CHANCY, duration=f"{STEPS} steps", schedule=True, accuracy=False, trainer={"virtual_workers": 4})
 SLOWLY = replace(RECIPE, sample_s=0.005)  # so that there is time to kill it
 VERY_SLOWLY = replace(RECIPE, sample_s=0.02)  # so that a copy is there long before the end, on any machine
 EVERY_7 = ["--set", "snapshots.every=7 steps"]

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from commands import finish, kill_all, start, steps_done, summary, wait_for_step
-from runs import Recipe, samples_by_step, step_lines, trained
+from runs import CHANCY, Recipe, samples_by_step, step_lines, trained
 
 pytestmark = pytest.mark.multiprocess
 STEPS = 60
 
 
 def recipe(loader_workers: int) -> Recipe:
-    return Recipe(
-        samples=150,
-        batch=16,
-        duration=f"{STEPS} steps",
-        batch_norm=True,
-        dropout=0.3,
-        augment=True,
-        schedule=True,
-        accuracy=False,
-        data={"loader_workers": loader_workers},
-    )
+    data = {"loader_workers": loader_workers}
+    return replace(CHANCY, duration=f"{STEPS} steps", schedule=True, accuracy=False, data=data)
 
 
 @pytest.fixture(scope="module")

@@ -12,20 +12,11 @@ from pathlib import Path
 import pytest
 from commands import alive_workers, finish, kill_all, start, steps_done, summary, wait_for_step
 from launching import run
-from runs import Recipe, samples_by_step, step_lines, trained
+from runs import CHANCY, Recipe, samples_by_step, step_lines, trained
 
 pytestmark = pytest.mark.multiprocess
 STEPS = 120
-RECIPE = Recipe(
-    samples=150,
-    batch=16,
-    duration=f"{STEPS} steps",
-    batch_norm=True,
-    dropout=0.3,
-    augment=True,
-    schedule=True,
-    accuracy=False,
-)
+RECIPE = replace(CHANCY, duration=f"{STEPS} steps", schedule=True, accuracy=False)
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ LARGE, SMALL = 512 * 1024, 512
         ("none", 1.5 * 4 * (LARGE + SMALL)),
         ("bf16", 1.5 * (2 * LARGE + 4 * SMALL)),
         ("int8", 1.5 * (LARGE * (1 + 4 / BLOCK) + 4 * SMALL)),
-        ("powersgd", 1.5 * 4 * (4 * (512 + 1024) + SMALL)),
+        ("powersgd", 1.5 * 4 * (DDP().powersgd_rank * (512 + 1024) + SMALL)),
         ("topk", 3 * 8 * round(0.01 * LARGE) + 1.5 * 4 * SMALL),
     ],
 )
@@ -59,7 +59,7 @@ def test_fast_network_is_sent_every_bit() -> None:
 def test_slow_network_is_sent_little() -> None:
     choice = choose(COSTS, Network(1e-5, 1e4), compute_s=0.1, hidden_s=0.06)
     assert choice.name in ("powersgd", "topk")
-    assert choice.step_seconds["none"] > 50 * choice.step_seconds[choice.name]
+    assert choice.step_seconds["none"] > 30 * choice.step_seconds[choice.name]
 
 
 def test_less_lossy_way_is_taken_where_it_costs_at_most_a_twentieth_more() -> None:

@@ -30,7 +30,7 @@ WAYS = {
     "local-sgd, every step": ["strategy=local-sgd", "sync_every=1"],
     "diloco": ["strategy=diloco", "sync_every=8"],
     "diloco at once": ["strategy=diloco", "sync_every=6", "overlap_steps=0", "fragments=2", "outer_compression=none"],
-    "diloco, warmed up": ["strategy=diloco", "sync_every=8", "sync_warmup=100"],
+    "diloco, warmed up": ["strategy=diloco", "sync_every=8", "sync_warmup=15"],
 }
 SCRIPT = Path(__file__).with_name("nodes_script.py")
 
@@ -100,7 +100,7 @@ FINAL_WORD = "manyhands.strategies.strategy:Tally.start_sum:12:after"
 MOMENTS = {
     "before its gradient leaves": ("local-sgd", "1=manyhands.communication.buckets:GradientBuckets.arm:12:before"),
     "when its node's sums are there": ("diloco", "1=manyhands.communication.buckets:GradientBuckets.finish:12:after"),
-    "when it has the mean": ("local-sgd", "1=manyhands.strategies.local_sgd:weighted_mean:2:after"),
+    "when it has the mean": ("local-sgd", "1=manyhands.strategies.stepping_alone:weighted_mean:2:after"),
     "when the groups of lanes are made": ("diloco", "1=manyhands.communication.world:World.new_group:3:before"),
     "one of another node while nodes are made anew": (
         "local-sgd",

@@ -263,7 +263,7 @@ def test_restart_begins_only_when_every_worker_has_ended(tmp_path: Path) -> None
 
     scene = Scene(job(tmp_path, workers_per_node=2, restarts=1), fail_once)
     assert scene.head.run() == 0
-    assert order == ["prepare", "open_store", "start", "end", "open_store", "start"]
+    assert order == ["prepare", "open_store", "start", "end", "close_store", "open_store", "start"]
     assert [worker["environment"]["TORCHELASTIC_RESTART_COUNT"] for worker in scene.agents[0].workers] == ["1", "1"]
 
 

@@ -12,6 +12,7 @@ from manyhands.launchers.head.course import Course
 from manyhands.launchers.head.failures import Failure
 from manyhands.launchers.head.regroup import Regroup
 from manyhands.launchers.head.roster import Member
+from manyhands.launchers.head.store import Store, Then
 from manyhands.launchers.loop import Message
 
 NoteFailures = Callable[[Mapping[int, Failure]], None]
@@ -25,9 +26,7 @@ class Crew:
         self._course, self._agents, self._note_failures = course, agents, note_failures
         self._numbers = itertools.count()
         self.regroup = Regroup(course.loop, self, 0)
-        self._store: tuple[int, str, int] | None = None
-        """The node that keeps it, its address and port."""
-        self._on_store: Callable[[str, int], None] | None = None
+        self.store = Store(course, agents)
         self._late: dict[int, list[Member]] = {}
         """By node: workers to be started when its agent is back, to join those that train."""
 
@@ -40,52 +39,14 @@ class Crew:
         """The workers of a node that have not ended."""
         return [member for member in self.regroup.roster.members.values() if member.node == node.number]
 
-    # The store.
-
-    def begin(self) -> None:
-        """Open a store; the workers are started when it is there."""
-        self._store = None
-        node = next(node for node in self._agents.nodes if node.channel is not None)
-        self._agents.tell(
-            [node], "open_store", generation=self._course.generation, address=self._store_address(node.number)
-        )
-
-    def _store_address(self, node: int = 0) -> str:
-        """Where the other hosts reach this one."""
-        return str(self._agents.nodes[node].facts.get("address", self._agents.address))
-
-    def take_store(self, node: Node, message: Message) -> bool:
-        """A store is open. Returns whether it is time to start all workers."""
-        address = self._store_address(node.number)
-        self._store = (node.number, address, message["port"])
-        if self._on_store is not None:
-            then, self._on_store = self._on_store, None
-            then(address, message["port"])
-            return False
-        return not self._course.running
-
-    def forget_store(self, node: Node) -> None:
-        """A node is gone, and with it the store if it kept it."""
-        if self._store is not None and self._store[0] == node.number:
-            self._store = None
-
-    def open_store(self, then: Callable[[str, int], None]) -> None:
-        """See that there is a store for workers to meet at, and call back with its address and port."""
-        if self._store is not None:
-            then(*self._store[1:])
-            return
-        self._on_store = then
-        self.begin()
-
-    def close_store(self) -> None:
-        """Have everybody who waits for the store wait no more."""
-        if self._store is not None:
-            self._agents.tell([self._agents.nodes[self._store[0]]], "close_store")
-        self._store = None
-
     # They start.
 
-    def start_all(self, port: int, *, shared: bool) -> None:
+    def begin(self, then: Then) -> None:
+        """See that there is a fresh store for workers that start together, on the host of the first, and call back."""
+        self.store.close()
+        self.store.open(then)
+
+    def start_all(self, address: str, port: int) -> None:
         """Start every worker of this generation, now that there is a store for them to meet at."""
         self.regroup = Regroup(self._course.loop, self, self._course.generation)
         job = self._course.job.on(self._agents.present())
@@ -95,7 +56,7 @@ class Crew:
                 rank = job.first_rank(place) + local_rank
                 members.append(Member(number=next(self._numbers), node=number, local_rank=local_rank, rank=rank))
                 self.regroup.add(members[-1])
-            self._start(members, (self._store_address(), port), shared=shared)
+            self._start(members, (address, port), shared=self.store.shared)
 
     def start_on(self, node: Node) -> None:
         """Start the workers of a node that comes while others train."""
@@ -139,7 +100,7 @@ class Crew:
         """Start a worker while others train; on a host that is away, when it is back."""
         node = self._agents.nodes[member.node]
         if node.channel is not None:
-            self._start([member], self._store[1:] if self._store else (self._agents.address, 0))
+            self._start([member], self.store.place or (self._agents.address, 0))
             return
         waiting = self._late.setdefault(member.node, [])
         waiting.append(member)
@@ -160,7 +121,15 @@ class Crew:
             return None
         return Member(number=next(self._numbers), node=lost.node, local_rank=lost.local_rank, rank=lost.rank, late=True)
 
-    # They are told, and end.
+    # They are told, meet, and end.
+
+    def open_store(self, then: Then) -> None:
+        """See that there is a store. A host whose workers train has loaded what keeps one; one just back has not."""
+        self.store.open(then, best=[member.node for member in self.regroup.roster.trained()])
+
+    def close_store(self) -> None:
+        """Have everybody who waits for the store wait no more."""
+        self.store.close()
 
     def tell_member(self, member: Member, kind: str, /, **content: Any) -> None:
         """Say something to a worker."""

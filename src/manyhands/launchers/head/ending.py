@@ -48,14 +48,17 @@ class Ending:
         """The workers whose end this is about."""
         return self._crew
 
-    def start_all(self, message: Message) -> None:
-        """There is a store: all workers start, and nothing that went wrong before counts."""
+    def begin(self) -> None:
+        """All workers start, when there is a store; nothing that went wrong before counts."""
+        self._crew.begin(self._start_all)
+
+    def _start_all(self, address: str, port: int) -> None:
         self._failures.clear()
         self._went_on.clear()
         self._trouble.clear()
         self.ended_well.clear()
         self._culprit = None
-        self._crew.start_all(message["port"], shared=message["shared"])
+        self._crew.start_all(address, port)
 
     def take_trouble(self, node: Node, message: Message) -> None:
         """A host can start no worker; the ends of those that it had follow."""
@@ -199,7 +202,7 @@ class Ending:
             if node.channel is None:
                 self._agents.begin_again(node)
         if self._agents.all_here:
-            self._crew.begin()
+            self.begin()
         else:
             self._agents.expect()  # the store is opened when the last one has joined
 

@@ -120,7 +120,7 @@ class Head:
     def begin(self) -> None:
         """All agents are here, or enough of them."""
         self._news.beginning.await_workers(self._course.job.on(self._agents.present()).workers)
-        self._precheck.before(self._crew.begin)
+        self._precheck.before(self._ending.begin)
 
     def _lose_silent(self, node: Node, seconds: float) -> None:
         self._agents.give_up(node, f"the host has given no sign of life for {seconds:.0f} s")
@@ -130,7 +130,7 @@ class Head:
         course = self._course
         if not course.running:
             course.result = LaunchError(f"{why}, before a worker was started", where=f"host {node.name}", fix=SEE_ABOVE)
-        self._crew.forget_store(node)
+        self._crew.store.lose(node)
         gone = self._crew.of_node(node)
         for member in gone:
             course.running.discard(member.number)
@@ -144,8 +144,7 @@ class Head:
             return  # news of workers that were given up
         match message["message"]:
             case "store":
-                if self._crew.take_store(node, message):
-                    self._ending.start_all(message)
+                self._crew.store.take(node, message["port"], shared=message["shared"])
             case "asked" if not self._course.interrupted:
                 self._ending.interrupt(signal.Signals(message["signal"]))
             case "condition" | "knocked":

@@ -35,10 +35,21 @@ def start(
     *options: str,
     variables: Mapping[str, str] | None = None,
     arguments: Sequence[str] = (),
+    into: Path | None = None,
 ) -> subprocess.Popen[str]:
-    """Start it, and do not wait. `source` None: the script is there already."""
+    """Start it, and do not wait. `source` None: the script is there already; `into`: a file for all that it prints."""
     if source is not None:
         write_script(folder, source)
+    if into is not None:
+        with into.open("w") as printed:
+            return hosts.desk.start(
+                words(*options, arguments=arguments),
+                folder=str(folder),
+                env=variables,
+                stdout=printed,
+                stderr=printed,
+                process_group=0,
+            )
     return hosts.desk.start(
         words(*options, arguments=arguments),
         folder=str(folder),

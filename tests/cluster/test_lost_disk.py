@@ -2,55 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launching import MANYHANDS, wait_until, write_script
+from alone import SOURCE, summary, undisturbed
+from launching import wait_until
 from remote import run, start
 from runs import step_lines
 
 from manyhands.lab import Host, Lab
-
-SOURCE = """
-    import os, time
-    import torch
-    from torch import nn
-    import manyhands as mh
-
-    class Slow(torch.utils.data.TensorDataset):
-        def __getitem__(self, index):
-            time.sleep(float(os.environ.get("SLOW", "0")))
-            return super().__getitem__(index)
-
-    images = torch.rand(300, 64, generator=torch.Generator().manual_seed(7))
-    labels = images.reshape(300, 4, 16).sum(2).argmax(1)
-    trainer = mh.Trainer(
-        model=lambda: nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 10)),
-        loss=nn.CrossEntropyLoss(),
-        optimizer=lambda params: torch.optim.AdamW(params, lr=0.01),
-        data=mh.Data(train=Slow(images, labels), batch_size=30),
-        snapshots=mh.Snapshots(every="5 steps"),
-        virtual_workers=3,
-    )
-    trainer.fit(os.environ["DURATION"])
-"""
-
-
-def summary(run_dir: Path) -> dict[str, object]:
-    found: dict[str, object] = json.loads((run_dir / "summary.json").read_text())
-    return found
-
-
-def undisturbed(folder: Path, steps: int) -> dict[str, object]:
-    script = write_script(folder, SOURCE, "alone.py")
-    words = [*MANYHANDS, "run", "--env", f"DURATION={steps} steps", "--run-dir", str(folder / "whole"), str(script)]
-    subprocess.run(words, check=True, capture_output=True, timeout=120)
-    return summary(folder / "whole")
 
 
 @pytest.mark.timeout(400)

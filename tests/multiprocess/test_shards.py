@@ -18,6 +18,10 @@ STEPS = 48
 RECIPE = Recipe(samples=150, batch=16, duration=f"{STEPS} steps", batch_norm=True, dropout=0.3, stream=True)
 
 
+def restarts(run_dir: Path) -> int:
+    return sum(line["event"] == "restart" for line in read(run_dir / "metrics.jsonl"))
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of three workers that nothing happened to."""
@@ -43,6 +47,8 @@ def test_killed_reader_of_a_shard_costs_a_step_and_no_bit(
         for number, place in enumerate(places):
             wait_for_step(process, run_dir, 8 + 12 * number)  # an epoch has about 13
             os.kill(alive_workers(pids)[place], signal.SIGKILL)
+            if number + 1 < len(places):  # two that die at once are one failure
+                wait_until(lambda number=number: restarts(run_dir) > number, "the others have gone on")
         output = finish(process)
     except BaseException:
         kill_all(process)
@@ -53,6 +59,7 @@ def test_killed_reader_of_a_shard_costs_a_step_and_no_bit(
     assert told["weights_sha256"] == summary(whole)["weights_sha256"], output
     assert [line["loss"] for line in step_lines(run_dir)] == [line["loss"] for line in step_lines(whole)]
     assert samples_by_step(run_dir) == samples_by_step(whole)
+    assert all(line["compute"] > 0 for line in step_lines(run_dir)), "what finding samples takes is counted once"
 
 
 def numbers_by_epoch(run_dir: Path) -> list[list[int]]:

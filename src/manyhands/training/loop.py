@@ -149,10 +149,11 @@ class Loop:
     def take(self, steps: Iterator[Step]) -> Step:
         """One optimizer step, from waiting for its samples to telling its numbers."""
         world, state = self.parts.world, self.state
-        begin, exposed, sent, stalled = time.perf_counter(), world.exposed_s, world.bytes_sent, self.keeping.stalled_s
+        begin, sent, stalled = time.perf_counter(), world.bytes_sent, self.keeping.stalled_s
         self.since, exchanged = time.time(), world.exchange_s
         step = next(steps)
-        fetched = time.perf_counter()
+        fetched, exposed = time.perf_counter(), world.exposed_s
+        world.take_waits()  # what workers tell each other to find the samples is a part of waiting for those
         self.under_way, self.taken = state.step + 1, step
         left_out = state.step + 1 in state.left_out
         if self.note_samples is not None and not left_out:

@@ -318,3 +318,57 @@ def test_set_without_a_trainer_is_noticed(tmp_path: Path, heard: bool, said: int
     scene = Scene(job(tmp_path, overrides={"lr": "1"}), talk)
     assert scene.head.run() == 0
     assert len([text for text in scene.display.said if "--set had no effect" in text]) == said
+
+
+def test_elastic_run_waits_for_a_host_that_is_coming_and_for_none_that_has_failed(tmp_path: Path) -> None:
+    """It begins on that one, at its address, though it is not the first that was named."""
+    begun = threading.Event()
+
+    class FirstFails(FakeAgent):
+        def live(self) -> None:
+            if self.node == 0:
+                begun.set()
+            elif begun.wait(20):
+                threading.Event().wait(0.5)  # the head looks several times meanwhile
+                super().live()
+
+        def send(self, kind: str, /, **fields: Any) -> None:
+            super().send(kind, **fields, **({"address": "10.0.0.1"} if kind == "hello" else {}))
+
+    scene = Scene(job(tmp_path, nodes=2, least_nodes=1), agent=FirstFails)
+    assert scene.head.run() == 0
+    [worker] = scene.agents[1].workers
+    assert (worker["environment"]["WORLD_SIZE"], worker["environment"]["MASTER_ADDR"]) == ("1", "10.0.0.1")
+
+
+def test_comer_that_can_start_no_worker_stays_outside_and_is_told_of_once(tmp_path: Path) -> None:
+    """The others train on, and it is called again."""
+    calls: list[FakeAgent] = []
+
+    class SecondIsUnfit(FakeAgent):
+        def live(self) -> None:
+            if self.node == 1:
+                calls.append(self)
+            if len(calls) != 1 or self.node == 0:
+                super().live()
+
+    def play(agent: FakeAgent, message: Message) -> None:
+        if agent.node == 1 and message["message"] == "prepare":
+            agent.send("trouble", text="no folder", where="/here", early=True)
+        if agent.node == 1 and len(calls) == 3:
+            scene.agents[0].end(0, **OK)
+
+    scene = Scene(job(tmp_path, nodes=2, least_nodes=1), play, agent=SecondIsUnfit)
+    assert scene.head.run() == 0
+    said = "\n".join(scene.display.said)
+    assert said.count("no folder") == 1, said
+    assert "the run goes on without host n1" in said
+
+
+def test_host_that_can_start_no_worker_at_the_start_ends_the_run(tmp_path: Path) -> None:
+    def play(agent: FakeAgent, message: Message) -> None:
+        if agent.node == 1 and message["message"] == "prepare":
+            agent.send("trouble", text="no folder", where="/here", early=True)
+
+    with pytest.raises(LaunchError, match="no folder"):
+        Scene(job(tmp_path, nodes=2, least_nodes=1), play).head.run()

@@ -21,7 +21,7 @@ SEE_ABOVE = "mend that on this host, or run without it; what was printed above m
 _GATHER_S = 15.0
 """How long a run that may begin with fewer nodes waits for the others."""
 _CALL_AGAIN_S = 2.0
-_LONGEST_CALL_AGAIN_S = 30.0
+_LONGEST_CALL_AGAIN_S = 10.0
 _STRANGER_LIMIT_S = 10.0
 _GOODBYE_LIMIT_S = 5.0
 _LOOK_S = 0.2
@@ -159,8 +159,8 @@ class Agents:
         if not missing or course.is_over:
             return
         dead = [node for node in missing if node.agent.poll() is not None]
-        if course.job.is_elastic and (len(dead) == len(missing) or waited_s > _GATHER_S):
-            if self._begin_without(missing, waited_s):
+        if course.job.is_elastic:
+            if (len(dead) == len(missing) or waited_s > _GATHER_S) and self._begin_without(missing, waited_s):
                 return
         elif dead or waited_s > self._meeting.patience_s:
             why = "ended before it said a word" if dead else f"did not report within {self._meeting.patience_s:.0f} s"
@@ -200,6 +200,14 @@ class Agents:
         if node.channel is not None:
             node.channel.close()
             self._lose(node, why)
+
+    def send_home(self, node: Node) -> None:
+        """Do without an agent that is of no use; its host may be mended, and is called again now and then."""
+        if node.channel is not None:
+            node.channel.close()
+            node.channel = None
+        node.agent.terminate()
+        self.call_again(node)
 
     def call_again(self, node: Node, pause_s: float = _CALL_AGAIN_S) -> None:
         """Try now and then to start the agent of a node that is away, so that it can come back."""

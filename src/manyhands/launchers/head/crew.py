@@ -115,6 +115,18 @@ class Crew:
             self.regroup.roster.members.pop(member.number, None)
         self._note_failures({each.number: Failure(rank=each.rank, host=node.name, lost=lost) for each in late})
 
+    def do_without(self, node: Node) -> bool:
+        """A node that came to those that train can start no worker. Whether they go on without it."""
+        running, members = self._course.running, self.of_node(node)
+        others = running - {member.number for member in members}
+        if not self._course.job.is_elastic or not others or any(not member.late for member in members):
+            return False
+        self._agents.send_home(node)
+        for member in members:
+            running.discard(member.number)
+            self.regroup.drop(member.number)
+        return True
+
     def successor(self, lost: Member) -> Member | None:
         """Who takes the place of a worker; nobody where its node is away and the run can do without."""
         if self._course.job.is_elastic and self._agents.nodes[lost.node].channel is None:

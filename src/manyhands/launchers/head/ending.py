@@ -61,11 +61,17 @@ class Ending:
         self._crew.start_all(address, port)
 
     def take_trouble(self, node: Node, message: Message) -> None:
-        """A host can start no worker; the ends of those that it had follow."""
-        self._trouble[node.name] = message["text"]
-        if message["early"]:
-            where = ", ".join(part for part in (f"host {node.name}", message["where"]) if part)
-            self._course.result = LaunchError(str(message["text"]), where=where, fix=SEE_ABOVE)
+        """A host can start no worker; the ends of those that it had follow. One that comes to others stays outside."""
+        text, told = str(message["text"]), self._trouble.get(node.name)
+        self._trouble[node.name] = text
+        if not message["early"]:
+            return
+        where = ", ".join(part for part in (f"host {node.name}", message["where"]) if part)
+        error = LaunchError(text, where=where, fix=SEE_ABOVE)
+        if not self._crew.do_without(node):
+            self._course.result = error
+        elif text != told:
+            self._course.display.say(f"manyhands: {error}\nmanyhands: the run goes on without host {node.name}")
 
     def note_end(self, node: Node, message: Message) -> None:
         """A worker has ended, in one way or another."""

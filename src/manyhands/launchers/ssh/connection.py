@@ -31,6 +31,12 @@ _OPTIONS = (
     *("-o", "ServerAliveCountMax=3"),
 )
 
+_CLOSED, _SILENT = (
+    r"port (?P<port>\d+): Connection refused",
+    r"timed out|No route to host|Network is unreachable|Host is down",
+)
+_MAY_PASS = (_CLOSED, _SILENT)
+"""What a host shows that is off, or is just being started."""
 _TROUBLES = [
     (
         r"Could not resolve hostname (?P<name>\S+?):",
@@ -53,16 +59,20 @@ _TROUBLES = [
         "`ssh-copy-id {host}` brings your key there; see also User and IdentityFile in ~/.ssh/config",
     ),
     (
-        r"port (?P<port>\d+): Connection refused",
+        _CLOSED,
         "host {host} is up, but nobody listens on its port {port}",
         "start the ssh server there, or give the right Port in ~/.ssh/config",
     ),
     (
-        r"timed out|No route to host|Network is unreachable|Host is down",
+        _SILENT,
         "host {host} does not answer",
         "see that it is on, that its cable is in, and that no firewall is before it",
     ),
 ]
+
+
+class Unreachable(LaunchError):
+    """A host does not answer, and may do so later."""
 
 
 class Connection:
@@ -73,7 +83,7 @@ class Connection:
 
         `program` takes the outpost's place there, and speaks as it does.
         """
-        self.host, self._pythons = host, pythons
+        self.host, self._folder, self._pythons, self._program = host, folder, pythons, program
         self._path = folder / f"{abs(hash(host)):x}"
         self._lines: queue.Queue[str | None] = queue.Queue()
         words = shlex.join(["sh", "-c", _CHOOSE, _START, *pythons])
@@ -96,6 +106,16 @@ class Connection:
         program = program or Path(ssh_outpost.__file__).read_bytes()
         self._write(f"{len(program)}\n".encode() + program)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether nothing is known of its end."""
+        return self._outpost.poll() is None
+
+    def again(self) -> Connection:
+        """Another try to reach the same host."""
+        self._path.unlink(missing_ok=True)
+        return Connection(self.host, self._folder, self._pythons, self._program)
+
     def command(self, words: str, *options: str) -> list[str]:
         """What runs `words` on the host, for its shell, over the connection that is open."""
         return ["ssh", *_OPTIONS, "-o", f"ControlPath={self._path}", *options, "-T", self.host, words]
@@ -109,7 +129,8 @@ class Connection:
         """What the outpost has found.
 
         Raises:
-            LaunchError: the host was not reached, or has no Python.
+            Unreachable: the host does not answer.
+            LaunchError: it does not let us in, or has no Python.
         """
         found = self._next(CONNECT_S + _ANSWER_S)
         if not found.get("address"):
@@ -175,7 +196,7 @@ class Connection:
         try:
             line = self._lines.get(timeout=timeout_s)
         except queue.Empty:
-            raise LaunchError(
+            raise Unreachable(
                 f"host {self.host} takes connections, but said nothing within {timeout_s:.0f} s",
                 where=f"host {self.host}",
                 fix=f"see with `ssh {self.host}` whether it is frozen, or waits for a file system that is away",
@@ -218,6 +239,7 @@ def trouble(host: str, code: int, said: str, pythons: Sequence[str]) -> LaunchEr
     for pattern, what, fix in _TROUBLES:
         if found := re.search(pattern, said):
             words = {"host": host, **found.groupdict()}
-            return LaunchError(what.format(**words), where=where, fix=fix.format(**words))
+            kind = Unreachable if pattern in _MAY_PASS else LaunchError
+            return kind(what.format(**words), where=where, fix=fix.format(**words))
     last = next((line for line in reversed(said.splitlines()) if line), f"exit code {code}")
     return LaunchError(f"ssh to host {host} failed: {last}", where=where, fix=f"see what `ssh {host}` says")

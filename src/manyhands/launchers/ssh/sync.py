@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import os
 import shlex
 import shutil
 import subprocess
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from manyhands.errors import ConfigError, LaunchError
@@ -17,6 +19,8 @@ from manyhands.launchers.ssh.connection import Connection
 IGNORE_FILE = ".manyhandsignore"
 _IGNORED = (".git", "runs", ".venv", "venv", "__pycache__", "*.pyc", ".mypy_cache", ".ruff_cache", ".pytest_cache")
 _MOST_BYTES = 2 << 30
+_DECIDING = (".py", ".so", ".json", ".toml", ".yaml", ".yml", ".ini", ".cfg", ".sh")
+"""Code and settings. What else changes in a working directory is what programs write there while they run."""
 
 
 def ignored_patterns(folder: Path) -> list[str]:
@@ -24,6 +28,45 @@ def ignored_patterns(folder: Path) -> list[str]:
     own = folder / IGNORE_FILE
     lines = own.read_text().splitlines() if own.exists() else []
     return [*_IGNORED, *(line.strip().strip("/") for line in lines if line.strip() and not line.startswith("#"))]
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """What is brought to hosts, and how it was when the first ones got it."""
+
+    folder: Path
+    paths: Sequence[str]
+    """Below `folder`."""
+    stamps: Mapping[str, tuple[int, int]]
+    """Of those that say what a worker does: path → size, time of the last change in ns."""
+
+    @classmethod
+    def to_bring(cls, folder: Path, *, leave_out: Path | None = None) -> Files:
+        """See `files_to_bring`."""
+        paths = files_to_bring(folder, leave_out=leave_out)
+        deciding = [path for path in paths if path.endswith(_DECIDING)]
+        return cls(folder, paths, {path: _stamp(folder / path) for path in deciding})
+
+    def see_that_none_has_changed(self) -> None:
+        """See that a host that gets them now gets what the others have.
+
+        Raises:
+            LaunchError: one is another now.
+        """
+        for path, before in self.stamps.items():
+            with contextlib.suppress(FileNotFoundError):
+                if _stamp(self.folder / path) == before:
+                    continue
+            raise LaunchError(
+                f"{path} is not what it was when the run began, so a host that comes now would run something else",
+                where=str(self.folder / path),
+                fix="put it back, or start the run again: it goes on from its newest snapshot",
+            )
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    state = path.lstat()
+    return state.st_size, state.st_mtime_ns
 
 
 def files_to_bring(folder: Path, *, leave_out: Path | None = None) -> list[str]:
@@ -45,12 +88,13 @@ def files_to_bring(folder: Path, *, leave_out: Path | None = None) -> list[str]:
     return sorted(found)
 
 
-def bring(connection: Connection, folder: Path, files: Sequence[str], *, with_rsync: bool) -> None:
-    """Make `files` below `folder` on the host what they are here.
+def bring(connection: Connection, files: Files, *, with_rsync: bool) -> None:
+    """Make `files` on the host what they are here.
 
     Raises:
         LaunchError: the host did not take them.
     """
+    folder = files.folder
     if not connection.ask("make", path=str(folder)):
         raise LaunchError(
             f"host {connection.host} cannot write to {folder}",
@@ -59,9 +103,9 @@ def bring(connection: Connection, folder: Path, files: Sequence[str], *, with_rs
         )
     if with_rsync:
         words = ["rsync", "--archive", "--files-from=-", "--from0", "--rsh", connection.shell]
-        _run(connection, [*words, f"{folder}/", f"{connection.host}:{folder}/"], "\0".join(files).encode())
+        _run(connection, [*words, f"{folder}/", f"{connection.host}:{folder}/"], "\0".join(files.paths).encode())
         return
-    states = {path: (folder / path).lstat() for path in files}
+    states = {path: (folder / path).lstat() for path in files.paths}
     wanted = connection.ask(
         "differing",
         folder=str(folder),

@@ -1,0 +1,45 @@
+"""A training that gives the same bits on any hosts, and the run of it here to which nothing happens."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+from launching import MANYHANDS, write_script
+
+SOURCE = """
+    import os, time
+    import torch
+    from torch import nn
+    import manyhands as mh
+
+    class Slow(torch.utils.data.TensorDataset):
+        def __getitem__(self, index):
+            time.sleep(float(os.environ.get("SLOW", "0")))
+            return super().__getitem__(index)
+
+    images = torch.rand(300, 64, generator=torch.Generator().manual_seed(7))
+    labels = images.reshape(300, 4, 16).sum(2).argmax(1)
+    trainer = mh.Trainer(
+        model=lambda: nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 10)),
+        loss=nn.CrossEntropyLoss(),
+        optimizer=lambda params: torch.optim.AdamW(params, lr=0.01),
+        data=mh.Data(train=Slow(images, labels), batch_size=30),
+        snapshots=mh.Snapshots(every="5 steps"),
+        virtual_workers=3,
+    )
+    trainer.fit(os.environ["DURATION"])
+"""
+
+
+def summary(run_dir: Path) -> dict[str, object]:
+    found: dict[str, object] = json.loads((run_dir / "summary.json").read_text())
+    return found
+
+
+def undisturbed(folder: Path, steps: int) -> dict[str, object]:
+    script = write_script(folder, SOURCE, "alone.py")
+    words = [*MANYHANDS, "run", "--env", f"DURATION={steps} steps", "--run-dir", str(folder / "whole"), str(script)]
+    subprocess.run(words, check=True, capture_output=True, timeout=120)
+    return summary(folder / "whole")

@@ -1,0 +1,126 @@
+"""Hosts that come when a run over ssh has begun: on their way, with what they need, and fit for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from manyhands.errors import LaunchError
+from manyhands.launchers.job import Job
+from manyhands.launchers.ssh.cluster import Cluster
+from manyhands.launchers.ssh.disks import is_on_a_network
+from manyhands.launchers.ssh.latecomer import Latecomer
+from manyhands.launchers.ssh.sync import Files
+
+LONG = [sys.executable, "-c", "import time; time.sleep(60)"]
+
+
+def agent() -> subprocess.Popen[bytes]:
+    return subprocess.Popen(LONG)
+
+
+def nothing() -> None:
+    pass
+
+
+def test_latecomer_is_on_its_way_then_an_agent_and_then_its_end() -> None:
+    may_come = threading.Event()
+
+    def come() -> subprocess.Popen[bytes]:
+        may_come.wait(20)
+        return agent()
+
+    late = Latecomer(come, nothing)
+    assert late.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        late.wait(timeout=0.01)
+    may_come.set()
+    with pytest.raises(subprocess.TimeoutExpired):
+        late.wait(timeout=0.2)
+    late.kill()
+    assert late.wait(timeout=20) == late.poll() == -9
+
+
+def test_latecomer_that_cannot_come_has_ended() -> None:
+    def refuse() -> subprocess.Popen[bytes]:
+        raise LaunchError("host far does not answer")
+
+    late = Latecomer(refuse, nothing)
+    assert late.wait(timeout=20) == 1
+
+
+def test_latecomer_that_is_given_up_on_its_way_leaves_no_agent() -> None:
+    gives_up = threading.Event()
+    started: list[subprocess.Popen[bytes]] = []
+
+    def come() -> subprocess.Popen[bytes]:
+        gives_up.wait(20)
+        started.append(agent())
+        return started[-1]
+
+    late = Latecomer(come, gives_up.set)
+    late.terminate()
+    late.wait(timeout=20)
+    assert started[0].poll() is not None
+
+
+def test_files_that_decide_what_a_worker_does_must_be_those_of_the_beginning(tmp_path: Path) -> None:
+    script, printed = tmp_path / "train.py", tmp_path / "out.txt"
+    script.write_text("print()")
+    printed.write_text("")
+    files = Files.to_bring(tmp_path)
+    assert list(files.paths) == ["out.txt", "train.py"]
+    printed.write_text("more")
+    files.see_that_none_has_changed()
+    script.write_text("print(1)")
+    with pytest.raises(LaunchError, match=r"train\.py is not what it was"):
+        files.see_that_none_has_changed()
+    script.unlink()
+    with pytest.raises(LaunchError, match=r"train\.py is not what it was"):
+        files.see_that_none_has_changed()
+
+
+@pytest.mark.parametrize(
+    ("folder", "expected"), [("/home/me/runs", True), ("/home/menu", False), ("/home/me/scratch/runs", False)]
+)
+def test_disk_of_a_network_is_known_by_its_kind(folder: str, expected: bool, tmp_path: Path) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text(
+        "/dev/sda1 / ext4 rw 0 0\nserver:/home /home/me nfs4 rw 0 0\n/dev/sdb1 /home/me/scratch xfs rw 0 0\n"
+    )
+    assert is_on_a_network(Path(folder), mounts) is expected
+    assert not is_on_a_network(Path(folder), tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("apart", "others_share", "shares", "fits"),
+    [
+        (False, [True, True], True, True),
+        (False, [True, True], False, False),
+        (True, [False], False, True),
+        (True, [True, False], False, True),
+        (True, [False, False], True, True),
+        (True, [True, False], True, False),
+    ],
+)
+def test_comer_whose_disk_is_not_as_the_run_has_begun_is_refused(
+    apart: bool, others_share: list[bool], shares: bool, fits: bool, tmp_path: Path
+) -> None:
+    job = Job(program="train.py", folder=tmp_path, run_dir=tmp_path / "run", nodes=len(others_share) + 1, least_nodes=1)
+    connections = [SimpleNamespace(host=f"n{node}") for node in range(job.nodes)]
+    cluster = Cluster(job, cast(Any, connections), cast(Any, None))
+    *others, comer = cluster._hosts
+    for host, shared in zip(others, others_share, strict=True):
+        host.shares_record = shared
+    comer.away, comer.shares_record, cluster._apart = LaunchError("away"), shares, apart
+    if fits:
+        cluster._see_disk(comer)
+    else:
+        with pytest.raises(LaunchError, match="host n"):
+            cluster._see_disk(comer)

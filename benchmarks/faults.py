@@ -3,6 +3,7 @@
     python benchmarks/faults.py --workers 2,4,8 --faults 36        # as root, on Linux: it makes hosts of this machine
     python benchmarks/faults.py --workers 4 --faults 12 --kinds worker,agent --seed 7
     python benchmarks/faults.py --workers 8 --faults 36 --minutes 10     # no fault begins after that
+    python benchmarks/faults.py --workers 2,4,8 --faults 4 --kinds agent --pause 0.3   # processors mostly idle
     python benchmarks/faults.py --table
 
 A digits ConvNet (BatchNorm, dropout, augmentation, AdamW) trains on practice hosts that share one disk, with 8 virtual
@@ -307,7 +308,8 @@ def chapter(workers: int, kinds: Sequence[str], seed: int, until: float, asked: 
     """One run and its faults, each written down when it is over; none begins after `until`. Whether all was well."""
     draw = random.Random(seed)
     output = Path(tempfile.gettempdir(), f"faults-{seed}.log")
-    ended: dict[str, Any] = {"chapter": seed, "workers": workers, "faults": 0, "version": VERSION}
+    paused = {"pause_s": asked.pause} if asked.pause else {}
+    ended: dict[str, Any] = {"chapter": seed, "workers": workers, "faults": 0, "version": VERSION, **paused}
     with stage(min(workers, MOST_HOSTS)) as (hosts, shared):
         ended["import_torch_s"] = import_seconds(hosts)
         run = Run(hosts, shared, workers, draw, asked.pause)
@@ -319,7 +321,7 @@ def chapter(workers: int, kinds: Sequence[str], seed: int, until: float, asked: 
                     break
                 ended["trouble"] = f"in the middle of {kind}"
                 found = one_fault(run, kind, draw.randint(5, 60), asked.settled)
-                write(asked.record, {"chapter": seed, "workers": workers, **found})
+                write(asked.record, {"chapter": seed, "workers": workers, **found, **paused})
                 ended["faults"] += 1
                 whole = "" if found["whole_s"] is None else f", all train after {found['whole_s']:.2f} s"
                 say(f"{workers} workers, {kind:>9} at step {found['step']}: {found['next_step_s']:.2f} s{whole}")
@@ -384,7 +386,11 @@ def main() -> int:
         help=f"how long a run has trained before a worker or an agent is killed  [default: {SETTLED_S:.0f}]",
     )
     parser.add_argument(
-        "--pause", type=float, default=0.0, metavar="SECONDS", help="let each step take so much longer  [default: 0]"
+        "--pause",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="let each step take so much longer, so that the host that is hurt finds idle processors  [default: 0]",
     )
     parser.add_argument("--minutes", type=float, default=1e6, help="begin no fault after so many minutes")
     parser.add_argument("--table", action="store_true", help="only make the table from what is recorded")

@@ -50,7 +50,7 @@ def short_table(record: Path) -> str:
     """For each kind: median seconds to the next finished step by number of workers, and the most steps redone."""
     lines = list(read_lines(record))
     recorded = [line for line in lines if "kind" in line]
-    faults = newest(recorded)
+    faults = newest(at_full_speed(recorded))
     sizes = sorted({line["workers"] for line in faults})
     rows = [
         f"| what happens | seconds to the next step on {' / '.join(map(str, sizes))} workers | steps redone, at most |"
@@ -75,6 +75,11 @@ def short_table(record: Path) -> str:
         "was with other things meanwhile.",
     ]
     return "\n".join(rows)
+
+
+def at_full_speed(faults: Sequence[Line]) -> list[Line]:
+    """Those of runs that do not pause in every step."""
+    return [line for line in faults if "pause_s" not in line]
 
 
 def newest(faults: Sequence[Line]) -> list[Line]:
@@ -109,6 +114,12 @@ def aims(faults: Sequence[Line], chapters: Sequence[Line]) -> list[str]:
             seconds = [line[name] for line in found if line[name] is not None]
             if seconds:
                 rows.append(_aim(f"a worker is killed: {words}", size, seconds, AIM_S, " s"))
+    return rows + returns(faults, chapters, "")
+
+
+def returns(faults: Sequence[Line], chapters: Sequence[Line], how: str) -> list[str]:
+    """How long a host takes that comes back, beside an import of torch."""
+    rows = []
     imports = {line["chapter"]: line for line in chapters}
     agents = [line for line in faults if line["kind"] == "agent" and line["chapter"] in imports and line["whole_s"]]
     for size in sorted({line["workers"] for line in agents}):
@@ -120,7 +131,13 @@ def aims(faults: Sequence[Line], chapters: Sequence[Line]) -> list[str]:
             ]
             if times:
                 rows.append(
-                    _aim(f"a host comes back: its first step, in imports of torch{words}", size, times, AIM_IMPORTS, "")
+                    _aim(
+                        f"a host comes back{how}: its first step, in imports of torch{words}",
+                        size,
+                        times,
+                        AIM_IMPORTS,
+                        "",
+                    )
                 )
     return rows
 
@@ -142,8 +159,9 @@ def table(record: Path) -> str:
     lines = list(read_lines(record))
     chapters = whole_runs(lines)
     recorded = [line for line in lines if "kind" in line]
-    faults = newest(recorded)
-    older = [line for line in recorded if line not in faults]
+    faults = newest(at_full_speed(recorded))
+    idle = [line for line in recorded if "pause_s" in line]
+    older = [line for line in recorded if line not in faults and line not in idle]
     sizes = sorted({line["workers"] for line in faults})
     rows = []
     for kind in KINDS:
@@ -187,6 +205,7 @@ def table(record: Path) -> str:
             "| what is aimed at | workers | less than | median (worst) | met |",
             "|---|---:|---:|---:|---:|",
             *aims(faults, chapters),
+            *returns(idle, chapters, ", found idle processors"),
             "",
             f"* Samples lost or repeated, over all steps: {sum(line['samples_wrong'] for line in done)}; lines of "
             f"steps missing or twice: {sum(line['lines_wrong'] for line in done)}.",

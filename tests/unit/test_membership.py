@@ -12,8 +12,19 @@ from typing import Any
 import pytest
 
 from manyhands.cluster.membership import Membership
+from manyhands.cluster.place import Place
+from manyhands.communication.world import World
+from manyhands.errors import CommunicationError
 
-GROUP = {"key": "0.2", "rank": 0, "size": 2, "local_rank": 0, "local_size": 2, "node_rank": 0, "nodes": 1}
+GROUP: dict[str, Any] = {
+    "key": "0.2",
+    "rank": 0,
+    "size": 2,
+    "local_rank": 0,
+    "local_size": 2,
+    "node_rank": 0,
+    "nodes": 1,
+}
 GROUP |= {"address": "127.0.0.1", "port": 1, "newcomers": [1], "reason": "", "how": "with 2 workers, 1 of them new"}
 
 
@@ -71,3 +82,14 @@ def test_whoever_was_taken_in_waits_no_more(agent: Agent) -> None:
     assert agent.worker.change_asked
     assert agent.worker.regroup(1, 6).number == 2
     assert not agent.worker.change_asked
+
+
+def test_group_that_breaks_before_it_is_entered_is_not_waited_for(agent: Agent) -> None:
+    """Its store may be there still, and nobody at it."""
+    world = World(Place(), membership=agent.worker, timeout_s=5)
+    agent.say(group(1), {"message": "broken", "group": 1}, group(2))
+    agent.hang_up()
+    with pytest.raises(CommunicationError, match="gone again"):
+        world.enter(agent.worker.regroup(1, 5))
+    agent.worker.regroup(1, 5)
+    assert not agent.worker.is_broken

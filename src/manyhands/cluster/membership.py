@@ -99,6 +99,8 @@ class Membership:
         """The number of the present group."""
         self._to_change = -1
         """The number of the group that somebody waited to join last."""
+        self._broken = -1
+        """The number of the group that broke last."""
         self._address, self._member, self._local_rank = address, member, local_rank
         self._socket: socket.socket | None = None
         self._process = os.getpid()
@@ -121,6 +123,11 @@ class Membership:
     def change_asked(self) -> bool:
         """Whether somebody waits to join the present group."""
         return self._to_change == self.group
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether somebody of the present group is gone, as far as it was told."""
+        return self._broken == self.group
 
     def begin(self, call: int, *, most: int) -> None:
         """A call begins: the others may go. `most`: any number of workers up to this gives the same bits; 0: none."""
@@ -195,8 +202,10 @@ class Membership:
         elif message["message"] == "change":
             # Perhaps of a group that this worker has yet to enter. It is told once, and whoever waits waits for it.
             self._to_change = message["group"]
-        elif message["group"] == self.group:
-            self.on_broken()
+        else:
+            self._broken = message["group"]  # told once, and perhaps before this worker enters it
+            if self.is_broken:
+                self.on_broken()
 
 
 def _nothing() -> None:

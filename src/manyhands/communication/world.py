@@ -128,6 +128,12 @@ class World:
         """
         self.leave()
         self.apart, self._broken_at = False, 0.0
+        if self.membership is not None and self.membership.is_broken:
+            raise CommunicationError(
+                f"rank {group.rank} was to meet workers that are gone again",
+                where=f"group {group.number}",
+                fix="see what was printed about the others",
+            )
         self.place = replace(
             self.place,
             rank=group.rank,

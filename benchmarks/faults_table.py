@@ -71,6 +71,7 @@ def short_table(record: Path) -> str:
         "",
         f"{len(recorded)} faults in {len(done)} runs. Runs that ended with the weights of one to which nothing",
         f"happened, bit for bit: {equal} of {len(done)}. Samples lost or repeated: {wrong}.",
+        *(f"One did not end: {line['since']}." for line in done if "since" in line),
         f"Python needed {_median(imports)} s to import torch there, which says how busy the machine",
         "was with other things meanwhile.",
     ]
@@ -212,7 +213,7 @@ def table(record: Path) -> str:
             f"* Runs that ended with the weights of an undisturbed one, bit for bit: "
             f"{sum(line['weights_equal'] for line in done)} of {len(chapters)}.",
             f"* Runs that did not come to their end: {len(broken)}"
-            + "".join(f"; {line['trouble']}" for line in broken)
+            + "".join(f"; {line['trouble']}" + (f" ({line['since']})" if "since" in line else "") for line in broken)
             + ". Cut short, by a signal or by a mistake of the benchmark: "
             + f"{sum(bool(line.get('cut_short')) for line in lines)}.",
             *([f"* The machine's load meanwhile: {_spread(loads, 1)} on {os.cpu_count()} cores."] if loads else []),

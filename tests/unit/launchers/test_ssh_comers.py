@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from launching import wait_until
 
 from manyhands.errors import LaunchError
 from manyhands.launchers.job import Job
@@ -56,18 +57,21 @@ def test_latecomer_that_cannot_come_has_ended() -> None:
 
 
 def test_latecomer_that_is_given_up_on_its_way_leaves_no_agent() -> None:
-    gives_up = threading.Event()
+    gives_up, may_end = threading.Event(), threading.Event()
     started: list[subprocess.Popen[bytes]] = []
 
     def come() -> subprocess.Popen[bytes]:
-        gives_up.wait(20)
+        may_end.wait(20)
         started.append(agent())
         return started[-1]
 
     late = Latecomer(come, gives_up.set)
     late.terminate()
-    late.wait(timeout=20)
-    assert started[0].poll() is not None
+    assert gives_up.is_set()
+    assert late.wait() == 1, "nobody waits for it"
+    may_end.set()
+    wait_until(lambda: late.poll() is not None, "it has ended")
+    assert started[0].wait(timeout=20) != 0
 
 
 def test_files_that_decide_what_a_worker_does_must_be_those_of_the_beginning(tmp_path: Path) -> None:

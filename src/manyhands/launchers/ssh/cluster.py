@@ -57,6 +57,8 @@ class Host:
     """Whether its agent was to be started before."""
     began: bool = False
     """Whether an agent was started there."""
+    being_called: threading.Lock = field(default_factory=threading.Lock)
+    """Held by who reaches it: one that was given up may still be busy with it."""
 
     @property
     def name(self) -> str:
@@ -216,14 +218,19 @@ class Cluster:
             self._display.say(f"manyhands: {host.away}\nmanyhands: {host.name} is called again now and then")
 
         def come() -> subprocess.Popen[bytes]:
-            try:
-                if host.away is not None or not _still_answers(host):
-                    self._receive(host)
-                host.away = None
-                return self._start_agent(host, head, token)
-            except ManyhandsError as error:
-                host.away = error
-                raise
+            with host.being_called:
+                try:
+                    if host.away is not None or not _still_answers(host):
+                        self._receive(host)
+                    host.away = None
+                    return self._start_agent(host, head, token)
+                except ManyhandsError as error:
+                    host.away = error
+                    raise
+                except OSError as error:
+                    fix = f"look at that with `ssh {host.name}`"
+                    host.away = LaunchError(f"host {host.name} was lost on its way: {error}", where="ssh", fix=fix)
+                    raise host.away from None
 
         return Latecomer(come, lambda: host.connection.close())
 

@@ -58,13 +58,15 @@ class Latecomer:
         return _FAILED if self._agent is None else self._agent.poll()
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end.
+        """Wait for its end. One that was given up on its way will end by itself, and is not waited for.
 
         Raises:
             subprocess.TimeoutExpired: it is on its way or runs still after `timeout` seconds.
         """
-        self._coming.join(timeout)
+        self._coming.join(0 if self._given_up else timeout)
         if self._coming.is_alive():
+            if self._given_up:
+                return _FAILED
             raise subprocess.TimeoutExpired("agent", timeout or 0)
         return _FAILED if self._agent is None else self._agent.wait(timeout)
 

@@ -50,7 +50,7 @@ def short_table(record: Path) -> str:
     """For each kind: median seconds to the next finished step by number of workers, and the most steps redone."""
     lines = list(read_lines(record))
     recorded = [line for line in lines if "kind" in line]
-    faults = newest(at_full_speed(recorded))
+    faults = newest(at_full_speed(recorded) or recorded)
     sizes = sorted({line["workers"] for line in faults})
     rows = [
         f"| what happens | seconds to the next step on {' / '.join(map(str, sizes))} workers | steps redone, at most |"
@@ -160,7 +160,7 @@ def table(record: Path) -> str:
     lines = list(read_lines(record))
     chapters = whole_runs(lines)
     recorded = [line for line in lines if "kind" in line]
-    faults = newest(at_full_speed(recorded))
+    faults = newest(at_full_speed(recorded) or recorded)
     idle = [line for line in recorded if "pause_s" in line]
     older = [line for line in recorded if line not in faults and line not in idle]
     sizes = sorted({line["workers"] for line in faults})

@@ -193,7 +193,7 @@ def rate_for(workers: int) -> float:
 
 
 def replay(workers: int) -> dict[str, Any]:
-    rate = rate_for(workers)
+    rate, load = rate_for(workers), os.getloadavg()[0]
     with lab(workers, bandwidth=f"{rate / 1e6:.1f}mbit", prefix="replay") as hosts:
         processes = []
         for rank, host in enumerate(hosts):
@@ -229,7 +229,7 @@ def replay(workers: int) -> dict[str, Any]:
                 leader.stdin.flush()
         for process in processes:
             process.wait(timeout=60)
-    return {"rate": rate, "cases": told}
+    return {"rate": rate, "cases": told, "load": load}
 
 
 def limit_s(alone: float, sent: float, rate: float) -> float:
@@ -252,6 +252,8 @@ def page(found: dict[int, dict[str, Any]]) -> str:
         rate = answer["rate"]
         lines += [
             f"## {workers} nodes, published {PUBLISHED[workers]}, cable {rate / 1e6:.1f} Mbit/s",
+            "",
+            f"Load of the machine before: {answer['load']:.2f} on {os.cpu_count()} cores.",
             "",
             "| way | efficiency | bytes per step and worker | fewer than ddp | exposed s | step s | of its limit |",
             "|---|---|---|---|---|---|---|",

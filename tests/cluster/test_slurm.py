@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -102,18 +100,7 @@ def test_job_that_is_warned_of_its_limit_goes_on_in_the_same_run_directory(four:
     wait_until(lambda: "queued again" in log.read_text(), "Slurm is asked", timeout_s=60)
     wait_until(lambda: state(four, handle)["state"] == "waiting", "it waits", timeout_s=60)
 
-    said = -math.inf
-
-    def is_done() -> bool:
-        # Slurm has requeued jobs wait 2 minutes, from when it is through with them: what was said before is forgotten.
-        # Said with every look it moves the start to later each time, perhaps behind that of Slurm's own look.
-        nonlocal said
-        if time.monotonic() > said + 4:
-            said = time.monotonic()
-            four[0].run(["scontrol", "update", f"JobId={number}", "StartTime=now"], check=False)
-        return state(four, handle)["state"] == "done"
-
-    wait_until(is_done, "it is done", timeout_s=150)
+    wait_until(lambda: state(four, handle)["state"] == "done", "it is done", timeout_s=150)
     assert log.read_text().count(f"goes on {FOLDER}/long") == 2
     assert f"begins {FOLDER}/long" in four[0].run([*MANYHANDS, "logs", handle], env=environment()).stdout
 

@@ -27,6 +27,7 @@ STEPS = 30
 RECIPE = Recipe(samples=150, batch=16, duration=f"{STEPS} steps", dropout=0.3, augment=True, schedule=True)
 WAYS = {
     "local-sgd": ["strategy=local-sgd", "sync_every=7"],
+    "local-sgd, rarely": ["strategy=local-sgd", "sync_every=25"],
     "local-sgd, every step": ["strategy=local-sgd", "sync_every=1"],
     "diloco": ["strategy=diloco", "sync_every=8"],
     "diloco at once": ["strategy=diloco", "sync_every=6", "overlap_steps=0", "fragments=2", "outer_compression=none"],
@@ -157,7 +158,7 @@ def test_where_nodes_meet_in_every_step_a_lost_worker_changes_nothing(tmp_path: 
     torch.testing.assert_close(weights(tmp_path / "broken")[0], whole, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("way", ["local-sgd", pytest.param("diloco", marks=SLOW)])
+@pytest.mark.parametrize("way", ["local-sgd, rarely", pytest.param("diloco", marks=SLOW)])
 def test_host_that_is_lost_comes_back_and_what_it_had_learned_alone_is_told(way: str, tmp_path: Path) -> None:
     process = begin(tmp_path, way, replace(RECIPE, sample_s=0.01))
     try:

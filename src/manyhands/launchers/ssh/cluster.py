@@ -30,7 +30,6 @@ from manyhands.records import run_directory
 T = TypeVar("T")
 _STILL_THERE_S = 8.0
 """How long a host has at the end of a run to say that it is there: one that was lost is not waited for long."""
-
 _QUICKLY_S = 2.0
 """How long a host that is well may take to say so."""
 _IT_IS_AWAY = (b"mux_client_request_session: ", b"ssh: connect to host ")

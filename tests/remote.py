@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,24 +41,15 @@ def start(
     """Start it, and do not wait. `source` None: the script is there already; `into`: a file for all that it prints."""
     if source is not None:
         write_script(folder, source)
-    if into is not None:
-        with into.open("w") as printed:
-            return hosts.desk.start(
-                words(*options, arguments=arguments),
-                folder=str(folder),
-                env=variables,
-                stdout=printed,
-                stderr=printed,
-                process_group=0,
-            )
-    return hosts.desk.start(
-        words(*options, arguments=arguments),
-        folder=str(folder),
-        env=variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        process_group=0,
-    )
+    with nullcontext(subprocess.PIPE) if into is None else into.open("w") as stream:
+        return hosts.desk.start(
+            words(*options, arguments=arguments),
+            folder=str(folder),
+            env=variables,
+            stdout=stream,
+            stderr=stream,
+            process_group=0,
+        )
 
 
 def run(

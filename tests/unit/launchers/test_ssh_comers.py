@@ -12,8 +12,10 @@ from typing import Any, cast
 import pytest
 from launching import wait_until
 
+from manyhands import __version__
 from manyhands.errors import LaunchError
 from manyhands.launchers.job import Job
+from manyhands.launchers.ssh import agreement
 from manyhands.launchers.ssh.cluster import Cluster
 from manyhands.launchers.ssh.disks import is_on_a_network
 from manyhands.launchers.ssh.latecomer import Latecomer
@@ -128,3 +130,45 @@ def test_comer_whose_disk_is_not_as_the_run_has_begun_is_refused(
     else:
         with pytest.raises(LaunchError, match="host n"):
             cluster._see_disk(comer)
+
+
+class Reached:
+    """A host that answers whatever it is asked; `knocks` are the places that it was to try."""
+
+    def __init__(self, name: str, address: str, *, is_open: bool = True) -> None:
+        self.host, self.address, self.is_open = name, address, is_open
+        self.knocks: list[tuple[str, int]] = []
+
+    def close(self) -> None:
+        self.is_open = False
+
+    def again(self) -> Reached:
+        self.is_open = True
+        return self
+
+    def facts(self) -> dict[str, Any]:
+        own = {"address": self.address, "interfaces": [{"name": "eth0", "address": self.address, "kind": ""}]}
+        return {**agreement.here(__version__), **own, "executable": "python3", "rsync": False}
+
+    def ask(self, question: str, **details: Any) -> Any:
+        if question == "knock":
+            self.knocks += details["places"][:-1]
+        answers = {"way": self.address, "stamp": [[], []], "exists": True, "listen": 4711}
+        return [""] * len(details["places"]) if question == "knock" else answers[question]
+
+
+def test_hosts_that_come_back_together_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    """All were switched off; at the beginning they have reached each other, and a third one that comes must, too."""
+    job = Job(program="t.py", folder=tmp_path, run_dir=tmp_path, nodes=3, least_nodes=1, sync=False)
+    connections = [Reached(f"n{node}", f"127.0.0.{node + 1}", is_open=False) for node in range(3)]
+    cluster = Cluster(job, cast(Any, connections), cast(Any, None))
+    cluster.head_address, cluster._apart = "127.0.0.1", True
+    *back, new = cluster._hosts
+    for host in back:
+        host.facts, host.began, host.away = host.connection.facts(), True, LaunchError("away")
+    for host in back:
+        cluster._receive(host)
+        host.away = None
+        assert connections[host.node].knocks == []
+    cluster._receive(new)
+    assert connections[2].knocks == [("127.0.0.1", 4711), ("127.0.0.2", 4711)]

@@ -182,21 +182,21 @@ class Cluster:
 
     def _provide(self, host: Host) -> bool:
         """Bring the files to one host. Returns whether it has the script."""
-        folder, run_dir = self._job.folder, self._job.run_dir
-        same_folder, host.shares_record = (
-            there == outpost.stamp(str(path))
-            for there, path in zip(
-                host.connection.ask("stamp", paths=[str(folder), str(run_dir)]), (folder, run_dir), strict=True
-            )
-        )
-        if self._files is not None and not same_folder:
+        paths = [str(self._job.folder), str(self._job.run_dir)]
+        folder, record = host.connection.ask("stamp", paths=paths)
+        host.shares_record = record == outpost.stamp(paths[1])
+        if self._files is not None and folder != outpost.stamp(paths[0]):
             sync.bring(host.connection, self._files, with_rsync=host.has_rsync)
-        path = str(folder / self._job.program)
-        return self._job.kind != "script" or bool(host.connection.ask("exists", path=path))
+        return self._job.kind != "script" or bool(host.connection.ask("exists", path=self._script))
+
+    @property
+    def _script(self) -> str:
+        """Where it is to be on every host."""
+        return str(self._job.folder / self._job.program)
 
     def _see_script(self, hosts: Sequence[Host], have_it: Sequence[bool]) -> None:
-        path = str(self._job.folder / self._job.program)
-        agreement.see_that_all_have(path, [host.name for host in hosts], have_it, synced=self._job.sync)
+        names = [host.name for host in hosts]
+        agreement.see_that_all_have(self._script, names, have_it, synced=self._job.sync)
 
     def job_there(self) -> Job:
         """The job, and what workers must know of the hosts' disks."""
@@ -239,19 +239,18 @@ class Cluster:
         Raises:
             LaunchError: it is not there, or does not fit.
         """
-        here = [other for other in self._here if other is not host]
-        others = [other for other in here if other.connection.is_open] or here
+        others = [other for other in self._hosts if other is not host and other.facts]
         host.connection.close()
         host.connection = self._connections[host.node] = host.connection.again()
         host.facts = host.connection.facts()
         agreement.see_that_they_agree({host.name: host.facts}, agreement.here(__version__))
-        _find_interface(host, others[0].facts["address"])
+        _find_interface(host, (others or [host])[0].facts["address"])
         self._see_encryption([host])
-        names, places = [host.name], [(host.address, 0)]
-        names += [other.name for other in others]
-        places += [(other.address, self._ports[other.node]) for other in others]
-        silence = [""] * len(names)
-        agreement.see_that_they_meet(names, places, [["", *self._knock(host, others)], *([silence] * len(others))])
+        # One that was there before has reached the others, and some of these may be away themselves now.
+        met = [] if host.began else [other for other in others if other.away is None and other.connection.is_open]
+        places = [(host.address, 0), *((other.address, self._ports[other.node]) for other in met)]
+        names = [host.name, *(other.name for other in met)]
+        agreement.see_that_they_meet(names, places, [["", *self._knock(host, met)]])
         if self._files is not None:
             self._files.see_that_none_has_changed()
         self._see_script([host], [self._provide(host)])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from pathlib import Path
 
+from commands import summary
 from launching import MANYHANDS, write_script
 
 SOURCE = """
@@ -31,11 +31,6 @@ SOURCE = """
     )
     trainer.fit(os.environ["DURATION"])
 """
-
-
-def summary(run_dir: Path) -> dict[str, object]:
-    found: dict[str, object] = json.loads((run_dir / "summary.json").read_text())
-    return found
 
 
 def undisturbed(folder: Path, steps: int) -> dict[str, object]:

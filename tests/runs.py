@@ -158,10 +158,20 @@ def samples_by_step(run_dir: Path) -> dict[int, list[int]]:
     return counted(run_dir / "logs")
 
 
+def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    """The lines of one kind in `metrics.jsonl`."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["event"] == kind]
+
+
 def step_lines(run_dir: Path) -> list[dict[str, Any]]:
     """The step lines of `metrics.jsonl`."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["event"] == "step"]
+    return events(run_dir, "step")
+
+
+def restarts(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of `metrics.jsonl` that say how the others went on."""
+    return events(run_dir, "restart")
 
 
 def recipe_in_environment() -> Recipe:

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from alone import SOURCE, summary, undisturbed
+from alone import SOURCE, undisturbed
+from commands import summary
 from launching import wait_until
 from remote import run, start
 from runs import step_lines

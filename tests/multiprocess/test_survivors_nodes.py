@@ -10,14 +10,13 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from commands import finish, kill_all, start, steps_done, summary, wait_for_step
 from launching import agents, family, wait_until
 from ranks import run_ranks
-from runs import Recipe, make_trainer, samples_by_step, step_lines
+from runs import Recipe, make_trainer, restarts, samples_by_step, step_lines
 
 import manyhands as mh
 
@@ -34,11 +33,6 @@ WAYS = {
     "diloco, warmed up": ["strategy=diloco", "sync_every=8", "sync_warmup=15"],
 }
 SCRIPT = Path(__file__).with_name("nodes_script.py")
-
-
-def restarts(run_dir: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["event"] == "restart"]
 
 
 def begin(

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from commands import alive_workers, finish, kill_all, start, steps_done, summary, wait_for_step
-from runs import Recipe, samples_by_step, step_lines
+from runs import Recipe, events, restarts, samples_by_step, step_lines
 
 pytestmark = pytest.mark.multiprocess
 STEPS = 60
@@ -50,15 +48,6 @@ def run_with_kills(folder: Path, recipe: Recipe, workers: int, kills: int, optio
         raise
     assert process.returncode == 0, f"seed {seed}\n{output}"
     return f"seed {seed}\n{output}"
-
-
-def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["event"] == kind]
-
-
-def restarts(run_dir: Path) -> list[dict[str, Any]]:
-    return events(run_dir, "restart")
 
 
 def assert_nothing_of_the_samples_is_lost(run_dir: Path, output: str, kills: int) -> None:

@@ -13,7 +13,7 @@ tests = $(PYTEST) -n $(AT_ONCE) --durations=15 $(1) || { test $$? -eq 1 && echo 
 .PHONY: train test test-all testbed-packages check format clean
 
 train: .venv/runtime-installed ## train the digits example with two workers
-	$(BIN)/manyhands run --workers 2 examples/digits.py
+	$(BIN)/manyhosts run --workers 2 examples/digits.py
 
 test: .venv/dev-installed .venv/objects-installed testbed-packages ## run the tests
 	$(call tests,--dist loadgroup -m "not slow")
@@ -40,7 +40,7 @@ clean: ## remove what `make` has made, but no runs
 # Files that say what is installed: newer than what asked for it, so that nothing is installed twice.
 .venv/runtime-installed: requirements/runtime.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-		|| { echo "manyhands needs Python 3.11 or newer; give one with: make PYTHON=/path/to/python3.11 ..." >&2; exit 2; }
+		|| { echo "manyhosts needs Python 3.11 or newer; give one with: make PYTHON=/path/to/python3.11 ..." >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@torch=$$(grep '^torch==' requirements/runtime.txt | cut -d= -f3); \
 	if nvidia-smi -L >/dev/null 2>&1; then echo "NVIDIA GPU found: installing torch $$torch with CUDA"; \

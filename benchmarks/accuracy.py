@@ -25,7 +25,7 @@ import small_runs
 from machine import describe
 from small_runs import Task, Wanted
 
-import manyhands as mh
+import manyhosts as mh
 
 WARM = 3
 """Warm-ups are this part of a run: the first third."""

@@ -1,6 +1,6 @@
 """What do equal bits cost: the step of virtual workers next to plain data parallelism, in time, bytes and memory?
 
-Four hosts on cables of 1 Gbit/s (`manyhands lab`), one worker each, 67 MB of gradients. In each round the same workers
+Four hosts on cables of 1 Gbit/s (`manyhosts lab`), one worker each, 67 MB of gradients. In each round the same workers
 take some steps in every way, in an order that turns. Bytes are those that the network card counts; memory is the most
 that a fresh process of each way holds, above what it holds with the model made.
 
@@ -24,14 +24,14 @@ import torch
 from machine import describe
 from torch import nn
 
-from manyhands.cluster.place import Place
-from manyhands.communication.world import World
-from manyhands.config.strategies import DDP
-from manyhands.data.order import bounds
-from manyhands.lab import lab
-from manyhands.strategies.ddp import DataParallel
-from manyhands.strategies.strategy import Piece, Strategy
-from manyhands.strategies.virtual import VirtualWorkers
+from manyhosts.cluster.place import Place
+from manyhosts.communication.world import World
+from manyhosts.config.strategies import DDP
+from manyhosts.data.order import bounds
+from manyhosts.lab import lab
+from manyhosts.strategies.ddp import DataParallel
+from manyhosts.strategies.strategy import Piece, Strategy
+from manyhosts.strategies.virtual import VirtualWorkers
 
 ANSWER = Path(__file__).with_suffix(".md")
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")

@@ -23,12 +23,12 @@ from machine import describe
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import manyhands as mh
-from manyhands.cluster.place import Place
-from manyhands.communication.world import World
-from manyhands.lab import lab
-from manyhands.strategies.ddp import DataParallel
-from manyhands.strategies.strategy import Piece
+import manyhosts as mh
+from manyhosts.cluster.place import Place
+from manyhosts.communication.world import World
+from manyhosts.lab import lab
+from manyhosts.strategies.ddp import DataParallel
+from manyhosts.strategies.strategy import Piece
 
 ROUNDS = {"100mbit": 40, "1gbit": 150, "40gbit": 400}
 """Steps of each that are timed, by the cables' rate; 40gbit is more than the machine can do."""

@@ -55,7 +55,7 @@ def page(rows: list[re.Match[str]], verdict: str) -> str:
         "seconds are those of the whole test, with the start of the run and with the making of hosts that the fault",
         "ruins. Where a worker hangs, `--hang-timeout` is a few seconds.",
         "",
-        f"{describe(Path(sys.executable), ('torch', 'manyhands'))} {verdict}.",
+        f"{describe(Path(sys.executable), ('torch', 'manyhosts'))} {verdict}.",
         "",
         "| fault | seconds | test |",
         "|---|---:|---|",

@@ -36,9 +36,9 @@ from typing import Any
 from faults_kinds import ENDS_THE_COMMAND, KINDS, Scene, workers
 from faults_table import MOST_HOSTS, publish, table
 
-from manyhands.lab import Lab, lab
-from manyhands.records.line_file import read_lines
-from manyhands.records.samples import counted
+from manyhosts.lab import Lab, lab
+from manyhosts.records.line_file import read_lines
+from manyhosts.records.samples import counted
 
 HERE = Path(__file__).parent
 RECORDED = HERE / "faults.jsonl"
@@ -63,7 +63,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import Dataset
 
-import manyhands as mh
+import manyhosts as mh
 
 if "PIDS" in os.environ:
     Path(os.environ["PIDS"], f"{socket.gethostname()}-{os.getpid()}").touch()
@@ -115,7 +115,7 @@ class Run:
         self.run_dir = shared / f"run-{time.time_ns()}"
         (shared / "pids").mkdir(exist_ok=True)
         each = workers // len(hosts)
-        self.words = [sys.executable, "-P", "-m", "manyhands.cli.main", "run", "--hosts", ",".join(hosts.names)]
+        self.words = [sys.executable, "-P", "-m", "manyhosts.cli.main", "run", "--hosts", ",".join(hosts.names)]
         self.words += ["--workers-per-node", str(each), "--restarts", "20", "--run-dir", str(self.run_dir)]
         variables = {"OMP_NUM_THREADS": 1, "PIDS": shared / "pids", "DURATION": "1000000 steps", "PAUSE": pause_s}
         for name, value in variables.items():
@@ -253,7 +253,7 @@ def _next_step(lines: Sequence[dict[str, Any]], after: float) -> float:
 def undisturbed(shared: Path, steps: int) -> Path:
     """A run of one process here that nothing happens to."""
     folder = shared.parent / "undisturbed"
-    variables = {**os.environ, "DURATION": f"{steps} steps", "OMP_NUM_THREADS": "1", "MANYHANDS_RUN_DIR": str(folder)}
+    variables = {**os.environ, "DURATION": f"{steps} steps", "OMP_NUM_THREADS": "1", "MANYHOSTS_RUN_DIR": str(folder)}
     with tempfile.TemporaryDirectory() as place:
         script = Path(place, "train.py")
         script.write_text(SCRIPT)
@@ -286,7 +286,7 @@ def compare(broken: Path, whole: Path) -> dict[str, Any]:
 @contextmanager
 def stage(hosts: int) -> Iterator[tuple[Lab, Path]]:
     """Hosts, and a small disk that all of them share with this machine."""
-    with tempfile.TemporaryDirectory(prefix="manyhands-faults-") as folder:
+    with tempfile.TemporaryDirectory(prefix="manyhosts-faults-") as folder:
         shared = Path(folder, "shared")
         shared.mkdir()
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "tmpfs", str(shared)], check=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from manyhands.lab import Host, Lab
+from manyhosts.lab import Host, Lab
 
 AWAY_S = 20.0
 """How long a host stays frozen or cut off: longer than the others take to notice."""
@@ -44,7 +44,7 @@ def worker_killed(scene: Scene) -> None:
 
 def agent_killed(scene: Scene) -> None:
     """SIGKILL to the agent of one host: its workers go with it."""
-    _kill(_running(scene.host(), "manyhands.launchers.host.agent"))
+    _kill(_running(scene.host(), "manyhosts.launchers.host.agent"))
 
 
 def launcher_killed(scene: Scene) -> None:

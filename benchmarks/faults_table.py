@@ -12,7 +12,7 @@ from typing import Any
 from faults_kinds import KINDS
 from machine import describe
 
-from manyhands.records.line_file import read_lines
+from manyhosts.records.line_file import read_lines
 
 ROOT = Path(__file__).parents[1]
 REPORT = ROOT / "benchmarks" / "faults.md"
@@ -185,7 +185,7 @@ def table(record: Path) -> str:
             "Written by `python benchmarks/faults.py`; its first lines say what is done, and `faults_kinds.py` what",
             "each fault is. Made from `faults.jsonl`, which has a line for each fault.",
             "",
-            describe(Path(sys.executable), ["torch", "manyhands"]),
+            describe(Path(sys.executable), ["torch", "manyhosts"]),
             "",
             f"{len(recorded)} faults in {len(chapters)} runs on {', '.join(map(str, sizes))} workers over up to "
             f"{MOST_HOSTS} practice hosts that share this machine's processor and one disk in memory. Median (worst).",

@@ -22,7 +22,7 @@ from machine import describe
 from torch import nn
 from torch.utils.data import Dataset
 
-import manyhands as mh
+import manyhosts as mh
 
 ROUNDS = 5
 STEPS, FIRST = 60, 20

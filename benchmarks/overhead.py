@@ -142,11 +142,11 @@ def lightning(epochs: int, clock: Clock) -> None:
     trainer.fit(Module(), loader())
 
 
-def manyhands(epochs: int, clock: Clock) -> None:
+def manyhosts(epochs: int, clock: Clock) -> None:
     """`mh.Trainer` as it comes: with progress lines, a record of every step, TensorBoard and snapshots."""
     from torch import nn
 
-    import manyhands as mh
+    import manyhosts as mh
 
     with tempfile.TemporaryDirectory() as folder:
         trainer = mh.Trainer(
@@ -161,7 +161,7 @@ def manyhands(epochs: int, clock: Clock) -> None:
 
 CONTESTANTS: dict[str, Callable[[int, Clock], None]] = {
     "plain loop": plain,
-    "manyhands": manyhands,
+    "manyhosts": manyhosts,
     "Accelerate": accelerate,
     "Lightning": lightning,
 }
@@ -213,7 +213,7 @@ def report(figures: dict[str, list[float]], steps: int, python: Path) -> str:
             f"| {name} | {statistics.median(taken):.0f} | {min(taken):.0f} - {max(taken):.0f} "
             f"| {statistics.median(ratios):.2f} | {min(ratios):.2f} - {max(ratios):.2f} |"
         )
-    packages = ["torch", "manyhands", "accelerate", "lightning"]
+    packages = ["torch", "manyhosts", "accelerate", "lightning"]
     return "\n".join(
         [
             "# What one step costs",

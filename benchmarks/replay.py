@@ -29,19 +29,19 @@ from machine import describe
 from torch import Tensor, nn
 from torch.nn import functional
 
-import manyhands as mh
-from manyhands.cluster.place import Place
-from manyhands.communication.compression import feedback
-from manyhands.communication.compression.choose import cost_of
-from manyhands.communication.volume import all_reduce_bytes
-from manyhands.communication.world import World
-from manyhands.lab import lab
-from manyhands.strategies.alone import Drifting
-from manyhands.strategies.ddp import DataParallel
-from manyhands.strategies.diloco import OuterSteps
-from manyhands.strategies.local_sgd import LocalSteps
-from manyhands.strategies.single import SingleProcess
-from manyhands.strategies.strategy import Piece, Strategy
+import manyhosts as mh
+from manyhosts.cluster.place import Place
+from manyhosts.communication.compression import feedback
+from manyhosts.communication.compression.choose import cost_of
+from manyhosts.communication.volume import all_reduce_bytes
+from manyhosts.communication.world import World
+from manyhosts.lab import lab
+from manyhosts.strategies.alone import Drifting
+from manyhosts.strategies.ddp import DataParallel
+from manyhosts.strategies.diloco import OuterSteps
+from manyhosts.strategies.local_sgd import LocalSteps
+from manyhosts.strategies.single import SingleProcess
+from manyhosts.strategies.strategy import Piece, Strategy
 
 PUBLISHED = {2: 0.81, 4: 0.65, 8: 0.46}
 STEP_S = 4.8

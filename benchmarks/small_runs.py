@@ -31,7 +31,7 @@ from torch.utils.data import TensorDataset
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
-import manyhands as mh
+import manyhosts as mh
 
 
 @dataclasses.dataclass(frozen=True)

@@ -98,7 +98,7 @@ class OurStore(Nothing):
     """A snapshot beside the next step."""
 
     def __init__(self, folder: Path) -> None:
-        from manyhands.snapshot.store import Store
+        from manyhosts.snapshot.store import Store
 
         self.store = Store(folder, keep=2)
 
@@ -111,7 +111,7 @@ class OurStore(Nothing):
         raise AttributeError("the store keeps this clock")
 
     def save(self, step: int, state: dict[str, Any], unchanged: list[Any]) -> None:
-        from manyhands.snapshot.store import Facts
+        from manyhosts.snapshot.store import Facts
 
         facts = Facts(step=step, epoch=0, position={}, strategy="single", model={})
         self.store.save(state, facts, unchanged_until_update=unchanged)
@@ -120,7 +120,7 @@ class OurStore(Nothing):
         self.store.before_update()
 
     def finish(self, step: int, state: dict[str, Any]) -> None:
-        from manyhands.events import SnapshotSaved
+        from manyhosts.events import SnapshotSaved
 
         self.store.wait()
         skipped = [event for event in self.store.finished() if not isinstance(event, SnapshotSaved)]
@@ -135,7 +135,7 @@ CONTESTANTS: dict[str, Callable[[Path], Nothing]] = {
     "no snapshots": Nothing,
     "torch.save": TorchSave,
     "torch.save and fsync": TorchSaveSynced,
-    "manyhands": OurStore,
+    "manyhosts": OurStore,
 }
 
 
@@ -154,7 +154,7 @@ def run_one(name: str, folder: Path, megabytes: int, snapshots: int) -> Figures:
     import torch
     from torch import nn
 
-    from manyhands.snapshot.fingerprint import weights_sha256
+    from manyhosts.snapshot.fingerprint import weights_sha256
 
     torch.manual_seed(0)
     width = round((megabytes * 1e6 / 3 / 4 / LAYERS) ** 0.5)  # parameters and two moments, four bytes each
@@ -191,7 +191,7 @@ def run_one(name: str, folder: Path, megabytes: int, snapshots: int) -> Figures:
     waits.append(saver.waited_s)
     extra = most_memory_mb() - memory_before
     digest = weights_sha256(model)
-    if name == "manyhands":
+    if name == "manyhosts":
         check_last_snapshot(saver, EVERY * snapshots, forward_backward, optimizer, state)
     return Figures(
         total_s=total,
@@ -241,7 +241,7 @@ def spread(values: list[float], digits: int) -> str:
 
 def report(runs: dict[str, list[Figures]], asked: argparse.Namespace) -> str:
     """The recorded answer, as Markdown."""
-    ours, theirs = runs["manyhands"], runs["torch.save"]
+    ours, theirs = runs["manyhosts"], runs["torch.save"]
     rows = []
     for name, taken in runs.items():
         cells = [name, spread([run.total_s for run in taken], 2), "", "", ""]
@@ -262,7 +262,7 @@ def report(runs: dict[str, list[Figures]], asked: argparse.Namespace) -> str:
             "",
             "Written by `python benchmarks/stall.py`; its first lines say what is compared, and how.",
             "",
-            describe(Path(sys.executable), ["torch", "manyhands", "safetensors"]),
+            describe(Path(sys.executable), ["torch", "manyhosts", "safetensors"]),
             f"{len(ours)} rounds, each contestant once per round in a fresh process; {asked.snapshots} snapshots of "
             f"{state_mb:.0f} MB a run, one every {EVERY} steps. Median (lowest - highest).",
             "",

@@ -3,7 +3,7 @@
     sudo python benchmarks/start_four_hosts.py [--rounds 7]
 
 Four hosts of a lab, that share nothing but wires of 1 gbit. One plain DDP script on Gloo, one worker on each host,
-started in turn by `manyhands run --hosts` from a fifth host, and by torchrun on every host at the same moment: with
+started in turn by `manyhosts run --hosts` from a fifth host, and by torchrun on every host at the same moment: with
 static rendezvous, and with c10d whose host is named. The clock runs from the start of the command until rank 0 has
 made its first optimizer step. For torchrun the script is there already, no host is asked anything, and nobody needs
 time to type. One warm-up of each is not counted. The answer is written to start_four_hosts.md beside this file.
@@ -24,13 +24,13 @@ from pathlib import Path
 from machine import describe
 from startup import SCRIPT
 
-from manyhands.lab import Lab, lab
+from manyhosts.lab import Lab, lab
 
 REPORT = Path(__file__).with_suffix(".md")
 STAMP = "/tmp/first-step"
 PLACE = "/root/first_step.py"
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-OURS = "manyhands run --hosts"
+OURS = "manyhosts run --hosts"
 PORTS = itertools.count(29600)
 
 
@@ -66,10 +66,10 @@ def c10d(hosts: Lab, _: Path) -> None:
 
 
 def ours(hosts: Lab, project: Path) -> None:
-    with tempfile.TemporaryDirectory(prefix="manyhands-start-") as run_dir:
+    with tempfile.TemporaryDirectory(prefix="manyhosts-start-") as run_dir:
         words = ["run", "--hosts", ",".join(hosts.names), "--run-dir", run_dir, "--env", "OMP_NUM_THREADS=1"]
         hosts.desk.run(
-            [sys.executable, "-P", "-m", "manyhands.cli.main", *words, "first_step.py", STAMP],
+            [sys.executable, "-P", "-m", "manyhosts.cli.main", *words, "first_step.py", STAMP],
             folder=str(project),
             timeout_s=180,
         )
@@ -123,12 +123,12 @@ is started on all hosts at the same moment, with the script in place.
 |---|---|---|---|
 {rows}
 
-`manyhands run` takes **{ratio:.2f}** of the time of the faster torchrun ({theirs.partition(", ")[2]}); by round
+`manyhosts run` takes **{ratio:.2f}** of the time of the faster torchrun ({theirs.partition(", ")[2]}); by round
 {min(pairs):.2f} to {max(pairs):.2f}. In its time it reaches the hosts by ssh, compares their versions, tries the way
 between every two of them, and brings what has changed in the working directory. All hosts share this machine's cores,
 so what counts is work: torchrun loads torch twice on every host, in its agent and in the worker.
 
-{describe(Path(sys.executable), ["torch", "manyhands"])}
+{describe(Path(sys.executable), ["torch", "manyhosts"])}
 Again: `sudo python benchmarks/start_four_hosts.py`.
 """
 

@@ -44,7 +44,7 @@ os._exit(0)
 def command(name: str, workers: int, folder: Path) -> list[str]:
     if name == "torchrun":
         return [str(BIN / "torchrun"), "--standalone", f"--nproc-per-node={workers}"]
-    return [str(BIN / "manyhands"), "run", "--workers", str(workers), "--run-dir", str(folder / "run")]
+    return [str(BIN / "manyhosts"), "run", "--workers", str(workers), "--run-dir", str(folder / "run")]
 
 
 def seconds_to_first_step(name: str, workers: int, folder: Path) -> float:
@@ -58,7 +58,7 @@ def seconds_to_first_step(name: str, workers: int, folder: Path) -> float:
 
 def measure(workers: int, rounds: int) -> dict[str, list[float]]:
     """Seconds of each start, by what started it."""
-    seconds: dict[str, list[float]] = {"torchrun": [], "manyhands run": []}
+    seconds: dict[str, list[float]] = {"torchrun": [], "manyhosts run": []}
     names = list(seconds)
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
@@ -70,11 +70,11 @@ def measure(workers: int, rounds: int) -> dict[str, list[float]]:
 
 
 def ratio(seconds: dict[str, list[float]]) -> float:
-    return statistics.median(seconds["manyhands run"]) / statistics.median(seconds["torchrun"])
+    return statistics.median(seconds["manyhosts run"]) / statistics.median(seconds["torchrun"])
 
 
 def report(seconds: dict[str, list[float]], workers: int) -> str:
-    pairs = [ours / theirs for ours, theirs in zip(seconds["manyhands run"], seconds["torchrun"], strict=True)]
+    pairs = [ours / theirs for ours, theirs in zip(seconds["manyhosts run"], seconds["torchrun"], strict=True)]
     rows = [
         f"| `{name}` | {statistics.median(taken):.2f} s | {min(taken):.2f} s | {max(taken):.2f} s |"
         for name, taken in seconds.items()
@@ -89,11 +89,11 @@ has made its first optimizer step; n = {len(pairs)} each, after one warm-up.
 {rows[0]}
 {rows[1]}
 
-`manyhands run` takes **{ratio(seconds):.2f}** of the time of torchrun; by round {min(pairs):.2f} to {max(pairs):.2f}.
+`manyhosts run` takes **{ratio(seconds):.2f}** of the time of torchrun; by round {min(pairs):.2f} to {max(pairs):.2f}.
 torchrun loads torch once for itself and then once in every worker, and each worker loads `torch._dynamo` when it makes
 its optimizer; here one template process per host loads both, and the workers are forked from it.
 
-{describe(Path(sys.executable), ["torch", "manyhands"])}
+{describe(Path(sys.executable), ["torch", "manyhosts"])}
 Again: `python benchmarks/startup.py`.
 """
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-import manyhands as mh
+import manyhosts as mh
 
 
 class Shifted(Dataset):

@@ -1,4 +1,4 @@
-"""Train a small convolutional network on handwritten digits: `manyhands run --workers 2 examples/digits.py`."""
+"""Train a small convolutional network on handwritten digits: `manyhosts run --workers 2 examples/digits.py`."""
 
 import torch
 from sklearn.datasets import load_digits
@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-import manyhands as mh
+import manyhosts as mh
 
 EPOCHS, BATCH = 30, 32
 

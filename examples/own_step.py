@@ -5,7 +5,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-import manyhands as mh
+import manyhosts as mh
 
 
 class Images(Dataset):

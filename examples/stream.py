@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, TensorDataset
 
-import manyhands as mh
+import manyhosts as mh
 
 WEIGHTS = torch.tensor([1.0, -2.0, 3.0, 0.5])
 

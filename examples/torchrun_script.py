@@ -1,4 +1,4 @@
-"""A script that knows nothing of manyhands: whatever runs under `torchrun` runs under `manyhands run` as it is."""
+"""A script that knows nothing of manyhosts: whatever runs under `torchrun` runs under `manyhosts run` as it is."""
 
 import os
 

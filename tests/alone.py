@@ -6,13 +6,13 @@ import subprocess
 from pathlib import Path
 
 from commands import summary
-from launching import MANYHANDS, write_script
+from launching import MANYHOSTS, write_script
 
 SOURCE = """
     import os, time
     import torch
     from torch import nn
-    import manyhands as mh
+    import manyhosts as mh
 
     class Slow(torch.utils.data.TensorDataset):
         def __getitem__(self, index):
@@ -35,6 +35,6 @@ SOURCE = """
 
 def undisturbed(folder: Path, steps: int) -> dict[str, object]:
     script = write_script(folder, SOURCE, "alone.py")
-    words = [*MANYHANDS, "run", "--env", f"DURATION={steps} steps", "--run-dir", str(folder / "whole"), str(script)]
+    words = [*MANYHOSTS, "run", "--env", f"DURATION={steps} steps", "--run-dir", str(folder / "whole"), str(script)]
     subprocess.run(words, check=True, capture_output=True, timeout=120)
     return summary(folder / "whole")

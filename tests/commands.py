@@ -1,4 +1,4 @@
-"""Starts `manyhands run` for tests, and kills it without mercy."""
+"""Starts `manyhosts run` for tests, and kills it without mercy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def start(
     dies_at: str | None = None,
     script: Path | None = None,
 ) -> subprocess.Popen[str]:
-    """`manyhands run` with the script of `recipe`, in a process group of its own.
+    """`manyhosts run` with the script of `recipe`, in a process group of its own.
 
     Workers leave their process ids in the folder `pids`, for `alive_workers`. `dies_at`: see `deadly_script`, or what
     `script` says of it.
@@ -48,7 +48,7 @@ def start(
         str(script or (SCRIPT if dies_at is None else DEADLY)),
     ]
     return subprocess.Popen(
-        [sys.executable, "-m", "manyhands.cli.main", *words],
+        [sys.executable, "-m", "manyhosts.cli.main", *words],
         env={
             **os.environ,
             "RECIPE": json.dumps(asdict(recipe)),

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
-SESSION = "MANYHANDS_TEST_SESSION"  # inherited by everything that a test starts, also by what leaves its parent
+SESSION = "MANYHOSTS_TEST_SESSION"  # inherited by everything that a test starts, also by what leaves its parent
 GRACE_S = 5.0  # for processes that are just ending
 os.environ[SESSION] = str(os.getpid())
 
@@ -23,8 +23,8 @@ os.environ[SESSION] = str(os.getpid())
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded
 
 # The machine may be busy with something else: no example fails for the time it took.
-settings.register_profile("manyhands", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("manyhands")
+settings.register_profile("manyhosts", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("manyhosts")
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from launching import MANYHANDS, environment
+from launching import MANYHOSTS, environment
 
-from manyhands.lab import Host, Lab
+from manyhosts.lab import Host, Lab
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -69,8 +69,8 @@ def users_folder(folder: Path) -> Path:
 
 
 def weights_here(folder: Path, *options: str) -> str:
-    """What `manyhands run --nodes 2 digits.py` on this machine comes to."""
-    words = [*MANYHANDS, "run", "--nodes", "2", "--run-dir", "here", *options, "digits.py"]
+    """What `manyhosts run --nodes 2 digits.py` on this machine comes to."""
+    words = [*MANYHOSTS, "run", "--nodes", "2", "--run-dir", "here", *options, "digits.py"]
     done = subprocess.run(words, cwd=folder, env={**environment(), **ONE_THREAD}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return weights(folder / "here")
@@ -82,10 +82,10 @@ def weights(run_dir: Path) -> str:
     return str(summary["weights_sha256"])
 
 
-def manyhands(folder: Path, *words: str, **variables: str) -> Any:
+def manyhosts(folder: Path, *words: str, **variables: str) -> Any:
     """One command at the user's desk, to its end."""
     return subprocess.run(
-        [*MANYHANDS, *words],
+        [*MANYHOSTS, *words],
         cwd=folder,
         env={**environment(), **variables},
         capture_output=True,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from manyhands.snapshot.disk import Disk
+from manyhosts.snapshot.disk import Disk
 
 Loses = Literal["nothing", "names", "names and removals"]
 

@@ -16,12 +16,12 @@ from typing import Any
 import numpy
 from runs import Recipe, trained
 
-from manyhands.lab import Host, Lab
+from manyhosts.lab import Host, Lab
 
 FOLDER = "/root/job"
 RECIPE = Recipe(samples=103, duration="1 epochs", accuracy=False)
 SCRIPTS = Path(__file__).parent / "cluster"
-MANYHANDS = [sys.executable, "-P", "-m", "manyhands.cli.main"]
+MANYHOSTS = [sys.executable, "-P", "-m", "manyhosts.cli.main"]
 
 
 _SHARE = """
@@ -58,19 +58,19 @@ def recipe() -> str:
 
 
 def run(host: Host, words: Sequence[str], *, before: Sequence[str] = (), timeout_s: float = 160) -> Any:
-    """`manyhands run WORDS` on `host`, in the folder of the scripts. Returns what subprocess.run does."""
-    words = [*before, *MANYHANDS, "run", "--env", recipe(), "--env", "TORCHINDUCTOR_CACHE_DIR=/root/cache", *words]
+    """`manyhosts run WORDS` on `host`, in the folder of the scripts. Returns what subprocess.run does."""
+    words = [*before, *MANYHOSTS, "run", "--env", recipe(), "--env", "TORCHINDUCTOR_CACHE_DIR=/root/cache", *words]
     return host.run(words, folder=FOLDER, env=environment(), timeout_s=timeout_s, check=False)
 
 
 def run_alone(lab: Lab, words: Sequence[str], gone: str, *, before: Sequence[str] = ()) -> Any:
-    """`manyhands run WORDS` for a script that all hosts have but the last, which lacks the "script" or its "folder"."""
+    """`manyhosts run WORDS` for a script that all hosts have but the last, which lacks the "script" or its "folder"."""
     *having, _last = lab
     for host in having if gone == "folder" else lab:
         host.run(["mkdir", "-p", "/root/alone"])
     for host in having:
         host.path("/root/alone/here.py").write_text("print('here')\n")
-    words = [*before, *MANYHANDS, "run", *words, "--run-dir", f"{FOLDER}/alone", "here.py"]
+    words = [*before, *MANYHOSTS, "run", *words, "--run-dir", f"{FOLDER}/alone", "here.py"]
     try:
         return having[0].run(words, folder="/root/alone", env=environment(), timeout_s=160, check=False)
     finally:
@@ -85,9 +85,9 @@ def lacks(gone: str) -> str:
 
 
 def examined(host: Host, words: Sequence[str], *, before: Sequence[str] = ()) -> Any:
-    """What `manyhands doctor WORDS --json` on `host` finds, and its exit code."""
+    """What `manyhosts doctor WORDS --json` on `host` finds, and its exit code."""
     done = host.run(
-        [*before, *MANYHANDS, "doctor", *words, "--json"],
+        [*before, *MANYHOSTS, "doctor", *words, "--json"],
         folder=FOLDER,
         env=environment(),
         timeout_s=160,

@@ -1,4 +1,4 @@
-"""Starts `manyhands run` as a user does, and watches the processes that it makes."""
+"""Starts `manyhosts run` as a user does, and watches the processes that it makes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pathlib import Path
 
 import psutil
 
-MANYHANDS = [sys.executable, "-P", "-m", "manyhands.cli.main"]
+MANYHOSTS = [sys.executable, "-P", "-m", "manyhosts.cli.main"]
 # What would change what is tested here:
-SHARED = ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "MANYHANDS_SET", "PYTHONUNBUFFERED")
+SHARED = ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "MANYHOSTS_SET", "PYTHONUNBUFFERED")
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ def write_script(folder: Path, source: str, name: str = "script.py") -> Path:
 
 
 def run(folder: Path, source: str, *options: str, arguments: Sequence[str] = (), name: str = "script.py") -> Ended:
-    """Write `source` as a script into `folder` and run it with `manyhands run OPTIONS SCRIPT ARGUMENTS`."""
+    """Write `source` as a script into `folder` and run it with `manyhosts run OPTIONS SCRIPT ARGUMENTS`."""
     script = write_script(folder, source, name)
     return run_words(folder, "--run-dir", str(folder / "run"), *options, str(script), *arguments)
 
 
 def run_words(folder: Path, *words: str) -> Ended:
     done = subprocess.run(
-        [*MANYHANDS, "run", *words], cwd=folder, env=environment(), capture_output=True, text=True, timeout=120
+        [*MANYHOSTS, "run", *words], cwd=folder, env=environment(), capture_output=True, text=True, timeout=120
     )
     return Ended(done.returncode, done.stdout, done.stderr, folder / "run")
 
@@ -54,7 +54,7 @@ def start(folder: Path, source: str, *options: str) -> subprocess.Popen[str]:
     """As `run`, but does not wait for its end. It leads its own process group, like a command typed at a terminal."""
     script = write_script(folder, source)
     return subprocess.Popen(
-        [*MANYHANDS, "run", "--run-dir", str(folder / "run"), *options, str(script)],
+        [*MANYHOSTS, "run", "--run-dir", str(folder / "run"), *options, str(script)],
         cwd=folder,
         env=environment(),
         stdin=subprocess.DEVNULL,
@@ -93,7 +93,7 @@ def agents(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
     found = []
     for each in processes:
         with suppress(psutil.NoSuchProcess):  # a zombie is none such, either
-            if "manyhands.launchers.host.agent" in each.cmdline():
+            if "manyhosts.launchers.host.agent" in each.cmdline():
                 found.append(each)
     return found
 

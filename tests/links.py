@@ -33,7 +33,7 @@ class Board:
 
 
 class ThreadLink:
-    """What `manyhands.communication.link.Link` is, between threads."""
+    """What `manyhosts.communication.link.Link` is, between threads."""
 
     def __init__(self, rank: int, board: Board) -> None:
         self.rank, self.size, self.board = rank, board.size, board

@@ -37,7 +37,7 @@ PRELOADED += [
     "sklearn.datasets",
     "torchmetrics.classification",
     "torch.utils.tensorboard",
-    "manyhands.training.trainer",
+    "manyhosts.training.trainer",
 ]
 GRACE_S = 0.3  # after a failure: time for the others to fail too, so that the first can be told from its consequences
 

@@ -1,4 +1,4 @@
-"""Starts `manyhands run --hosts` at the desk of a lab, as a user of a real cluster does."""
+"""Starts `manyhosts run --hosts` at the desk of a lab, as a user of a real cluster does."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from launching import MANYHANDS, write_script
+from launching import MANYHOSTS, write_script
 
-from manyhands.lab import Lab
+from manyhosts.lab import Lab
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -26,7 +26,7 @@ class Ended:
 
 def words(*options: str, script: str = "script.py", arguments: Sequence[str] = ()) -> list[str]:
     """What is typed. One thread for each worker: the hosts of a lab share this machine's cores."""
-    return [*MANYHANDS, "run", "--env", "OMP_NUM_THREADS=1", *options, script, *arguments]
+    return [*MANYHOSTS, "run", "--env", "OMP_NUM_THREADS=1", *options, script, *arguments]
 
 
 def start(

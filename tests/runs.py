@@ -17,8 +17,8 @@ from ranks import run_ranks
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-import manyhands as mh
-from manyhands.records.samples import counted
+import manyhosts as mh
+from manyhosts.records.samples import counted
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Recipe:
     data: Mapping[str, Any] = field(default_factory=dict)
     threads: int = 1
     accuracy: bool = True
-    """Whether validation has a metric, whose library every worker of a `manyhands run` takes seconds to load."""
+    """Whether validation has a metric, whose library every worker of a `manyhosts run` takes seconds to load."""
     sample_s: float = 0.0
     """How long a sample takes to be read, where it is augmented: so that there is time for something to happen."""
     stream: bool = False
@@ -148,7 +148,7 @@ def run_recipe(rank: int, recipe: Recipe, run_dir: Path) -> dict[str, Any]:
 def trained(workers: int, recipe: Recipe, run_dir: Path, timeout_s: float = 120) -> list[dict[str, Any]]:
     """What `recipe` gave on `workers` workers, by rank.
 
-    Its bits are those of `manyhands run`, so that a run to which something happens can be compared with it.
+    Its bits are those of `manyhosts run`, so that a run to which something happens can be compared with it.
     """
     return run_ranks(workers, run_recipe, recipe, run_dir, timeout_s=timeout_s)
 

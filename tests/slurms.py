@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import time
 
-from manyhands.lab import Lab
+from manyhosts.lab import Lab
 
 _FOLDER = "/root/slurm"
 _CONFIG = """\

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from manyhands.config.settings import Settings
-from manyhands.config.stopping import EarlyStopping
-from manyhands.config.strategies import DDP
-from manyhands.events import (
+from manyhosts.config.settings import Settings
+from manyhosts.config.stopping import EarlyStopping
+from manyhosts.config.strategies import DDP
+from manyhosts.events import (
     EpochDone,
     RunEnded,
     RunStarted,
@@ -18,7 +18,7 @@ from manyhands.events import (
     TestDone,
     ValidationDone,
 )
-from manyhands.records.run_record import RunRecord, plain_settings
+from manyhosts.records.run_record import RunRecord, plain_settings
 
 BEGIN = 1_000_000.0
 """The time at which every story starts."""
@@ -84,7 +84,7 @@ def record(**settings: Any) -> RunRecord:
         script="train.py",
         settings=plain_settings(Settings(**{**chosen, **settings})),
         seed=0,
-        versions={"manyhands": "0.1.0"},
+        versions={"manyhosts": "0.1.0"},
         hosts=["here"],
         workers=2,
         strategy="ddp",

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from manyhands.lab import Host
-from manyhands.lab.folder import PLACE
+from manyhosts.lab import Host
+from manyhosts.lab.folder import PLACE
 
 GRACE_S = 5.0
 NO_NEWS = ("/tmp/pytest-of-", "/tmp/torchinductor_")  # what was brought there on purpose, and a cache of torch's

@@ -11,8 +11,8 @@ import pytest
 from containers import users_folder, weights_here
 from testbed import still_there, traces, traces_here
 
-from manyhands.lab import Lab, lab
-from manyhands.lab.lab import why_not
+from manyhosts.lab import Lab, lab
+from manyhosts.lab.lab import why_not
 
 HERE = Path(__file__).parent
 

@@ -11,7 +11,7 @@ from runs import make_trainer, recipe_in_environment
 
 if __name__ == "__main__":
     recipe = recipe_in_environment()
-    run_dir = Path(os.environ["MANYHANDS_RUN_DIR"])
+    run_dir = Path(os.environ["MANYHOSTS_RUN_DIR"])
     trainer = make_trainer(recipe, run_dir)
     result = trainer.fit(recipe.duration)
     rank = os.environ.get("RANK", "0")

@@ -15,7 +15,7 @@ from launching import wait_until
 from remote import run, start
 from runs import step_lines
 
-from manyhands.lab import Lab
+from manyhosts.lab import Lab
 
 QUICK = "print('must not run')"
 THREE = "goes on with 3 workers, 1 of them new"

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import MANYHANDS, wait_until
+from launching import MANYHOSTS, wait_until
 from testbed import needs
 
-from manyhands.lab import Host, Lab
+from manyhosts.lab import Host, Lab
 
 HAS_FAKETIME = shutil.which("faketime") is not None
 BY_CHANCE = {"speed", "bandwidth", "latency", "load", "memory", "shared memory", "descriptors", "disk"}
@@ -41,7 +41,7 @@ class Examined:
 
 def examine(hosts: Lab, folder: Path, *words: str, timeout_s: float = 170) -> Examined:
     done = hosts.desk.run(
-        [*MANYHANDS, "doctor", *words, "--json"], folder=str(folder), timeout_s=timeout_s, check=False
+        [*MANYHOSTS, "doctor", *words, "--json"], folder=str(folder), timeout_s=timeout_s, check=False
     )
     assert done.stdout, done.stderr
     return Examined(done.returncode, json.loads(done.stdout))
@@ -104,12 +104,12 @@ def ailing(tmp_path_factory: pytest.TempPathFactory) -> Examined:
         for host in hosts.hosts[:4]:
             wait_until(lambda host=host: "python" not in str(host.processes()), f"{host.name} is left alone")
             assert [path.name for path in host.path(f"{folder}/runs").iterdir()] == []
-            assert not [path for path in host.path("/tmp").glob("manyhands-*")]
+            assert not [path for path in host.path("/tmp").glob("manyhosts-*")]
         return found
 
 
 def lab_of(count: int, **more: Any) -> Any:
-    from manyhands.lab import lab
+    from manyhosts.lab import lab
 
     return lab(count, **more)
 
@@ -196,7 +196,7 @@ def test_half_the_bandwidth_and_half_the_speed_are_named_with_their_factors(
 
 def test_hosts_that_are_well_are_told_apart_and_meet(four: Lab, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print(1)\n")
-    words = [*MANYHANDS, "doctor", "--hosts", "lab1,lab2,lab3", "train.py"]
+    words = [*MANYHOSTS, "doctor", "--hosts", "lab1,lab2,lab3", "train.py"]
     done = four.desk.run(words, folder=str(tmp_path), check=False, timeout_s=120)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     assert "All 3 met within" in done.stdout

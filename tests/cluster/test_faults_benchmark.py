@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.records.line_file import read_lines
+from manyhosts.records.line_file import read_lines
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "faults.py"
 

@@ -8,7 +8,7 @@ import pytest
 from engines import equal_hashes
 from remote import run
 
-from manyhands.lab import Lab
+from manyhosts.lab import Lab
 
 SCRIPTS = Path(__file__).parents[1] / "multiprocess"
 

@@ -15,7 +15,7 @@ from launching import run as run_here
 from launching import wait_until
 from remote import run, start
 
-from manyhands.lab import Host, Lab
+from manyhosts.lab import Host, Lab
 
 PATIENCE_S = 5
 LONG_S = 120
@@ -25,7 +25,7 @@ TRAINING = """
     import os, time
     import torch
     from torch import nn
-    import manyhands as mh
+    import manyhosts as mh
 
     class Slow(nn.Linear):
         def forward(self, inputs):
@@ -186,7 +186,7 @@ def test_endless_loop_on_a_host_is_named_with_host_rank_step_and_seconds(four: L
     options = ("--hosts", "lab1,lab2", "--hang-timeout", str(PATIENCE_S))
     ended = run(four, tmp_path, FOREIGN.format(fault="spin()"), *options)
     assert re.search(
-        r"manyhands: rank 1 on host lab2 computes without end at script.py:[78] in spin, and has got no further "
+        r"manyhosts: rank 1 on host lab2 computes without end at script.py:[78] in spin, and has got no further "
         r"for 5 s \(after step 21\); 1 other waits for it; 1 other worker was ended\n",
         ended.err,
     ), f"after {ended.seconds:.1f} s: {ended.err}"
@@ -205,9 +205,9 @@ def test_data_that_one_host_does_not_have_is_told_once_with_the_host(four: Lab, 
     source = FOREIGN.format(fault="open('/data/part-1.bin')").replace("step == 20", "step == 2")
     ended = run(four, tmp_path, source, "--hosts", "lab1,lab2")
     assert ended.code == 1
-    assert ended.err.count("manyhands: ") == ended.err.count("Traceback") == 1, ended.err
+    assert ended.err.count("manyhosts: ") == ended.err.count("Traceback") == 1, ended.err
     error = "FileNotFoundError: [Errno 2] No such file or directory: '/data/part-1.bin'"
-    assert f"manyhands: rank 1 on host lab2 failed with {error}" in ended.err, f"after {ended.seconds:.1f} s"
+    assert f"manyhosts: rank 1 on host lab2 failed with {error}" in ended.err, f"after {ended.seconds:.1f} s"
 
 
 def test_disk_that_is_full_on_every_host_costs_snapshots_and_logs_and_is_said(
@@ -224,5 +224,5 @@ def test_disk_that_is_full_on_every_host_costs_snapshots_and_logs_and_is_said(
     assert (ended.code, ended.out.count("x" * 200000)) == (0, 2), "training goes on, and every line is shown"
     assert "snapshot step-00000010 is left out: No space left on device" in ended.out
     for rank, host in enumerate(hosts.names):
-        said = f"manyhands: the log of rank {rank} on host {host} is not whole: No space left on device"
+        said = f"manyhosts: the log of rank {rank} on host {host} is not whole: No space left on device"
         assert ended.out.count(said) == 1, f"after {ended.seconds:.1f} s: {ended.out[-2000:]}"

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from containers import Container, call, manyhands, users_folder, weights
+from containers import Container, call, manyhosts, users_folder, weights
 from engines import share
 from kubernetes_cluster import Cluster, cluster
-from launching import MANYHANDS, environment, wait_until
+from launching import MANYHOSTS, environment, wait_until
 
-from manyhands.lab import Lab, lab
+from manyhosts.lab import Lab, lab
 
 LONG_S = 240
 SLOWLY = ("--env", "PAUSE=0.03")
@@ -65,7 +65,7 @@ def words(name: str, script: str, *more: str) -> list[str]:
 
 
 def ask(pods: Cluster, desk: Path, *asked: str) -> Any:
-    return manyhands(desk, *asked, KUBECONFIG=str(pods.folder / "kubeconfig"))
+    return manyhosts(desk, *asked, KUBECONFIG=str(pods.folder / "kubeconfig"))
 
 
 def status(pods: Cluster, desk: Path, handle: str) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def status(pods: Cluster, desk: Path, handle: str) -> dict[str, Any]:
 
 
 def running(pair: Lab) -> list[str]:
-    return [each for host in pair for each in host.processes().values() if "manyhands.launchers" in each]
+    return [each for host in pair for each in host.processes().values() if "manyhosts.launchers" in each]
 
 
 def lines_of(run_dir: Path) -> int:
@@ -88,7 +88,7 @@ def test_two_pods_train_to_the_weights_of_this_machine(
 ) -> None:
     done = ask(pods, desk, *words("first", "digits.py"))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "manyhands: sent as kubernetes://default/first" in done.stdout
+    assert "manyhosts: sent as kubernetes://default/first" in done.stdout
     assert weights(disk / "first") == short_training
     assert sorted(path.name for path in (disk / "first" / "logs").glob("*.log")) == ["first-0-0.log", "first-1-1.log"]
 
@@ -169,7 +169,7 @@ def test_cancelled_job_leaves_nothing_in_the_cluster_nor_on_its_machines(
     assert status(pods, desk, handle)["state"] == "running"
     assert running(pair)
     follower = subprocess.Popen(
-        [*MANYHANDS, "logs", "--follow", handle],
+        [*MANYHOSTS, "logs", "--follow", handle],
         env={**environment(), "KUBECONFIG": str(pods.folder / "kubeconfig")},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

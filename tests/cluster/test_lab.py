@@ -15,9 +15,9 @@ import pytest
 from launching import wait_until
 from testbed import needs
 
-from manyhands.errors import ConfigError
-from manyhands.lab import Host, Lab, lab
-from manyhands.lab.folder import PLACE, clean, living
+from manyhosts.errors import ConfigError
+from manyhosts.lab import Host, Lab, lab
+from manyhosts.lab.folder import PLACE, clean, living
 
 PING = "import socket, sys; socket.create_connection((sys.argv[1], 22), timeout=2).close()"
 
@@ -29,7 +29,7 @@ def reaches(host: Host, other: Host) -> bool:
 def test_hosts_have_their_own_names_addresses_and_processes(four: Lab) -> None:
     said = [host.run(["sh", "-c", "hostname; hostname -i; cat /proc/1/cmdline | tr '\\0' ' '"]).stdout for host in four]
     assert [words.split()[:2] for words in said] == [[f"lab{n}", f"10.77.0.{n}"] for n in range(1, 5)]
-    assert all("manyhands.lab.machine" in words for words in said)
+    assert all("manyhosts.lab.machine" in words for words in said)
 
 
 def test_what_one_host_writes_no_other_host_sees(four: Lab) -> None:
@@ -44,7 +44,7 @@ def test_what_one_host_writes_no_other_host_sees(four: Lab) -> None:
 
 
 def test_hosts_have_this_python_with_its_packages(four: Lab) -> None:
-    code = 'import sys, importlib.util, manyhands; print(sys.prefix, importlib.util.find_spec("torch").origin)'
+    code = 'import sys, importlib.util, manyhosts; print(sys.prefix, importlib.util.find_spec("torch").origin)'
     here = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True).stdout
     assert four[0].run([sys.executable, "-P", "-c", code]).stdout == here
     assert four[1].run(["ssh", "lab3", f"{sys.executable} -P -c '{code}'"]).stdout == here
@@ -143,7 +143,7 @@ def test_wire_is_as_fast_as_it_was_asked_for(make_lab: Callable[..., Lab]) -> No
 
 
 def test_lab_whose_owner_was_killed_leaves_no_process_and_the_next_one_tidies_up() -> None:
-    code = "from manyhands.lab import lab\nwith lab(2):\n    print('up', flush=True)\n    input()"
+    code = "from manyhosts.lab import lab\nwith lab(2):\n    print('up', flush=True)\n    input()"
     owner = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert owner.stdout.readline() == "up\n"
     family = psutil.Process(owner.pid).children(recursive=True)

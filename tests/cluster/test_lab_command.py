@@ -1,26 +1,26 @@
-"""`manyhands lab`: one command makes a cluster, a second terminal does things to its hosts, and nothing is left."""
+"""`manyhosts lab`: one command makes a cluster, a second terminal does things to its hosts, and nothing is left."""
 
 from __future__ import annotations
 
 import subprocess
 from pathlib import Path
 
-from launching import MANYHANDS
+from launching import MANYHOSTS
 
-from manyhands.lab.folder import PLACE
+from manyhosts.lab.folder import PLACE
 
-COMMAND = " ".join(MANYHANDS)
+COMMAND = " ".join(MANYHOSTS)
 
 
 def lab(folder: Path, *words: str) -> subprocess.CompletedProcess:
-    return subprocess.run([*MANYHANDS, "lab", *words], cwd=folder, capture_output=True, text=True, timeout=120)
+    return subprocess.run([*MANYHOSTS, "lab", *words], cwd=folder, capture_output=True, text=True, timeout=120)
 
 
 def test_script_runs_on_the_hosts_of_a_lab_and_its_exit_code_is_that_of_the_command(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
         "import os, socket; print(socket.gethostname(), 'of', os.environ['WORLD_SIZE'])"
     )
-    done = lab(tmp_path, "--hosts", "2", "--", *MANYHANDS, "run", "--hosts", "lab1,lab2", "script.py")
+    done = lab(tmp_path, "--hosts", "2", "--", *MANYHOSTS, "run", "--hosts", "lab1,lab2", "script.py")
     assert done.returncode == 0, done.stderr
     assert {"[lab1 0] lab1 of 2", "[lab2 1] lab2 of 2"} <= set(done.stdout.splitlines())
     assert list(tmp_path.glob("runs/*/logs/lab2-1.log"))
@@ -44,11 +44,11 @@ def test_hosts_are_cut_mended_and_slowed_from_another_terminal(tmp_path: Path) -
 def test_what_cannot_be_is_said_in_a_sentence_and_leaves_nothing(tmp_path: Path) -> None:
     before = set(PLACE.glob("*"))
     done = lab(tmp_path, "--hosts", "0")
-    assert (done.returncode, done.stderr.splitlines()[0]) == (2, "manyhands: --hosts is 0")
+    assert (done.returncode, done.stderr.splitlines()[0]) == (2, "manyhosts: --hosts is 0")
     nowhere = lab(tmp_path, "cut", "lab1", "--lab", "none")
     assert nowhere.returncode == 2
     assert "there is no lab" in nowhere.stderr
     as_nobody = ["setpriv", "--reuid=65534", "--clear-groups"]
-    done = subprocess.run([*as_nobody, *MANYHANDS, "lab"], cwd="/", capture_output=True, text=True)
+    done = subprocess.run([*as_nobody, *MANYHOSTS, "lab"], cwd="/", capture_output=True, text=True)
     assert "only root may make the hosts of a lab" in done.stderr or "Permission denied" in done.stderr
     assert set(PLACE.glob("*")) <= before

@@ -14,7 +14,7 @@ from launching import wait_until
 from remote import run, start
 from runs import step_lines
 
-from manyhands.lab import Host, Lab
+from manyhosts.lab import Host, Lab
 
 
 @pytest.mark.timeout(400)
@@ -35,7 +35,7 @@ def test_leader_that_comes_back_with_an_empty_disk_gets_all_from_its_neighbour(
 
 
 def agent_of(host: Host) -> int:
-    [agent] = [pid for pid, words in host.processes().items() if "manyhands.launchers.host.agent" in words]
+    [agent] = [pid for pid, words in host.processes().items() if "manyhosts.launchers.host.agent" in words]
     return agent
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from engines import (
     FOLDER,
-    MANYHANDS,
+    MANYHOSTS,
     environment,
     equal_hashes,
     examined,
@@ -24,7 +24,7 @@ from engines import (
 from launching import wait_until
 from testbed import needs
 
-from manyhands.lab import Lab
+from manyhosts.lab import Lab
 
 pytestmark = needs("mpirun", "sshd")
 
@@ -81,14 +81,14 @@ def test_detached_run_by_mpi_is_asked_after_by_its_handle(four: Lab) -> None:
     words = ["--on", "mpi", "--hosts", "lab2,lab3", "--detach", "--run-dir", f"{FOLDER}/detached"]
     handle = run(four[0], [*words, "torchrun_script.py"]).stdout.strip()
     assert handle == f"mpi://{FOLDER}/detached"
-    told = four[0].run([*MANYHANDS, "logs", "--follow", handle], env=environment(), timeout_s=160).stdout
+    told = four[0].run([*MANYHOSTS, "logs", "--follow", handle], env=environment(), timeout_s=160).stdout
     assert sorted(re.findall(r"sum 1 of 2 on (lab\d) sees \[\]", told)) == ["lab2", "lab3"], told
-    status = four[0].run([*MANYHANDS, "status", handle], env=environment()).stdout
+    status = four[0].run([*MANYHOSTS, "status", handle], env=environment()).stdout
     assert status.startswith("done · lab2,lab3 · "), status
 
 
 def test_script_that_the_users_own_mpirun_starts_knows_its_place(four: Lab) -> None:
-    variables = [f"{name}={value}" for name, value in environment(MANYHANDS_RUN_DIR=f"{FOLDER}/own").items()]
+    variables = [f"{name}={value}" for name, value in environment(MANYHOSTS_RUN_DIR=f"{FOLDER}/own").items()]
     variables.append(recipe())
     words = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable, "recipe_script.py"]
     done = four[0].run(["env", *variables, *words], folder=FOLDER, timeout_s=120, check=False)

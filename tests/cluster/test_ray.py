@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from engines import (
     FOLDER,
-    MANYHANDS,
+    MANYHOSTS,
     environment,
     examined,
     furthest_from_one_process,
@@ -24,10 +24,10 @@ from engines import (
 )
 from launching import wait_until
 
-from manyhands.lab import Host, Lab, lab
+from manyhosts.lab import Host, Lab, lab
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'manyhands[ray]'"
+    importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'manyhosts[ray]'"
 )
 RAY = [sys.executable, "-P", "-m", "ray.scripts.scripts"]
 SMALL = ["--num-cpus=1", "--object-store-memory=100000000", "--disable-usage-stats"]
@@ -93,11 +93,11 @@ def test_unmodified_torchrun_script_runs_by_ray_on_four_hosts_without_a_terminal
     words = ["--on", "ray", "--nodes", str(count), "-o", "address=lab1:6379", "--run-dir", f"{FOLDER}/plain"]
     handle = run(hosts[0], ["--detach", *words, "torchrun_script.py"], timeout_s=LONG_S).stdout.strip()
     assert handle == f"ray://{FOLDER}/plain"
-    asked = [*MANYHANDS, "logs", "--follow", handle]
+    asked = [*MANYHOSTS, "logs", "--follow", handle]
     told = hosts[0].run(asked, env=environment(), timeout_s=LONG_S).stdout
     everybody = rf"sum {sum(range(count))} of {count} on (lab\d) sees \[\]"
     assert sorted(re.findall(everybody, told)) == hosts.names, told
-    status = hosts[0].run([*MANYHANDS, "status", handle], env=environment()).stdout
+    status = hosts[0].run([*MANYHOSTS, "status", handle], env=environment()).stdout
     assert status.startswith("done · "), status
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 from aws import Aws, serve, variables
-from containers import Container, call, manyhands, users_folder
+from containers import Container, call, manyhosts, users_folder
 from launching import wait_until
 
-from manyhands.lab import Lab, lab
+from manyhosts.lab import Lab, lab
 
 LONG_S = 240
 OPTIONS = {
@@ -48,7 +48,7 @@ def run(aws: Aws, desk: Path, name: str, script: str, *more: str) -> Any:
         word for key, value in {**OPTIONS, "python": sys.executable}.items() for word in ("-o", f"{key}={value}")
     ]
     words = ["run", "--on", "sagemaker", "--nodes", "2", *options, "--run-dir", f"runs/{name}", *more, script]
-    return manyhands(desk, *words, **variables(aws))
+    return manyhosts(desk, *words, **variables(aws))
 
 
 def weights_there(aws: Aws, name: str) -> str:
@@ -61,7 +61,7 @@ def weights_there(aws: Aws, name: str) -> str:
 def test_two_instances_train_to_the_weights_of_this_machine(aws: Aws, desk: Path, short_training: str) -> None:
     done = run(aws, desk, "first", "digits.py")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "manyhands: sent as sagemaker://eu-central-1/first-" in done.stdout
+    assert "manyhosts: sent as sagemaker://eu-central-1/first-" in done.stdout
     assert "test" in done.stdout, "what the first instance printed came through CloudWatch"
     assert weights_there(aws, "first") == short_training
 
@@ -75,7 +75,7 @@ def test_run_on_spare_instances_goes_on_when_they_are_taken_away(aws: Aws, desk:
     wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 20, "it trains", timeout_s=90)
     aws.take_away(name)
     wait_until(lambda: aws.jobs[name].status == "Completed", "it is over", timeout_s=120)
-    said = manyhands(desk, "logs", handle, **variables(aws)).stdout
+    said = manyhosts(desk, "logs", handle, **variables(aws)).stdout
     assert "started again, the run goes on from its last snapshot" in said
     assert weights_there(aws, "spare") == short_training
 
@@ -86,7 +86,7 @@ def test_job_that_fails_says_so_in_the_words_of_the_first_failure(aws: Aws, desk
     assert done.returncode == 1, done.stdout + done.stderr
     assert "ValueError: a slip" in done.stdout
     [handle] = [word for word in done.stdout.split() if word.startswith("sagemaker://")]
-    found = json.loads(manyhands(desk, "status", "--json", handle, **variables(aws)).stdout)
+    found = json.loads(manyhosts(desk, "status", "--json", handle, **variables(aws)).stdout)
     assert (found["state"], found["code"]) == ("failed", 1)
     assert "rank 1" in found["reason"]
     assert "host algo-2" in found["reason"]
@@ -96,7 +96,7 @@ def test_job_that_fails_says_so_in_the_words_of_the_first_failure(aws: Aws, desk
 def test_doctor_examines_the_instances_from_inside(aws: Aws, pair: Lab, desk: Path) -> None:
     options = [f"-o{key}={value}" for key, value in {**OPTIONS, "python": sys.executable}.items()]
     words = ["doctor", "--on", "sagemaker", "--nodes", "2", *options, "--json", "wrong.py"]
-    done = manyhands(desk, *words, **variables(aws))
+    done = manyhosts(desk, *words, **variables(aws))
     assert done.stdout, done.stderr
     found = json.loads(done.stdout)
     assert [(host["name"], host["hostname"]) for host in found["hosts"]] == [("algo-1", "lab1"), ("algo-2", "lab2")]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from engines import (
     FOLDER,
-    MANYHANDS,
+    MANYHOSTS,
     environment,
     equal_hashes,
     examined,
@@ -26,7 +26,7 @@ from launching import wait_until
 from slurms import start_slurm
 from testbed import needs
 
-from manyhands.lab import Lab
+from manyhosts.lab import Lab
 
 pytestmark = needs("slurmctld", "slurmd", "munged")
 
@@ -39,7 +39,7 @@ def save(*_):
         seen.write_text("saved")
     os._exit(0)
 signal.signal(signal.SIGTERM, save)
-print("goes on" if seen.exists() else "begins", os.environ["MANYHANDS_RUN_DIR"], flush=True)
+print("goes on" if seen.exists() else "begins", os.environ["MANYHOSTS_RUN_DIR"], flush=True)
 while not seen.exists():
     time.sleep(0.1)
 """
@@ -56,7 +56,7 @@ def folder(four: Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def state(four: Lab, handle: str) -> dict[str, str]:
-    words = [*MANYHANDS, "status", "--json", handle]
+    words = [*MANYHOSTS, "status", "--json", handle]
     found: dict[str, str] = json.loads(four[1].run(words, env=environment()).stdout)
     return found
 
@@ -102,7 +102,7 @@ def test_job_that_is_warned_of_its_limit_goes_on_in_the_same_run_directory(four:
 
     wait_until(lambda: state(four, handle)["state"] == "done", "it is done", timeout_s=150)
     assert log.read_text().count(f"goes on {FOLDER}/long") == 2
-    assert f"begins {FOLDER}/long" in four[0].run([*MANYHANDS, "logs", handle], env=environment()).stdout
+    assert f"begins {FOLDER}/long" in four[0].run([*MANYHOSTS, "logs", handle], env=environment()).stdout
 
 
 def test_job_is_cancelled_once_and_for_all(four: Lab, folder: Path) -> None:
@@ -110,12 +110,12 @@ def test_job_is_cancelled_once_and_for_all(four: Lab, folder: Path) -> None:
     words = ["--on", "slurm", "--nodes", "2", "--detach", "--run-dir", f"{FOLDER}/longer", "long.py"]
     handle = run(four[0], words).stdout.strip()
     for _ in range(2):
-        four[0].run([*MANYHANDS, "cancel", handle], env=environment())
+        four[0].run([*MANYHOSTS, "cancel", handle], env=environment())
     wait_until(lambda: state(four, handle)["state"] == "cancelled", "it is cancelled", timeout_s=60)
 
 
 def test_script_that_the_users_own_srun_starts_knows_its_place(four: Lab) -> None:
-    words = ["srun", "--quiet", "--nodes", "2", "env", recipe(), f"MANYHANDS_RUN_DIR={FOLDER}/own"]
+    words = ["srun", "--quiet", "--nodes", "2", "env", recipe(), f"MANYHOSTS_RUN_DIR={FOLDER}/own"]
     done = four[0].run([*words, sys.executable, "recipe_script.py"], folder=FOLDER, env=environment(), timeout_s=150)
     found = hashes(done.stdout)
     assert len(found) >= 1, done.stderr

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launching import MANYHANDS, wait_until
+from launching import MANYHOSTS, wait_until
 from remote import run
 from testbed import needs
 
-from manyhands.lab import Lab
+from manyhosts.lab import Lab
 
 HELLO = """
 import os, socket
@@ -97,7 +97,7 @@ def test_what_a_script_needs_is_brought_and_what_it_does_not_stays(four: Lab, tm
     for path in ("package/part.py", "data/numbers.txt", ".git/config", "runs/old/run.json", "secret/key"):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text("VALUE = 1\n")
-    (tmp_path / ".manyhandsignore").write_text("# mine alone\nsecret/\n")
+    (tmp_path / ".manyhostsignore").write_text("# mine alone\nsecret/\n")
     source = """
         import os
         value = open("package/part.py").read().split()[-1]
@@ -108,7 +108,7 @@ def test_what_a_script_needs_is_brought_and_what_it_does_not_stays(four: Lab, tm
     first = run(four, tmp_path, source, "--hosts", "lab1", variables=variables)
     (tmp_path / "package" / "part.py").write_text("VALUE = 22\n")
     second = run(four, tmp_path, source, "--hosts", "lab1", variables=variables)
-    files = "./.manyhandsignore ./data/numbers.txt ./package/part.py ./script.py"
+    files = "./.manyhostsignore ./data/numbers.txt ./package/part.py ./script.py"
     assert [ended.out.splitlines()[-1] for ended in (first, second)] == [f"1 {files}", f"22 {files}"], first.err
 
 
@@ -127,7 +127,7 @@ def test_record_and_logs_of_all_hosts_are_brought_back(four: Lab, tmp_path: Path
     source = """
         import os
         if os.environ["RANK"] == "0":
-            with open(os.path.join(os.environ["MANYHANDS_RUN_DIR"], "result.txt"), "w") as file:
+            with open(os.path.join(os.environ["MANYHOSTS_RUN_DIR"], "result.txt"), "w") as file:
                 file.write("42")
         print("hello from", os.environ["RANK"])
     """
@@ -195,8 +195,8 @@ def test_detached_run_over_ssh_is_followed_and_cancelled_by_its_handle(four: Lab
     assert handle == f"ssh://{tmp_path}/run", ended.err
     log = tmp_path / "run" / "logs" / "detached.log"
     wait_until(lambda: log.read_text().count("begins on") == 2, "both workers run", timeout_s=90)
-    assert four.desk.run([*MANYHANDS, "status", handle]).stdout.startswith("running · process ")
-    four.desk.run([*MANYHANDS, "cancel", handle], timeout_s=120)
-    assert four.desk.run([*MANYHANDS, "status", handle]).stdout.startswith("cancelled · lab1,lab2 · ")
-    told = four.desk.run([*MANYHANDS, "logs", handle]).stdout
+    assert four.desk.run([*MANYHOSTS, "status", handle]).stdout.startswith("running · process ")
+    four.desk.run([*MANYHOSTS, "cancel", handle], timeout_s=120)
+    assert four.desk.run([*MANYHOSTS, "status", handle]).stdout.startswith("cancelled · lab1,lab2 · ")
+    told = four.desk.run([*MANYHOSTS, "logs", handle]).stdout
     assert sorted(line.split()[-1] for line in told.splitlines() if "begins on" in line) == ["lab1", "lab2"]

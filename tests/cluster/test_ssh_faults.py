@@ -9,11 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launching import MANYHANDS, wait_until
+from launching import MANYHOSTS, wait_until
 from remote import Ended, run, start
 from testbed import needs
 
-from manyhands.lab import Lab
+from manyhosts.lab import Lab
 
 QUICK = "print('hello')"
 NO_LINGERING_S = 60  # twice what the slowest of these may take on a busy machine
@@ -21,11 +21,11 @@ NO_LINGERING_S = 60  # twice what the slowest of these may take on a busy machin
 
 def sentence(ended: Ended, code: int = 3) -> str:
     """The first line of the one error that was told."""
-    told = [line for line in ended.err.splitlines() if line.startswith("manyhands: ")]
+    told = [line for line in ended.err.splitlines() if line.startswith("manyhosts: ")]
     assert (ended.code, len(told)) == (code, 1), ended.err
     assert "fix:" in ended.err
     assert "hello" not in ended.out, "nothing ran"
-    return told[0].removeprefix("manyhands: ")
+    return told[0].removeprefix("manyhosts: ")
 
 
 def test_name_that_does_not_resolve(four: Lab, tmp_path: Path) -> None:
@@ -73,8 +73,8 @@ def test_host_without_python(make_lab: Callable[..., Lab], tmp_path: Path) -> No
     ("package", "version", "expected"),
     [
         ("torch", "1.13.0", "host lab2 has torch 1.13.0, and this machine has "),
-        ("manyhands", "0.0.1", "host lab2 has manyhands 0.0.1, and this machine has "),
-        ("manyhands", "", "host lab2 has no manyhands: "),
+        ("manyhosts", "0.0.1", "host lab2 has manyhosts 0.0.1, and this machine has "),
+        ("manyhosts", "", "host lab2 has no manyhosts: "),
     ],
 )
 def test_host_with_other_packages(
@@ -126,7 +126,7 @@ def test_encrypted_link_between_hosts_is_chosen_by_the_way_they_are_named(make_l
     keys = f"Host w*\n IdentityFile {hosts.folder.path}/key\n UserKnownHostsFile {hosts.folder.path}/known_hosts\n"
     user.path("/root/.ssh/config").write_text(config + keys)
     user.path("/root/script.py").write_text("import os; print('over', os.environ['GLOO_SOCKET_IFNAME'])")
-    words = [*MANYHANDS, "run", "--hosts", "w2,w3", "--encrypt", "required", "script.py"]
+    words = [*MANYHOSTS, "run", "--hosts", "w2,w3", "--encrypt", "required", "script.py"]
     ended = user.run(words, check=False)
     assert (ended.returncode, ended.stdout.count("] over wg0")) == (0, 2), ended.stderr
 

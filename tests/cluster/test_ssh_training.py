@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import MANYHANDS, write_script
+from launching import MANYHOSTS, write_script
 from remote import run
 from safetensors.torch import load_file
 
-from manyhands.lab import Lab
+from manyhosts.lab import Lab
 
 SOURCE = """
     import hashlib, os
     import torch
     from torch import nn
-    import manyhands as mh
+    import manyhosts as mh
 
     images = torch.rand(300, 64, generator=torch.Generator().manual_seed(7))
     labels = images.reshape(300, 4, 16).sum(2).argmax(1)
@@ -53,7 +53,7 @@ def test_four_hosts_train_what_one_process_trains_and_go_on(four: Lab, tmp_path:
     assert len(hashes) == 4
     assert len(set(hashes)) == 1, "the same bits on all hosts"
     script = write_script(tmp_path, SOURCE, "alone.py")
-    words = [*MANYHANDS, "run", "--env", "DURATION=2 epochs", "--env", "OMP_NUM_THREADS=1", "--run-dir", "one"]
+    words = [*MANYHOSTS, "run", "--env", "DURATION=2 epochs", "--env", "OMP_NUM_THREADS=1", "--run-dir", "one"]
     subprocess.run([*words, script.name], cwd=tmp_path, check=True, capture_output=True, timeout=120)
     many, one = weights_of(tmp_path / "many"), weights_of(tmp_path / "one")
     assert many.keys() == one.keys()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from ranks import free_port
 
-from manyhands.lab import Lab
+from manyhosts.lab import Lab
 
 SCRIPT = Path(__file__).with_name("wire_script.py")
 PARAMETERS = 1024 * 1024

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-import manyhands as mh
-from manyhands.cluster.place import Place
-from manyhands.communication.world import World
-from manyhands.strategies.alone import Drifting
-from manyhands.strategies.ddp import DataParallel
-from manyhands.strategies.local_sgd import LocalSteps
-from manyhands.strategies.strategy import Piece
+import manyhosts as mh
+from manyhosts.cluster.place import Place
+from manyhosts.communication.world import World
+from manyhosts.strategies.alone import Drifting
+from manyhosts.strategies.ddp import DataParallel
+from manyhosts.strategies.local_sgd import LocalSteps
+from manyhosts.strategies.strategy import Piece
 
 COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 

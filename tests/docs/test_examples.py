@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-MANYHANDS = str(Path(sys.executable).with_name("manyhands"))
+MANYHOSTS = str(Path(sys.executable).with_name("manyhosts"))
 
 pytestmark = pytest.mark.multiprocess
 
@@ -27,7 +27,7 @@ def summary(folder: Path) -> dict:
 
 
 def test_main_job_reaches_98_percent_and_says_what_a_person_wants_to_know(tmp_path: Path) -> None:
-    said = run(tmp_path, MANYHANDS, "run", "--workers", "2", str(EXAMPLES / "digits.py"))
+    said = run(tmp_path, MANYHOSTS, "run", "--workers", "2", str(EXAMPLES / "digits.py"))
     [folder] = (tmp_path / "runs").iterdir()
     facts = summary(folder)
     assert facts["test"]["accuracy"] >= 0.98
@@ -55,7 +55,7 @@ def test_own_step_learns_and_logs_its_values(tmp_path: Path) -> None:
 
 
 def test_augmentation_learns_with_loader_processes_on_two_workers(tmp_path: Path) -> None:
-    run(tmp_path, MANYHANDS, "run", "--workers", "2", str(EXAMPLES / "augmentation.py"))
+    run(tmp_path, MANYHOSTS, "run", "--workers", "2", str(EXAMPLES / "augmentation.py"))
     [folder] = (tmp_path / "runs").iterdir()
     assert summary(folder)["validation"]["accuracy"] > 0.9
 
@@ -69,7 +69,7 @@ def test_stream_learns_the_law(tmp_path: Path) -> None:
 
 
 def test_script_that_knows_nothing_of_us_trains_together(tmp_path: Path) -> None:
-    said = run(tmp_path, MANYHANDS, "run", "--workers", "2", "--env", "EPOCHS=2", str(EXAMPLES / "torchrun_script.py"))
+    said = run(tmp_path, MANYHOSTS, "run", "--workers", "2", "--env", "EPOCHS=2", str(EXAMPLES / "torchrun_script.py"))
     losses = [line.rsplit("loss ", 1)[1] for line in said.splitlines() if "epoch 1, loss" in line]
     assert len(losses) == 2
     assert losses[0] == losses[1]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from pages import PAGES, ROOT, blocks_of, run_page
 
-from manyhands import errors, events
-from manyhands.config.overrides import known_keys
+from manyhosts import errors, events
+from manyhosts.config.overrides import known_keys
 
 WITH_BLOCKS = [page for page in PAGES if {"python", "bash", "console"} & {b.language for b in blocks_of(page)}]
 
@@ -81,7 +81,7 @@ def test_no_setting_is_explained_that_does_not_exist() -> None:
 def test_every_error_is_explained_with_its_exit_code() -> None:
     text = words_of("docs/errors.md")
     for name, kind in vars(errors).items():
-        if isinstance(kind, type) and issubclass(kind, errors.ManyhandsError) and kind is not errors.ManyhandsError:
+        if isinstance(kind, type) and issubclass(kind, errors.ManyhostsError) and kind is not errors.ManyhostsError:
             assert re.search(rf"^## {name}, exit code {kind.exit_code}$", text, re.MULTILINE), name
 
 

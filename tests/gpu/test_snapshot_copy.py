@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from manyhands.snapshot.copy import CopySpace
-from manyhands.snapshot.store import Facts, Store
+from manyhosts.snapshot.copy import CopySpace
+from manyhosts.snapshot.store import Facts, Store
 
 pytestmark = [
     pytest.mark.gpu,

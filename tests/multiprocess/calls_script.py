@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-import manyhands as mh
-from manyhands.cluster.membership import JOINS
+import manyhosts as mh
+from manyhosts.cluster.membership import JOINS
 
 PLACE, RANK, PARTS = sys.argv[1:4]
 DIES = os.environ["RANK"] == RANK and JOINS not in os.environ  # ranks change when workers do

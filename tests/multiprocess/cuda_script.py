@@ -1,4 +1,4 @@
-"""A script as people write them for GPUs: CUDA, NCCL, mixed precision, pinned memory. Knows nothing of manyhands."""
+"""A script as people write them for GPUs: CUDA, NCCL, mixed precision, pinned memory. Knows nothing of manyhosts."""
 
 import os
 import sys

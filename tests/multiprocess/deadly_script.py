@@ -15,7 +15,7 @@ from typing import Any
 
 from runs import make_trainer, recipe_in_environment
 
-from manyhands.cluster.membership import JOINS
+from manyhosts.cluster.membership import JOINS
 
 
 def dies_at(place: str) -> None:

@@ -1,4 +1,4 @@
-"""A script as users of Lightning write it, and nothing in it knows of manyhands. Prints the weights' hash."""
+"""A script as users of Lightning write it, and nothing in it knows of manyhosts. Prints the weights' hash."""
 
 import hashlib
 import sys

@@ -18,7 +18,7 @@ from deadly_script import dies_at
 from runs import make_trainer, recipe_in_environment
 from torch import Tensor, nn
 
-from manyhands.cluster.membership import JOINS
+from manyhosts.cluster.membership import JOINS
 
 
 def fingerprint(model: nn.Module, optimizer: Any) -> str:

@@ -11,5 +11,5 @@ if __name__ == "__main__":
     if pids := os.environ.get("PIDS"):
         Path(pids, f"{os.environ['RANK']}-{os.getpid()}").touch()  # for whoever wants to kill a certain worker
     recipe = recipe_in_environment()
-    trainer = make_trainer(recipe, Path(os.environ.get("MANYHANDS_RUN_DIR", "run")))
+    trainer = make_trainer(recipe, Path(os.environ.get("MANYHOSTS_RUN_DIR", "run")))
     trainer.fit(recipe.duration)

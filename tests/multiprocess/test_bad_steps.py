@@ -15,11 +15,11 @@ from runs import step_lines
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-import manyhands as mh
-from manyhands.errors import ConfigError, TrainingError
-from manyhands.events import StepDone
-from manyhands.records.metrics import read
-from manyhands.records.samples import counted
+import manyhosts as mh
+from manyhosts.errors import ConfigError, TrainingError
+from manyhosts.events import StepDone
+from manyhosts.records.metrics import read
+from manyhosts.records.samples import counted
 
 pytestmark = pytest.mark.multiprocess
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-import manyhands as mh
-from manyhands.communication import tree_sum
-from manyhands.communication.tree import Node, Subtrees
-from manyhands.config import overrides
-from manyhands.errors import ConfigError
+import manyhosts as mh
+from manyhosts.communication import tree_sum
+from manyhosts.communication.tree import Node, Subtrees
+from manyhosts.config import overrides
+from manyhosts.errors import ConfigError
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.xdist_group("bits")]  # so that `alone` is made once
 PARTS = 8

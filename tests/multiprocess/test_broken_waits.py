@@ -13,10 +13,10 @@ import torch
 from launching import wait_until
 from ranks import run_ranks
 
-from manyhands.cluster.place import Place
-from manyhands.communication import world as world_module
-from manyhands.communication.world import World, is_break
-from manyhands.errors import CommunicationError
+from manyhosts.cluster.place import Place
+from manyhosts.communication import world as world_module
+from manyhosts.communication.world import World, is_break
+from manyhosts.errors import CommunicationError
 
 pytestmark = pytest.mark.multiprocess
 

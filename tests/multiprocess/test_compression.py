@@ -13,15 +13,15 @@ from ranks import run_ranks
 from runs import Recipe, run_recipe, step_lines, trained
 from torch import nn
 
-import manyhands as mh
-from manyhands.cluster.place import Place
-from manyhands.communication.buckets import GradientBuckets
-from manyhands.communication.compression.feedback import Compressor
-from manyhands.communication.compression.table import make_compression
-from manyhands.communication.lanes import Lanes
-from manyhands.communication.link import Link
-from manyhands.communication.probe import probe
-from manyhands.communication.world import World
+import manyhosts as mh
+from manyhosts.cluster.place import Place
+from manyhosts.communication.buckets import GradientBuckets
+from manyhosts.communication.compression.feedback import Compressor
+from manyhosts.communication.compression.table import make_compression
+from manyhosts.communication.lanes import Lanes
+from manyhosts.communication.link import Link
+from manyhosts.communication.probe import probe
+from manyhosts.communication.world import World
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.xdist_group("compression")]  # so that `together` is made once
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
-from launching import MANYHANDS, alive, environment, wait_until, write_script
+from launching import MANYHOSTS, alive, environment, wait_until, write_script
 
 pytestmark = pytest.mark.multiprocess
 
@@ -27,22 +27,22 @@ SOURCE = """
 """
 
 
-def manyhands(folder: Path, *words: str) -> Any:
+def manyhosts(folder: Path, *words: str) -> Any:
     return subprocess.run(
-        [*MANYHANDS, *words], cwd=folder, env=environment(), capture_output=True, text=True, timeout=90
+        [*MANYHOSTS, *words], cwd=folder, env=environment(), capture_output=True, text=True, timeout=90
     )
 
 
 def detach(folder: Path, what: str, *options: str) -> str:
     script = write_script(folder, SOURCE)
     words = ["--detach", "--workers", "2", "--run-dir", str(folder / "run"), *options, str(script), what]
-    done = manyhands(folder, "run", *words)
+    done = manyhosts(folder, "run", *words)
     assert done.returncode == 0, done.stderr
     return str(done.stdout).strip()
 
 
 def status(folder: Path, handle: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(manyhands(folder, "status", "--json", handle).stdout)
+    found: dict[str, Any] = json.loads(manyhosts(folder, "status", "--json", handle).stdout)
     return found
 
 
@@ -53,22 +53,22 @@ def head_of(folder: Path) -> psutil.Process:
 def test_detached_run_tells_how_it_stands_what_it_printed_and_that_it_is_done(tmp_path: Path) -> None:
     handle = detach(tmp_path, "ends")
     assert handle == f"local://{tmp_path}/run"
-    lines = manyhands(tmp_path, "logs", "--follow", handle).stdout.splitlines()
+    lines = manyhosts(tmp_path, "logs", "--follow", handle).stdout.splitlines()
     assert sorted(lines) == ["[0] begins 0", "[1] begins 1"]
     found = status(tmp_path, handle)
     assert (found["state"], found["code"], found["handle"]) == ("done", 0, handle)
-    manyhands(tmp_path, "cancel", handle)
+    manyhosts(tmp_path, "cancel", handle)
     assert status(tmp_path, handle)["state"] == "done", "what is over stays as it ended"
 
 
 def test_detached_run_that_fails_says_why_and_with_which_code(tmp_path: Path) -> None:
     handle = detach(tmp_path, "fails")
-    said = manyhands(tmp_path, "logs", "--follow", handle).stdout
+    said = manyhosts(tmp_path, "logs", "--follow", handle).stdout
     assert "ValueError: no such thing" in said
     found = status(tmp_path, handle)
     assert (found["state"], found["code"]) == ("failed", 1)
     assert "rank 1" in found["reason"]
-    assert manyhands(tmp_path, "status", handle).stdout.startswith("failed · ")
+    assert manyhosts(tmp_path, "status", handle).stdout.startswith("failed · ")
 
 
 def test_cancelled_run_leaves_no_process_and_can_be_cancelled_twice(tmp_path: Path) -> None:
@@ -80,15 +80,15 @@ def test_cancelled_run_leaves_no_process_and_can_be_cancelled_twice(tmp_path: Pa
     with ThreadPoolExecutor(4) as terminals:  # all look at the same lock
         assert {each["state"] for each in terminals.map(lambda _: status(tmp_path, handle), range(4))} == {"running"}
     for _ in range(2):
-        assert manyhands(tmp_path, "cancel", handle).returncode == 0
+        assert manyhosts(tmp_path, "cancel", handle).returncode == 0
     assert status(tmp_path, handle)["state"] == "cancelled"
     wait_until(lambda: not alive(family), "nothing of it runs")
 
 
 def test_same_run_directory_is_not_started_twice(tmp_path: Path) -> None:
     handle = detach(tmp_path, "waits")
-    again = manyhands(tmp_path, "run", "--detach", "--run-dir", str(tmp_path / "run"), "script.py", "ends")
-    manyhands(tmp_path, "cancel", handle)
+    again = manyhosts(tmp_path, "run", "--detach", "--run-dir", str(tmp_path / "run"), "script.py", "ends")
+    manyhosts(tmp_path, "cancel", handle)
     assert again.returncode == 2
     assert "a run in this directory is going on" in again.stderr
 
@@ -107,7 +107,7 @@ def test_run_whose_process_was_killed_is_failed_and_its_workers_end(tmp_path: Pa
 
 def test_handle_with_the_wrong_target_names_the_right_one(tmp_path: Path) -> None:
     handle = detach(tmp_path, "ends")
-    asked = manyhands(tmp_path, "status", handle.replace("local:", "ssh:"))
+    asked = manyhosts(tmp_path, "status", handle.replace("local:", "ssh:"))
     assert asked.returncode == 2
     assert f"ask for {handle}" in asked.stderr
-    manyhands(tmp_path, "logs", "--follow", handle)
+    manyhosts(tmp_path, "logs", "--follow", handle)

@@ -13,11 +13,11 @@ from torch.utils.data import TensorDataset
 from torchmetrics import MeanSquaredError, Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassConfusionMatrix
 
-from manyhands.cluster.place import Place
-from manyhands.communication.world import World
-from manyhands.data.fetch import Fetcher
-from manyhands.training.compute import autocast
-from manyhands.training.evaluate import Evaluation, flattened
+from manyhosts.cluster.place import Place
+from manyhosts.communication.world import World
+from manyhosts.data.fetch import Fetcher
+from manyhosts.training.compute import autocast
+from manyhosts.training.evaluate import Evaluation, flattened
 
 pytestmark = pytest.mark.multiprocess
 SIZES = (1, 2, 7, 21, 150)

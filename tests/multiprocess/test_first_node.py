@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 from launching import environment, wait_until
 
-from manyhands.errors import ConfigError, LaunchError
-from manyhands.launchers import interfaces, job_file, packing
-from manyhands.launchers.host import first_node
-from manyhands.launchers.host.first_node import AGAIN, Station
-from manyhands.launchers.job import Job
-from manyhands.launchers.kubernetes import manifest
-from manyhands.launchers.kubernetes import node as kubernetes_node
-from manyhands.launchers.sagemaker import node as sagemaker_node
+from manyhosts.errors import ConfigError, LaunchError
+from manyhosts.launchers import interfaces, job_file, packing
+from manyhosts.launchers.host import first_node
+from manyhosts.launchers.host.first_node import AGAIN, Station
+from manyhosts.launchers.job import Job
+from manyhosts.launchers.kubernetes import manifest
+from manyhosts.launchers.kubernetes import node as kubernetes_node
+from manyhosts.launchers.sagemaker import node as sagemaker_node
 
 pytestmark = pytest.mark.multiprocess
 
@@ -39,7 +39,7 @@ def start(job: Job, index: int, port: int) -> subprocess.Popen[str]:
         manifest.TOKEN: "a secret",
         "JOB_COMPLETION_INDEX": str(index),
     }
-    words = [sys.executable, "-P", "-m", "manyhands.launchers.kubernetes.node"]
+    words = [sys.executable, "-P", "-m", "manyhosts.launchers.kubernetes.node"]
     return subprocess.Popen(
         words, env={**environment(), **own}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -127,8 +127,8 @@ def test_pod_without_its_variables_says_that_it_is_not_to_be_started_by_hand(
 
 def test_instance_without_sagemakers_files_leaves_a_sentence_for_the_console(tmp_path: Path) -> None:
     assert sagemaker_node.main(tmp_path) == 2
-    assert (tmp_path / "output" / "failure").read_text().startswith("manyhands: cannot read what to run")
-    own = tmp_path / "input" / "data" / "manyhands"
+    assert (tmp_path / "output" / "failure").read_text().startswith("manyhosts: cannot read what to run")
+    own = tmp_path / "input" / "data" / "manyhosts"
     own.mkdir(parents=True)
     (own / "job.json").write_text(job_file.text_of(job(tmp_path, "")))
     (own / "token").write_text("t")
@@ -148,13 +148,13 @@ def test_packed_folder_is_the_same_there_and_holds_what_is_needed(tmp_path: Path
     (here / "part" / "a.py").write_text("a = 1\n")
     (here / "runs" / "first" / "big").write_text("no")
     (here / "secret.bin").write_text("no")
-    (here / ".manyhandsignore").write_text("*.bin\n")
+    (here / ".manyhostsignore").write_text("*.bin\n")
     packed = packing.pack(here, leave_out=here / "runs" / "first")
     assert packed == packing.pack(here, leave_out=here / "runs" / "first"), "the same bytes for the same files"
     (tmp_path / "packed").write_bytes(packed)
     packing.unpack(tmp_path / "packed", tmp_path / "there")
     found = {str(path.relative_to(tmp_path / "there")) for path in (tmp_path / "there").rglob("*") if path.is_file()}
-    assert found == {"part/a.py", ".manyhandsignore"}
+    assert found == {"part/a.py", ".manyhostsignore"}
     (tmp_path / "packed").write_bytes(packed[: len(packed) // 2])
     with pytest.raises(ConfigError, match="cannot be unpacked"):
         packing.unpack(tmp_path / "packed", tmp_path / "elsewhere")

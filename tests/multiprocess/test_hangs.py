@@ -58,7 +58,7 @@ def hung(folder: Path, what: str, *options: str, code: int = 4) -> Ended:
     begin = time.monotonic()
     options = ("--workers", "2", "--hang-timeout", str(PATIENCE_S), "--env", "OMP_NUM_THREADS=1", *options)
     ended = run(folder, SCRIPT, *options, arguments=[what])
-    assert (ended.code, ended.err.count("manyhands: ")) == (code, int(code != 0)), ended.err
+    assert (ended.code, ended.err.count("manyhosts: ")) == (code, int(code != 0)), ended.err
     assert time.monotonic() - begin < 20 * PATIENCE_S
     return ended
 
@@ -73,7 +73,7 @@ def hung(folder: Path, what: str, *options: str, code: int = 4) -> Ended:
 )
 def test_worker_that_keeps_the_other_waiting_is_named_with_what_it_does(tmp_path: Path, what: str, doing: str) -> None:
     ended = hung(tmp_path, what)
-    said = rf"manyhands: rank 1 on host \S+ {doing}, and has got no further for {PATIENCE_S} s \(after step 20\)"
+    said = rf"manyhosts: rank 1 on host \S+ {doing}, and has got no further for {PATIENCE_S} s \(after step 20\)"
     assert re.search(rf"{said}; 1 other waits for it; 1 other worker was ended\n", ended.err), ended.err
 
 
@@ -118,7 +118,7 @@ TRAINER = """
     import torch
     from pathlib import Path
     from torch import nn
-    import manyhands as mh
+    import manyhosts as mh
 
     class Trap(torch.utils.data.Dataset):
         def __len__(self):

@@ -12,7 +12,7 @@ from ranks import run_ranks
 from runs import Recipe, images_and_labels, make_trainer, step_lines, trained
 from torch.nn import functional
 
-import manyhands as mh
+import manyhosts as mh
 
 pytestmark = pytest.mark.multiprocess
 

@@ -8,7 +8,7 @@ from pkgutil import resolve_name
 
 import pytest
 
-PLACE = re.compile(r"\b(manyhands\.[\w.]+:[\w.]+):\d+:(?:before|after)")
+PLACE = re.compile(r"\b(manyhosts\.[\w.]+:[\w.]+):\d+:(?:before|after)")
 PLACES = {name for path in Path(__file__).parent.glob("*.py") for name in PLACE.findall(path.read_text())}
 
 

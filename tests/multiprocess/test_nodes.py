@@ -13,13 +13,13 @@ from ranks import run_ranks
 from runs import Recipe, make_trainer, run_recipe, trained
 from torch import nn
 
-import manyhands as mh
-from manyhands.cluster.place import Place
-from manyhands.communication.compression.exchange import Parcel
-from manyhands.communication.compression.table import make_compression
-from manyhands.communication.lanes import Lanes
-from manyhands.communication.link import Link
-from manyhands.communication.world import World
+import manyhosts as mh
+from manyhosts.cluster.place import Place
+from manyhosts.communication.compression.exchange import Parcel
+from manyhosts.communication.compression.table import make_compression
+from manyhosts.communication.lanes import Lanes
+from manyhosts.communication.link import Link
+from manyhosts.communication.world import World
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.xdist_group("nodes")]  # so that `runs` is made once
 

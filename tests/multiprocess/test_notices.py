@@ -49,12 +49,12 @@ def notices(folder: Path, source: str, *options: str, workers: int = 2) -> list[
 def told(ended: Ended) -> list[str]:
     """What the launcher has said; the script has done its work all the same."""
     assert ended.code == 0, ended.err
-    return [line for line in ended.out.splitlines() if line.startswith("manyhands: ")]
+    return [line for line in ended.out.splitlines() if line.startswith("manyhosts: ")]
 
 
 def test_workers_without_a_process_group_are_told_that_each_trains_alone(tmp_path: Path) -> None:
     [words] = notices(tmp_path, ALONE)
-    assert words.startswith("manyhands: each of the 2 workers trains alone: there is no process group")
+    assert words.startswith("manyhosts: each of the 2 workers trains alone: there is no process group")
     assert "fix: call torch.distributed.init_process_group()" in words
 
 
@@ -70,21 +70,21 @@ def test_module_and_archive_are_told_so_too(tmp_path: Path) -> None:
 def test_workers_that_begin_with_different_weights_are_told_so(tmp_path: Path) -> None:
     source = TOGETHER + "loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))\n" + BY_HAND + TRAIN
     [words] = notices(tmp_path, source)
-    assert words.startswith("manyhands: the 2 workers began with different weights")
+    assert words.startswith("manyhosts: the 2 workers began with different weights")
     assert "DistributedDataParallel" in words
 
 
 def test_workers_that_read_the_same_samples_are_told_so(tmp_path: Path) -> None:
     source = TOGETHER + "model = DistributedDataParallel(model)\nloader = DataLoader(data, batch_size=8)\n" + TRAIN
     [words] = notices(tmp_path, source)
-    assert words.startswith("manyhands: all 2 workers train on the same samples")
+    assert words.startswith("manyhosts: all 2 workers train on the same samples")
     assert "DistributedSampler" in words
 
 
 def test_script_that_makes_an_optimizer_and_no_step_is_told_so(tmp_path: Path) -> None:
     source = BEGIN + "loader = DataLoader(data, batch_size=64, drop_last=True)\nexchange = bool\n" + TRAIN
     [words] = notices(tmp_path, source, workers=1)
-    assert words.startswith("manyhands: the script ended without one optimizer step")
+    assert words.startswith("manyhosts: the script ended without one optimizer step")
 
 
 @pytest.mark.parametrize(

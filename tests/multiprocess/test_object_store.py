@@ -97,7 +97,7 @@ def _look_with_the_command(bucket: S3, name: str, kept: list[int]) -> None:
     place = f"s3://{BUCKET}/{name}"
     [damaged] = [each for each in bucket.names(f"{name}/step-{kept[-1]:08d}") if "/tensors-00000" in each]
     bucket.flip(damaged)
-    code = "import sys; from manyhands.cli.main import main; sys.exit(main(['snapshots', 'ls', sys.argv[1], '--json']))"
+    code = "import sys; from manyhosts.cli.main import main; sys.exit(main(['snapshots', 'ls', sys.argv[1], '--json']))"
     done = subprocess.run([sys.executable, "-c", code, place], capture_output=True, text=True, timeout=120)
     listed = json.loads(done.stdout)
     assert [(one["step"], one["condition"]) for one in listed if not one["best"]] == [

@@ -11,8 +11,8 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from manyhands.cluster.place import Place
-from manyhands.communication.world import World
+from manyhosts.cluster.place import Place
+from manyhosts.communication.world import World
 
 pytestmark = pytest.mark.multiprocess
 
@@ -45,7 +45,7 @@ def sleep(rank: int) -> None:
 
 
 def read_variable(rank: int) -> str:
-    return os.environ["MANYHANDS_TEST"]
+    return os.environ["MANYHOSTS_TEST"]
 
 
 def test_ranks_meet_and_answer_in_order() -> None:
@@ -73,5 +73,5 @@ def test_silent_ranks_are_named_when_the_time_is_over() -> None:
 
 def test_environment_of_the_test_goes_along(monkeypatch: pytest.MonkeyPatch) -> None:
     for word in ("once", "again"):
-        monkeypatch.setenv("MANYHANDS_TEST", word)
+        monkeypatch.setenv("MANYHOSTS_TEST", word)
         assert run_ranks(1, read_variable) == [word]

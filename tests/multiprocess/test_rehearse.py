@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).with_name("cuda_script.py")
 
 
 def rehearse(script: Path, *words: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "manyhands.cli.main", "run", "--workers", "2", "--rehearse", str(script), *words]
+    command = [sys.executable, "-m", "manyhosts.cli.main", "run", "--workers", "2", "--rehearse", str(script), *words]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
 
 
@@ -65,7 +65,7 @@ def test_factories_and_moves_by_any_name_of_a_device_stay_on_the_cpu(tmp_path: P
 def test_trainer_rehearses_as_it_runs(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
-        "import torch\nfrom torch import nn\nfrom torch.utils.data import TensorDataset\nimport manyhands as mh\n"
+        "import torch\nfrom torch import nn\nfrom torch.utils.data import TensorDataset\nimport manyhosts as mh\n"
         "data = TensorDataset(torch.randn(16, 4), torch.randint(0, 2, (16,)))\n"
         "trainer = mh.Trainer(model=lambda: nn.Linear(4, 2), loss=nn.CrossEntropyLoss(), backend='nccl',\n"
         "    optimizer=lambda params: torch.optim.SGD(params, lr=0.1), data=mh.Data(train=data, batch_size=4))\n"

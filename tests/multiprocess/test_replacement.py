@@ -18,7 +18,7 @@ SCRIPT = """
     started.write_text("warm" if "sklearn.datasets" in sys.modules else "cold")
     import sklearn.datasets
     import torch
-    import manyhands as mh
+    import manyhosts as mh
 
     class Slow(torch.utils.data.Dataset):
         def __len__(self):

@@ -1,4 +1,4 @@
-"""`manyhands run` gives a script what torchrun and Python give it, and takes nothing away."""
+"""`manyhosts run` gives a script what torchrun and Python give it, and takes nothing away."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_no_worker_is_told_the_secret_of_the_run(tmp_path: Path) -> None:
 
 def test_env_and_run_dir_reach_the_workers(tmp_path: Path) -> None:
     [worker] = told(run(tmp_path, PRINT_ENVIRONMENT, "--env", "COLOUR=red=ish").out)
-    assert (worker["COLOUR"], worker["MANYHANDS_RUN_DIR"]) == ("red=ish", str(tmp_path / "run"))
+    assert (worker["COLOUR"], worker["MANYHOSTS_RUN_DIR"]) == ("red=ish", str(tmp_path / "run"))
 
 
 def test_threads_are_shared_out_unless_the_user_has_decided(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_rank_that_ends_early_and_well_leaves_the_others_alone(tmp_path: Path) -
 
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_script_that_init_writes_trains(tmp_path: Path, workers: str) -> None:
-    subprocess.run([sys.executable, "-P", "-m", "manyhands.cli.main", "init", str(tmp_path)], check=True)
+    subprocess.run([sys.executable, "-P", "-m", "manyhosts.cli.main", "init", str(tmp_path)], check=True)
     ended = run_words(tmp_path, "--run-dir", "run", "--workers", workers, "--set", "seed=1", "train.py")
     assert (ended.code, "'accuracy'" in ended.out) == (0, True), ended.err
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["workers"] == int(workers)
@@ -302,7 +302,7 @@ def test_group_that_a_script_takes_down_does_not_hold_it_up(tmp_path: Path) -> N
         "print('went on')\n"
     )
     for _ in range(3):
-        command = [sys.executable, "-m", "manyhands.cli.main", "run", "--workers", "2", str(script)]
+        command = [sys.executable, "-m", "manyhosts.cli.main", "run", "--workers", "2", str(script)]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("went on") == 2

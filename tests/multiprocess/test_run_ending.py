@@ -50,7 +50,7 @@ open("up-" + os.environ["RANK"], "w").close()
 time.sleep(600)
 """
 
-SCRATCH = "manyhands-*"
+SCRATCH = "manyhosts-*"
 
 
 def start_and_wait(folder: Path, source: str, *options: str, ranks: int = 2) -> subprocess.Popen[str]:

@@ -41,7 +41,7 @@ def test_exception_shows_one_traceback_then_one_sentence(tmp_path: Path) -> None
     assert "launchers" not in "".join(lines[: lines.index("ValueError: boom")]), (
         "our own frames are of no use to anyone"
     )
-    assert lines[lines.index("ValueError: boom") + 1].startswith("manyhands: rank 1 on host ")
+    assert lines[lines.index("ValueError: boom") + 1].startswith("manyhosts: rank 1 on host ")
     assert "failed with ValueError: boom; 2 other workers were ended" in ended.err
 
 
@@ -64,7 +64,7 @@ def test_frames_of_native_code_are_left_out(tmp_path: Path) -> None:
 def test_exit_code_other_than_zero_is_a_failure_in_a_sentence(tmp_path: Path) -> None:
     ended = fail_on_rank_one(tmp_path, "sys.exit(3)", "--workers", "2", "--nodes", "2")
     assert ended.code == 1
-    assert "manyhands: rank 1 on host node0 ended with exit code 3; 3 other workers were ended" in ended.err
+    assert "manyhosts: rank 1 on host node0 ended with exit code 3; 3 other workers were ended" in ended.err
     assert "Traceback" not in ended.err
 
 
@@ -123,12 +123,12 @@ def test_consequence_without_a_cause_is_shown_itself(tmp_path: Path) -> None:
 
 def test_error_of_ours_comes_out_once_in_its_own_words_with_its_exit_code(tmp_path: Path) -> None:
     source = """
-        from manyhands.errors import SnapshotError
+        from manyhosts.errors import SnapshotError
         raise SnapshotError("of another model", where="runs/x", fix="give another --run-dir")
     """
     ended = run(tmp_path, source, "--workers", "3", "--restarts", "3")
     assert ended.code == 2
-    assert ended.err == "manyhands: of another model\n  where: runs/x\n  fix:   give another --run-dir\n"
+    assert ended.err == "manyhosts: of another model\n  where: runs/x\n  fix:   give another --run-dir\n"
     assert ended.out == "", "a wrong request is not tried again"
 
 
@@ -200,7 +200,7 @@ def test_set_that_nobody_heard_is_told(tmp_path: Path) -> None:
 
 def test_set_that_a_trainer_heard_is_not(tmp_path: Path) -> None:
     source = """
-        from manyhands.cluster.reports import Reporter
+        from manyhosts.cluster.reports import Reporter
         reporter = Reporter.from_environment()
         reporter.send("trainer")
         reporter.close()
@@ -212,7 +212,7 @@ def test_set_that_a_trainer_heard_is_not(tmp_path: Path) -> None:
 def test_last_words_of_a_worker_are_heard(tmp_path: Path) -> None:
     source = """
         import os
-        from manyhands.cluster.reports import Reporter
+        from manyhosts.cluster.reports import Reporter
         reporter = Reporter.from_environment()
         for number in range(200):
             reporter.send("say", text=f"word {number}")
@@ -243,7 +243,7 @@ def test_run_directory_that_cannot_be_made_is_told_before_anything_starts(tmp_pa
     (tmp_path / "script.py").write_text("print('must not run')")
     ended = run_words(tmp_path, "--run-dir", "file/run", "script.py")
     assert (ended.code, ended.out) == (2, "")
-    assert ended.err.startswith("manyhands: cannot make the run directory: Not a directory\n")
+    assert ended.err.startswith("manyhosts: cannot make the run directory: Not a directory\n")
 
 
 def test_logs_that_a_host_cannot_keep_are_told_with_host_and_folder(tmp_path: Path) -> None:
@@ -251,6 +251,6 @@ def test_logs_that_a_host_cannot_keep_are_told_with_host_and_folder(tmp_path: Pa
     (tmp_path / "run" / "logs").touch()
     ended = run(tmp_path, "print('must not run')", "--nodes", "2")
     assert (ended.code, ended.out) == (3, "")
-    assert ended.err.startswith("manyhands: cannot make the folder for logs")
+    assert ended.err.startswith("manyhosts: cannot make the folder for logs")
     assert "host node" in ended.err
     assert str(tmp_path / "run" / "logs") in ended.err

@@ -67,7 +67,7 @@ def test_stranger_is_hung_up_on(head: subprocess.Popen[str], words: dict[str, ob
 def test_secret_is_in_no_command_line_no_worker_and_no_file(head: subprocess.Popen[str], tmp_path: Path) -> None:
     processes = family(head)
     [agent] = agents(processes)
-    token = agent.environ()["MANYHANDS_TOKEN"]
+    token = agent.environ()["MANYHOSTS_TOKEN"]
     assert len(token) == 32
     below = [process for process in processes if process.pid not in (head.pid, agent.pid)]
     assert [process for process in below if token in str(process.environ())] == []

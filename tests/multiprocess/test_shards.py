@@ -11,7 +11,7 @@ from commands import alive_workers, finish, kill_all, start, steps_done, summary
 from launching import agents, family, wait_until
 from runs import Recipe, Shards, samples_by_step, step_lines, trained
 
-from manyhands.records.metrics import read
+from manyhosts.records.metrics import read
 
 pytestmark = pytest.mark.multiprocess
 STEPS = 48

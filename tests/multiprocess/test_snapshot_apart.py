@@ -12,12 +12,12 @@ import torch
 from ranks import run_ranks
 from runs import Recipe, make_trainer, step_lines
 
-import manyhands as mh
-from manyhands.cluster.place import Place
-from manyhands.communication.world import World
-from manyhands.records import run_directory
-from manyhands.records.manifest import Facts
-from manyhands.snapshot.store import Store
+import manyhosts as mh
+from manyhosts.cluster.place import Place
+from manyhosts.communication.world import World
+from manyhosts.records import run_directory
+from manyhosts.records.manifest import Facts
+from manyhosts.snapshot.store import Store
 
 pytestmark = pytest.mark.multiprocess
 STATE = {"weights": torch.arange(6.0), "plain": {"step": 3}}

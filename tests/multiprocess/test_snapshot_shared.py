@@ -13,11 +13,11 @@ import torch
 from disks import CountingDisk
 from ranks import run_ranks
 
-from manyhands.cluster.place import Place
-from manyhands.communication.world import World
-from manyhands.events import SnapshotSaved
-from manyhands.records.manifest import found_in
-from manyhands.snapshot.store import Facts, Store
+from manyhosts.cluster.place import Place
+from manyhosts.communication.world import World
+from manyhosts.events import SnapshotSaved
+from manyhosts.records.manifest import found_in
+from manyhosts.snapshot.store import Facts, Store
 
 pytestmark = pytest.mark.multiprocess
 

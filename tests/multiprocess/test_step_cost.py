@@ -9,11 +9,11 @@ import torch
 from ranks import run_ranks
 from torch import Tensor, nn
 
-import manyhands as mh
-from manyhands.cluster.place import Place
-from manyhands.communication.world import Work, World
-from manyhands.strategies.ddp import DataParallel
-from manyhands.strategies.strategy import Piece
+import manyhosts as mh
+from manyhosts.cluster.place import Place
+from manyhosts.communication.world import Work, World
+from manyhosts.strategies.ddp import DataParallel
+from manyhosts.strategies.strategy import Piece
 
 pytestmark = pytest.mark.multiprocess
 STEPS, NUMBERS = 4, 3

@@ -96,7 +96,7 @@ def test_kills_while_every_step_is_validated_and_saved_lose_nothing(tmp_path: Pa
 
 def test_worker_that_dies_of_the_same_step_again_and_again_ends_the_run(tmp_path: Path) -> None:
     source = """
-        import os, signal, torch, manyhands as mh
+        import os, signal, torch, manyhosts as mh
         class Deadly(torch.utils.data.Dataset):
             def __len__(self):
                 return 64
@@ -118,7 +118,7 @@ def test_worker_that_dies_of_the_same_step_again_and_again_ends_the_run(tmp_path
 
 def test_error_in_the_script_is_no_death_to_go_on_from(tmp_path: Path) -> None:
     source = """
-        import torch, manyhands as mh
+        import torch, manyhosts as mh
         class Wrong(torch.utils.data.Dataset):
             def __len__(self):
                 return 64

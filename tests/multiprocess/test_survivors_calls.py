@@ -82,12 +82,12 @@ def test_worker_that_dies_in_a_later_call_costs_no_bit(
 
 
 MOMENTS = {
-    "before it says that it is over": "manyhands.training.run:Run.end:1:before",
-    "when it has said so": "manyhands.training.run:Run.end:1:after",
-    "when all have left the fit": "manyhands.training.calls:Calls.done:1:before",
-    "before it begins again": "manyhands.training.run:Run.begin:2:before",
-    "with the records open again": "manyhands.training.journal:Journal.open_records:2:after",
-    "with what came out of the test told": "manyhands.training.trainer:Trainer._test:1:after",
+    "before it says that it is over": "manyhosts.training.run:Run.end:1:before",
+    "when it has said so": "manyhosts.training.run:Run.end:1:after",
+    "when all have left the fit": "manyhosts.training.calls:Calls.done:1:before",
+    "before it begins again": "manyhosts.training.run:Run.begin:2:before",
+    "with the records open again": "manyhosts.training.journal:Journal.open_records:2:after",
+    "with what came out of the test told": "manyhosts.training.trainer:Trainer._test:1:after",
 }
 FIRST = ("before it says that it is over", "when all have left the fit")
 
@@ -119,7 +119,7 @@ def test_worker_that_dies_behind_the_last_call_has_its_lines_done_by_another(
 
 def test_error_that_a_worker_meets_in_an_exchange_of_the_scripts_own_is_told_by_its_cause(tmp_path: Path) -> None:
     source = """
-        import os, signal, torch, torch.distributed as dist, manyhands as mh
+        import os, signal, torch, torch.distributed as dist, manyhosts as mh
         data = torch.utils.data.TensorDataset(torch.randn(32, 4), torch.randn(32, 2))
         mh.Trainer(
             model=lambda: torch.nn.Linear(4, 2), loss=torch.nn.MSELoss(),

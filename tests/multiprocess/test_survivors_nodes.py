@@ -18,7 +18,7 @@ from launching import agents, family, wait_until
 from ranks import run_ranks
 from runs import Recipe, make_trainer, restarts, samples_by_step, step_lines
 
-import manyhands as mh
+import manyhosts as mh
 
 pytestmark = pytest.mark.multiprocess
 SLOW = pytest.mark.slow
@@ -91,23 +91,23 @@ def assert_nodes_are_equal(folder: Path, *, drift: bool = True) -> None:
         assert any(len({held[0] for held in nodes.values()}) == 2 for nodes in steps.values())
 
 
-FINAL_WORD = "manyhands.strategies.strategy:Tally.start_sum:12:after"
+FINAL_WORD = "manyhosts.strategies.strategy:Tally.start_sum:12:after"
 MOMENTS = {
-    "before its gradient leaves": ("local-sgd", "1=manyhands.communication.buckets:GradientBuckets.arm:12:before"),
-    "when its node's sums are there": ("diloco", "1=manyhands.communication.buckets:GradientBuckets.finish:12:after"),
-    "when it has the mean": ("local-sgd", "1=manyhands.strategies.stepping_alone:weighted_mean:2:after"),
-    "when the groups of lanes are made": ("diloco", "1=manyhands.communication.world:World.new_group:3:before"),
+    "before its gradient leaves": ("local-sgd", "1=manyhosts.communication.buckets:GradientBuckets.arm:12:before"),
+    "when its node's sums are there": ("diloco", "1=manyhosts.communication.buckets:GradientBuckets.finish:12:after"),
+    "when it has the mean": ("local-sgd", "1=manyhosts.strategies.stepping_alone:weighted_mean:2:after"),
+    "when the groups of lanes are made": ("diloco", "1=manyhosts.communication.world:World.new_group:3:before"),
     "one of another node while nodes are made anew": (
         "local-sgd",
-        f"1={FINAL_WORD} 2=manyhands.strategies.alone:Alone.regroup:2:before",
+        f"1={FINAL_WORD} 2=manyhosts.strategies.alone:Alone.regroup:2:before",
     ),
     "the one that is to give its optimizer": (
         "local-sgd",
-        f"1={FINAL_WORD} 0=manyhands.training.recover:share_optimizers:1:before",
+        f"1={FINAL_WORD} 0=manyhosts.training.recover:share_optimizers:1:before",
     ),
     "a host, and one of the other when that is all but made good": (
         "local-sgd",
-        f"2={FINAL_WORD} 3={FINAL_WORD} 0=manyhands.strategies.alone:Alone.regroup:2:before",
+        f"2={FINAL_WORD} 3={FINAL_WORD} 0=manyhosts.strategies.alone:Alone.regroup:2:before",
     ),
     "both of a node, one after the other": ("diloco", f"2={FINAL_WORD} 3={FINAL_WORD.replace('12', '13')}"),
 }

@@ -78,24 +78,24 @@ def test_killed_workers_cost_a_step_and_no_sample_where_each_holds_something_of_
 
 
 MOMENTS = {
-    "before its gradient leaves": ("int8", "manyhands.communication.buckets:GradientBuckets.arm:12:before"),
+    "before its gradient leaves": ("int8", "manyhosts.communication.buckets:GradientBuckets.arm:12:before"),
     "when its sums are there and those of others perhaps": (
         "powersgd",
-        "manyhands.communication.compression.feedback:Compressor.settle:12:before",
+        "manyhosts.communication.compression.feedback:Compressor.settle:12:before",
     ),
     "with the word that all have their sums on its way": (
         "int8",
-        "manyhands.strategies.strategy:Tally.start_sum:12:after",
+        "manyhosts.strategies.strategy:Tally.start_sum:12:after",
     ),
-    "when the lanes are made": ("int8", "manyhands.communication.lanes:find_levels:1:before"),
-    "with the mean on its way": ("local-sgd", "manyhands.communication.world:World.wait:15:before"),
+    "when the lanes are made": ("int8", "manyhosts.communication.lanes:find_levels:1:before"),
+    "with the mean on its way": ("local-sgd", "manyhosts.communication.world:World.wait:15:before"),
     "with the word that all have their gradients on its way": (
         "local-sgd",
-        "manyhands.strategies.strategy:Tally.start_sum:12:after",
+        "manyhosts.strategies.strategy:Tally.start_sum:12:after",
     ),
-    "before it takes an outer step": ("diloco", "manyhands.strategies.diloco:OuterSteps._arrive:3:before"),
-    "after it has taken an outer step": ("diloco", "manyhands.strategies.diloco:OuterSteps._take:5:after"),
-    "in an outer step that all wait for": ("diloco at once", "manyhands.strategies.diloco:OuterSteps._take:4:before"),
+    "before it takes an outer step": ("diloco", "manyhosts.strategies.diloco:OuterSteps._arrive:3:before"),
+    "after it has taken an outer step": ("diloco", "manyhosts.strategies.diloco:OuterSteps._take:5:after"),
+    "in an outer step that all wait for": ("diloco at once", "manyhosts.strategies.diloco:OuterSteps._take:4:before"),
 }
 QUICK = (
     "with the word that all have their sums on its way",

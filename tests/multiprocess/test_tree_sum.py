@@ -9,11 +9,11 @@ import torch
 from ranks import run_ranks
 from torch import Tensor
 
-from manyhands.cluster.place import Place
-from manyhands.communication.tree import Node, Subtrees
-from manyhands.communication.tree_sum import Exchange, Pace, TreeSum
-from manyhands.communication.world import World
-from manyhands.data.order import bounds
+from manyhosts.cluster.place import Place
+from manyhosts.communication.tree import Node, Subtrees
+from manyhosts.communication.tree_sum import Exchange, Pace, TreeSum
+from manyhosts.communication.world import World
+from manyhosts.data.order import bounds
 
 pytestmark = pytest.mark.multiprocess
 LENGTHS, PARTS = (1, 63, 1000, 5001), (3, 4, 7)

@@ -13,8 +13,8 @@ from runs import images_and_labels, network
 from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
-import manyhands as mh
-from manyhands.snapshot.fingerprint import weights_sha256
+import manyhosts as mh
+from manyhosts.snapshot.fingerprint import weights_sha256
 
 pytestmark = pytest.mark.multiprocess
 

@@ -1,4 +1,4 @@
-"""Tables of `manyhands.toml`, read and made into words."""
+"""Tables of `manyhosts.toml`, read and made into words."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.config import clusters
-from manyhands.errors import ConfigError
+from manyhosts.config import clusters
+from manyhosts.errors import ConfigError
 
 KNOWN = ("hosts", "nodes", "workers-per-node", "no-sync", "o", "env")
 PAIRS = ("o", "env")
 
 
 def words(table: dict[str, object]) -> dict[str, object]:
-    return clusters.words(table, "manyhands.toml", KNOWN, PAIRS)
+    return clusters.words(table, "manyhosts.toml", KNOWN, PAIRS)
 
 
 def test_table_is_found_in_the_nearest_file_above(tmp_path: Path) -> None:
-    (tmp_path / "manyhands.toml").write_text("[lab]\nnodes = 2\n")
+    (tmp_path / "manyhosts.toml").write_text("[lab]\nnodes = 2\n")
     (tmp_path / "a" / "b").mkdir(parents=True)
-    assert clusters.read("lab", tmp_path / "a" / "b") == (tmp_path / "manyhands.toml", {"nodes": 2})
-    (tmp_path / "a" / "manyhands.toml").write_text("[lab]\nnodes = 3\n")
+    assert clusters.read("lab", tmp_path / "a" / "b") == (tmp_path / "manyhosts.toml", {"nodes": 2})
+    (tmp_path / "a" / "manyhosts.toml").write_text("[lab]\nnodes = 3\n")
     assert clusters.read("lab", tmp_path / "a" / "b")[1] == {"nodes": 3}
 
 
@@ -33,16 +33,16 @@ def test_file_is_a_table_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "wanted", "what", "fix"),
     [
-        (None, "lab", "there is no manyhands.toml for --cluster lab", "write one with a table [lab]"),
+        (None, "lab", "there is no manyhosts.toml for --cluster lab", "write one with a table [lab]"),
         ("[labor]\nnodes = 2\n", "lab", "there is no cluster named 'lab'", "did you mean 'labor'? it has: labor"),
         ("nodes = 2\n", "lab", "there is no cluster named 'lab'", "it has: none"),
-        ("[lab\n", "lab", "manyhands.toml is no TOML", "mend that line"),
+        ("[lab\n", "lab", "manyhosts.toml is no TOML", "mend that line"),
         (None, "gpus.toml", "cannot read gpus.toml: No such file or directory", "name another file"),
     ],
 )
 def test_what_is_not_there_is_named(tmp_path: Path, content: str | None, wanted: str, what: str, fix: str) -> None:
     if content is not None:
-        (tmp_path / "manyhands.toml").write_text(content)
+        (tmp_path / "manyhosts.toml").write_text(content)
     with pytest.raises(ConfigError) as error:
         clusters.read(wanted, tmp_path)
     assert error.value.what.startswith(what)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from manyhands.config.settings import Settings
-from manyhands.config.snapshots import Snapshots
-from manyhands.config.stopping import EarlyStopping
-from manyhands.config.strategies import BY_NAME, DDP, Single, named
-from manyhands.errors import ConfigError
+from manyhosts.config.settings import Settings
+from manyhosts.config.snapshots import Snapshots
+from manyhosts.config.stopping import EarlyStopping
+from manyhosts.config.strategies import BY_NAME, DDP, Single, named
+from manyhosts.errors import ConfigError
 
 
 def settings(**changes: Any) -> Settings:

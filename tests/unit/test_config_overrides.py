@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from manyhands.config import overrides
-from manyhands.config.settings import Settings
-from manyhands.config.snapshots import Snapshots
-from manyhands.config.stopping import EarlyStopping
-from manyhands.config.strategies import DDP
-from manyhands.errors import ConfigError
+from manyhosts.config import overrides
+from manyhosts.config.settings import Settings
+from manyhosts.config.snapshots import Snapshots
+from manyhosts.config.stopping import EarlyStopping
+from manyhosts.config.strategies import DDP
+from manyhosts.errors import ConfigError
 
 PLAIN = Settings(batch_size=32)
 

@@ -15,11 +15,11 @@ from pathlib import Path
 import click
 import pytest
 
-import manyhands
-from manyhands.table import Table
+import manyhosts
+from manyhosts.table import Table
 
 ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "src" / "manyhands"
+PACKAGE = ROOT / "src" / "manyhosts"
 FILES = sorted(PACKAGE.rglob("*.py"))
 OTHER_FILES = [path for folder in ("tests", "examples", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
 
@@ -53,9 +53,9 @@ TEMPLATE = "launchers/host/template.py"
 
 
 def parts_named_in(source: str, module: str) -> set[str]:
-    """The folders of manyhands that a file imports, late and for types too, or names in a string to be imported."""
+    """The folders of manyhosts that a file imports, late and for types too, or names in a string to be imported."""
     named = [name.split(".") for name in _names_in(ast.parse(source), module)]
-    return {words[1] for words in named if words[0] == "manyhands" and len(words) > 1} - {"__version__"}
+    return {words[1] for words in named if words[0] == "manyhosts" and len(words) > 1} - {"__version__"}
 
 
 def _names_in(tree: ast.Module, module: str) -> Iterator[str]:
@@ -66,13 +66,13 @@ def _names_in(tree: ast.Module, module: str) -> Iterator[str]:
             above = module.split(".")[: -node.level] if node.level else []
             base = ".".join([*above, *([node.module] if node.module else [])])
             yield from (f"{base}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Constant) and re.fullmatch(r"manyhands(?!\.toml$)(\.\w+)+(:\w+)?", str(node.value)):
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"manyhosts(?!\.toml$)(\.\w+)+(:\w+)?", str(node.value)):
             yield str(node.value).partition(":")[0]
 
 
 def module_of(path: Path) -> str:
-    """`manyhands.data.order`; a folder's `__init__` keeps that word, so that relative imports count right."""
-    return ".".join(["manyhands", *path.relative_to(PACKAGE).with_suffix("").parts])
+    """`manyhosts.data.order`; a folder's `__init__` keeps that word, so that relative imports count right."""
+    return ".".join(["manyhosts", *path.relative_to(PACKAGE).with_suffix("").parts])
 
 
 def part_of(path: Path) -> str:
@@ -98,17 +98,17 @@ def test_every_file_imports_downward_only(path: Path) -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "from manyhands import training",
-        "from manyhands.training.trainer import Trainer",
+        "from manyhosts import training",
+        "from manyhosts.training.trainer import Trainer",
         "from ..training import trainer",
         "from .. import training",
-        "def late():\n    import manyhands.training.loop",
-        "if TYPE_CHECKING:\n    from manyhands.training import Trainer",
-        "PLACES = {'trainer': 'manyhands.training.trainer:Trainer'}",
+        "def late():\n    import manyhosts.training.loop",
+        "if TYPE_CHECKING:\n    from manyhosts.training import Trainer",
+        "PLACES = {'trainer': 'manyhosts.training.trainer:Trainer'}",
     ],
 )
 def test_no_way_of_importing_is_overlooked(source: str) -> None:
-    assert parts_named_in(source, "manyhands.data.order") == {"training"}
+    assert parts_named_in(source, "manyhosts.data.order") == {"training"}
 
 
 def test_light_parts_start_without_torch() -> None:
@@ -156,15 +156,15 @@ def test_no_file_is_named_after_nothing() -> None:
 
 
 def test_public_names_are_sorted_and_importable() -> None:
-    assert manyhands.__all__ == sorted(manyhands.__all__)
-    for name in manyhands.__all__:
-        assert getattr(manyhands, name) is not None, name
-    assert dir(manyhands) == manyhands.__all__
+    assert manyhosts.__all__ == sorted(manyhosts.__all__)
+    for name in manyhosts.__all__:
+        assert getattr(manyhosts, name) is not None, name
+    assert dir(manyhosts) == manyhosts.__all__
 
 
 def test_unknown_public_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'Trainr'"):
-        manyhands.Trainr  # noqa: B018
+        manyhosts.Trainr  # noqa: B018
 
 
 def tables() -> list[tuple[str, Table, str]]:
@@ -185,7 +185,7 @@ def test_every_name_of_every_table_leads_to_code(module: str, table: Table, name
     try:
         assert table.load(name) is not None
     except ModuleNotFoundError as missing:
-        if (missing.name or "").split(".")[0] == "manyhands":
+        if (missing.name or "").split(".")[0] == "manyhosts":
             raise
         pytest.skip(f"{table.kind} {name!r} of {module} needs the extra that brings {missing.name}")
 
@@ -231,7 +231,7 @@ RATCHET = "each one is read by everybody for ever: a setting that `--set` reache
 
 
 def test_trainer_has_no_new_argument() -> None:
-    found = set(inspect.signature(manyhands.Trainer).parameters)
+    found = set(inspect.signature(manyhosts.Trainer).parameters)
     assert found == set(TRAINER_ARGUMENTS.split()), RATCHET
 
 
@@ -250,15 +250,15 @@ def options_of(command: click.Command, name: str = "") -> dict[str, set[str]]:
 
 
 def test_command_line_has_no_new_option() -> None:
-    found = options_of(importlib.import_module("manyhands.cli.main").cli)
+    found = options_of(importlib.import_module("manyhosts.cli.main").cli)
     assert found == {name: set(words.split()) for name, words in OPTIONS.items()}, RATCHET
 
 
 def test_help_answers_without_torch() -> None:
-    code = "import sys\nfrom manyhands.cli.main import main\nmain(sys.argv[1:])\nsys.exit('torch' in sys.modules)"
+    code = "import sys\nfrom manyhosts.cli.main import main\nmain(sys.argv[1:])\nsys.exit('torch' in sys.modules)"
     # `lab with` takes everything behind it as the command to run, `--help` too.
     verbs = [name.split() for name in OPTIONS if name != "lab with"]
     for words in (["--help"], ["lab", "--help"], *([*verb, "--help"] for verb in verbs)):
         done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
         assert done.returncode == 0, f"{words} loads torch\n{done.stderr}"
-        assert "Usage: manyhands" in done.stdout
+        assert "Usage: manyhosts" in done.stdout

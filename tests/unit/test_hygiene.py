@@ -8,7 +8,7 @@ import pytest
 
 CONFTEST = Path(__file__).parents[1] / "conftest.py"
 LEAKS = {
-    "environment variable MANYHANDS_LEAK": "import os; os.environ['MANYHANDS_LEAK'] = '1'",
+    "environment variable MANYHOSTS_LEAK": "import os; os.environ['MANYHOSTS_LEAK'] = '1'",
     "process *sleep 60*": "import subprocess; globals()['kept'] = subprocess.Popen(['sleep', '60'])",
     "process *sleep 61*": "import subprocess; subprocess.run('setsid sleep 61 >/dev/null 2>&1 &', shell=True)",
     "listening port *": "import socket; globals()['kept'] = socket.create_server(('127.0.0.1', 0))",

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from manyhands.imports import when_imported
+from manyhosts.imports import when_imported
 
 
 @pytest.fixture

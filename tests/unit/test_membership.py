@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from manyhands.cluster.membership import Membership
-from manyhands.cluster.place import Place
-from manyhands.communication.world import World
-from manyhands.errors import CommunicationError
+from manyhosts.cluster.membership import Membership
+from manyhosts.cluster.place import Place
+from manyhosts.communication.world import World
+from manyhosts.errors import CommunicationError
 
 GROUP: dict[str, Any] = {
     "key": "0.2",

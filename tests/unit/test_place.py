@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from manyhands.cluster.place import Place
-from manyhands.errors import ConfigError
+from manyhosts.cluster.place import Place
+from manyhosts.errors import ConfigError
 
 FULL = {
     "RANK": "5",
@@ -52,7 +52,7 @@ def test_one_of_one_needs_no_address() -> None:
 def test_missing_variable_is_named(missing: str) -> None:
     with pytest.raises(ConfigError, match=f"^{missing} is not set") as refused:
         Place.from_environment({key: value for key, value in FULL.items() if key != missing})
-    assert "manyhands run" in refused.value.fix
+    assert "manyhosts run" in refused.value.fix
 
 
 @pytest.mark.parametrize("variables", [{"RANK": "8"}, {"RANK": "-1"}, {"WORLD_SIZE": "0"}])
@@ -102,7 +102,7 @@ def test_all_ranks_of_one_mpirun_meet_at_one_port_and_those_of_another_elsewhere
 def test_mpirun_on_several_hosts_without_an_address_is_refused_with_the_way_out() -> None:
     with pytest.raises(ConfigError) as caught:
         Place.from_environment({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
-    assert "manyhands run --on mpi" in caught.value.fix
+    assert "manyhosts run --on mpi" in caught.value.fix
 
 
 def test_mpirun_on_several_hosts_meets_at_the_address_that_is_given() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from manyhands.cluster.reports import Reporter, when_told
+from manyhosts.cluster.reports import Reporter, when_told
 
 
 class Agent:
@@ -48,7 +48,7 @@ def test_process_that_no_agent_started_has_no_reporter() -> None:
 
 
 def test_reports_arrive_with_kind_fields_and_sender(agent: Agent, address: str) -> None:
-    reporter = Reporter.from_environment({"MANYHANDS_AGENT": address, "LOCAL_RANK": "3"})
+    reporter = Reporter.from_environment({"MANYHOSTS_AGENT": address, "LOCAL_RANK": "3"})
     assert reporter is not None
     reporter.send("say", text="hello\nthere")
     reporter.send("progress", kind_of_day="good", loss=0.5)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from manyhands.errors import ConfigError
-from manyhands.table import Table, nearest
+from manyhosts.errors import ConfigError
+from manyhosts.table import Table, nearest
 
 SHAPES: Table = Table(
-    kind="shape", group="manyhands.tests.shapes", own={"round": "fractions:Fraction", "square": "decimal:Decimal"}
+    kind="shape", group="manyhosts.tests.shapes", own={"round": "fractions:Fraction", "square": "decimal:Decimal"}
 )
 
 
@@ -34,7 +34,7 @@ def test_other_package_adds_a_name_by_an_entry_point(tmp_path, monkeypatch: pyte
     meta = tmp_path / "shapes-1.0.dist-info"
     meta.mkdir()
     (meta / "METADATA").write_text("Metadata-Version: 2.1\nName: shapes\nVersion: 1.0\n")
-    (meta / "entry_points.txt").write_text("[manyhands.tests.shapes]\nstar = statistics:mean\n")
+    (meta / "entry_points.txt").write_text("[manyhosts.tests.shapes]\nstar = statistics:mean\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     from statistics import mean
 

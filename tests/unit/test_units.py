@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.errors import ConfigError
-from manyhands.units import Duration, bytes_in_words, seconds_in_words
+from manyhosts.errors import ConfigError
+from manyhosts.units import Duration, bytes_in_words, seconds_in_words
 
 
 @pytest.mark.parametrize(

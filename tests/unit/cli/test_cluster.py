@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.cli.main import main
+from manyhosts.cli.main import main
 
 TABLE = """
 [desk]
@@ -23,7 +23,7 @@ hosts = ["a", "b"]
 @pytest.fixture
 def dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """What `run --dry-run` with some words prints, and its exit code."""
-    (tmp_path / "manyhands.toml").write_text(TABLE)
+    (tmp_path / "manyhosts.toml").write_text(TABLE)
     (tmp_path / "train.py").touch()
     monkeypatch.chdir(tmp_path)
 
@@ -63,17 +63,17 @@ def test_hosts_of_a_table_are_reached_by_ssh(dry_run) -> None:
 
 
 def test_unknown_option_in_a_table_is_named_with_file_and_table(dry_run, tmp_path: Path) -> None:
-    (tmp_path / "manyhands.toml").write_text("[desk]\nworker = 2\n")
+    (tmp_path / "manyhosts.toml").write_text("[desk]\nworker = 2\n")
     text, code = dry_run("--cluster", "desk")
     assert code == 2
     assert "there is no option named 'worker'" in text
-    assert f"{tmp_path / 'manyhands.toml'}, table desk" in text
+    assert f"{tmp_path / 'manyhosts.toml'}, table desk" in text
     assert "did you mean 'workers'?" in text
 
 
 def test_value_that_the_option_cannot_have_is_named(dry_run, tmp_path: Path) -> None:
-    (tmp_path / "manyhands.toml").write_text('[desk]\nworkers = "two"\n')
+    (tmp_path / "manyhosts.toml").write_text('[desk]\nworkers = "two"\n')
     text, code = dry_run("--cluster", "desk")
     assert code == 2
     assert "workers is 'two'" in text
-    assert str(tmp_path / "manyhands.toml") in text
+    assert str(tmp_path / "manyhosts.toml") in text

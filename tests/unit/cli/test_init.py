@@ -1,4 +1,4 @@
-"""`manyhands init` writes a script that runs, and never over another one."""
+"""`manyhosts init` writes a script that runs, and never over another one."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.cli.main import main
+from manyhosts.cli.main import main
 
 
 def test_script_is_written_and_is_python(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", str(tmp_path / "new" / "project")]) == 0
     path = tmp_path / "new" / "project" / "train.py"
     compile(path.read_text(), str(path), "exec")
-    assert f"manyhands run --workers 2 {path}" in capsys.readouterr().out
+    assert f"manyhosts run --workers 2 {path}" in capsys.readouterr().out
 
 
 def test_script_that_is_there_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

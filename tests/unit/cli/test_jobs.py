@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.cli.main import main
+from manyhosts.cli.main import main
 
 
 @pytest.mark.parametrize("verb", ["status", "logs", "cancel"])

@@ -10,14 +10,14 @@ from pathlib import Path
 import click
 import pytest
 
-from manyhands import errors
-from manyhands.cli.boundary import exit_code_of
-from manyhands.cli.main import VERBS, cli, main
+from manyhosts import errors
+from manyhosts.cli.boundary import exit_code_of
+from manyhosts.cli.main import VERBS, cli, main
 
 
 @pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["init", "--help"], ["snapshots", "--help"]])
 def test_help_does_not_load_torch(words: list[str]) -> None:
-    code = f"import sys; from manyhands.cli.main import main; main({words}); sys.exit('torch' in sys.modules)"
+    code = f"import sys; from manyhosts.cli.main import main; main({words}); sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, "Usage:" in done.stdout) == (0, True), done.stderr
 
@@ -31,7 +31,7 @@ def test_help_takes_little_longer_than_python_itself() -> None:
     bare, ours = [], []
     for _ in range(5):
         bare.append(seconds("-c", "pass"))
-        ours.append(seconds("-m", "manyhands.cli.main", "run", "--help"))
+        ours.append(seconds("-m", "manyhosts.cli.main", "run", "--help"))
     assert min(ours) < 25 * min(bare), f"{min(ours):.3f} s against {min(bare):.3f} s"  # 4 to 6 where it was measured
 
 
@@ -49,7 +49,7 @@ def test_every_verb_can_be_loaded_and_has_help(capsys: pytest.CaptureFixture[str
 
 
 def test_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    from manyhands import __version__
+    from manyhosts import __version__
 
     assert main(["--version"]) == 0
     assert __version__ in capsys.readouterr().out
@@ -79,7 +79,7 @@ def test_wrong_request_is_told_with_a_remedy_and_ends_with_2(
     assert main(words) == 2
     told = capsys.readouterr()
     assert told.out == ""
-    assert told.err.startswith("manyhands: ")
+    assert told.err.startswith("manyhosts: ")
     assert what in told.err
     assert "  fix:   " in told.err
     assert "Traceback" not in told.err
@@ -93,7 +93,7 @@ def test_near_setting_is_suggested(capsys: pytest.CaptureFixture[str]) -> None:
 def test_trace_shows_where_an_error_was_raised(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--trace", "--workers", "0", __file__]) == 2
     told = capsys.readouterr().err
-    assert told.index("Traceback") < told.index("manyhands: --workers is 0")
+    assert told.index("Traceback") < told.index("manyhosts: --workers is 0")
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_option_of_run_behind_the_script_is_told(
     Path("train.py").touch()
     assert main(["run", "--dry-run", "train.py", *behind]) == 0
     told = capsys.readouterr().err
-    assert told.startswith(f"manyhands: {note}") if note else told == ""
+    assert told.startswith(f"manyhosts: {note}") if note else told == ""
 
 
 def test_workers_are_as_many_as_there_are_gpus(

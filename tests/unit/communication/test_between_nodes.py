@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from links import ThreadLink, on_links, on_nodes
 from torch import Tensor
 
-from manyhands.communication.compression.between_nodes import BetweenNodes, between_nodes
-from manyhands.communication.compression.choose import DryLink
-from manyhands.communication.compression.exchange import Compression, Parcel
-from manyhands.communication.compression.table import COMPRESSIONS, make_compression
-from manyhands.communication.nodes import levels_of
-from manyhands.config.local_steps import DiLoCo, LocalSGD
-from manyhands.config.strategies import DDP
-from manyhands.errors import ConfigError
+from manyhosts.communication.compression.between_nodes import BetweenNodes, between_nodes
+from manyhosts.communication.compression.choose import DryLink
+from manyhosts.communication.compression.exchange import Compression, Parcel
+from manyhosts.communication.compression.table import COMPRESSIONS, make_compression
+from manyhosts.communication.nodes import levels_of
+from manyhosts.config.local_steps import DiLoCo, LocalSGD
+from manyhosts.config.strategies import DDP
+from manyhosts.errors import ConfigError
 
 SHAPES = [torch.Size((12, 7)), torch.Size((5, 3, 2)), torch.Size((40, 41))]
 NAMES = ["bf16", "fp16", "int8", "topk"]

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from links import ThreadLink, on_links
 from torch import Tensor
 
-from manyhands.communication.compression.bf16 import Bf16Codec
-from manyhands.communication.compression.exchange import Compression, Parcel, worth_it
-from manyhands.communication.compression.fp16 import Fp16Codec
-from manyhands.communication.compression.int8 import BLOCK, Int8Codec
-from manyhands.communication.compression.powersgd import PowerSGD
-from manyhands.communication.compression.table import COMPRESSIONS
-from manyhands.communication.compression.topk import largest
-from manyhands.config.strategies import DDP
-from manyhands.errors import ConfigError
+from manyhosts.communication.compression.bf16 import Bf16Codec
+from manyhosts.communication.compression.exchange import Compression, Parcel, worth_it
+from manyhosts.communication.compression.fp16 import Fp16Codec
+from manyhosts.communication.compression.int8 import BLOCK, Int8Codec
+from manyhosts.communication.compression.powersgd import PowerSGD
+from manyhosts.communication.compression.table import COMPRESSIONS
+from manyhosts.communication.compression.topk import largest
+from manyhosts.config.strategies import DDP
+from manyhosts.errors import ConfigError
 
 NAMES = ["bf16", "fp16", "int8", "powersgd", "topk"]
 SHAPES = [torch.Size((12, 7)), torch.Size((5, 3, 2)), torch.Size((40, 40))]

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.communication.compression.choose import BY_LOSS, Cost, choose, cost_of
-from manyhands.communication.compression.int8 import BLOCK
-from manyhands.communication.probe import Network
-from manyhands.config.strategies import DDP
+from manyhosts.communication.compression.choose import BY_LOSS, Cost, choose, cost_of
+from manyhosts.communication.compression.int8 import BLOCK
+from manyhosts.communication.probe import Network
+from manyhosts.config.strategies import DDP
 
 PARAMETERS = [nn.Parameter(torch.zeros(512, 1024)), nn.Parameter(torch.zeros(512))]
 COSTS = {name: cost_of(name, DDP(), PARAMETERS, rank=0, size=4, bucket_bytes=25_000_000) for name in BY_LOSS}

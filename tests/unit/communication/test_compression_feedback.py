@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from links import ThreadLink, on_links
 from torch import Tensor, nn
 
-from manyhands.communication.compression.exchange import Compression, Parcel
-from manyhands.communication.compression.feedback import Compressor
-from manyhands.communication.compression.table import COMPRESSIONS
-from manyhands.communication.lanes import Job
-from manyhands.config.strategies import DDP
+from manyhosts.communication.compression.exchange import Compression, Parcel
+from manyhosts.communication.compression.feedback import Compressor
+from manyhosts.communication.compression.table import COMPRESSIONS
+from manyhosts.communication.lanes import Job
+from manyhosts.config.strategies import DDP
 
 NAMES = ["bf16", "fp16", "int8", "powersgd", "topk"]
 SHAPES = [(12, 7), (5, 3, 2), (20, 20)]

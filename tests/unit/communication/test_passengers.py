@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.communication.passengers import arrived, board, seats_for
+from manyhosts.communication.passengers import arrived, board, seats_for
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.communication.tree import Node, Subtrees, root, subtrees
+from manyhosts.communication.tree import Node, Subtrees, root, subtrees
 
 parts_and_cuts = st.integers(1, 70).flatmap(
     lambda parts: st.tuples(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from manyhands.communication import volume
+from manyhosts.communication import volume
 
 
 def test_sum_over_two_workers_sends_the_payload_once() -> None:

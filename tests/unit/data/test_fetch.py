@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from manyhands.data import randomness
-from manyhands.data.fetch import Fetcher
-from manyhands.data.order import Order, Position
-from manyhands.data.steps import Cut, Loader, mapped
-from manyhands.errors import DataError
+from manyhosts.data import randomness
+from manyhosts.data.fetch import Fetcher
+from manyhosts.data.order import Order, Position
+from manyhosts.data.steps import Cut, Loader, mapped
+from manyhosts.errors import DataError
 
 
 class Drawing(Dataset[torch.Tensor]):

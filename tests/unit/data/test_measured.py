@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from manyhands.data import measured
-from manyhands.data.fetch import Fetcher
-from manyhands.data.measured import MEASURED, Timed, loaders_for, most_here
-from manyhands.data.order import Order, Position
-from manyhands.data.steps import Cut, Loader, Step
+from manyhosts.data import measured
+from manyhosts.data.fetch import Fetcher
+from manyhosts.data.measured import MEASURED, Timed, loaders_for, most_here
+from manyhosts.data.order import Order, Position
+from manyhosts.data.steps import Cut, Loader, Step
 
 
 class Slow(Dataset[torch.Tensor]):

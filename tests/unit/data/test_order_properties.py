@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.data.order import Order, Position, bounds, permutation
-from manyhands.data.steps import Cut, PiecePlan, plan_pieces
+from manyhosts.data.order import Order, Position, bounds, permutation
+from manyhosts.data.steps import Cut, PiecePlan, plan_pieces
 
 sizes = st.integers(1, 200)
 batches = st.integers(1, 60)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from manyhands.data.order import Position
-from manyhands.data.steps import Cut, Step
-from manyhands.data.stream import Stream
-from manyhands.errors import DataError
+from manyhosts.data.order import Position
+from manyhosts.data.steps import Cut, Step
+from manyhosts.data.stream import Stream
+from manyhosts.errors import DataError
 
 
 class Numbers(IterableDataset[torch.Tensor]):

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from manyhands.cluster.findings import Finding, exit_code, worst_first
-from manyhands.doctor import hosts as hosts_of
-from manyhands.launchers.head import fitness
+from manyhosts.cluster.findings import Finding, exit_code, worst_first
+from manyhosts.doctor import hosts as hosts_of
+from manyhosts.launchers.head import fitness
 
-MINE = {"python": "3.11.2", "manyhands": "0.1.0", "torch": "2.13.0+cpu"}
+MINE = {"python": "3.11.2", "manyhosts": "0.1.0", "torch": "2.13.0+cpu"}
 SPEED = {"unit": "operations", "cpu": 100.0, "share": 1.0, "turns": 3, "gpus": []}
 GPU = {
     "name": "NVIDIA H200",
@@ -78,7 +78,7 @@ def test_hosts_that_are_alike_and_well_give_no_finding() -> None:
         ("torch", "1.13.0", "host b has torch 1.13.0, and this machine has 2.13.0+cpu"),
         ("torch", "", "host b has no torch: /usr/bin/python3 does not find it"),
         ("python", "3.9.2", "host b has python 3.9.2, and this machine has 3.11.2"),
-        ("manyhands", "0.0.1", "host b has manyhands 0.0.1, and this machine has 0.1.0"),
+        ("manyhosts", "0.0.1", "host b has manyhosts 0.0.1, and this machine has 0.1.0"),
     ],
 )
 def test_other_packages_are_named_with_both_versions(package: str, version: str, expected: str) -> None:

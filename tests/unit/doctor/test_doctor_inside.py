@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.cluster.findings import Finding
-from manyhands.doctor import afar, inside
-from manyhands.doctor.examination import Examination, Request
-from manyhands.launchers.host.first_node import Station
-from manyhands.launchers.job import Job
+from manyhosts.cluster.findings import Finding
+from manyhosts.doctor import afar, inside
+from manyhosts.doctor.examination import Examination, Request
+from manyhosts.launchers.host.first_node import Station
+from manyhosts.launchers.job import Job
 
 REQUEST = Request(target="kubernetes", run_dir="/project/runs/a", script="/project/train.py", data=("/data", "sub"))
 JOB = Job(program="doctor", folder=Path("/project"), run_dir=Path("/tmp/doctor"), options={"image": "a:1"})
@@ -30,7 +30,7 @@ def test_long_report_comes_through_a_log_in_short_lines_among_others(capsys: pyt
 
 
 def test_report_that_breaks_off_is_none() -> None:
-    assert list(inside.read(['manyhands-doctor found {"schema": 1', "Killed"])) == [("else", "Killed")]
+    assert list(inside.read(['manyhosts-doctor found {"schema": 1', "Killed"])) == [("else", "Killed")]
 
 
 def test_examination_is_the_same_after_its_way_through_json() -> None:

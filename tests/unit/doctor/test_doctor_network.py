@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import permutations
 from typing import Any
 
-from manyhands.doctor import network
+from manyhosts.doctor import network
 
 FAST = 25e6
 

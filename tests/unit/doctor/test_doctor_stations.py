@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from manyhands.doctor import desk, graphics, likeness, wires
-from manyhands.launchers.host import condition
+from manyhosts.doctor import desk, graphics, likeness, wires
+from manyhosts.launchers.host import condition
 
 
 def test_way_is_measured_there_and_back() -> None:
@@ -159,9 +159,9 @@ def test_station_runs_as_one_program_with_the_standard_library_alone(tmp_path: P
     done = subprocess.run(
         words, input=f"{len(program)}\n".encode() + program + text.encode(), capture_output=True, timeout=60, check=True
     )
-    said = [json.loads(line.removeprefix(b"manyhands-outpost ")) for line in done.stdout.splitlines()]
+    said = [json.loads(line.removeprefix(b"manyhosts-outpost ")) for line in done.stdout.splitlines()]
     hello, look, mark, seen, nonsense, loop = said
-    assert (hello["manyhands"], hello["torch"]) == ("", "")
+    assert (hello["manyhosts"], hello["torch"]) == ("", "")
     assert look["answer"]["condition"]["cores"] >= 1
     assert (mark["answer"], seen["answer"]) == ("", "here")
     assert "nonsense" in nonsense["trouble"]

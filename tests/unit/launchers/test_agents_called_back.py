@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import pytest
 
-from manyhands.launchers.head.agents import Agents
-from manyhands.launchers.head.meeting import Meeting
+from manyhosts.launchers.head.agents import Agents
+from manyhosts.launchers.head.meeting import Meeting
 
 REFUSED = 255
 

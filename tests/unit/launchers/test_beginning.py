@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from manyhands.launchers.head.beginning import Beginning
+from manyhosts.launchers.head.beginning import Beginning
 
 
 class Shown:

@@ -6,7 +6,7 @@ import contextlib
 import io
 import os
 
-from manyhands.launchers.display import PlainDisplay
+from manyhosts.launchers.display import PlainDisplay
 
 
 def test_lines_go_where_the_worker_wrote_them_and_progress_goes_nowhere() -> None:

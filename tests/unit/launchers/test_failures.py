@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from manyhands.errors import ConfigError, ManyhandsError, RankLost, ScriptError
-from manyhands.launchers.head.failures import Failure, first
+from manyhosts.errors import ConfigError, ManyhostsError, RankLost, ScriptError
+from manyhosts.launchers.head.failures import Failure, first
 
 
 def failed(rank: int, summary: str = "", **changes: Any) -> Failure:
@@ -83,7 +83,7 @@ def test_error_raised_on_purpose_comes_back_as_it_was() -> None:
 
 def test_error_of_a_kind_that_the_head_does_not_know_keeps_its_exit_code() -> None:
     error = Failure(rank=0, host="n2", error={"words": words("PluginError", 5)}).told(0)
-    assert isinstance(error, ManyhandsError)
+    assert isinstance(error, ManyhostsError)
     assert (error.what, error.exit_code) == ("no such key", 5)
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.errors import ConfigError
-from manyhands.launchers import job_file
-from manyhands.launchers.host import gpus
-from manyhands.launchers.job import Job
-from manyhands.launchers.kubernetes.kubernetes import Kubernetes
-from manyhands.launchers.ray import Ray
-from manyhands.launchers.slurm.slurm import Slurm
+from manyhosts.errors import ConfigError
+from manyhosts.launchers import job_file
+from manyhosts.launchers.host import gpus
+from manyhosts.launchers.job import Job
+from manyhosts.launchers.kubernetes.kubernetes import Kubernetes
+from manyhosts.launchers.ray import Ray
+from manyhosts.launchers.slurm.slurm import Slurm
 
 JOB = Job(program="train.py", folder=Path("/p"), run_dir=Path("/p/runs/a"), nodes=2, workers_are_chosen=False)
 

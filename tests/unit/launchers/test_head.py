@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from manyhands.errors import LaunchError, RankLost, ScriptError
-from manyhands.launchers.head.head import Head
-from manyhands.launchers.host import condition
-from manyhands.launchers.job import Job
+from manyhosts.errors import LaunchError, RankLost, ScriptError
+from manyhosts.launchers.head.head import Head
+from manyhosts.launchers.host import condition
+from manyhosts.launchers.job import Job
 
 Message = dict[str, Any]
 OK = {"code": 0, "signal": 0, "finished": True, "error": None, "out_of_memory": False}

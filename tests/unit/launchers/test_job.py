@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.errors import ConfigError
-from manyhands.launchers.job import Job
-from manyhands.launchers.launcher import LAUNCHERS
-from manyhands.launchers.local import Local
+from manyhosts.errors import ConfigError
+from manyhosts.launchers.job import Job
+from manyhosts.launchers.launcher import LAUNCHERS
+from manyhosts.launchers.local import Local
 
 
 def job(**changes: object) -> Job:

@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from kubernetes_cluster import VERSION, Cluster, cluster, kubeconfig
 from launching import wait_until
 
-from manyhands.cli.main import main
-from manyhands.errors import ConfigError
-from manyhands.launchers.job import Job
-from manyhands.launchers.kubernetes import manifest as kubernetes_manifest
-from manyhands.launchers.kubernetes import yaml_text
-from manyhands.launchers.kubernetes.kubernetes import Kubernetes
+from manyhosts.cli.main import main
+from manyhosts.errors import ConfigError
+from manyhosts.launchers.job import Job
+from manyhosts.launchers.kubernetes import manifest as kubernetes_manifest
+from manyhosts.launchers.kubernetes import yaml_text
+from manyhosts.launchers.kubernetes.kubernetes import Kubernetes
 
 EVERYTHING = {
     "image": "me/train:1",
@@ -135,7 +135,7 @@ def test_pods_find_each_other_by_the_service_and_know_the_token_by_the_secret() 
 @pytest.mark.parametrize(
     ("run_dir", "volumes", "there", "kept"),
     [
-        ("/work/runs/first", "", "/manyhands/folder/runs/first", False),
+        ("/work/runs/first", "", "/manyhosts/folder/runs/first", False),
         ("/data/runs/first", "disk:/data", "/data/runs/first", True),
         ("/data/runs/first", "disk:/database", "/data/runs/first", False),
     ],
@@ -263,7 +263,7 @@ def test_folder_that_is_too_large_to_be_sent_is_a_sentence(here: Cluster, capsys
     assert send() == 2
     assert "the working directory is 1.1 MB when packed, and Kubernetes takes 1 MB" in capsys.readouterr().err
     assert here.asked == []
-    Path(".manyhandsignore").write_text("*.bin\n")
+    Path(".manyhostsignore").write_text("*.bin\n")
     assert send("--detach") == 0
 
 
@@ -274,7 +274,7 @@ def test_missing_client_is_a_sentence_with_the_line_to_type(
     assert send() == 3
     said = capsys.readouterr().err
     assert "the Kubernetes client is not installed here" in said
-    assert "-m pip install 'manyhands[kubernetes]'" in said
+    assert "-m pip install 'manyhosts[kubernetes]'" in said
 
 
 @pytest.mark.parametrize("handle", ["kubernetes://first", "kubernetes://Team/first", "kubernetes://a/b c"])

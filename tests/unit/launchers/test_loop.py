@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from manyhands.launchers.loop import Channel, Loop, Message
+from manyhosts.launchers.loop import Channel, Loop, Message
 
 
 @pytest.fixture

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.errors import ConfigError, LaunchError
-from manyhands.launchers import addresses
-from manyhands.launchers.display import PlainDisplay
-from manyhands.launchers.head.placement import Placement
-from manyhands.launchers.host import node
-from manyhands.launchers.job import Job
-from manyhands.launchers.mpi import Mpi
+from manyhosts.errors import ConfigError, LaunchError
+from manyhosts.launchers import addresses
+from manyhosts.launchers.display import PlainDisplay
+from manyhosts.launchers.head.placement import Placement
+from manyhosts.launchers.host import node
+from manyhosts.launchers.job import Job
+from manyhosts.launchers.mpi import Mpi
 
 
 def job(folder: Path = Path("/work"), **more: object) -> Job:
@@ -26,10 +26,10 @@ def job(folder: Path = Path("/work"), **more: object) -> Job:
 def test_plan_is_one_mpirun_with_one_agent_on_each_host() -> None:
     assert " ".join(Mpi().plan(job()).command) == (
         "mpirun --bind-to none --mca plm_rsh_agent ssh --mca orte_abort_on_non_zero_status 0"
-        " -np 1 --host a:1 -x MANYHANDS_TOKEN"
-        f" {sys.executable} -P -m manyhands.launchers.host.node --head ADDRESS:PORT --nodes 0"
-        " : -np 1 --host b:1 -x MANYHANDS_TOKEN"
-        f" {sys.executable} -P -m manyhands.launchers.host.node --head ADDRESS:PORT --nodes 1"
+        " -np 1 --host a:1 -x MANYHOSTS_TOKEN"
+        f" {sys.executable} -P -m manyhosts.launchers.host.node --head ADDRESS:PORT --nodes 0"
+        " : -np 1 --host b:1 -x MANYHOSTS_TOKEN"
+        f" {sys.executable} -P -m manyhosts.launchers.host.node --head ADDRESS:PORT --nodes 1"
     )
 
 
@@ -125,7 +125,7 @@ def test_waiting_in_vain_for_all_takes_as_long_as_for_one() -> None:
 def test_engine_is_left_alone_while_agents_tidy_up_and_killed_where_it_does_not_end_when_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("manyhands.launchers.head.placement._END_S", 0.2)
+    monkeypatch.setattr("manyhosts.launchers.head.placement._END_S", 0.2)
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
     seat = Placement(1, lambda which, head: [sys.executable, "-c", deaf], {}).start_agent(0, "h:1", "secret")
     seat.terminate()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from manyhands.launchers.head.notices import Notices
+from manyhosts.launchers.head.notices import Notices
 
 
 def account(**changed: Any) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def test_workers_that_train_together_hear_nothing() -> None:
 
 def test_workers_without_a_group_train_alone() -> None:
     words = heard(account(world=0), account(world=1, **OTHER))
-    assert words.startswith("manyhands: each of the 2 workers trains alone: ")
+    assert words.startswith("manyhosts: each of the 2 workers trains alone: ")
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from manyhands.errors import CommunicationError, LaunchError
-from manyhands.launchers.head import precheck
-from manyhands.launchers.head.course import Course
-from manyhands.launchers.head.precheck import Precheck
-from manyhands.launchers.host import condition
-from manyhands.launchers.job import Job
+from manyhosts.errors import CommunicationError, LaunchError
+from manyhosts.launchers.head import precheck
+from manyhosts.launchers.head.course import Course
+from manyhosts.launchers.head.precheck import Precheck
+from manyhosts.launchers.host import condition
+from manyhosts.launchers.job import Job
 
 GIB = 1 << 30
 
@@ -122,7 +122,7 @@ def test_error_ends_the_run_with_one_sentence_that_counts_the_others() -> None:
     assert isinstance(error, LaunchError)
     assert error.what == (
         "the disk of host n0 is nearly full: 1.0 MB are left for the run directory"
-        " (and 1 more: `manyhands doctor` lists all)"
+        " (and 1 more: `manyhosts doctor` lists all)"
     )
     assert (scene.begun, error.where, bool(error.fix)) == (0, "host n0, /p/run", True)
 
@@ -134,8 +134,8 @@ def test_warnings_are_one_line_each_and_the_run_begins() -> None:
     scene.begin()
     assert scene.begun == 1
     one, two = scene.display.said
-    assert one.startswith("manyhands: warning: the disk of host n0 is nearly full: 536.9 MB are left")
-    assert two.startswith("manyhands: warning: the clock of host n1 is 1 h 00 min ahead of this machine's")
+    assert one.startswith("manyhosts: warning: the disk of host n0 is nearly full: 536.9 MB are left")
+    assert two.startswith("manyhosts: warning: the clock of host n1 is 1 h 00 min ahead of this machine's")
     assert "\n" not in one + two
 
 

@@ -6,7 +6,7 @@ import numpy
 import pytest
 import torch
 
-from manyhands.launchers.host.prints import Prints, tensors_in
+from manyhosts.launchers.host.prints import Prints, tensors_in
 
 
 def print_of(*tensors: torch.Tensor, words: tuple[str, ...] = ()) -> str:

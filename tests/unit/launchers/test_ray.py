@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.cli.main import main
+from manyhosts.cli.main import main
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def test_missing_ray_is_a_sentence_with_the_line_to_type(
     assert main(["run", "--on", "ray", script]) == 3
     said = capsys.readouterr().err
     assert "Ray is not installed here" in said
-    assert "-m pip install 'manyhands[ray]'" in said
+    assert "-m pip install 'manyhosts[ray]'" in said
 
 
 @pytest.mark.parametrize(

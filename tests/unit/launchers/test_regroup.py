@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from manyhands.launchers.head.regroup import KILL_AFTER_S, START_LIMIT_S, Regroup
-from manyhands.launchers.head.roster import MOST_WITHOUT_PROGRESS, Member
+from manyhosts.launchers.head.regroup import KILL_AFTER_S, START_LIMIT_S, Regroup
+from manyhosts.launchers.head.roster import MOST_WITHOUT_PROGRESS, Member
 
 
 class Clock:

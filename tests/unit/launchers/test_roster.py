@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from manyhands.launchers.head.roster import MOST_WITHOUT_PROGRESS, Member, Roster, places
+from manyhosts.launchers.head.roster import MOST_WITHOUT_PROGRESS, Member, Roster, places
 
 
 def roster(workers: int, *, per_node: int = 1, most: int = 0) -> Roster:

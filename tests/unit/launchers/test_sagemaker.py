@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from aws import Aws, Refusal, hold_to_model, serve, variables
 
-from manyhands.cli.main import main
-from manyhands.errors import ConfigError
-from manyhands.launchers.job import Job
-from manyhands.launchers.sagemaker import request as sagemaker_request
-from manyhands.launchers.sagemaker import sagemaker
-from manyhands.launchers.sagemaker.client import Client
-from manyhands.launchers.sagemaker.sagemaker import SageMaker
+from manyhosts.cli.main import main
+from manyhosts.errors import ConfigError
+from manyhosts.launchers.job import Job
+from manyhosts.launchers.sagemaker import request as sagemaker_request
+from manyhosts.launchers.sagemaker import sagemaker
+from manyhosts.launchers.sagemaker.client import Client
+from manyhosts.launchers.sagemaker.sagemaker import SageMaker
 
 LEAST = {
     "image": "123456789012.dkr.ecr.eu-central-1.amazonaws.com/train:1",
@@ -151,7 +151,7 @@ def test_missing_boto3_is_a_sentence_with_the_line_to_type(
     assert send() == 3
     said = capsys.readouterr().err
     assert "boto3, the client of AWS, is not installed here" in said
-    assert "-m pip install 'manyhands[sagemaker]'" in said
+    assert "-m pip install 'manyhosts[sagemaker]'" in said
 
 
 def test_job_is_sent_asked_after_and_stopped_by_its_handle(here: Aws, capsys: pytest.CaptureFixture[str]) -> None:

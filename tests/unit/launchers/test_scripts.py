@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.errors import ConfigError
-from manyhands.launchers import scripts
-from manyhands.launchers.job import Job
+from manyhosts.errors import ConfigError
+from manyhosts.launchers import scripts
+from manyhosts.launchers.job import Job
 
 
 def test_script_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_module_and_executable_exclude_each_other() -> None:
         ("def f():\n    from torch import nn", scripts.TORCH),
         ("import my_models", scripts.TORCH),
         ("from . import sibling", scripts.TORCH),
-        ("import manyhands as mh", (*scripts.TORCH, "own")),
+        ("import manyhosts as mh", (*scripts.TORCH, "own")),
         ("this is no python", ()),
     ],
 )
@@ -126,6 +126,6 @@ assert threading.active_count() == 1, threading.enumerate()
 
 def test_metrics_are_loaded_once_for_all_where_a_script_has_some(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    for source, asked in (("import manyhands\nfrom torchmetrics import Metric", True), ("import manyhands", False)):
+    for source, asked in (("import manyhosts\nfrom torchmetrics import Metric", True), ("import manyhosts", False)):
         script.write_text(source)
-        assert ("torchmetrics" in scripts.preload(str(script), "script", own=("manyhands.training.trainer",))) == asked
+        assert ("torchmetrics" in scripts.preload(str(script), "script", own=("manyhosts.training.trainer",))) == asked

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.errors import ConfigError, LaunchError
-from manyhands.launchers import job_file
-from manyhands.launchers.commands import run_command
-from manyhands.launchers.display import PlainDisplay
-from manyhands.launchers.job import Job
-from manyhands.launchers.slurm import script as slurm_script
-from manyhands.launchers.slurm.slurm import Slurm
+from manyhosts.errors import ConfigError, LaunchError
+from manyhosts.launchers import job_file
+from manyhosts.launchers.commands import run_command
+from manyhosts.launchers.display import PlainDisplay
+from manyhosts.launchers.job import Job
+from manyhosts.launchers.slurm import script as slurm_script
+from manyhosts.launchers.slurm.slurm import Slurm
 
 INSIDE = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "n[1-4]"}
 RUNNING = "JobId=4711 JobName=x JobState=RUNNING Reason=None ExitCode=0:0 NodeList=n[1-2] StdOut={log}\n"
@@ -62,7 +62,7 @@ def test_batch_script_is_this_text() -> None:
         "#SBATCH --gpus-per-node=a100:4\n"
         "#SBATCH --mem=0\n"
         "#SBATCH --requeue\n"
-        f"exec {sys.executable} -P -m manyhands.launchers.slurm.batch /work/run/job.json\n"
+        f"exec {sys.executable} -P -m manyhosts.launchers.slurm.batch /work/run/job.json\n"
     )
 
 
@@ -96,7 +96,7 @@ def test_inside_an_allocation_srun_starts_an_agent_on_every_node_of_it() -> None
     assert plan.hosts == ("n1", "n2", "n3", "n4")
     assert " ".join(plan.command) == (
         "srun --nodes 4 --ntasks 4 --ntasks-per-node 1 --nodelist n1,n2,n3,n4 --cpu-bind none --kill-on-bad-exit=0"
-        f" --overlap --unbuffered --quit-on-interrupt {sys.executable} -P -m manyhands.launchers.host.node"
+        f" --overlap --unbuffered --quit-on-interrupt {sys.executable} -P -m manyhosts.launchers.host.node"
         " --head ADDRESS:PORT --engine slurm --nodes 0,1,2,3"
     )
 
@@ -183,8 +183,8 @@ def test_waiting_for_a_batch_job_shows_its_words_and_ends_with_its_code(
     engine = slurm(sbatch="4711\n", scontrol=["JobState=PENDING StdOut=\n", over])
     assert engine.submit(engine.plan(job(tmp_path)), PlainDisplay(sys.stdout, sys.stderr)) == 4
     said = capsys.readouterr().out.splitlines()
-    assert said[:2] == ["manyhands: queued as slurm://4711", "epoch 1"]
-    assert said[-1].startswith("manyhands: the job has failed FAILED")
+    assert said[:2] == ["manyhosts: queued as slurm://4711", "epoch 1"]
+    assert said[-1].startswith("manyhosts: the job has failed FAILED")
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,14 @@ from typing import Any, cast
 import pytest
 from launching import wait_until
 
-from manyhands import __version__
-from manyhands.errors import LaunchError
-from manyhands.launchers.job import Job
-from manyhands.launchers.ssh import agreement
-from manyhands.launchers.ssh.cluster import Cluster
-from manyhands.launchers.ssh.disks import is_on_a_network
-from manyhands.launchers.ssh.latecomer import Latecomer
-from manyhands.launchers.ssh.sync import Files
+from manyhosts import __version__
+from manyhosts.errors import LaunchError
+from manyhosts.launchers.job import Job
+from manyhosts.launchers.ssh import agreement
+from manyhosts.launchers.ssh.cluster import Cluster
+from manyhosts.launchers.ssh.disks import is_on_a_network
+from manyhosts.launchers.ssh.latecomer import Latecomer
+from manyhosts.launchers.ssh.sync import Files
 
 LONG = [sys.executable, "-c", "import time; time.sleep(60)"]
 

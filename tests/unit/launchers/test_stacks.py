@@ -7,9 +7,9 @@ import os
 import threading
 from pathlib import Path
 
-from manyhands.launchers.head import stacks
-from manyhands.launchers.head.stacks import Frame
-from manyhands.launchers.host import inspection
+from manyhosts.launchers.head import stacks
+from manyhosts.launchers.head.stacks import Frame
+from manyhosts.launchers.host import inspection
 
 TWO_THREADS = """\
 Thread 0x00007f1 (most recent call first):

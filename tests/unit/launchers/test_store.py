@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from manyhands.launchers.head.store import Store
+from manyhosts.launchers.head.store import Store
 
 
 class Agents:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from manyhands.launchers import tracebacks
+from manyhosts.launchers import tracebacks
 
 NATIVE = [
     "Exception raised from check at /pytorch/c10/x.h:42 (most recent call first):",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from manyhands.launchers import variables
+from manyhosts.launchers import variables
 
 
 def test_cores_are_shared_out_between_the_workers_of_a_host() -> None:

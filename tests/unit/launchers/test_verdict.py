@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.launchers.head.stacks import Frame
-from manyhands.launchers.head.verdict import Sight, Verdict, judge
+from manyhosts.launchers.head.stacks import Frame
+from manyhosts.launchers.head.verdict import Sight, Verdict, judge
 
 DISTRIBUTED = "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
 AUTOGRAD = "/venv/lib/python3.11/site-packages/torch/autograd/graph.py"

@@ -9,15 +9,15 @@ from typing import Any, cast
 
 import pytest
 
-from manyhands.launchers.display import Display
-from manyhands.launchers.head import vigil as vigil_module
-from manyhands.launchers.head.agents import Agents, Node
-from manyhands.launchers.head.course import Course
-from manyhands.launchers.head.crew import Crew
-from manyhands.launchers.head.verdict import Verdict
-from manyhands.launchers.head.vigil import LEAST_SILENCE_S, PATIENCE_S, SILENCE_S, Vigil
-from manyhands.launchers.job import Job
-from manyhands.launchers.loop import Loop
+from manyhosts.launchers.display import Display
+from manyhosts.launchers.head import vigil as vigil_module
+from manyhosts.launchers.head.agents import Agents, Node
+from manyhosts.launchers.head.course import Course
+from manyhosts.launchers.head.crew import Crew
+from manyhosts.launchers.head.verdict import Verdict
+from manyhosts.launchers.head.vigil import LEAST_SILENCE_S, PATIENCE_S, SILENCE_S, Vigil
+from manyhosts.launchers.job import Job
+from manyhosts.launchers.loop import Loop
 
 SPIN = 'Current thread 0x1 (most recent call first):\n  File "/home/me/train.py", line 12 in spin\n'
 REDUCE = (

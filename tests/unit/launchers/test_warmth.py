@@ -36,7 +36,7 @@ PACKAGES = {
 }
 TRIAL = """
     import json, os, sys
-    from manyhands.launchers.host import warmth
+    from manyhosts.launchers.host import warmth
     rounds, names, good = 0, sys.argv[1:], []
     while names:
         rounds += 1
@@ -100,7 +100,7 @@ def test_installed_modules_are_told_in_order_and_the_script_and_what_lies_beside
     (tmp_path / "mine.py").write_text("import wave")
     code = """
         import sys
-        from manyhands.launchers.host import warmth
+        from manyhosts.launchers.host import warmth
         before = set(sys.modules)
         import mine, click.testing, types
         sys.modules["made"] = types.ModuleType("made")

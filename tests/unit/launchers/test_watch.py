@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from manyhands.cluster.reports import Reporter
-from manyhands.launchers.host.watch import ReportDesk, Seat, WatchedWorker
-from manyhands.launchers.loop import Loop
+from manyhosts.cluster.reports import Reporter
+from manyhosts.launchers.host.watch import ReportDesk, Seat, WatchedWorker
+from manyhosts.launchers.loop import Loop
 
 
 class Host:

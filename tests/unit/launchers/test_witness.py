@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.launchers.host.witness import LOOKS, Witness
+from manyhosts.launchers.host.witness import LOOKS, Witness
 
 
 class Heard:

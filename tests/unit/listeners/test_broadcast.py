@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from stories import started, stepped
 
-from manyhands.events import Event
-from manyhands.listeners.broadcast import Broadcast
+from manyhosts.events import Event
+from manyhosts.listeners.broadcast import Broadcast
 
 
 class Failing:

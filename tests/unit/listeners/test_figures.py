@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from manyhands.listeners import figures
-from manyhands.listeners.paint import bar, bare, paint, writable
+from manyhosts.listeners import figures
+from manyhosts.listeners.paint import bar, bare, paint, writable
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from stories import ended, epoch_done, record, started, stepped, validated
 
-from manyhands.listeners.last_screen import last_screen, row_of_test
-from manyhands.listeners.paint import bare
-from manyhands.records.metrics import line_of
-from manyhands.records.summary import Summary, summarise
+from manyhosts.listeners.last_screen import last_screen, row_of_test
+from manyhosts.listeners.paint import bare
+from manyhosts.records.metrics import line_of
+from manyhosts.records.summary import Summary, summarise
 
 EVENTS = [
     started(),

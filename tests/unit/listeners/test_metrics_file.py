@@ -6,10 +6,10 @@ from pathlib import Path
 
 from stories import BEGIN, ended, snapshot_saved, started, stepped
 
-from manyhands.events import Event
-from manyhands.listeners.metrics_file import WriteMetrics
-from manyhands.records import metrics
-from manyhands.records.metrics import MetricsFile
+from manyhosts.events import Event
+from manyhosts.listeners.metrics_file import WriteMetrics
+from manyhosts.records import metrics
+from manyhosts.records.metrics import MetricsFile
 
 
 def listen(path: Path, *events: Event) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from stories import BEGIN, ended, epoch_done, record, snapshot_saved, started, stepped, validated
 
-from manyhands.events import Event, Note, Recovered, SnapshotSkipped
-from manyhands.listeners.paint import bare
-from manyhands.listeners.progress import ShowProgress
-from manyhands.listeners.terminal import Fields
+from manyhosts.events import Event, Note, Recovered, SnapshotSkipped
+from manyhosts.listeners.paint import bare
+from manyhosts.listeners.progress import ShowProgress
+from manyhosts.listeners.terminal import Fields
 
 
 class Hearing:

@@ -15,15 +15,15 @@ import pytest
 from screens import Screen
 from stories import BEGIN, ended, epoch_done, record, started, stepped, validated, was_tested
 
-from manyhands.events import Event
-from manyhands.listeners.broadcast import Broadcast
-from manyhands.listeners.paint import bare
-from manyhands.listeners.standard import standard
-from manyhands.listeners.terminal import Fields
-from manyhands.records import metrics
-from manyhands.records.metrics import line_of
-from manyhands.records.run_directory import RunDirectory
-from manyhands.records.summary import Summary
+from manyhosts.events import Event
+from manyhosts.listeners.broadcast import Broadcast
+from manyhosts.listeners.paint import bare
+from manyhosts.listeners.standard import standard
+from manyhosts.listeners.terminal import Fields
+from manyhosts.records import metrics
+from manyhosts.records.metrics import line_of
+from manyhosts.records.run_directory import RunDirectory
+from manyhosts.records.summary import Summary
 
 WHOLE: list[Event] = [
     started(),
@@ -90,9 +90,9 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from stories import *
 from test_standard import WHOLE
-from manyhands.listeners.broadcast import Broadcast
-from manyhands.listeners.standard import standard
-from manyhands.records.run_directory import RunDirectory
+from manyhosts.listeners.broadcast import Broadcast
+from manyhosts.listeners.standard import standard
+from manyhosts.records.run_directory import RunDirectory
 
 tell = Broadcast(standard(RunDirectory(Path(sys.argv[1])), record()))
 for event in WHOLE:
@@ -180,7 +180,7 @@ def test_worker_of_an_agent_sends_everything_there_and_prints_nothing_itself(tmp
         agent.bind(str(tmp_path / "agent"))
         agent.listen()
         agent.settimeout(60)
-        variables = environment(MANYHANDS_AGENT=str(tmp_path / "agent"), LOCAL_RANK="0")
+        variables = environment(MANYHOSTS_AGENT=str(tmp_path / "agent"), LOCAL_RANK="0")
         with subprocess.Popen(command(tmp_path), stdout=subprocess.PIPE, env=variables, cwd=tmp_path) as worker:
             connection, _ = agent.accept()
             with connection, connection.makefile("r", encoding="utf-8") as lines:
@@ -211,7 +211,7 @@ def test_telling_a_step_costs_the_loop_less_than_writing_its_line_would(tmp_path
 
 def test_listeners_are_made_without_torch_rich_or_tensorboard() -> None:
     code = (
-        "import sys, manyhands.listeners.standard;"
+        "import sys, manyhosts.listeners.standard;"
         "sys.exit(any(name in sys.modules for name in ('torch', 'rich', 'tensorboard', 'numpy')))"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from stories import BEGIN, ended, record, started, stepped, was_tested
 
-from manyhands.events import Event
-from manyhands.listeners.summary import WriteSummary
-from manyhands.records.metrics import MetricsFile
-from manyhands.records.summary import Summary
+from manyhosts.events import Event
+from manyhosts.listeners.summary import WriteSummary
+from manyhosts.records.metrics import MetricsFile
+from manyhosts.records.summary import Summary
 
 
 @pytest.mark.parametrize("metrics_first", [True, False])

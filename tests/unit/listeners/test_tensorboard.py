@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from stories import BEGIN, ended, started, stepped, validated, was_tested
 
-from manyhands.events import Event
-from manyhands.listeners.tensorboard import WriteTensorBoard
+from manyhosts.events import Event
+from manyhosts.listeners.tensorboard import WriteTensorBoard
 
 accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
@@ -68,7 +68,7 @@ def test_steps_that_are_done_once_more_are_drawn_once(tmp_path: Path) -> None:
 
 def test_tensorboard_is_not_imported_before_there_is_something_to_draw(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from manyhands.listeners.tensorboard import WriteTensorBoard;"
+        "import sys; from pathlib import Path; from manyhosts.listeners.tensorboard import WriteTensorBoard;"
         f"listener = WriteTensorBoard(Path({str(tmp_path)!r})); listener.close();"
         "sys.exit('tensorboard' in sys.modules or 'torch' in sys.modules)"
     )
@@ -82,7 +82,7 @@ def test_script_that_fails_before_anything_is_drawn_ends_with_its_own_error_and_
     code = f"""
 from pathlib import Path
 from stories import stepped
-from manyhands.listeners.tensorboard import WriteTensorBoard
+from manyhosts.listeners.tensorboard import WriteTensorBoard
 WriteTensorBoard(Path({str(tmp_path)!r}))(stepped(1, loss=2.0))
 raise RuntimeError("the script fails")
 """

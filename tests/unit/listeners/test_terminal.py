@@ -16,9 +16,9 @@ from typing import Any, TextIO
 import pytest
 from screens import Screen
 
-from manyhands.listeners import terminal
-from manyhands.listeners.paint import bare, paint
-from manyhands.listeners.terminal import Display, display, live_line
+from manyhosts.listeners import terminal
+from manyhosts.listeners.paint import bare, paint
+from manyhosts.listeners.terminal import Display, display, live_line
 
 FIELDS: dict[str, Any] = {
     "epoch": 3,
@@ -248,7 +248,7 @@ def test_many_threads_never_tear_a_line() -> None:
 
 def test_head_starts_without_rich_and_without_torch() -> None:
     code = (
-        "import sys; from manyhands.listeners.terminal import display; shows = display(sys.stdout);"
+        "import sys; from manyhosts.listeners.terminal import display; shows = display(sys.stdout);"
         "shows.line('x', ''); shows.progress({'epoch': 1}); shows.close();"
         "sys.exit(any(name in sys.modules for name in ('rich', 'torch', 'tensorboard')))"
     )

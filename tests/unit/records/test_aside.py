@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.records.aside import Aside
+from manyhosts.records.aside import Aside
 
 
 def gathering() -> tuple[list[int], Callable[[list[int]], None]]:
@@ -82,7 +82,7 @@ def test_failure_in_the_thread_comes_out_of_the_next_put() -> None:
 SCRIPT = """
 import os, sys
 from pathlib import Path
-from manyhands.records.aside import Aside
+from manyhosts.records.aside import Aside
 
 out = Path(sys.argv[1])
 aside = Aside(lambda items: out.open("a").write("".join(items)), every_s=3600, name="test")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.records import line_file
-from manyhands.records.line_file import LineFile, read_lines
+from manyhosts.records import line_file
+from manyhosts.records.line_file import LineFile, read_lines
 
 
 def open_file(path: Path) -> LineFile[int]:

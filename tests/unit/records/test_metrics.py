@@ -20,9 +20,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from stories import BEGIN, ended, epoch_done, snapshot_saved, started, stepped, validated, was_tested
 
-from manyhands.events import CompressionChosen, Event, Note, Recovered, SnapshotCopied, SnapshotSkipped
-from manyhands.records import metrics
-from manyhands.records.metrics import MetricsFile, line_of, text_of
+from manyhosts.events import CompressionChosen, Event, Note, Recovered, SnapshotCopied, SnapshotSkipped
+from manyhosts.records import metrics
+from manyhosts.records.metrics import MetricsFile, line_of, text_of
 
 EVERY_KIND: list[Event] = [
     started(),
@@ -232,7 +232,7 @@ RUN = """
 import sys, time
 from pathlib import Path
 from stories import started, stepped
-from manyhands.records.metrics import MetricsFile
+from manyhosts.records.metrics import MetricsFile
 
 file = MetricsFile(Path(sys.argv[1]))
 file.add(started())

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from stories import record
 
-from manyhands.errors import ConfigError
-from manyhands.records.run_directory import RunDirectory
+from manyhosts.errors import ConfigError
+from manyhosts.records.run_directory import RunDirectory
 
 
 def test_paths_are_those_of_the_design() -> None:
@@ -20,7 +20,7 @@ def test_paths_are_those_of_the_design() -> None:
 
 
 def test_variable_names_the_directory(tmp_path: Path) -> None:
-    chosen = RunDirectory.choose(Path("train.py"), {"MANYHANDS_RUN_DIR": str(tmp_path / "mine")})
+    chosen = RunDirectory.choose(Path("train.py"), {"MANYHOSTS_RUN_DIR": str(tmp_path / "mine")})
     assert chosen.path == tmp_path / "mine"
 
 

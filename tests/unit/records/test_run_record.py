@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from stories import record
 
-from manyhands.config.settings import Settings
-from manyhands.config.strategies import DDP
-from manyhands.errors import ConfigError
-from manyhands.records.run_record import RunRecord, git_commit, plain_settings, versions_for
+from manyhosts.config.settings import Settings
+from manyhosts.config.strategies import DDP
+from manyhosts.errors import ConfigError
+from manyhosts.records.run_record import RunRecord, git_commit, plain_settings, versions_for
 
 
 def test_record_is_read_back_as_it_was_written(tmp_path: Path) -> None:
@@ -48,12 +48,12 @@ def test_record_that_cannot_be_understood_is_refused(tmp_path: Path, change: dic
 
 def test_versions_are_found_without_torch(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from manyhands.records.run_record import versions_for;"
-        "v = versions_for(Path('train.py')); assert v['torch'] and v['manyhands'] and v['python'], v;"
+        "import sys; from pathlib import Path; from manyhosts.records.run_record import versions_for;"
+        "v = versions_for(Path('train.py')); assert v['torch'] and v['manyhosts'] and v['python'], v;"
         "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
-    assert set(versions_for(tmp_path / "train.py")) == {"manyhands", "torch", "python", "git_commit"}
+    assert set(versions_for(tmp_path / "train.py")) == {"manyhosts", "torch", "python", "git_commit"}
 
 
 def test_commit_of_the_script_is_noted_and_whether_it_was_changed(tmp_path: Path) -> None:

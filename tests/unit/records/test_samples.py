@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.records import samples
-from manyhands.records.samples import SamplesFile
+from manyhosts.records import samples
+from manyhosts.records.samples import SamplesFile
 
 
 def test_each_step_has_its_indices(tmp_path: Path) -> None:

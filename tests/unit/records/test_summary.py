@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from stories import BEGIN, ended, epoch_done, record, snapshot_saved, started, stepped, validated, was_tested
 
-from manyhands.errors import ConfigError
-from manyhands.events import CompressionChosen, Event, Recovered
-from manyhands.records.metrics import line_of
-from manyhands.records.summary import Summary, percentile, summarise
+from manyhosts.errors import ConfigError
+from manyhosts.events import CompressionChosen, Event, Recovered
+from manyhosts.records.metrics import line_of
+from manyhosts.records.summary import Summary, percentile, summarise
 
 FIELDS = (
     "status reason workers nodes strategy compression precision global_batch lr steps epochs steps_per_epoch "

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.errors import ConfigError
-from manyhands.records import whole_file
-from manyhands.records.whole_file import read_json, write_json_whole
+from manyhosts.errors import ConfigError
+from manyhosts.records import whole_file
+from manyhosts.records.whole_file import read_json, write_json_whole
 
 
 def test_what_was_written_is_read_back(tmp_path: Path) -> None:

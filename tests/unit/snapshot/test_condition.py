@@ -1,4 +1,4 @@
-"""`manyhands snapshots`: what a person learns about the snapshots of a run, and may remove."""
+"""`manyhosts snapshots`: what a person learns about the snapshots of a run, and may remove."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from manyhands.cli.main import main
-from manyhands.snapshot.store import Facts, Store
+from manyhosts.cli.main import main
+from manyhosts.snapshot.store import Facts, Store
 
 TENSORS = "tensors-00000-of-00001.safetensors"
 
@@ -180,7 +180,7 @@ def test_prune_removes_no_damaged_one_where_none_is_whole(run: Path) -> None:
     assert left(run) == ["step-00000010", "step-00000020", "step-00000030"]
 
 
-def test_prune_leaves_what_takes_a_newer_manyhands_to_judge(run: Path) -> None:
+def test_prune_leaves_what_takes_a_newer_manyhosts_to_judge(run: Path) -> None:
     manifest = run / "snapshots" / "step-00000010" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"format_version": 1', '"format_version": 9'))
     assert main(["snapshots", "prune", str(run), "--keep", "1"]) == 0
@@ -194,6 +194,6 @@ def test_prune_to_none_is_refused(run: Path) -> None:
 
 
 def test_snapshots_are_looked_at_without_torch(run: Path) -> None:
-    code = f"import sys; from manyhands.cli.main import main; main(['snapshots', 'ls', {str(run)!r}]); "
+    code = f"import sys; from manyhosts.cli.main import main; main(['snapshots', 'ls', {str(run)!r}]); "
     code += "sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

@@ -10,12 +10,12 @@ import pytest
 import torch
 from disks import CountingDisk, CutDisk, FullDisk, Loses, PowerCut
 
-from manyhands.errors import SnapshotError
-from manyhands.events import SnapshotSaved, SnapshotSkipped
-from manyhands.records.manifest import best_in, found_in
-from manyhands.snapshot.disk import Disk
-from manyhands.snapshot.load import load
-from manyhands.snapshot.store import Facts, Store
+from manyhosts.errors import SnapshotError
+from manyhosts.events import SnapshotSaved, SnapshotSkipped
+from manyhosts.records.manifest import best_in, found_in
+from manyhosts.snapshot.disk import Disk
+from manyhosts.snapshot.load import load
+from manyhosts.snapshot.store import Facts, Store
 
 Save = Callable[[Path, Disk, int], Store]
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.errors import SnapshotError
-from manyhands.records.manifest import verify
-from manyhands.snapshot.fingerprint import fingerprint
-from manyhands.snapshot.load import load, same_model
-from manyhands.snapshot.store import Facts, Store
+from manyhosts.errors import SnapshotError
+from manyhosts.records.manifest import verify
+from manyhosts.snapshot.fingerprint import fingerprint
+from manyhosts.snapshot.load import load, same_model
+from manyhosts.snapshot.store import Facts, Store
 
 MODEL = nn.Linear(3, 2)
 TENSORS = "tensors-00000-of-00001.safetensors"
@@ -56,7 +56,7 @@ DAMAGES: list[tuple[str, Callable[[Path], None], str]] = [
     (TENSORS, Path.unlink, f"{TENSORS} is missing"),
     ("manifest.json", Path.unlink, "it has no manifest.json"),
     ("manifest.json", cut, "manifest.json is damaged: "),
-    ("manifest.json", of_newer_format, "it has format 2, and this manyhands reads formats up to 1"),
+    ("manifest.json", of_newer_format, "it has format 2, and this manyhosts reads formats up to 1"),
     ("manifest.json", lambda path: path.write_text("[]"), "manifest.json is damaged: "),
     ("manifest.json", lambda path: path.write_bytes(b"\xff\xfe"), "manifest.json cannot be read: "),
 ]

@@ -11,17 +11,17 @@ import pytest
 import torch
 from object_stores import ADDRESS, Crash, Store, TrialFileSystem, Unreachable, trial_store
 
-from manyhands.cli.main import main
-from manyhands.errors import ConfigError
-from manyhands.events import Note, SnapshotCopied
-from manyhands.records.manifest import Facts, verify_files
-from manyhands.snapshot.disk import Disk
-from manyhands.snapshot.load import everything_fits, load
-from manyhands.snapshot.objects.bring import Brought, bring_best, bring_newer, bring_records
-from manyhands.snapshot.objects.client import Client
-from manyhands.snapshot.objects.copier import Copier
-from manyhands.snapshot.objects.shelf import ObjectShelf
-from manyhands.snapshot.store import Store as LocalStore
+from manyhosts.cli.main import main
+from manyhosts.errors import ConfigError
+from manyhosts.events import Note, SnapshotCopied
+from manyhosts.records.manifest import Facts, verify_files
+from manyhosts.snapshot.disk import Disk
+from manyhosts.snapshot.load import everything_fits, load
+from manyhosts.snapshot.objects.bring import Brought, bring_best, bring_newer, bring_records
+from manyhosts.snapshot.objects.client import Client
+from manyhosts.snapshot.objects.copier import Copier
+from manyhosts.snapshot.objects.shelf import ObjectShelf
+from manyhosts.snapshot.store import Store as LocalStore
 
 KEEP = 2
 
@@ -420,7 +420,7 @@ def test_package_that_is_missing_is_named_with_the_line_to_type(monkeypatch: pyt
     with pytest.raises(ConfigError) as caught:
         Client("gs://bucket/run")
     assert caught.value.what == "addresses with gs:// need gcsfs, which is not installed here"
-    assert caught.value.fix == "pip install 'manyhands[objects]' gcsfs"
+    assert caught.value.fix == "pip install 'manyhosts[objects]' gcsfs"
 
 
 def test_address_of_an_unknown_kind_is_refused_with_those_that_are_known() -> None:
@@ -495,7 +495,7 @@ def test_prune_removes_from_the_store(kept: Store) -> None:
 def test_store_that_does_not_answer_is_said_by_the_command(
     kept: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("manyhands.snapshot.objects.client._FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("manyhosts.snapshot.objects.client._FIRST_PAUSE_S", 0.0)
     kept.away = True
     assert main(["snapshots", "ls", ADDRESS]) == 2
     assert "the store does not answer: Connect timeout" in capsys.readouterr().err

@@ -17,13 +17,13 @@ from disks import CountingDisk, FullDisk
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.errors import SnapshotError
-from manyhands.events import SnapshotSaved, SnapshotSkipped
-from manyhands.records.manifest import found_in
-from manyhands.snapshot.commit import Part, hear, tell
-from manyhands.snapshot.disk import Disk
-from manyhands.snapshot.share import share_out
-from manyhands.snapshot.store import Facts, Store
+from manyhosts.errors import SnapshotError
+from manyhosts.events import SnapshotSaved, SnapshotSkipped
+from manyhosts.records.manifest import found_in
+from manyhosts.snapshot.commit import Part, hear, tell
+from manyhosts.snapshot.disk import Disk
+from manyhosts.snapshot.share import share_out
+from manyhosts.snapshot.store import Facts, Store
 
 
 class Crew:

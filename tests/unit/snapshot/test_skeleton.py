@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.errors import SnapshotError
-from manyhands.snapshot.skeleton import put_together, take_apart
-from manyhands.snapshot.tensors import bytes_of
+from manyhosts.errors import SnapshotError
+from manyhosts.snapshot.skeleton import put_together, take_apart
+from manyhosts.snapshot.tensors import bytes_of
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 DTYPES += [torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2]

@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from manyhands.errors import SnapshotError
-from manyhands.events import SnapshotSaved
-from manyhands.records.manifest import best_in, found_in
-from manyhands.snapshot.copy import CopySpace
-from manyhands.snapshot.fingerprint import fingerprint, weights_sha256
-from manyhands.snapshot.load import load, same_model
-from manyhands.snapshot.store import Facts, Store
+from manyhosts.errors import SnapshotError
+from manyhosts.events import SnapshotSaved
+from manyhosts.records.manifest import best_in, found_in
+from manyhosts.snapshot.copy import CopySpace
+from manyhosts.snapshot.fingerprint import fingerprint, weights_sha256
+from manyhosts.snapshot.load import load, same_model
+from manyhosts.snapshot.store import Facts, Store
 
 CPU = torch.device("cpu")
 

@@ -9,11 +9,11 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from manyhands.errors import SnapshotError
-from manyhands.records.manifest import file_sha256
-from manyhands.snapshot import tensors
-from manyhands.snapshot.disk import Disk
-from manyhands.snapshot.fingerprint import difference, fingerprint, tensors_sha256, weights_sha256
+from manyhosts.errors import SnapshotError
+from manyhosts.records.manifest import file_sha256
+from manyhosts.snapshot import tensors
+from manyhosts.snapshot.disk import Disk
+from manyhosts.snapshot.fingerprint import difference, fingerprint, tensors_sha256, weights_sha256
 
 
 @pytest.mark.parametrize("dtype", tensors._CODES, ids=tensors.dtype_name)

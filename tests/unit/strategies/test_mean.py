@@ -5,8 +5,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from manyhands.communication.world import World
-from manyhands.strategies.alone import weighted_mean
+from manyhosts.communication.world import World
+from manyhosts.strategies.alone import weighted_mean
 
 
 class Pair:

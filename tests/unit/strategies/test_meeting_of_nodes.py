@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.communication.nodes import levels_of
-from manyhands.strategies.stepping_alone import (
+from manyhosts.communication.nodes import levels_of
+from manyhosts.strategies.stepping_alone import (
     Lost,
     Stood,
     first_of,

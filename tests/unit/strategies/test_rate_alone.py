@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-import manyhands as mh
-from manyhands.errors import ConfigError
-from manyhands.strategies.rate_alone import expect_noise, factor, multiplied
+import manyhosts as mh
+from manyhosts.errors import ConfigError
+from manyhosts.strategies.rate_alone import expect_noise, factor, multiplied
 
 Make = Callable[[list[Tensor]], optim.Optimizer]
 

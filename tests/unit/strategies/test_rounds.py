@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-import manyhands as mh
-from manyhands.errors import ConfigError
-from manyhands.strategies.rounds import Rounds, steps_at
+import manyhosts as mh
+from manyhosts.errors import ConfigError
+from manyhosts.strategies.rounds import Rounds, steps_at
 
 
 def optimizer_at(rate: float) -> torch.optim.Optimizer:

@@ -12,8 +12,8 @@ from runs import images_and_labels, network
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-import manyhands as mh
-from manyhands.errors import ConfigError, DataError, ManyhandsError, TrainingError
+import manyhosts as mh
+from manyhosts.errors import ConfigError, DataError, ManyhostsError, TrainingError
 
 
 def dataset(samples: int = 20) -> TensorDataset:
@@ -75,7 +75,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.skipif(torch.cuda.is_available(), reason="one case is about a machine without a GPU")
 def test_trainer_refuses_with_a_sentence(case: str, tmp_path: Path) -> None:
     arguments, expected = CASES[case]
-    with pytest.raises(ManyhandsError) as caught:
+    with pytest.raises(ManyhostsError) as caught:
         trainer(tmp_path / "run", **{key: value() if key == "data" else value for key, value in arguments.items()})
     assert expected in caught.value.what
     assert caught.value.fix
@@ -101,14 +101,14 @@ def test_metric_that_nobody_reports_is_named_with_those_that_are(tmp_path: Path)
 
 
 def test_unknown_setting_is_an_error_with_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MANYHANDS_SET", '{"batch_sise": "3"}')
+    monkeypatch.setenv("MANYHOSTS_SET", '{"batch_sise": "3"}')
     with pytest.raises(ConfigError) as caught:
         trainer(tmp_path)
     assert "'batch_size'" in caught.value.fix
 
 
 def test_settings_are_overridden_by_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MANYHANDS_SET", '{"batch_size": "4", "lr": "0.5", "duration": "3 steps"}')
+    monkeypatch.setenv("MANYHOSTS_SET", '{"batch_size": "4", "lr": "0.5", "duration": "3 steps"}')
     made = trainer(tmp_path)
     assert made.parts.optimizer.param_groups[0]["lr"] == 0.5
     assert made.fit("9 steps").steps == 3

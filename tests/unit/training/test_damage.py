@@ -17,10 +17,10 @@ from runs import Recipe, make_trainer
 from torch import nn
 from torch.utils.data import TensorDataset
 
-import manyhands as mh
-from manyhands.errors import SnapshotError
-from manyhands.events import Event, StepDone
-from manyhands.records.samples import counted
+import manyhosts as mh
+from manyhosts.errors import SnapshotError
+from manyhosts.events import Event, StepDone
+from manyhosts.records.samples import counted
 
 FIRST_HALF = Recipe(duration="6 steps", dropout=0.2, trainer={"snapshots": mh.Snapshots(every="2 steps")})
 

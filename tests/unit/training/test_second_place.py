@@ -15,14 +15,14 @@ from object_stores import ADDRESS, Store, trial_store
 from runs import Recipe, make_trainer, step_lines
 from torch import nn
 
-import manyhands as mh
-from manyhands.cli.main import main
-from manyhands.errors import ConfigError, SnapshotError
-from manyhands.events import Event, Note, RunEnded, SnapshotCopied, StepDone
-from manyhands.records.metrics import read
-from manyhands.snapshot.objects import client
-from manyhands.training import trainer
-from manyhands.training.result import Result
+import manyhosts as mh
+from manyhosts.cli.main import main
+from manyhosts.errors import ConfigError, SnapshotError
+from manyhosts.events import Event, Note, RunEnded, SnapshotCopied, StepDone
+from manyhosts.records.metrics import read
+from manyhosts.snapshot.objects import client
+from manyhosts.training import trainer
+from manyhosts.training.result import Result
 
 RECIPE = Recipe(augment=True, batch_norm=True, dropout=0.2, schedule=True)  # 5 steps an epoch
 EVERY_4 = mh.Snapshots(every="4 steps", keep=2, to=ADDRESS)

@@ -19,15 +19,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from manyhands.cluster.place import Place
-from manyhands.communication.world import World
-from manyhands.data.order import Position, bounds
-from manyhands.data.shards import Standing
-from manyhands.data.steps import Cut, Step
-from manyhands.data.stream import Stream
-from manyhands.errors import DataError
-from manyhands.training.bad_steps import named
-from manyhands.training.source import ShardedSource, StreamSource
+from manyhosts.cluster.place import Place
+from manyhosts.communication.world import World
+from manyhosts.data.order import Position, bounds
+from manyhosts.data.shards import Standing
+from manyhosts.data.steps import Cut, Step
+from manyhosts.data.stream import Stream
+from manyhosts.errors import DataError
+from manyhosts.training.bad_steps import named
+from manyhosts.training.source import ShardedSource, StreamSource
 
 # Workers that are threads of this process. One runs at a time, for the generators of random numbers belong to all.
 

@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-import manyhands as mh
-from manyhands.errors import ConfigError, SnapshotError
-from manyhands.events import Event, RunStarted, SnapshotSaved, StepDone, ValidationDone
+import manyhosts as mh
+from manyhosts.errors import ConfigError, SnapshotError
+from manyhosts.events import Event, RunStarted, SnapshotSaved, StepDone, ValidationDone
 
 
 def lines(run_dir: Path, event: str) -> list[dict[str, Any]]:
@@ -210,7 +210,7 @@ def test_training_begins_from_given_weights(kind: str, tmp_path: Path) -> None:
     }[kind]
     torch.save(first.model.state_dict(), tmp_path / "weights.pt")
     save_file(first.model.state_dict(), tmp_path / "weights.safetensors")
-    from manyhands.snapshot.fingerprint import weights_sha256
+    from manyhosts.snapshot.fingerprint import weights_sha256
 
     assert weights_sha256(trainer(tmp_path / "second", init_from=path, seed=9).model) == result.weights_sha256
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from manyhands.training.wishes import Wishes
+from manyhosts.training.wishes import Wishes
 
 
 def test_first_signal_is_a_wish_and_its_echo_the_same_one() -> None:

@@ -1,0 +1,52 @@
+"""Train a PyTorch model on as many ordinary machines as there are: the same model, sooner, and no work lost."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+from manyhosts.errors import speak_plainly
+
+__version__ = "0.1.0"
+
+# Imported when first asked for, so that the command line starts without torch.
+_PUBLIC = {
+    "DDP": "manyhosts.config.strategies",
+    "DiLoCo": "manyhosts.config.local_steps",
+    "LocalSGD": "manyhosts.config.local_steps",
+    "Data": "manyhosts.data.data",
+    "EarlyStopping": "manyhosts.config.stopping",
+    "Single": "manyhosts.config.strategies",
+    "Snapshots": "manyhosts.config.snapshots",
+    "Trainer": "manyhosts.training.trainer",
+}
+
+__all__ = [
+    "DDP",
+    "Data",
+    "DiLoCo",
+    "EarlyStopping",
+    "LocalSGD",
+    "Single",
+    "Snapshots",
+    "Trainer",
+    "__version__",
+    "launch",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "launch":  # a module: `mh.launch.run`
+        return importlib.import_module("manyhosts.launchers.launch")
+    if name in _PUBLIC:
+        from manyhosts.cluster.reports import VARIABLE
+
+        if VARIABLE not in os.environ:  # else the agent's worker tells what the script raises
+            speak_plainly()  # from the first word of ours on: mh.Data(...) comes before any Trainer
+        return getattr(importlib.import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module 'manyhosts' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

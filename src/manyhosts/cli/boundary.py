@@ -1,0 +1,57 @@
+"""Errors at the border of the command line: what, where and fix on stderr, and an exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+
+import click
+
+from manyhosts.errors import ManyhostsError
+
+
+def exit_code_of(error: BaseException, *, trace: bool = False) -> int:
+    """Print `error` for a person and return the exit code that it stands for. `trace` shows where it was raised.
+
+    Raises:
+        BaseException: `error` itself, where it is none that was raised on purpose: a fault of ours, to be seen whole.
+    """
+    if isinstance(error, click.exceptions.Exit):
+        return int(error.exit_code)
+    if isinstance(error, KeyboardInterrupt | click.Abort):
+        return 130
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if isinstance(error, click.ClickException):
+        _print("manyhosts", error.format_message(), _fix(error))
+        return 2
+    if not isinstance(error, ManyhostsError):
+        raise error
+    if trace:
+        traceback.print_exception(error)
+    print(f"manyhosts: {error}", file=sys.stderr, flush=True)
+    return error.exit_code
+
+
+def let_go_of_closed_streams() -> None:
+    """Keep Python from failing at its end for words that nobody reads any more, as after `| head`."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, stream.fileno())
+                os.close(nowhere)
+
+
+def _print(name: str, what: str, fix: str) -> None:
+    print(f"{name}: {what}\n  fix:   {fix}", file=sys.stderr, flush=True)
+
+
+def _fix(error: click.ClickException) -> str:
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else "manyhosts"
+    return f"`{path} --help` lists what it takes"

@@ -1,0 +1,124 @@
+"""`manyhosts doctor`: looks at every host and every pair of hosts before a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from manyhosts.cli.cluster import beside_table, cluster_option
+from manyhosts.cli.doctor_screen import Progress, print_examination
+from manyhosts.cli.where import Where, pairs
+from manyhosts.errors import LaunchError
+from manyhosts.launchers import scripts
+from manyhosts.launchers.job import Job
+from manyhosts.launchers.launcher import LAUNCHERS
+from manyhosts.launchers.slurm import script as slurm_script
+
+
+@click.command()
+@click.option("--on", "target", metavar="TARGET", help="Where to look.  [default: ssh with --hosts, else local]")
+@cluster_option
+@click.option("--hosts", metavar="A,B,C", help="Hosts that ssh reaches.")
+@click.option("--hostfile", metavar="FILE", help="A file with a host on each line.")
+@click.option("--nodes", metavar="N", help="Hosts; on local, several are rehearsed here.  [default: 1]")
+@click.option(
+    "-o",
+    "options",
+    multiple=True,
+    metavar="K=V",
+    callback=beside_table,
+    help="An option of the target, as `run` takes it.",
+)
+@click.option("--run-dir", metavar="DIR", help="Where the record will be kept.  [default: runs]")
+@click.option(
+    "--data",
+    multiple=True,
+    metavar="PATH",
+    callback=beside_table,
+    help="A file or folder that all hosts must have alike.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--trace", is_flag=True, help="Show where in manyhosts an error was raised.")
+@click.argument("script", default="", metavar="[SCRIPT]")
+def doctor(
+    run_dir: str | None, data: tuple[str, ...], as_json: bool, trace: bool, script: str, **words: str | None
+) -> int:
+    """Look at every host and every pair of hosts: what is wrong there, and what to type to mend it.
+
+    It takes the words that `run` takes to say where, and leaves nothing on the hosts. A SCRIPT is compared between
+    them, too.
+
+    Exit codes: 0 nothing is bad (there may be warnings), 2 the request was wrong, 3 a host cannot be reached or is not
+    fit for a run, 4 hosts cannot talk to each other.
+    """
+    from manyhosts.doctor import afar, desk, station
+    from manyhosts.doctor.examination import Request, examine
+
+    if script:
+        scripts.check(script, "script")
+    scratch = Path(tempfile.gettempdir(), f"{station.SCRATCH}{secrets.token_hex(8)}")
+    target, job = _job(Where(**words), station.__name__, scratch)  # type: ignore[arg-type]  # click's words by name
+    if target == "slurm" and "SLURM_JOB_ID" not in os.environ:
+        return _in_an_allocation(job)
+    request = Request(
+        target=target,
+        run_dir=str(Path(run_dir or "runs").absolute()),
+        script=str(Path(script).absolute()) if script else "",
+        data=tuple(str(Path(path).absolute()) for path in data),
+        shares_disk=target not in ("ssh", "local"),
+    )
+    launcher = LAUNCHERS.load(target)()
+    launcher.plan(replace(job, least_nodes=None))  # refuses what makes no sense
+    progress = Progress(sys.stderr, silent=as_json)
+    try:
+        if target in afar.TARGETS:
+            examination = afar.examine(launcher, replace(job, least_nodes=None), request, progress.tell)
+        else:
+            with desk.over_ssh(job) if target == "ssh" else desk.in_a_job(launcher, job) as (reached, lost):
+                examination = examine(reached, lost, request, progress.tell)
+    finally:
+        progress.close()
+    if as_json:
+        print(json.dumps(examination.to_json(), indent=1))
+    else:
+        print_examination(examination, sys.stdout)
+    return examination.exit_code
+
+
+def _in_an_allocation(job: Job) -> int:
+    """Ask Slurm for the nodes, and call this very command on them. Returns its exit code."""
+    words = slurm_script.allocation(job)
+    try:
+        return subprocess.call([*words, sys.executable, "-P", "-m", "manyhosts.cli.main", *sys.argv[1:]])
+    except FileNotFoundError as cause:
+        raise LaunchError(
+            "there is no salloc on this machine", where="PATH", fix="start this on the login node of the cluster"
+        ) from cause
+
+
+def _job(where: Where, program: str, scratch: Path) -> tuple[str, Job]:
+    """The target, and a job of one station on each of its hosts."""
+    hosts, _ = where.named()
+    _, most = where.least_and_most()
+    nodes = len(hosts) or most or 1
+    job = Job(
+        program=program,
+        kind="module",
+        folder=Path.cwd(),
+        run_dir=scratch,
+        nodes=nodes,
+        least_nodes=1 if nodes > 1 and not hosts else None,  # the others are examined where one does not come
+        check=False,
+        nodes_are_chosen=bool(hosts) or most is not None,
+        hosts=hosts,
+        options=pairs(where.options, "-o"),
+    )
+    return where.target_or(hosts), job

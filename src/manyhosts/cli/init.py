@@ -1,0 +1,68 @@
+"""`manyhosts init`: writes a train.py that runs."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import click
+
+from manyhosts.errors import ConfigError
+
+TRAIN = '''"""Tells handwritten digits apart: 1,797 real images of 8 x 8 pixels."""
+
+import manyhosts as mh
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import TensorDataset, random_split
+from torchmetrics.classification import MulticlassAccuracy
+
+images, labels = load_digits(return_X_y=True)
+images = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16
+digits = TensorDataset(images, torch.tensor(labels))
+train, validation, test = random_split(digits, [0.7, 0.15, 0.15], torch.Generator().manual_seed(0))
+
+
+def network() -> nn.Module:  # a function: the weights come from the run's seed, so that every run begins alike
+    return nn.Sequential(
+        *(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(128, 10)),
+    )
+
+
+trainer = mh.Trainer(
+    model=network,
+    loss=nn.CrossEntropyLoss(),
+    optimizer=lambda params: torch.optim.AdamW(params, lr=3e-3),
+    data=mh.Data(train=train, validation=validation, test=test, batch_size=64),
+    metrics={"accuracy": MulticlassAccuracy(num_classes=10)},
+)
+trainer.fit("10 epochs")
+print(trainer.test())
+'''
+
+
+@click.command()
+@click.argument("folder", default=".", type=click.Path(path_type=Path, file_okay=False), metavar="[DIR]")
+@click.option("--dry-run", is_flag=True, help="Print what would be written, and write nothing.")
+@click.option("--trace", is_flag=True, help="Show where in manyhosts an error was raised.")
+def init(folder: Path, dry_run: bool, trace: bool) -> int:
+    """Write a train.py that runs into DIR (default: here). It never overwrites one."""
+    path = folder / "train.py"
+    if path.exists():
+        raise ConfigError(
+            "there is a train.py already", where=str(path), fix="name another folder: `manyhosts init DIR`"
+        )
+    if dry_run:
+        print(f"--- {path}\n{TRAIN}", end="")
+        return 0
+    folder.mkdir(parents=True, exist_ok=True)
+    with path.open("x") as file:
+        file.write(TRAIN)
+    print(f"Wrote {path}. Now:")
+    if importlib.util.find_spec("sklearn") is None:
+        print("  pip install scikit-learn               # the digits come inside it")
+    print(f"  python {path}                   # one process\n  manyhosts run --workers 2 {path}")
+    return 0

@@ -1,0 +1,77 @@
+"""`manyhosts`: the verbs, each loaded when it is used, and the border at which errors become words and exit codes."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import cast
+
+import click
+
+from manyhosts import __version__
+from manyhosts.cli.boundary import exit_code_of, let_go_of_closed_streams
+
+VERBS = {
+    "run": ("manyhosts.cli.run:run", "Start a script on one or many workers: any script that runs under torchrun."),
+    "doctor": ("manyhosts.cli.doctor:doctor", "What is wrong with hosts and between them, and what mends it."),
+    "status": ("manyhosts.cli.jobs:status", "How a job that `run --detach` started stands."),
+    "logs": ("manyhosts.cli.jobs:logs", "What such a job has printed."),
+    "cancel": ("manyhosts.cli.jobs:cancel", "End such a job."),
+    "snapshots": ("manyhosts.cli.snapshots:snapshots", "What a run can be resumed from, and whether it is whole."),
+    "lab": ("manyhosts.cli.lab:lab", "A practice cluster on this Linux machine: real hosts, cables to cut."),
+    "init": ("manyhosts.cli.init:init", "Write a train.py that runs."),
+}
+"""Verb → where its command is, and its line in the overview: `--help` loads none of them."""
+
+
+class _Verbs(click.Group):
+    """A group whose commands are imported when they are called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in VERBS:
+            return None
+        module, _, attribute = VERBS[cmd_name][0].partition(":")
+        return cast(click.Command, getattr(importlib.import_module(module), attribute))
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in VERBS:
+            from manyhosts.table import nearest
+
+            raise click.UsageError(f"there is no verb {args[0]!r}. {nearest(args[0], VERBS)}known: {', '.join(VERBS)}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Verbs"):
+            formatter.write_dl([(verb, line) for verb, (_, line) in VERBS.items()])
+
+
+@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="manyhosts")
+def cli() -> None:
+    """Train a PyTorch model on as many ordinary machines as there are.
+
+    Exit codes: 0 done, 1 the script failed, 2 the request was wrong, 3 a host or scheduler refused,
+    4 communication failed or hung, 130 interrupted.
+    """
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run one verb. Returns the exit code; errors have been printed."""
+    words = list(sys.argv[1:] if words is None else words)
+    try:
+        result = cli.main(words, prog_name="manyhosts", standalone_mode=False)
+    except BaseException as error:
+        return exit_code_of(error, trace="--trace" in words)
+    finally:
+        let_go_of_closed_streams()
+    return result if isinstance(result, int) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,243 @@
+"""`manyhosts run`: starts a script on one or many workers."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from manyhosts.cli.cluster import beside_table, cluster_option
+from manyhosts.cli.where import Where, pairs
+from manyhosts.config import overrides
+from manyhosts.errors import ConfigError
+from manyhosts.launchers import handles, scripts, variables
+from manyhosts.launchers.display import Display, PlainDisplay
+from manyhosts.launchers.host import gpus
+from manyhosts.launchers.job import Job
+from manyhosts.launchers.launch import new_run_dir
+from manyhosts.launchers.launcher import LAUNCHERS
+from manyhosts.records import run_directory
+
+_TRAINING = ("manyhosts.training.trainer", "manyhosts.data.data")
+"""Loaded once per host for scripts that import manyhosts."""
+_REHEARSAL = "manyhosts.rehearsal"
+
+
+class _Run(click.Command):
+    """`run`, whose help lists the options of the target that `--on` named before it."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        target = ctx.params.get("target")
+        if target is not None:
+            known = LAUNCHERS.load(target).OPTIONS
+            with formatter.section(f"Options of {target}, each as -o KEY=VALUE"):
+                formatter.write_dl(list(known.items()) or [("(none)", "")])
+
+
+@click.command(cls=_Run, context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
+@click.option(
+    "--on",
+    "target",
+    is_eager=True,  # before --help, which then has more to tell
+    metavar="TARGET",
+    help="Where to run it.  [default: ssh with --hosts, else local]",
+)
+@cluster_option
+@click.option("--hosts", metavar="A,B,C", help="Hosts that ssh reaches; ranks go by this order.")
+@click.option("--hostfile", metavar="FILE", help="A file with a host on each line, and slots=N for its workers.")
+@click.option(
+    "--workers",
+    type=int,
+    metavar="N",
+    help="Workers on this machine.  [default: one per GPU, or 1 where there is none]",
+)
+@click.option(
+    "--nodes",
+    metavar="N",
+    help="Hosts; on local, several are rehearsed here. MIN:MAX: they may go and come while it runs.  [default: 1]",
+)
+@click.option(
+    "--workers-per-node",
+    type=int,
+    metavar="M",
+    help="Workers on each host.  [default: one per GPU that it has, or 1]",
+)
+@click.option("--restarts", type=int, default=0, show_default=True, metavar="N", help="Start again after a failure.")
+@click.option(
+    "--hang-timeout",
+    type=float,
+    metavar="SECONDS",
+    help="End or mend a run that gets no further for so long; 0: never.  [default: 600 with mh.Trainer, else never]",
+)
+@click.option("--no-sync", is_flag=True, help="Do not bring the working directory to the hosts.")
+@click.option("--no-check", is_flag=True, help="Do not look at the hosts first; `manyhosts doctor` looks closer.")
+@click.option(
+    "--encrypt",
+    type=click.Choice(["required"]),
+    metavar="required",
+    help="Refuse links between hosts that are not encrypted.",
+)
+@click.option(
+    "-o",
+    "options",
+    multiple=True,
+    metavar="K=V",
+    callback=beside_table,
+    help="An option of the target; `run --on TARGET --help` lists them.",
+)
+@click.option("--env", multiple=True, metavar="K=V", callback=beside_table, help="A variable that all workers get.")
+@click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="K=V",
+    callback=beside_table,
+    help="A setting of mh.Trainer or mh.Data, overridden.",
+)
+@click.option("--run-dir", metavar="DIR", help="Where the record is kept.  [default: runs/SCRIPT-TIME]")
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as in `python -m`.")
+@click.option("--no-python", is_flag=True, help="SCRIPT is an executable, started as it is.")
+@click.option("--rehearse", is_flag=True, help="Run a script that was written for CUDA and NCCL on CPU and Gloo.")
+@click.option("--detach", is_flag=True, help="Hand the job over and print its handle; the engine goes on alone.")
+@click.option("--dry-run", is_flag=True, help="Print what would be started, and start nothing.")
+@click.option("--trace", is_flag=True, help="Show where in manyhosts an error was raised.")
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS]...")
+def run(**options: Any) -> int:
+    """Start SCRIPT on one or many workers: any script that runs under torchrun, unchanged.
+
+    Everything after SCRIPT is the script's own. Each worker's output is kept in DIR/logs. The cores of a host are
+    shared out between its workers (OMP_NUM_THREADS), unless that variable is set.
+
+    Ctrl-C asks the workers to end; once more ends them at once.
+    """
+    asked = _Asked(**options)
+    job = _job(asked)
+    for note in _behind_the_script(asked):
+        print(f"manyhosts: {note}", file=sys.stderr, flush=True)
+    target = asked.target or ("ssh" if job.hosts else "local")
+    launcher = LAUNCHERS.load(target)()
+    jobs = handles.engine(launcher, target) if asked.detach else None
+    plan = launcher.plan(job)
+    if asked.dry_run:
+        print(plan)
+        return 0
+    if jobs is not None:
+        for note in plan.notes:
+            print(f"manyhosts: {note}", file=sys.stderr)
+        print(f"{target}://{jobs.send(plan)}")
+        return 0
+    display = _display()
+    try:
+        return launcher.submit(plan, display)
+    finally:
+        display.close()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Asked:
+    """The words of the command line."""
+
+    target: str | None
+    hosts: str | None
+    hostfile: str | None
+    no_sync: bool
+    no_check: bool
+    encrypt: str | None
+    options: Sequence[str]
+    workers: int | None
+    nodes: str | None
+    workers_per_node: int | None
+    restarts: int
+    hang_timeout: float | None
+    env: Sequence[str]
+    settings: Sequence[str]
+    run_dir: str | None
+    module: bool
+    no_python: bool
+    rehearse: bool
+    detach: bool
+    dry_run: bool
+    trace: bool
+    script: str
+    arguments: Sequence[str]
+
+
+def _job(asked: _Asked) -> Job:
+    if asked.workers is not None and asked.workers_per_node is not None:
+        raise ConfigError("both --workers and --workers-per-node are given", where="--workers", fix="give one of them")
+    kind = scripts.kind_of(module=asked.module, no_python=asked.no_python)
+    scripts.check(asked.script, kind)
+    changed = overrides.parse(asked.settings)
+    if asked.run_dir:
+        run_directory.check_is_folder(asked.run_dir, where="--run-dir")
+    where = Where(
+        target=asked.target, hosts=asked.hosts, hostfile=asked.hostfile, nodes=asked.nodes, options=asked.options
+    )
+    least, most = where.least_and_most()
+    hosts, slots = where.named()
+    if hosts and asked.workers is not None:
+        raise ConfigError(
+            "--workers counts workers on this machine, and other hosts are named",
+            where="--workers",
+            fix="use --workers-per-node",
+        )
+    chosen = asked.workers if asked.workers is not None else asked.workers_per_node
+    if chosen is None and slots:
+        chosen = slots[0]
+    here = where.target_or(hosts) == "local"
+    job = Job(
+        program=asked.script,
+        kind=kind,
+        arguments=tuple(asked.arguments),
+        folder=Path.cwd(),
+        run_dir=Path(asked.run_dir).absolute() if asked.run_dir else new_run_dir(asked.script),
+        nodes=len(hosts) or (1 if most is None else most),
+        nodes_are_chosen=bool(hosts) or most is not None,
+        least_nodes=least,
+        workers_per_node=chosen if chosen is not None else max(1, gpus.count(os.environ)) if here else 1,
+        workers_are_chosen=chosen is not None or here,
+        workers_of=dict(enumerate(slots)) if asked.workers_per_node is None else {},
+        restarts=asked.restarts,
+        hang_timeout_s=asked.hang_timeout,
+        hosts=hosts,
+        options=pairs(asked.options, "-o"),
+        sync=not asked.no_sync,
+        check=not asked.no_check,
+        encrypt=asked.encrypt is not None,
+        environment={
+            **pairs(asked.env, "--env"),
+            **overrides.to_environment(changed),
+            **({} if asked.run_dir else {run_directory.UNASKED: "1"}),
+            **({variables.FIRST: _REHEARSAL, "CUDA_VISIBLE_DEVICES": ""} if asked.rehearse else {}),
+        },
+        overrides=changed,
+        preload=scripts.preload(asked.script, kind, own=_TRAINING),
+    )
+    scripts.check_run_dir(job)
+    return job
+
+
+def _behind_the_script(asked: _Asked) -> list[str]:
+    """What deserves a word: options of ours that stand behind the script, and so are the script's."""
+    ours = {word for option in run.params if isinstance(option, click.Option) for word in option.opts if len(word) > 2}
+    found = [word for argument in asked.arguments if (word := argument.partition("=")[0]) in ours - {"--trace"}]
+    if not found:
+        return []
+    stand, go = ("stands", "goes") if len(found) == 1 else ("stand", "go")
+    return [f"{', '.join(found)} {stand} behind {asked.script} and so {go} to it; options of `run` stand before it"]
+
+
+def _display() -> Display:
+    """The live display on a terminal, where it is installed; plain lines elsewhere."""
+    if importlib.util.find_spec("manyhosts.listeners.terminal") is not None:
+        from manyhosts.listeners.terminal import display
+
+        return display(sys.stdout, sys.stderr)
+    return PlainDisplay(sys.stdout, sys.stderr)

@@ -1,0 +1,252 @@
+"""Gradients summed over the workers in buckets that leave while the backward pass still runs.
+
+Parameters are packed into buckets in the order in which their gradients become ready, found in the first backward pass
+and then fixed for all workers by the leader. A bucket whose last gradient has come is sent at once, in bucket order, so
+that every worker sends the same things in the same order whatever its own backward pass did. A parameter that a worker
+did not use counts as zero; one that nobody used keeps no gradient, as in one process: each bucket carries one number
+per parameter that says how many workers used it.
+
+With a compression, what is large in a bucket is sent through it, and the rest of the bucket as it is.
+
+A few numbers may come aboard, the loss for one: they travel in the first bucket, so that they cost no exchange of their
+own.
+
+Why not torch's DistributedDataParallel: its reducer belongs to one process group for ever, and its order, its number
+format and its reduction cannot be chosen per bucket. Here the world may change between two steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from manyhosts.communication.compression.feedback import Compressor
+from manyhosts.communication.packing import Members, ReadyOrder, packed
+from manyhosts.communication.passengers import arrived, board, seats_for
+from manyhosts.communication.world import Work
+
+
+@dataclass(slots=True, kw_only=True)
+class Bucket:
+    """Parameters whose gradients travel together, one behind the other in `buffer`.
+
+    Where there is a compression, the parameters that go through it stand first.
+    """
+
+    number: int
+    places: list[tuple[nn.Parameter, Tensor]]
+    """Each parameter, and where its gradient goes: a view of `buffer`, in its shape."""
+    buffer: Tensor
+    """Shape (elements of all parameters + number of parameters + elements of the seats,)."""
+    compressible: int
+    """Elements of the parameters that go through a compression."""
+    used: Tensor
+    """How many workers used each parameter: a view of `buffer`, shape (number of parameters,)."""
+    seats: Tensor
+    """Where passengers sit: a view of `buffer`, of no elements in all buckets but the first."""
+    missing: int = 0
+    """Gradients that the backward pass has not filled yet."""
+    all_here: bool = False
+    """Whether this worker used all the parameters."""
+    work: Work = None
+
+    def move_in(self) -> None:
+        """Have the gradients in the buffer, those that are not there yet. A parameter that was not used has zeros."""
+        absent, views, gradients, used = [], [], [], []
+        for parameter, view in self.places:
+            gradient = parameter.grad
+            used.append(gradient is not None)
+            if gradient is None:
+                absent.append(view)
+            elif gradient is not view:
+                views.append(view)
+                gradients.append(gradient)
+                parameter.grad = view
+        if views:
+            torch._foreach_copy_(views, gradients)
+        self.all_here = not absent
+        if self.all_here:
+            self.used.fill_(1)
+        else:
+            torch._foreach_zero_(absent)
+            self.used.copy_(torch.tensor(used))
+
+
+class GradientBuckets:
+    """Exchanges the gradients of `parameters` over the world.
+
+    For each step: `begin()`, any number of backward passes, `arm()` before the last of them, `finish()`. From the last
+    backward pass on the gradients are views of the buckets, so that nothing is copied back when the sums are there.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        world: Members,
+        *,
+        bucket_bytes: int,
+        compressor: Compressor | None = None,
+    ) -> None:
+        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self.world = world
+        self.bucket_bytes = bucket_bytes
+        self.compressor = compressor
+        self.compressing = False
+        """Whether this step's gradients go through the compressor."""
+        self.armed = False
+        self.passengers: Tensor | None = None
+        """What travels with the gradients of this step."""
+        self.numbers_aboard = 0
+        """For how many of them the buckets are made."""
+        self.moves_at_once = world.device.type == "cpu"
+        """Whether a gradient moves into its bucket as it comes: it is in the cache yet, and the next one can have its
+        memory. On a GPU all of a bucket move in one kernel."""
+        self.order = ReadyOrder(self.parameters, world)
+        for number, parameter in enumerate(self.parameters):
+            parameter.register_post_accumulate_grad_hook(partial(self._ready, number))
+        self._pack(self.order.guess)
+
+    def _pack(self, order: Sequence[int]) -> None:
+        """Make the buckets, for parameters in `order`."""
+        self.packed_order = order
+        self.buckets: list[Bucket] = []
+        place_of: dict[nn.Parameter, tuple[Bucket, Tensor]] = {}
+        for group in packed(self.parameters, order, bucket_bytes=self.bucket_bytes):
+            bucket = self._made(group)
+            self.buckets.append(bucket)
+            place_of.update({parameter: (bucket, view) for parameter, view in bucket.places})
+        self.place_of = [place_of[parameter] for parameter in self.parameters]
+        if self.compressor is not None:
+            self.compressor.lay_out(
+                [
+                    (bucket.buffer[: bucket.compressible], [p for p, _ in bucket.places if self._compressed(p)])
+                    for bucket in self.buckets
+                ]
+            )
+
+    def _compressed(self, parameter: nn.Parameter) -> bool:
+        return self.compressor is not None and self.compressor.takes(parameter)
+
+    def _made(self, group: list[nn.Parameter]) -> Bucket:
+        """The next bucket, of the parameters in `group`."""
+        group = sorted(group, key=lambda parameter: not self._compressed(parameter))
+        elements = sum(parameter.numel() for parameter in group)
+        seats = 0 if self.buckets else seats_for(self.numbers_aboard, self.world.size)
+        buffer = torch.zeros(elements + len(group) + seats, dtype=group[0].dtype, device=group[0].device)
+        parts = buffer[:elements].split([parameter.numel() for parameter in group])
+        return Bucket(
+            number=len(self.buckets),
+            places=[(parameter, part.view_as(parameter)) for parameter, part in zip(group, parts, strict=True)],
+            buffer=buffer,
+            compressible=sum(parameter.numel() for parameter in group if self._compressed(parameter)),
+            used=buffer[elements : elements + len(group)],
+            seats=buffer[elements + len(group) :],
+        )
+
+    def use(self, compressor: Compressor) -> None:
+        """From the next step on, send through `compressor`. Called by all workers, between two steps."""
+        self.compressor = compressor
+        self._pack(self.packed_order)
+
+    def meet(self, source: int, world: Members | None = None) -> None:
+        """The workers have changed, or are those of `world` from now on: pack as worker `source` of them does."""
+        if world is not None:
+            self.world = self.order.world = world
+        self._pack(self.order.meet(source))
+
+    def rest(self) -> None:
+        """A step has broken off: nothing is sent before the next `arm`."""
+        self.armed = False
+
+    def begin(self, *, compressing: bool = True, scale: Tensor | None = None) -> None:
+        """Forget the gradients of the last step.
+
+        `scale`, shape (), is what the loss of this step is multiplied by; None for 1.
+        """
+        self.armed = False
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.compressing = compressing and self.compressor is not None
+        if self.compressing and self.compressor is not None:
+            self.compressor.begin(scale)
+
+    def arm(self, passengers: Tensor | None = None) -> None:
+        """From now on a bucket is sent as soon as the backward pass has filled it.
+
+        `passengers`: float64, shape (n,), the same n on all workers. `finish` gives back their sums over the workers.
+        """
+        self.passengers = passengers if self.buckets else None
+        if self.passengers is not None:
+            if self.buckets[0].seats.numel() != seats_for(len(self.passengers), self.world.size):
+                self.numbers_aboard = len(self.passengers)
+                self._pack(self.packed_order)
+            board(self.buckets[0].seats, self.passengers, self.world.rank)
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.places)
+            bucket.work = None
+        self.sent = 0
+        self.first_left = 0.0
+        """When the first bucket was sent, by the host's clock."""
+        self.armed = True
+
+    def _ready(self, number: int, parameter: Tensor) -> None:
+        """Called by autograd when the gradient of `parameter`, which has this number, is complete for one pass."""
+        if not self.armed:
+            return
+        self.order.note(number)
+        bucket, view = self.place_of[number]
+        if self.moves_at_once and parameter.grad is not None:
+            view.copy_(parameter.grad)
+            parameter.grad = view
+        bucket.missing -= 1
+        while self.sent < len(self.buckets) and self.buckets[self.sent].missing <= 0:
+            self._send(self.buckets[self.sent])
+
+    def _send(self, bucket: Bucket) -> None:
+        if self.sent == 0:
+            self.first_left = time.perf_counter()
+        bucket.move_in()
+        if self.compressing and self.compressor is not None and bucket.compressible:
+            self.compressor.start(bucket.number)
+            bucket.work = self.world.start_all_reduce(bucket.buffer[bucket.compressible :])
+        else:
+            bucket.work = self.world.start_all_reduce(bucket.buffer)
+        self.sent += 1
+
+    def finish(self) -> Tensor | None:
+        """Send what is left, and wait until the sums are where the optimizer looks for gradients.
+
+        Returns the sums of the passengers; None where none came aboard.
+        """
+        self.armed = False
+        while self.sent < len(self.buckets):
+            self._send(self.buckets[self.sent])
+        for bucket in self.buckets:
+            self.world.wait(bucket.work)
+            if self.compressing and self.compressor is not None:
+                self.compressor.finish(bucket.number)
+            if not bucket.all_here:
+                self._drop_unused(bucket)
+        if self.compressing and self.compressor is not None:
+            self.compressor.settle()
+        summed = None if self.passengers is None else arrived(self.buckets[0].seats, self.world.size)
+        if (order := self.order.agree()) is not None:
+            self._pack_anew(order)
+        return summed
+
+    def _drop_unused(self, bucket: Bucket) -> None:
+        for (parameter, view), workers in zip(bucket.places, bucket.used.tolist(), strict=True):
+            # What a compression kept of earlier steps may arrive in a step that does not use the parameter.
+            used = workers > 0 or (self.compressing and bool(view.any()))
+            parameter.grad = view if used else None
+
+    def _pack_anew(self, order: Sequence[int]) -> None:
+        gradients = [None if parameter.grad is None else parameter.grad.clone() for parameter in self.parameters]
+        self._pack(order)
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient

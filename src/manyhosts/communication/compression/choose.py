@@ -1,0 +1,181 @@
+"""Which compression a network and a model deserve: the least lossy one within 5 % of the fastest.
+
+Each way is rehearsed on this worker, with parcels of the model's own shapes and a link that sends nothing but counts:
+so its arithmetic is timed here, and its bytes are those that it would send. The time of a step follows:
+
+    compute + arithmetic of the compression + what the network takes longer than the backward pass, which hides it
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from manyhosts.communication import volume
+from manyhosts.communication.compression.exchange import Parcel, takes_whole_tensors, worth_it
+from manyhosts.communication.compression.feedback import PARCEL_BYTES
+from manyhosts.communication.compression.table import make_compression
+from manyhosts.communication.link import Link
+from manyhosts.communication.packing import packed
+from manyhosts.communication.probe import Network
+from manyhosts.config.strategies import DDP
+
+BY_LOSS = ("none", "fp16", "bf16", "int8", "powersgd", "topk")
+"""From the way that loses nothing to the one that loses most in a step."""
+TOLERANCE = 1.05
+_SAMPLE = 8_000_000
+"""Elements that are rehearsed of a larger model; its time is reckoned from theirs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What exchanging one gradient takes."""
+
+    arithmetic_s: float
+    bytes_sent: float
+    exchanges: int
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The way that was taken, and the seconds of a step that each would give."""
+
+    name: str
+    step_seconds: Mapping[str, float]
+    network: Network
+
+    def why(self) -> str:
+        """In one line."""
+        others = ", ".join(f"{name} {seconds:.3g}" for name, seconds in self.step_seconds.items())
+        return (
+            f"compression: {self.name}, the least lossy within 5 % of the fastest on this network ({self.network}); "
+            f"seconds a step would take: {others}"
+        )
+
+
+class DryLink(Link):
+    """A link that sends nothing: each worker is taken to hold what this one does.
+
+    Counted is what the cable of a node carries, as far as it is more than what one worker sends: a ring passes each
+    cable once, however many workers a node has, but what goes to every other worker directly leaves it for each.
+    """
+
+    exchanges = 0
+
+    def __init__(self, rank: int, size: int, *, on_cable: int = 1, each: int = 1) -> None:
+        """`on_cable`: links that share a node's cable; `each`: workers of this link on a node."""
+        super().__init__(rank, size)
+        self.on_cable, self.each = on_cable, each
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Leave `tensor` as it is."""
+        self._count(volume.all_reduce_bytes(volume.size_of(tensor), self.size))
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """This worker's tensor, as often as there are workers."""
+        self._count(volume.all_gather_bytes(volume.size_of(tensor), self.size))
+        return tensor.expand(self.size, *tensor.shape).contiguous()
+
+    def all_to_all(self, parts: Tensor) -> Tensor:
+        """The parts as they are."""
+        sent = volume.all_to_all_bytes(volume.size_of(parts), self.size)
+        # What stays on the node does not count; what leaves it does for each of its workers.
+        self._count(sent * self.each * (self.size - self.each) // max(1, self.size - 1))
+        return parts
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """Leave `tensor` as it is."""
+        self._count(volume.broadcast_bytes(volume.size_of(tensor), self.size))
+        return tensor
+
+    def _count(self, sent: int) -> None:
+        self.bytes_sent += self.on_cable * sent
+        self.exchanges += 1
+
+
+def dry_link(rank: int, size: int, each: int) -> DryLink:
+    """For `size` workers, `each` on a node: with the two levels of `communication.nodes`, where there are such."""
+    if each == 1 or size == each:
+        return DryLink(rank, size)
+    link = DryLink(rank, size, each=each)
+    link.inside, link.across = DryLink(0, each), DryLink(rank // each, size // each, on_cable=each)
+    return link
+
+
+@torch.no_grad()
+def cost_of(
+    name: str,
+    config: DDP,
+    parameters: Sequence[nn.Parameter],
+    *,
+    rank: int,
+    size: int,
+    bucket_bytes: int,
+    each: int = 1,
+) -> Cost:
+    """Rehearse one way on this worker. `each`: workers on a node, the same number on every one of them."""
+    compression = make_compression(replace(config, compression=name))
+    groups = packed(parameters, reversed(range(len(parameters))), bucket_bytes=bucket_bytes)
+    if compression is None:
+        sent = sum(volume.all_reduce_bytes(volume.size_of(parameter), size) for parameter in parameters)
+        return Cost(0.0, sent, len(groups))
+    link = dry_link(rank, size, each)
+    elements = rehearsed = 0
+    begin, seconds = 0.0, 0.0
+    exact = 0
+    for group in groups:
+        large = [parameter for parameter in group if worth_it(compression, parameter, above=config.compress_above)]
+        exact += sum(volume.size_of(parameter) for parameter in group) - sum(volume.size_of(one) for one in large)
+        elements += sum(parameter.numel() for parameter in large)
+        if rehearsed >= _SAMPLE or not large:
+            continue
+        for parcel in _parcels(large, whole=takes_whole_tensors(compression)):
+            _there(parcel.values)
+            begin = time.perf_counter()
+            compression(parcel, link)
+            _there(parcel.values)
+            seconds += time.perf_counter() - begin
+            rehearsed += parcel.values.numel()
+            if rehearsed >= _SAMPLE:
+                break
+    scale = elements / rehearsed if rehearsed else 0.0
+    return Cost(
+        arithmetic_s=seconds * scale,
+        bytes_sent=link.bytes_sent * scale + volume.all_reduce_bytes(exact, size),
+        exchanges=math.ceil((link.exchanges + getattr(link.across, "exchanges", 0)) * scale) + len(groups),
+    )
+
+
+def choose(costs: Mapping[str, Cost], network: Network, *, compute_s: float, hidden_s: float) -> Choice:
+    """The least lossy way within 5 % of the fastest.
+
+    `compute_s` is a step without any exchange; `hidden_s` of it run while gradients are already on their way.
+    """
+    seconds = {
+        name: compute_s + cost.arithmetic_s + max(0.0, network.seconds(cost.bytes_sent, cost.exchanges) - hidden_s)
+        for name, cost in costs.items()
+    }
+    limit = TOLERANCE * min(seconds.values())
+    return Choice(next(name for name in BY_LOSS if name in seconds and seconds[name] <= limit), seconds, network)
+
+
+def _parcels(parameters: Sequence[nn.Parameter], *, whole: bool) -> list[Parcel]:
+    shapes = [parameter.shape for parameter in parameters]
+    device = parameters[0].device
+    count = sum(shape.numel() for shape in shapes)
+    if whole:
+        return [Parcel(torch.randn(count, device=device), shapes, range(len(shapes)))]
+    length = PARCEL_BYTES // 4
+    sizes = [min(length, count - begin) for begin in range(0, count, length)]
+    return [Parcel(torch.randn(size, device=device), [torch.Size((size,))], [0]) for size in sizes]
+
+
+def _there(tensor: Tensor) -> None:
+    if tensor.device.type == "cuda":
+        torch.cuda.synchronize(tensor.device)

@@ -1,0 +1,28 @@
+"""Which code stands behind the name of a compression."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from manyhosts.communication.compression.between_nodes import between_nodes
+from manyhosts.communication.compression.exchange import Compression
+from manyhosts.config.compression import GROUP, OWN
+from manyhosts.config.strategies import DDP
+from manyhosts.table import Table
+
+COMPRESSIONS: Table[Callable[[DDP], Compression]] = Table(
+    kind="compression",
+    group=GROUP,
+    own={name: f"manyhosts.communication.compression.{name}:make" for name in OWN},
+)
+
+
+def make_compression(config: DDP) -> Compression | None:
+    """The compression that `config` asks for; None for none, and where it is yet to be chosen."""
+    if config.compression in ("none", "auto"):
+        return None
+    if callable(config.compression):
+        compression: Compression = config.compression
+    else:
+        compression = COMPRESSIONS.load(config.compression)(config)
+    return between_nodes(compression) if config.inside_node == "exact" else compression

@@ -1,0 +1,112 @@
+"""Which workers share a node: inside one the wire is short, between them it is what everybody waits for.
+
+A world has two levels where it has several nodes with the same number of workers, more than one, on each. Then the
+workers of a node can exchange every bit among themselves, and each of them speaks for its node on a *rail*: the first
+worker of every node is on the first rail, the second on the second, and so on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from manyhosts.communication.link import Link
+from manyhosts.communication.world import Work, World
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """The ranks of a world by node, and by rail."""
+
+    nodes: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def one(cls, world: World) -> Levels:
+        """All workers of `world` as if they shared one node."""
+        return cls((tuple(range(world.size)),))
+
+    @property
+    def node_of(self) -> list[int]:
+        """The number of each worker's node, by rank."""
+        found = {rank: number for number, ranks in enumerate(self.nodes) for rank in ranks}
+        return [found[rank] for rank in range(len(found))]
+
+    @property
+    def rails(self) -> tuple[tuple[int, ...], ...]:
+        """Of each worker of a node, those that stand in its place on the other nodes."""
+        return tuple(zip(*self.nodes, strict=True))
+
+
+def levels_of(node_of: list[int]) -> Levels | None:
+    """The two levels of a world whose worker r is on node `node_of[r]`; None where there is but one."""
+    nodes: dict[int, list[int]] = {}
+    for rank, node in enumerate(node_of):
+        nodes.setdefault(node, []).append(rank)
+    sizes = {len(ranks) for ranks in nodes.values()}
+    if len(nodes) == 1 or len(sizes) > 1 or sizes == {1}:
+        return None
+    return Levels(tuple(tuple(ranks) for ranks in nodes.values()))
+
+
+def find_levels(world: World) -> Levels | None:
+    """The levels of `world`; called by all workers together."""
+    if world.size == 1:
+        return None
+    own = torch.tensor([world.place.node_rank], dtype=torch.int64, device=world.device)
+    return levels_of([int(node) for node in world.stack(own)[:, 0].tolist()])
+
+
+def make_link(world: World, levels: Levels | None, *, groups_of_its_own: bool = True) -> Link:
+    """A link of the whole world, in which that of this worker's node and that of its rail stand; called by all."""
+    link = Link(world.rank, world.size, world.new_group() if groups_of_its_own and world.size > 1 else None)
+    if levels is not None:
+        link.inside, link.across = (_link_among(world, parts) for parts in (levels.nodes, levels.rails))
+    return link
+
+
+def _link_among(world: World, parts: tuple[tuple[int, ...], ...]) -> Link:
+    """The link of that part which this worker is in. Every worker makes the groups of all, in the same order."""
+    found = None
+    for ranks in parts:
+        group = world.new_group(ranks)
+        if world.rank in ranks:
+            found = Link(ranks.index(world.rank), len(ranks), group)
+    assert found is not None, f"worker {world.rank} is in one of {parts}"
+    return found
+
+
+class Node:
+    """The workers of this worker's node, as somebody sees them who sums gradients over them alone."""
+
+    def __init__(self, world: World, levels: Levels) -> None:
+        """Called by all workers of `world` together."""
+        self.world, self.levels = world, levels
+        self.link = _link_among(world, levels.nodes)
+        self.device = world.device
+
+    @property
+    def rank(self) -> int:
+        """This worker's number in the node, from 0."""
+        return self.link.rank
+
+    @property
+    def size(self) -> int:
+        """Workers of this node."""
+        return self.link.size
+
+    def start_all_reduce(self, tensor: Tensor) -> Work:
+        """Begin to sum `tensor` over the node, in place. Nothing of it goes between nodes, so nothing is counted."""
+        work: Work = dist.all_reduce(tensor, group=self.link.group, async_op=True)
+        return work
+
+    def wait(self, work: Work) -> None:
+        """Wait for what `start_all_reduce` began."""
+        self.world.wait(work)
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """Replace `tensor` on every worker of the node by that of its worker `source`, and give it back."""
+        dist.broadcast(tensor, group=self.link.group, group_src=source)
+        return tensor

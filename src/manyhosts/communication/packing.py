@@ -1,0 +1,90 @@
+"""Which gradients travel together: parameters packed in the order in which their gradients become ready."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from manyhosts.communication.world import Work
+
+_Tensor = TypeVar("_Tensor", bound=Tensor)
+
+FIRST_BUCKET_BYTES = 1 << 20
+"""The first bucket is small, so that the network has something to do early in the backward pass."""
+
+
+def packed(tensors: Sequence[_Tensor], order: Iterable[int], *, bucket_bytes: int) -> list[list[_Tensor]]:
+    """Groups of `tensors`, taken in `order`, of about `bucket_bytes` each and of one dtype and device."""
+    groups: list[list[_Tensor]] = []
+    group: list[_Tensor] = []
+    size = 0
+    for number in order:
+        tensor = tensors[number]
+        limit = bucket_bytes if groups else min(FIRST_BUCKET_BYTES, bucket_bytes)
+        if group and (size >= limit or (tensor.dtype, tensor.device) != (group[0].dtype, group[0].device)):
+            groups.append(group)
+            group, size = [], 0
+        group.append(tensor)
+        size += tensor.numel() * tensor.element_size()
+    return [*groups, group] if group else groups
+
+
+class Members(Protocol):
+    """The workers that gradients are summed over: a `World`, or the part of one that shares a node."""
+
+    device: torch.device
+
+    @property
+    def rank(self) -> int:
+        """This worker's number among them, from 0."""
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+
+    def start_all_reduce(self, tensor: Tensor) -> Work:
+        """Begin to sum `tensor` over them, in place."""
+
+    def wait(self, work: Work) -> None:
+        """Wait for what `start_all_reduce` began."""
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """Replace `tensor` by that of member `source`, and give it back."""
+
+
+class ReadyOrder:
+    """The order in which gradients become ready, found in one backward pass and then fixed for all by the leader."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], world: Members) -> None:
+        self.world = world
+        self.guess = list(reversed(range(len(parameters))))
+        """Until it is known: the last layer's gradient comes first."""
+        self.seen: list[int] | None = []
+        """Parameters by number as their gradients came, while that is being found out; None afterwards."""
+        self.present = self.guess
+
+    def note(self, number: int) -> None:
+        """The gradient of the parameter of this number is ready."""
+        if self.seen is not None:
+            self.seen.append(number)
+
+    def agree(self) -> list[int] | None:
+        """The order that the leader saw, on every worker, the parameters it did not use last; None where known."""
+        if self.seen is None:
+            return None
+        first = list(dict.fromkeys(self.seen))
+        order = torch.tensor([*first, *(number for number in self.guess if number not in set(first))])
+        self.present = [int(number) for number in self.world.broadcast(order.to(self.world.device)).tolist()]
+        self.seen = None  # not before: if the exchange breaks, the step is done again
+        return self.present
+
+    def meet(self, source: int) -> list[int]:
+        """What worker `source` uses, on every worker: those that were not there when it was found out follow it."""
+        own = torch.tensor([self.seen is None, *self.present], device=self.world.device, dtype=torch.int64)
+        known, *order = (int(number) for number in self.world.broadcast(own, source).tolist())
+        self.seen = None if known else []
+        self.present = order
+        return order

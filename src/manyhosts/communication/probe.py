@@ -1,0 +1,77 @@
+"""What the network between the workers gives: seconds before anything arrives, and bytes in a second after that.
+
+    network = probe(world)
+
+Works alone, in any program whose workers have made a `World`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+
+from manyhosts.communication import volume
+from manyhosts.communication.world import World
+
+_ROUNDS = 7
+_MOST_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """Measured between all workers at once, as in a step."""
+
+    latency_s: float
+    """Of one exchange of next to nothing."""
+    bandwidth: float
+    """Bytes that each worker sends in a second of an exchange that is large."""
+
+    def seconds(self, sent: float, exchanges: int = 1) -> float:
+        """How long `exchanges` take in which a worker sends `sent` bytes in all."""
+        return exchanges * self.latency_s + sent / self.bandwidth
+
+    def __str__(self) -> str:
+        return f"{self.bandwidth * 8 / 1e9:.2g} Gbit/s, {self.latency_s * 1e3:.2g} ms"
+
+
+def probe(world: World, *, seconds: float = 1.0) -> Network:
+    """Measure the network, the same answer on every worker. Takes about `seconds`; all workers call it together.
+
+    Raises:
+        ValueError: there is one worker, and no network.
+    """
+    if world.size == 1:
+        raise ValueError("one worker has no network to measure")
+    sent, exposed = world.bytes_sent, world.exposed_s
+    latency = statistics.median(_timed(world, 1) for _ in range(_ROUNDS))
+    count = 1 << 14
+    while True:
+        # The middle of three: a network that starts slowly, or a neighbour that breathes, must not decide.
+        elapsed = world.agree(statistics.median(_timed(world, count) for _ in range(3)))
+        if 3 * 4 * elapsed > seconds or 4 * 4 * count > _MOST_BYTES:
+            break
+        count *= 4
+    latency = min(world.agree(latency), elapsed / 2)
+    bandwidth = volume.all_reduce_bytes(4 * count, world.size) / (elapsed - latency)
+    world.bytes_sent, world.exposed_s = sent, exposed  # nothing of a step
+    world.take_waits()
+    return Network(latency, bandwidth)
+
+
+def _timed(world: World, count: int) -> float:
+    """Seconds that a sum of `count` numbers takes."""
+    tensor = torch.zeros(count, device=world.device)
+    world.barrier()
+    _there(world)
+    begin = time.perf_counter()
+    world.all_reduce(tensor)
+    _there(world)
+    return time.perf_counter() - begin
+
+
+def _there(world: World) -> None:
+    if world.device.type == "cuda":
+        torch.cuda.synchronize(world.device)

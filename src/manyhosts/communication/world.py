@@ -1,0 +1,370 @@
+"""The workers that train together, and this one's place among them.
+
+One `World` lives as long as the worker. Its members may change (a worker dies, another joins), so whoever talks to the
+others holds the world and asks it, and never keeps a rank or a size.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from manyhosts.cluster.membership import Group, Membership
+from manyhosts.cluster.place import REHEARSING, Place
+from manyhosts.communication import sockets, volume
+from manyhosts.errors import CommunicationError, ConfigError
+from manyhosts.events import Event
+
+
+class Waitable(Protocol):
+    """Something under way."""
+
+    def wait(self) -> Any:
+        """Return when it is there, in the order of the current stream on a GPU."""
+
+
+Work = Waitable | None
+_GLANCE = timedelta(seconds=2)
+"""How long a wait lasts before a look at whether the group is broken."""
+_GRACE_S = 3.0
+"""How long Gloo has to end a wait by itself once the sockets are shut."""
+_NEWS_OF_A_BREAK = re.compile(r"gloo|nccl|connection (was )?(closed|reset|refused)|broken pipe", re.IGNORECASE)
+
+
+class World:
+    """`size` workers, of which this is number `rank`. With one worker nothing is sent and no group is made."""
+
+    def __init__(
+        self,
+        place: Place,
+        *,
+        backend: str | None = None,
+        timeout_s: float = 600,
+        membership: Membership | None = None,
+    ) -> None:
+        """Join the group that `place` names. One that joins while others train stands apart until it `enter`s.
+
+        Raises:
+            ConfigError: the backend cannot work here.
+            CommunicationError: the others could not be reached in `timeout_s` seconds.
+        """
+        self.apart = membership is not None and membership.joins
+        """Whether this worker has not met the others yet: it acts as if it were alone."""
+        self.membership = membership
+        self.place = replace(place, rank=0, size=1) if self.apart else place
+        self.device = _device(place)
+        own = "nccl" if self.device.type == "cuda" else "gloo"
+        self.backend = own if backend is None or REHEARSING in os.environ else backend
+        self.timeout_s = timeout_s
+        if self.backend == "nccl" and self.device.type != "cuda":
+            raise ConfigError(
+                "backend is 'nccl', but this worker has no GPU",
+                where=f"rank {place.rank}",
+                fix="leave backend out: Gloo carries the data between CPUs",
+            )
+        self.exposed_s = 0.0
+        """Seconds this worker has waited in collectives, all in all; on a GPU see `take_waits`."""
+        self.exchange_s = 0.0
+        """Seconds from each exchange's begin to its end, whether they were waited for or not; CPUs only."""
+        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self.bytes_sent = 0
+        """Payload this worker has put on the wire, all in all, as `communication.volume` counts it."""
+        self.notes: list[str] = []
+        """What is worth saying once, until somebody takes it."""
+        self.news: list[Callable[..., Event]] = []
+        """The same as events, which are yet to be given their step and time."""
+        self._sockets = sockets.Mine()
+        self._broken_at = 0.0
+        """When the present group was aborted, by the monotonic clock; 0 where it was not."""
+        if self.size > 1 and not dist.is_initialized():
+            self._join()
+        if membership is not None:
+            membership.on_broken = self.abort
+
+    @property
+    def rank(self) -> int:
+        """This worker's number, from 0."""
+        return self.place.rank
+
+    @property
+    def size(self) -> int:
+        """How many workers there are."""
+        return self.place.size
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this is the worker that writes and reports for all."""
+        return self.rank == 0
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the present group was aborted, so that no exchange in it would come to an end."""
+        return self._broken_at > 0
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether there are other workers, or may be some day."""
+        return self.size > 1 or self.membership is not None
+
+    def _join(self) -> None:
+        # env:// honours TORCHELASTIC_USE_AGENT_STORE: a store kept by the launcher; mpirun and srun set nothing
+        place = f"tcp://{self.place.head_address}:{self.place.head_port}"
+        self._form(init_method="env://" if "RANK" in os.environ else place)
+
+    def enter(self, group: Group) -> None:
+        """Be a member of `group`, in place of the one before.
+
+        Raises:
+            CommunicationError: the others could not be met; some of them may be gone again.
+        """
+        self.leave()
+        self.apart, self._broken_at = False, 0.0
+        if self.membership is not None and self.membership.is_broken:
+            raise CommunicationError(
+                f"rank {group.rank} was to meet workers that are gone again",
+                where=f"group {group.number}",
+                fix="see what was printed about the others",
+            )
+        self.place = replace(
+            self.place,
+            rank=group.rank,
+            size=group.size,
+            local_rank=group.local_rank,
+            local_size=group.local_size,
+            node_rank=group.node_rank,
+            head_address=group.address,
+            head_port=group.port,
+        )
+        os.environ.update(_variables(self.place, group))  # for what the script or a loader's process asks later
+        if self.size > 1:
+            self._form(group=group)
+
+    def _form(self, *, init_method: str | None = None, group: Group | None = None) -> None:
+        place, timeout = self.place, timedelta(seconds=self.timeout_s)
+        store = None
+        try:
+            with self._sockets.opened():
+                if group is not None:
+                    client = dist.TCPStore(group.address, group.port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]  # torch names it public all the same
+                    store = dist.PrefixStore(group.key, client)  # type: ignore[attr-defined]
+                dist.init_process_group(
+                    self.backend,
+                    init_method=init_method,
+                    store=store,
+                    rank=place.rank,
+                    world_size=place.size,
+                    timeout=timeout,
+                    device_id=self.device if self.backend == "nccl" else None,
+                )
+        except (RuntimeError, ValueError) as cause:
+            raise CommunicationError(
+                f"rank {place.rank} of {place.size} could not meet the others: {first_line(cause)}",
+                where=f"store at {place.head_address}:{place.head_port}",
+                fix="see that every worker was started with the same address and that no firewall is between them",
+            ) from cause
+
+    def new_group(self, ranks: Sequence[int] | None = None) -> dist.ProcessGroup | None:
+        """A further group, of some of the workers or all; made by all together, and gone with the group of all."""
+        with self._sockets.opened(too=True):
+            group: dist.ProcessGroup | None = dist.new_group(
+                None if ranks is None else list(ranks), timeout=timedelta(seconds=self.timeout_s), backend=self.backend
+            )
+        return group
+
+    def abort(self) -> None:
+        """Make every wait for the others fail at once, in this worker and in them. May be called from any thread."""
+        if self.backend == "nccl" and dist.is_initialized():
+            dist.distributed_c10d._abort_process_group()
+        self._sockets.shut()
+        self._broken_at = time.monotonic()
+
+    def leave(self) -> None:
+        """Take the group down. Safe to call twice."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """Replace `tensor` on every worker by the sum (or what `op` says) over all, and give it back."""
+        if self.size > 1:
+            self.bytes_sent += volume.all_reduce_bytes(volume.size_of(tensor), self.size)
+            self.wait(dist.all_reduce(tensor, op=op, async_op=True))
+        return tensor
+
+    def start_all_reduce(self, tensor: Tensor) -> Work:
+        """Begin to sum `tensor` over all workers, in place; `wait()` on what comes back before it is read."""
+        if self.size == 1:
+            return None
+        self.bytes_sent += volume.all_reduce_bytes(volume.size_of(tensor), self.size)
+        work: Work = dist.all_reduce(tensor, async_op=True)
+        return work
+
+    def wait(self, work: Work) -> None:
+        """Wait for what `start_all_reduce` began. On a GPU it is the stream that waits, not this thread."""
+        if work is None:
+            return
+        if self.device.type == "cuda":
+            before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            before.record()
+            work.wait()
+            after.record()
+            self._waits.append((before, after))
+            return
+        begin = time.perf_counter()
+        self._wait_on(work)
+        self.exposed_s += time.perf_counter() - begin
+
+    def _wait_on(self, work: Waitable) -> None:
+        """Wait for `work`, but not for one that has been broken off.
+
+        Gloo ends its waits when a socket is shut, except one for a message of which a part had come already (seen with
+        torch 2.13): that one would last until the timeout. It is left to its thread, and the group is never used again.
+
+        Raises:
+            CommunicationError: the group is broken, and Gloo has not noticed.
+        """
+        if self.membership is None or not isinstance(work, dist.Work):
+            work.wait()
+            return
+        while True:
+            try:
+                work.wait(_GLANCE)
+            except RuntimeError:
+                if work.is_completed():
+                    work.wait()  # raises what went wrong, unless it has come this moment
+                    return
+                if self._broken_at and time.monotonic() - self._broken_at > _GRACE_S:
+                    raise CommunicationError(
+                        f"rank {self.rank} waited for workers that are gone",
+                        where="the group that broke",
+                        fix="see what was printed about the others",
+                    ) from None
+            else:
+                return
+
+    def take_waits(self) -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
+        """The waits of this worker's GPU since the last call: what stands between two events is exposed time."""
+        waits, self._waits = self._waits, []
+        return waits
+
+    def start_exchange(
+        self, received: Tensor, sent: Tensor, received_rows: Sequence[int], sent_rows: Sequence[int]
+    ) -> Work:
+        """Begin to give each worker its rows of `sent` and to fill `received` with what each gave us, by rank."""
+        self.bytes_sent += sent.numel() * sent.element_size()
+        work: Work = dist.all_to_all_single(received, sent, list(received_rows), list(sent_rows), async_op=True)
+        return work
+
+    def start_gather(self, rows: Tensor, own: Tensor) -> Work:
+        """Begin to fill `rows` with what every worker has in `own`, by rank in the first dim."""
+        self.bytes_sent += own.numel() * own.element_size()
+        work: Work = dist.all_gather(list(rows.unbind(0)), own, async_op=True)
+        return work
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """Replace `tensor` on every worker by that of `source`, and give it back."""
+        if self.size > 1:
+            self.bytes_sent += volume.broadcast_bytes(volume.size_of(tensor), self.size)
+            dist.broadcast(tensor, src=source)
+        return tensor
+
+    def send(self, tensor: Tensor, rank: int) -> None:
+        """Send `tensor` to one worker, who must `receive` one of its shape and dtype."""
+        self.bytes_sent += tensor.numel() * tensor.element_size()
+        dist.send(tensor, dst=rank)
+
+    def receive(self, tensor: Tensor, rank: int) -> Tensor:
+        """Fill `tensor` with what worker `rank` sends, and give it back."""
+        dist.recv(tensor, src=rank)
+        return tensor
+
+    def barrier(self) -> None:
+        """Wait until every worker is here."""
+        if self.size > 1:
+            self.all_reduce(torch.zeros(1, device=self.device))
+
+    def agree(self, value: float) -> float:
+        """The leader's `value`, on every worker: for decisions that must fall alike, such as a limit on time."""
+        if self.size == 1:
+            return value
+        return float(self.broadcast(torch.tensor([value], dtype=torch.float64, device=self.device)).item())
+
+    def any(self, flag: bool) -> bool:
+        """Whether `flag` is true on at least one worker."""
+        if self.size == 1:
+            return flag
+        return bool(self.all_reduce(torch.tensor([float(flag)], device=self.device), dist.ReduceOp.MAX).item())
+
+    def stack(self, tensor: Tensor) -> Tensor:
+        """The tensors of all workers, of one shape and dtype, stacked by rank in a new first dim."""
+        if self.size == 1:
+            return tensor[None]
+        self.bytes_sent += volume.all_gather_bytes(volume.size_of(tensor), self.size)
+        stacked = tensor.new_empty((self.size, *tensor.shape))
+        self.wait(dist.all_gather(list(stacked.unbind(0)), tensor.contiguous(), async_op=True))
+        return stacked
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """The tensors of all workers by rank, on every worker. Shapes may differ in the first dim, the rest may not.
+
+        A worker without data gives a tensor with 0 rows, of the same dtype.
+        """
+        if self.size == 1:
+            return [tensor]
+        rows = torch.zeros(self.size, dtype=torch.int64, device=self.device)
+        rows[self.rank] = tensor.shape[0]
+        counts: Sequence[int] = self.all_reduce(rows).tolist()
+        padded = tensor.new_zeros((max(counts), *tensor.shape[1:]))
+        padded[: tensor.shape[0]] = tensor
+        return [part[:count] for part, count in zip(self.stack(padded), counts, strict=True)]
+
+
+def is_break(error: BaseException) -> bool:
+    """Whether `error` says that the connection to other workers broke, and not that something else went wrong."""
+    if isinstance(error, CommunicationError | dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and _NEWS_OF_A_BREAK.search(str(error)) is not None
+
+
+def _variables(place: Place, group: Group) -> dict[str, str]:
+    """What torchrun would tell this worker now."""
+    words = {
+        "RANK": place.rank,
+        "WORLD_SIZE": place.size,
+        "LOCAL_RANK": place.local_rank,
+        "LOCAL_WORLD_SIZE": place.local_size,
+        "GROUP_RANK": place.node_rank,
+        "GROUP_WORLD_SIZE": group.nodes,
+        "ROLE_RANK": place.rank,
+        "ROLE_WORLD_SIZE": place.size,
+        "MASTER_ADDR": place.head_address,
+        "MASTER_PORT": place.head_port,
+    }
+    return {name: str(word) for name, word in words.items()}
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, without the C++ frames that PyTorch appends."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _device(place: Place) -> torch.device:
+    if not torch.cuda.is_available() or REHEARSING in os.environ:
+        return torch.device("cpu")
+    if place.local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"worker {place.local_rank} of this host finds {torch.cuda.device_count()} GPUs",
+            where=f"rank {place.rank}",
+            fix="start at most one worker per GPU, or hide the GPUs with CUDA_VISIBLE_DEVICES=",
+        )
+    torch.cuda.set_device(place.local_rank)
+    return torch.device("cuda", place.local_rank)

@@ -1,0 +1,149 @@
+"""`--set key=value`: settings changed without touching the script.
+
+Keys are the fields of `Settings`; `snapshots.every` and `early_stopping.patience` reach into a section, and the fields
+of the chosen strategy are known by their own names. They travel to the workers in one environment variable.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from manyhosts.config.settings import Settings
+from manyhosts.config.strategies import BY_NAME, named
+from manyhosts.errors import ConfigError
+from manyhosts.table import nearest
+
+VARIABLE = "MANYHOSTS_SET"
+_SECTIONS = ("snapshots", "early_stopping")
+
+S = TypeVar("S")
+
+
+def parse(words: Iterable[str]) -> dict[str, str]:
+    """`["lr=0.01", "seed=3"]` as a mapping, every key checked.
+
+    Raises:
+        ConfigError: a word has no `=`, or its key is none of `known_keys()`.
+    """
+    overrides = {}
+    for word in words:
+        key, sign, text = word.partition("=")
+        if not sign:
+            raise ConfigError(f"cannot read {word!r}", where="--set", fix="write it as --set key=value")
+        overrides[key.strip()] = text.strip()
+    check_keys(overrides)
+    return overrides
+
+
+def known_keys() -> list[str]:
+    """Everything that `--set` can change."""
+    keys = [field.name for field in dataclasses.fields(Settings) if field.name not in _SECTIONS]
+    for section in _SECTIONS:
+        keys += [f"{section}.{field.name}" for field in dataclasses.fields(_section_type(section))]
+    for strategy in BY_NAME.values():
+        keys += [field.name for field in dataclasses.fields(strategy) if field.name not in keys]
+    return sorted(keys)
+
+
+def check_keys(overrides: Iterable[str]) -> None:
+    """Raise ConfigError for the first key that is no setting, with the nearest one that is."""
+    known = known_keys()
+    for key in overrides:
+        if key not in known:
+            raise ConfigError(
+                f"there is no setting named {key!r}",
+                where="--set",
+                fix=f"{nearest(key, known)}known: {', '.join(known)}",
+            )
+
+
+def from_environment() -> dict[str, str]:
+    """What `manyhosts run --set …` asked of this worker."""
+    return typing.cast(dict[str, str], json.loads(os.environ.get(VARIABLE, "{}")))
+
+
+def to_environment(overrides: Mapping[str, str]) -> dict[str, str]:
+    """The variable that carries `overrides` to a worker; none where there is nothing to carry."""
+    return {VARIABLE: json.dumps(dict(overrides))} if overrides else {}
+
+
+def apply(settings: Settings, overrides: Mapping[str, str]) -> Settings:
+    """`settings` with `overrides` laid over them.
+
+    Raises:
+        ConfigError: a key is unknown, a value has the wrong type, or the result contradicts itself.
+    """
+    check_keys(overrides)
+    left = dict(overrides)
+    changes: dict[str, Any] = {}
+    if "strategy" in left:
+        changes["strategy"] = named(left.pop("strategy"))
+    strategy = changes.get("strategy", settings.strategy)
+    own = {field.name for field in dataclasses.fields(strategy)} & left.keys()
+    if own:
+        changes["strategy"] = _replace(strategy, {key: left.pop(key) for key in own}, "")
+    for section in _SECTIONS:
+        inside = {key.partition(".")[2]: left.pop(key) for key in list(left) if key.startswith(section + ".")}
+        if inside:
+            changes[section] = _replace(getattr(settings, section) or _section_type(section)(), inside, section + ".")
+    other_batch = {"batch_size": "batch_size_per_worker", "batch_size_per_worker": "batch_size"}
+    for key in other_batch.keys() & left.keys():
+        changes.setdefault(other_batch[key], None)  # the two exclude each other, so the later word wins
+    types_of = typing.get_type_hints(Settings)
+    for key, text in left.items():
+        if key not in types_of:
+            raise ConfigError(
+                f"{key!r} is no setting of the strategy {strategy.name!r}",
+                where="--set",
+                fix=f"choose a strategy that has it with --set strategy=…: {', '.join(_strategies_with(key))}",
+            )
+        changes[key] = _read(text, types_of[key], key)
+    return dataclasses.replace(settings, **changes)
+
+
+def _strategies_with(key: str) -> list[str]:
+    return [name for name, kind in BY_NAME.items() if key in {field.name for field in dataclasses.fields(kind)}]
+
+
+def _section_type(section: str) -> type:
+    kind = typing.get_type_hints(Settings)[section]
+    members = [member for member in typing.get_args(kind) if member is not type(None)]
+    return typing.cast(type, members[0] if members else kind)
+
+
+def _replace(section: S, texts: Mapping[str, str], prefix: str) -> S:
+    types_of = typing.get_type_hints(type(section))
+    values = {key: _read(text, types_of[key], prefix + key) for key, text in texts.items()}
+    return dataclasses.replace(section, **values)  # type: ignore[type-var]  # every section is a dataclass
+
+
+def _read(text: str, kind: Any, key: str) -> Any:
+    """`text` as a value of type `kind`; a union takes the first member that fits."""
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        members = typing.get_args(kind)
+        if text.lower() == "none" and type(None) in members:
+            return None
+        if any(text in typing.get_args(member) for member in members):
+            return text
+        return _read(text, next(member for member in members if member is not type(None)), key)
+    if typing.get_origin(kind) is typing.Literal:
+        return text  # the section itself checks which words it knows
+    if kind is bool:
+        if text.lower() in ("true", "yes", "on", "1", "false", "no", "off", "0"):
+            return text.lower() in ("true", "yes", "on", "1")
+        raise ConfigError(f"{key} is {text!r}", where="--set", fix="write true or false")
+    if kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError as cause:
+            words = "a whole number" if kind is int else "a number"
+            raise ConfigError(
+                f"{key} is {text!r}, which is not {words}", where="--set", fix=f"write --set {key}=…"
+            ) from cause
+    return text

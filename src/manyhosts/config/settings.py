@@ -1,0 +1,130 @@
+"""Every plain setting of a training run: what the script asked, laid over by `--set`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from manyhosts.config.snapshots import Snapshots
+from manyhosts.config.stopping import EarlyStopping
+from manyhosts.config.strategies import Single, Strategy
+from manyhosts.errors import ConfigError
+from manyhosts.units import Duration
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """The plain values behind one `Trainer`. Recorded in `run.json`; each can be changed by `--set key=value`."""
+
+    duration: str = "1 epoch"
+    """How long `fit` trains: `"20 epochs"`, `"500 steps"`, `"2h30m"`, `"20 epochs or 2h"`."""
+    batch_size: int | None = None
+    """Samples behind one optimizer step, over all workers."""
+    batch_size_per_worker: int | None = None
+    """The other way: samples per worker and step, so that the batch grows with the workers."""
+    micro_batch_size: int | None = None
+    """Most samples in one forward pass. None: all that a worker has in a step."""
+    evaluation_batch_size: int | None = None
+    """Most samples in one forward pass of validation and test. None: as in training."""
+    drop_last: bool = False
+    shuffle: bool = True
+    loader_workers: int | Literal["auto"] = 0
+    """Processes per worker that fetch samples. 0: the worker fetches its own. `auto`: as many as the first batches show
+    are needed."""
+    lr: float | None = None
+    """Overrides the learning rate of every parameter group. None: as the script made the optimizer."""
+    lr_scaling: Literal["sqrt", "linear"] | None = None
+    """What the learning rate does as `batch_size_per_worker` makes the batch grow with the workers."""
+    warmup: str | None = None
+    """The learning rate rises linearly from 0 over this duration (epochs or steps)."""
+    strategy: Strategy = field(default_factory=Single)
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    clip_gradients: float | None = None
+    """Largest norm of the gradient over all parameters."""
+    batch_norm: Literal["global", "local"] = "global"
+    """Whether BatchNorm's statistics are those of the batch over all workers, or of each worker's part."""
+    snapshots: Snapshots = field(default_factory=Snapshots)
+    validate_every: str = "1 epoch"
+    early_stopping: EarlyStopping | None = None
+    seed: int = 0
+    virtual_workers: int | None = None
+    """Cut each batch into so many parts, whoever computes them: the same bits on 1 to that many workers."""
+    threads: int | None = None
+    """Threads that torch computes with in one worker. None: torch's own choice; 1 with virtual workers."""
+    on_bad_step: Literal["stop", "skip", "rewind"] = "stop"
+    """What to do about a loss or gradient that is NaN or infinite: stop; leave that step's update out and go on;
+    or go back to the last snapshot, and leave its samples out when they come again."""
+    compile: bool = False
+    backend: Literal["gloo", "nccl"] | None = None
+    """None: Gloo for CPU, NCCL for GPU."""
+    record_samples: bool = False
+    """Write which samples each step took, by index, to `logs/samples-<rank>.jsonl`."""
+
+    def __post_init__(self) -> None:
+        for key in (
+            "batch_size",
+            "batch_size_per_worker",
+            "micro_batch_size",
+            "evaluation_batch_size",
+            "virtual_workers",
+            "threads",
+        ):
+            _positive(key, getattr(self, key))
+        if self.loader_workers != "auto" and (not isinstance(self.loader_workers, int) or self.loader_workers < 0):
+            raise ConfigError(
+                f"loader_workers is {self.loader_workers!r}",
+                where="loader_workers",
+                fix='set it to 0 or more, or to "auto"',
+            )
+        _one_of("precision", self.precision, ("fp32", "bf16", "fp16"))
+        _one_of("batch_norm", self.batch_norm, ("global", "local"))
+        _one_of("lr_scaling", self.lr_scaling, ("sqrt", "linear", None))
+        _one_of("on_bad_step", self.on_bad_step, ("stop", "skip", "rewind"))
+        _one_of("backend", self.backend, ("gloo", "nccl", None))
+        for key in ("lr", "clip_gradients"):
+            value = getattr(self, key)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{key} is {value}", where=key, fix="give a number above 0, or leave it out")
+        self._check_batch()
+        self._check_durations()
+
+    def _check_batch(self) -> None:
+        if self.batch_size is None and self.batch_size_per_worker is None:
+            raise ConfigError(
+                "no batch size is given",
+                where="mh.Data(batch_size=…)",
+                fix="say batch_size=256 (over all workers), or batch_size_per_worker=32 (grows with them)",
+            )
+        if self.batch_size is not None and self.batch_size_per_worker is not None:
+            raise ConfigError(
+                f"both batch_size={self.batch_size} and batch_size_per_worker={self.batch_size_per_worker} are given",
+                where="mh.Data(…)",
+                fix="keep one: batch_size is over all workers, batch_size_per_worker is each one's",
+            )
+        if self.lr_scaling is not None and self.batch_size_per_worker is None:
+            raise ConfigError(
+                f"lr_scaling={self.lr_scaling!r} has nothing to follow: the batch does not grow with the workers",
+                where="lr_scaling",
+                fix="leave it out, or give mh.Data(batch_size_per_worker=…) in place of batch_size",
+            )
+
+    def _check_durations(self) -> None:
+        Duration.parse(self.duration, where="fit(…)")
+        Duration.parse(self.validate_every, where="validate_every")
+        if self.warmup is not None and Duration.parse(self.warmup, where="warmup").seconds is not None:
+            raise ConfigError(
+                f"warmup {self.warmup!r} is a time, but the learning rate must not depend on how fast a machine is",
+                where="warmup",
+                fix='give epochs or steps, such as warmup="5 epochs"',
+            )
+
+
+def _positive(key: str, value: int | None) -> None:
+    if value is not None and value < 1:
+        raise ConfigError(f"{key} is {value}", where=key, fix="set it to 1 or more")
+
+
+def _one_of(key: str, value: str | None, known: tuple[str | None, ...]) -> None:
+    if value not in known:
+        words = ", ".join("None" if word is None else repr(word) for word in known)
+        raise ConfigError(f"{key} is {value!r}", where=key, fix=f"choose one of {words}")

@@ -1,0 +1,91 @@
+"""The ways to spread a step over workers, as plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from manyhosts.config.compression import check_name
+from manyhosts.config.local_steps import DiLoCo, LocalSGD, check_inside_node
+from manyhosts.errors import ConfigError
+from manyhosts.table import nearest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Single:
+    """One process; the choice of a run with one worker."""
+
+    name: ClassVar[str] = "single"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DDP:
+    """Every worker holds the whole model; gradients are summed over all of them in each step."""
+
+    name: ClassVar[str] = "ddp"
+
+    bucket_mb: float = 25.0
+    """Gradients travel in buckets of about this many megabytes, while the backward pass still runs."""
+    compression: str | Callable[..., Any] = "none"
+    """How gradients are made smaller on their way: `none`, `fp16`, `bf16`, `int8`, `powersgd`, `topk`, `auto` (by
+    measuring network and model), the name of a way that another package adds, or a function of your own (see
+    `manyhosts.communication.compression.exchange`)."""
+    powersgd_rank: int = 8
+    """Columns of the two thin matrices in whose place PowerSGD sends a gradient."""
+    topk_fraction: float = 0.01
+    """The share of the numbers that `topk` sends."""
+    error_feedback: bool = True
+    """Whether what a compression drops is kept and added to the next step's gradient."""
+    compression_warmup: int = 0
+    """Steps at the start of a run whose gradients travel uncompressed."""
+    compress_above: int = 1024
+    """Tensors with fewer elements (biases, norms) travel uncompressed."""
+    inside_node: Literal["exact", "alike"] = "exact"
+    """What the workers of one node do among themselves, where there are several nodes of several workers each:
+    `exact`: exchange every bit, and compress between nodes only; `alike`: compress as between nodes."""
+    compression_errors: bool = False
+    """Log for each layer how large what is kept back is, relative to the gradient: `compression_error/LAYER`."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.compression, str):
+            check_name(self.compression)
+        if not 0 < self.topk_fraction <= 1:
+            raise ConfigError(
+                f"topk_fraction is {self.topk_fraction}, but it is a share of all numbers",
+                where="DDP(topk_fraction=…)",
+                fix="give a number above 0 and at most 1, such as 0.01",
+            )
+        for key, least in (("powersgd_rank", 1), ("compression_warmup", 0), ("compress_above", 0)):
+            if getattr(self, key) < least:
+                raise ConfigError(
+                    f"{key} is {getattr(self, key)}", where=f"DDP({key}=…)", fix=f"set it to {least} or more"
+                )
+        check_inside_node("DDP", self.inside_node)
+        if self.bucket_mb <= 0:
+            raise ConfigError(
+                f"bucket_mb is {self.bucket_mb}, but a bucket must hold something",
+                where="DDP(bucket_mb=…)",
+                fix="leave it out, or give a number of megabytes such as 25",
+            )
+
+
+Strategy = Single | DDP | LocalSGD | DiLoCo
+BY_NAME: dict[str, type[Strategy]] = {kind.name: kind for kind in (Single, DDP, LocalSGD, DiLoCo)}
+
+
+def named(strategy: str | Strategy) -> Strategy:
+    """The strategy that a name stands for, with its defaults; a value passes through.
+
+    Raises:
+        ConfigError: no strategy has that name.
+    """
+    if not isinstance(strategy, str):
+        return strategy
+    if strategy not in BY_NAME:
+        raise ConfigError(
+            f"there is no strategy named {strategy!r}",
+            where="strategy",
+            fix=f"{nearest(strategy, BY_NAME)}known: {', '.join(BY_NAME)}",
+        )
+    return BY_NAME[strategy]()

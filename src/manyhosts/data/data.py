@@ -1,0 +1,81 @@
+"""What a person says about the data: the datasets, and how many samples stand behind one step."""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from typing import Any, Literal
+
+from torch.utils.data import Dataset, IterableDataset
+
+from manyhosts.data.fetch import Collate
+from manyhosts.errors import ConfigError, DataError
+
+
+class Data:
+    """Training, validation and test set, ordinary datasets of PyTorch, and how they are read.
+
+    Args:
+        train: what `fit` trains on; map-style, or an `IterableDataset`.
+        validation: what `validate` and `fit` evaluate; map-style.
+        test: what `test` evaluates; map-style.
+        batch_size: samples behind one optimizer step, over all workers.
+        batch_size_per_worker: the other way: samples per worker, so that the batch grows with the workers.
+        evaluation_batch_size: most samples in one forward pass of an evaluation; as in training where it is not given.
+        loader_workers: processes per worker that fetch samples ahead; 0 fetches in the worker itself, `"auto"`
+            times the first batches and starts as many as are needed.
+        shuffle: whether each epoch has a new order.
+        drop_last: leave out the last batch of an epoch where it is smaller than the others.
+        collate: makes a batch of a list of samples; PyTorch's `default_collate` where it is not given.
+    """
+
+    def __init__(  # noqa: PLR0913  # the user's whole vocabulary for data, by name only
+        self,
+        train: Dataset[Any] | None = None,
+        *,
+        validation: Dataset[Any] | None = None,
+        test: Dataset[Any] | None = None,
+        batch_size: int | None = None,
+        batch_size_per_worker: int | None = None,
+        evaluation_batch_size: int | None = None,
+        loader_workers: int | Literal["auto"] = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        collate: Collate | None = None,
+    ) -> None:
+        self.train = train
+        self.validation = validation
+        self.test = test
+        self.batch_size = batch_size
+        self.batch_size_per_worker = batch_size_per_worker
+        self.evaluation_batch_size = evaluation_batch_size
+        self.loader_workers = loader_workers
+        self.shuffle = shuffle
+        self.drop_last = drop_last
+        self.collate = collate
+        for name, dataset in (("train", train), ("validation", validation), ("test", test)):
+            if dataset is not None:
+                _check(name, dataset)
+
+
+def _check(name: str, dataset: Dataset[Any]) -> None:
+    """Raise where `dataset` is no dataset, or has no samples."""
+    if isinstance(dataset, IterableDataset):
+        if name != "train":
+            raise ConfigError(
+                f"the {name} set is a stream, but an evaluation must know how many samples there are",
+                where=f"mh.Data({name}=…)",
+                fix="give a dataset with __len__ and __getitem__; list(stream) makes one",
+            )
+        return
+    if not hasattr(dataset, "__getitem__") or not isinstance(dataset, Sized):
+        raise ConfigError(
+            f"the {name} set is a {type(dataset).__name__}, which has no __getitem__ and __len__",
+            where=f"mh.Data({name}=…)",
+            fix="give a torch.utils.data.Dataset (not a DataLoader: manyhosts reads the samples itself)",
+        )
+    if len(dataset) == 0:
+        raise DataError(
+            f"the {name} set has 0 samples",
+            where=f"mh.Data({name}=…)",
+            fix="check the path or the filter that it was made with",
+        )

@@ -1,0 +1,102 @@
+"""Samples by index, collated, with the random numbers of each sample drawn from its own address.
+
+Three ways, the fastest that gives the same samples: tensors are indexed at once; a dataset with `__getitems__` is asked
+for all indices at once, unless it draws random numbers in there; every other dataset is read sample by sample, each
+under its own seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
+
+from manyhosts.data import randomness
+from manyhosts.data.order import Indices
+from manyhosts.errors import DataError, ManyhostsError
+
+Collate = Callable[[list[Any]], Any]
+
+
+class Fetcher:
+    """Reads batches of one dataset. Travels to loader processes, so it holds plain things only."""
+
+    def __init__(self, dataset: Dataset[Any], *, seed: int, name: str, collate: Collate | None = None) -> None:
+        self.dataset = dataset
+        self.seed = seed
+        self.name = name
+        """What the dataset is called in errors: train, validation, test."""
+        self.collate = collate or default_collate
+        self.tensors = _as_tensors(dataset) if collate is None else None
+        self.at_once = self.tensors is None and hasattr(dataset, "__getitems__")
+
+    def __call__(self, epoch: int, indices: Indices) -> Any:
+        """The batch of samples `indices`, as the dataset gives them in `epoch`.
+
+        Raises:
+            DataError: the dataset raised, or its samples cannot be put together.
+        """
+        if self.tensors is not None:
+            chosen = torch.from_numpy(indices)
+            tensors, subset = self.tensors
+            chosen = chosen if subset is None else subset[chosen]
+            return [tensor[chosen] for tensor in tensors]
+        samples = self._at_once(epoch, indices) if self.at_once else self._one_by_one(epoch, indices)
+        try:
+            return self.collate(samples)
+        except Exception as cause:
+            raise DataError(
+                f"samples {_few(indices)} of the {self.name} set cannot be put into one batch: {cause}",
+                where="collate",
+                fix="make every sample the same shape and type, or pass mh.Data(collate=…)",
+            ) from cause
+
+    def _at_once(self, epoch: int, indices: Indices) -> list[Any]:
+        before = randomness.states()
+        try:
+            samples: list[Any] = self.dataset.__getitems__(indices.tolist())  # type: ignore[attr-defined]
+        except Exception as cause:
+            raise self._unreadable(f"samples {_few(indices)}", cause) from cause
+        if randomness.drawn_since(before):
+            # Its random numbers would depend on which samples are fetched together, so on the number of workers.
+            self.at_once = False
+            return self._one_by_one(epoch, indices)
+        return samples
+
+    def _one_by_one(self, epoch: int, indices: Indices) -> list[Any]:
+        samples = []
+        with randomness.kept():
+            for index in indices.tolist():
+                randomness.seed_all(self.seed, randomness.SAMPLE, epoch, index)
+                try:
+                    samples.append(self.dataset[index])
+                except Exception as cause:
+                    raise self._unreadable(f"sample {index}", cause) from cause
+        return samples
+
+    def _unreadable(self, which: str, cause: Exception) -> ManyhostsError:
+        if isinstance(cause, ManyhostsError):
+            return cause
+        return DataError(
+            f"{which} of the {self.name} set cannot be read: {type(cause).__name__}: {cause}",
+            where=f"{type(self.dataset).__name__}.__getitem__",
+            fix="read that sample alone to see the whole error",
+        )
+
+
+def _as_tensors(dataset: Dataset[Any]) -> tuple[Sequence[torch.Tensor], torch.Tensor | None] | None:
+    """The tensors behind `dataset` and the rows of them that it has, where it is nothing but tensors."""
+    if type(dataset) is TensorDataset:
+        return dataset.tensors, None
+    if type(dataset) is Subset and (inner := _as_tensors(dataset.dataset)) is not None:
+        tensors, rows = inner
+        chosen = torch.as_tensor(dataset.indices, dtype=torch.int64)
+        return tensors, chosen if rows is None else rows[chosen]
+    return None
+
+
+def _few(indices: Indices) -> str:
+    shown = ", ".join(map(str, indices[:8].tolist()))
+    return f"[{shown}, …]" if len(indices) > 8 else f"[{shown}]"

@@ -1,0 +1,238 @@
+"""Streams that are read in shards: who reads which of them, and how far each has been read.
+
+An epoch is read in as many shards as a batch has parts when it begins, one for each worker or virtual worker, and in so
+many to its end, whoever goes and comes meanwhile. Shard s gives the s-th part of each global batch until it is at its
+end, so which samples stand behind a step does not depend on who reads them. The parts that there are later share the
+shards, neighbours to one part; the samples of a part's shards are one sequence.
+
+A sample's number in its epoch, under which its random numbers are drawn, is its place in its shard times the number of
+shards, plus that of the shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from torch.utils.data import IterableDataset
+
+from manyhosts.data.one_pass import Pass
+from manyhosts.data.order import Indices, bounds
+from manyhosts.data.steps import Cut, LoadedPiece, PiecePlan, plan_pieces
+from manyhosts.data.stream import Stream
+from manyhosts.errors import DataError
+
+States = Mapping[str, Mapping[str, Any]]
+"""What datasets said of where they stood, by the number of their shard: `{"read": …, "dataset": …}`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How far the shards of one epoch have been read, in their order: known to every worker."""
+
+    read: Sequence[int]
+    left: Sequence[bool]
+    """Whether there is more of it."""
+    states: States = field(default_factory=dict)
+    """Of the shards of which this worker knows one, perhaps from before."""
+
+    @classmethod
+    def at_beginning(cls, shards: int) -> Standing:
+        """That of an epoch of which nothing has been read."""
+        return cls([0] * shards, [True] * shards)
+
+    @classmethod
+    def of(cls, stream: Mapping[str, Any], sample: int) -> Standing:
+        """What `to_stream` gave. A stream that was read whole until now, `sample` samples of it, is one shard."""
+        if "left" in stream:
+            return cls(stream["read"], stream["left"], stream["states"])
+        read = int(stream.get("read", sample))
+        return cls([read], [True], {"0": stream} if "dataset" in stream else {})
+
+    @classmethod
+    def of_all(cls, kept: Sequence[Mapping[str, Any]], sample: int) -> Standing:
+        """What a snapshot says of `sample` samples, in which each worker has `kept` what it knew."""
+        first = next((each for each in kept if each), {})
+        if "shards" in first and "left" not in first:  # each worker once kept its own shard's place, and no other
+            rows = kept[: first["shards"]]
+            states = {str(shard): row for shard, row in enumerate(rows) if "dataset" in row}
+            return cls([row.get("read", 0) for row in rows], [not row["exhausted"] for row in rows], states)
+        return cls.of(first, sample).knowing(each.get("states", {}) for each in kept)
+
+    def to_stream(self) -> dict[str, Any]:
+        """In plain values, as a step's `stream`."""
+        return {
+            "shards": len(self.read),
+            "read": list(self.read),
+            "left": list(self.left),
+            "states": dict(self.states),
+        }
+
+    def after(self, given: Sequence[int], left: Sequence[bool], states: States) -> Standing:
+        """That after a step to which each shard has given so many samples."""
+        return Standing([old + new for old, new in zip(self.read, given, strict=True)], left, states)
+
+    def knowing(self, others: Iterable[States]) -> Standing:
+        """With what others know of this epoch's shards: of each the latest state that is not ahead of this standing."""
+        found = dict(self.states)
+        for states in others:
+            for shard, state in states.items():
+                newest = found.get(shard, {"read": -1})["read"]
+                if newest < state["read"] <= self.read[int(shard)]:
+                    found[shard] = state
+        return replace(self, states=found)
+
+    def taken(self, given: Sequence[int]) -> Indices:
+        """The numbers of the samples of a step to which each shard gives so many."""
+        found = zip(self.read, given, strict=True)
+        return np.concatenate([_numbers(shard, len(given), *each) for shard, each in enumerate(found)])
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one worker has read of one global batch."""
+
+    epoch: int
+    given: Mapping[int, int]
+    """How many samples each of its shards gives."""
+    left: Sequence[int]
+    """Those of its shards of which there is more."""
+    pieces: list[LoadedPiece]
+    """Their weights are yet to be known: they depend on what the others have read."""
+    states: States
+
+
+class ShardReader:
+    """Reads a worker's share of each global batch."""
+
+    def __init__(self, stream: Stream, cut: Cut) -> None:
+        """`cut`: which parts of a batch the worker computes."""
+        self.stream, self.cut = stream, cut
+        self.shards = min(cut.parts, stream.batch)
+        """In how many an epoch is read that begins now; of a small batch not every part has a sample."""
+
+    def shares(self, epoch: int, standing: Standing) -> Iterator[Share]:
+        """This worker's share of each step from there on, without end. An epoch of which it has nothing has one, empty.
+
+        Raises:
+            DataError: the stream cannot be read in these shards, or is not the one it was.
+        """
+        return self.stream.ahead(partial(self._shares, epoch, standing))
+
+    def ghost(self, epoch: int, shards: int) -> LoadedPiece:
+        """Some sample, for a worker that has none and must show the model one all the same."""
+        for shard in (number % shards for number in range(self.cut.first, self.cut.first + shards)):
+            samples = self._begin(self._dataset(shard, shards), epoch, shard, shards).take(1)
+            if samples:
+                plan = PiecePlan(self.cut.first, 0, np.zeros(1, dtype=np.int64), 0.0)
+                return LoadedPiece(plan, self.stream.batch_of(samples, plan))
+        raise self.stream.no_sample(epoch)
+
+    def _shares(self, epoch: int, standing: Standing) -> Iterator[Share]:
+        while True:
+            parts = self._open(epoch, standing)
+            more = True
+            while more:
+                share = self._share(epoch, parts, len(standing.read))
+                yield share
+                more = bool(share.left)
+            epoch, standing = epoch + 1, Standing.at_beginning(self.shards)
+
+    def _share(self, epoch: int, parts: Mapping[int, Sequence[_Shard]], shards: int) -> Share:
+        """The next samples of each part's shards, of which there are `shards` over all workers."""
+        given, states, pieces = {}, {}, []
+        for part, own in parts.items():
+            samples: list[Any] = []
+            numbers = []
+            for shard in own:
+                begin, taken = shard.read, shard.step()
+                samples += taken
+                given[shard.number] = len(taken)
+                numbers.append(_numbers(shard.number, shards, begin, len(taken)))
+                if shard.state is not None:
+                    states[str(shard.number)] = shard.state
+            for plan in plan_pieces(np.arange(len(samples)), Cut(1, 0, 1, self.cut.micro_batch)):
+                named = replace(plan, part=part, indices=np.concatenate(numbers)[plan.indices])
+                pieces.append(LoadedPiece(named, self.stream.batch_of(samples, plan)))
+        left = [shard.number for own in parts.values() for shard in own if shard.ahead]
+        return Share(epoch, given, left, pieces, states)
+
+    def _open(self, epoch: int, standing: Standing) -> dict[int, list[_Shard]]:
+        """The shards of which there is more, by the part that they belong to, each at its place."""
+        shards, batch = len(standing.read), self.stream.batch
+        if shards > batch:
+            raise DataError(
+                f"this epoch is read in {shards} shards, which cannot all have a part of a batch of {batch}",
+                where="train set",
+                fix=f"take a batch of at least {shards} samples until the epoch is over",
+            )
+        parts: dict[int, list[_Shard]] = {}
+        seen: list[Any] = []
+        for part in range(self.cut.first, self.cut.last):
+            parts[part] = []
+            for shard in range(*bounds(shards, self.cut.parts, part)):
+                if standing.left[shard]:
+                    seen.append(self._dataset(shard, shards, seen))
+                    begun = self._begin(seen[-1], epoch, shard, shards, standing.states.get(str(shard)))
+                    parts[part].append(_Shard(self.stream, begun, shard, shards, standing.read[shard]))
+        return parts
+
+    def _begin(self, dataset: Any, epoch: int, shard: int, shards: int, state: Mapping[str, Any] | None = None) -> Pass:
+        return Pass(dataset, seed=self.stream.seed, epoch=epoch, first=shard, stride=shards, state=state)
+
+    def _dataset(self, shard: int, shards: int, others: Sequence[Any] = ()) -> Any:
+        """The dataset of one shard, and none of the `others` that are read beside it."""
+        made = self.stream.dataset.shard(shard, shards)  # type: ignore[attr-defined]
+        if not isinstance(made, IterableDataset) or any(made is other for other in others):
+            what = "the same dataset again" if isinstance(made, IterableDataset) else type(made).__name__
+            raise DataError(
+                f"shard({shard}, {shards}) gave {what}, and not a dataset of that shard alone",
+                where="train set",
+                fix="let shard(index, count) return an IterableDataset of its own, which may be a copy of this one",
+            )
+        return made
+
+
+class _Shard:
+    """A shard that is being read, a step ahead: only so is it known which step is its last."""
+
+    def __init__(self, stream: Stream, source: Pass, number: int, shards: int, read: int) -> None:
+        begin, behind = bounds(stream.batch, shards, number)
+        self.source, self.number, self.drop_last = source, number, stream.drop_last
+        self.most = behind - begin
+        """Samples that it gives to a step, while it can."""
+        self.read = read
+        """Samples that it has given."""
+        self.state: Mapping[str, Any] | None = None
+        """What the dataset said of where it stood after those; None where it does not say so, or is at its end."""
+        whole = source.skip_to(read)
+        self.ahead: list[Any] = self._next()
+        if read and not (whole and self.ahead):
+            raise DataError(
+                f"shard {number} of {shards} of the {stream.name} stream ends after {source.read} samples, "
+                f"and when {read} had been read of it there were more",
+                where=type(source.dataset).__name__,
+                fix="let it give the same samples each time that an epoch is read, and load_state_dict go where it was",
+            )
+
+    def step(self) -> list[Any]:
+        """What it gives to the next step: nothing when it is at its end."""
+        samples, self.state = self.ahead, None
+        if samples:
+            state = self.source.state()
+            self.read += len(samples)
+            self.ahead = self._next()
+            self.state = state if self.ahead and "dataset" in state else None
+        return samples
+
+    def _next(self) -> list[Any]:
+        samples = self.source.take(self.most)
+        return [] if self.drop_last and len(samples) < self.most else samples
+
+
+def _numbers(shard: int, shards: int, read: int, count: int) -> Indices:
+    """The numbers of the `count` samples that come after the first `read` of a shard; shape `(count,)`."""
+    return np.arange(read, read + count, dtype=np.int64) * shards + shard

@@ -1,0 +1,194 @@
+"""The steps of a run as one worker sees them: which samples, in which pieces, fetched."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from copy import copy
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, Literal
+
+import torch
+from torch.utils.data import DataLoader
+
+from manyhosts.data.fetch import Fetcher
+from manyhosts.data.measured import MEASURED, Timed, chosen_for
+from manyhosts.data.order import Indices, Order, Position, bounds
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Which parts of each global batch a worker computes: `first` up to, not including, `last`, of `parts`."""
+
+    parts: int
+    first: int
+    last: int
+    micro_batch: int | None
+    """Most samples in one piece; None: a part is one piece."""
+    level: bool = False
+    """Whether every part must have the same number of pieces, because collectives stand inside the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class PiecePlan:
+    """The samples of one forward pass; a ghost (`weight` 0) is computed for its collectives only."""
+
+    part: int
+    micro: int
+    indices: Indices
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedPiece:
+    """A piece and its batch."""
+
+    plan: PiecePlan
+    batch: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One optimizer step: this worker's pieces of one global batch."""
+
+    epoch: int
+    samples: int
+    """Samples of the global batch."""
+    after: Position
+    """Where the data stands when the step is done."""
+    ends_epoch: bool
+    pieces: list[LoadedPiece]
+    taken: Indices
+    """The samples of the global batch, by index; of a stream that is read in shards, by number (see `shards`)."""
+    stream: Mapping[str, Any] = field(default_factory=dict)
+    """What a stream needs beside `after` to go on from here; what a dataset said of its own place, its worker knows."""
+    shards: int = 0
+    """In how many its epoch is read; 0 where it is not."""
+
+
+def plan_pieces(indices: Indices, cut: Cut) -> list[PiecePlan]:
+    """The pieces of one global batch that a worker with `cut` computes; their weights over all workers sum to 1."""
+    count = len(indices)
+    pieces = []
+    for part in range(cut.first, cut.last):
+        begin, end = bounds(count, cut.parts, part)
+        most = cut.micro_batch or max(end - begin, 1)
+        starts = range(begin, end, most)
+        for micro, start in enumerate(starts):
+            chosen = indices[start : min(start + most, end)]
+            pieces.append(PiecePlan(part, micro, chosen, len(chosen) / count))
+        if cut.level:
+            longest = bounds(count, cut.parts, 0)[1]  # part 0 is never smaller than another
+            for micro in range(len(starts), -(-longest // (cut.micro_batch or longest))):
+                pieces.append(PiecePlan(part, micro, indices[:1], 0.0))
+    return pieces
+
+
+class Loader:
+    """Fetches batches in order, in this process or ahead of time in `processes` others."""
+
+    def __init__(
+        self,
+        fetcher: Fetcher,
+        *,
+        processes: int | Literal["auto"],
+        pin: bool,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        """`processes="auto"`: fetch the first batches here, time them, and `say` how many processes go on with it."""
+        self.fetcher = fetcher
+        self.processes = processes
+        self.pin = pin
+        self.say = say
+        self.measured = False
+        """Whether the number was chosen by measuring."""
+
+    def batches(self, requests: Iterator[tuple[int, Indices]]) -> Iterator[Any]:
+        """The batch of each (epoch, indices), in order. With loader processes, `requests` is read ahead."""
+        if self.processes == "auto":
+            timed = Timed(self._fetch(epoch, indices) for epoch, indices in islice(requests, MEASURED))
+            yield from timed
+            if len(timed.rest) < MEASURED:
+                return  # there were no more
+            self.processes, why = chosen_for(timed)
+            self.measured = True
+            if self.say is not None:
+                self.say(why)
+        if not self.processes:
+            yield from (self._fetch(epoch, indices) for epoch, indices in requests)
+            return
+        with warnings.catch_warnings():
+            if self.measured:
+                # PyTorch warns of more processes than cores; these were found to wait more than they compute.
+                warnings.filterwarnings("ignore", message="This DataLoader will create")
+            loader: DataLoader[Any] = DataLoader(
+                _Requested(self.fetcher),  # type: ignore[arg-type]  # map-style by its __getitems__
+                batch_sampler=([request] for request in requests),
+                num_workers=self.processes,
+                collate_fn=_only,
+                pin_memory=self.pin,
+                generator=torch.Generator(),  # or it would draw its seed from the generator that dropout uses
+            )
+            batches = iter(loader)
+        yield from batches
+
+    def steps(self, order: Order, cut: Cut, position: Position) -> Iterator[Step]:
+        """Every step from `position` on, epoch after epoch without end."""
+        if not self.processes:
+            for epoch, taken, after, pieces in _walk(order, cut, position):
+                loaded = [LoadedPiece(piece, self._fetch(epoch, piece.indices)) for piece in pieces]
+                yield Step(epoch, len(taken), after, after.epoch > epoch, loaded, taken)
+        # The plan is walked twice: once ahead, for the fetching, and once as steps are taken. So a step in which this
+        # worker has no piece is taken without waiting for the first batch of a later one.
+        batches = self.batches(
+            (epoch, piece.indices) for epoch, _, _, pieces in _walk(copy(order), cut, position) for piece in pieces
+        )
+        for epoch, taken, after, pieces in _walk(order, cut, position):
+            loaded = [LoadedPiece(piece, next(batches)) for piece in pieces]
+            yield Step(epoch, len(taken), after, after.epoch > epoch, loaded, taken)
+
+    def _fetch(self, epoch: int, indices: Indices) -> Any:
+        batch = self.fetcher(epoch, indices)
+        return pinned(batch) if self.pin else batch
+
+
+def _walk(order: Order, cut: Cut, position: Position) -> Iterator[tuple[int, Indices, Position, list[PiecePlan]]]:
+    """Epoch, samples, end and pieces of every step from `position` on."""
+    while True:
+        indices = order.at(position)
+        after = order.after(position)
+        yield position.epoch, indices, after, plan_pieces(indices, cut)
+        position = after
+
+
+class _Requested:
+    """A dataset whose index is a request and whose item is the whole batch."""
+
+    def __init__(self, fetcher: Fetcher) -> None:
+        self.fetcher = fetcher
+
+    def __getitems__(self, requests: list[tuple[int, Indices]]) -> list[Any]:
+        return [self.fetcher(epoch, indices) for epoch, indices in requests]
+
+
+def _only(batches: list[Any]) -> Any:
+    return batches[0]
+
+
+def pinned(batch: Any) -> Any:
+    """`batch` in page-locked memory, from which copies to a GPU need not be waited for."""
+    return mapped(batch, lambda tensor: tensor.pin_memory())
+
+
+def mapped(batch: Any, change: Any) -> Any:
+    """`batch` with `change` applied to every tensor in its lists, tuples, mappings and named tuples."""
+    if isinstance(batch, torch.Tensor):
+        return change(batch)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(mapped(item, change) for item in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(mapped(item, change) for item in batch)
+    if isinstance(batch, Mapping):
+        return {key: mapped(item, change) for key, item in batch.items()}
+    return batch

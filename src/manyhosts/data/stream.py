@@ -1,0 +1,109 @@
+"""Streams: datasets without an index, read in the order in which they come.
+
+Every worker reads the whole stream and keeps its part of each global batch, so that a stream is cut like any other
+dataset. One that offers `shard(index, count)` is read in shards instead: see `shards`. Going on from a snapshot skips
+what was read, or uses the dataset's `state_dict` and `load_state_dict` where it has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from manyhosts.data.fetch import Collate
+from manyhosts.data.one_pass import Pass
+from manyhosts.data.order import Position
+from manyhosts.data.steps import Cut, LoadedPiece, PiecePlan, Step, plan_pieces
+from manyhosts.errors import DataError
+
+Made = TypeVar("Made")
+
+
+class Stream:
+    """The steps of an `IterableDataset`."""
+
+    def __init__(  # what a map-style dataset spreads over Order, Fetcher and Loader
+        self,
+        dataset: IterableDataset[Any],
+        *,
+        batch: int,
+        seed: int,
+        name: str,
+        collate: Collate | None = None,
+        drop_last: bool = False,
+        processes: int = 0,
+    ) -> None:
+        self.dataset = dataset
+        self.batch = batch
+        self.seed = seed
+        self.name = name
+        self.collate = collate or default_collate
+        self.drop_last = drop_last
+        self.processes = min(processes, 1)  # a second process would read the same samples once more
+
+    def steps(self, cut: Cut, position: Position, state: Mapping[str, Any]) -> Iterator[Step]:
+        """Every step from `position` on; `state` is what the last step's `stream` held, empty at the beginning."""
+        return self.ahead(partial(self._steps, cut, position, state))
+
+    def ahead(self, make: Callable[[], Iterator[Made]]) -> Iterator[Made]:
+        """What `make` gives, made ahead of time in a loader process where that was asked for."""
+        if not self.processes:
+            return make()
+        return iter(DataLoader(_Produced(make), batch_size=None, num_workers=1, generator=torch.Generator()))
+
+    def _steps(self, cut: Cut, position: Position, state: Mapping[str, Any]) -> Iterator[Step]:
+        epoch = position.epoch
+        while True:
+            empty = True
+            for step in self._epoch(cut, Position(epoch, position.sample), state):
+                yield step
+                empty = False
+            if empty and not position.sample:
+                raise self.no_sample(epoch)
+            epoch, position, state = epoch + 1, Position(epoch + 1), {}
+
+    def _epoch(self, cut: Cut, position: Position, state: Mapping[str, Any]) -> Iterator[Step]:
+        """The steps from `position` to the end of its epoch. Reads one step ahead, to know which one is the last."""
+        source = Pass(self.dataset, seed=self.seed, epoch=position.epoch, state=state)
+        source.skip_to(int(state.get("read", position.sample)))
+        begin, samples = source.read, source.take(self.batch)
+        while samples and not (self.drop_last and len(samples) < self.batch):
+            left_at = source.state()
+            following = source.take(self.batch)
+            ends = len(following) < (self.batch if self.drop_last else 1)
+            after = Position(position.epoch + 1) if ends else Position(position.epoch, begin + len(samples))
+            pieces = [
+                LoadedPiece(replace(plan, indices=plan.indices + begin), self.batch_of(samples, plan))
+                for plan in plan_pieces(np.arange(len(samples)), cut)
+            ]
+            taken = np.arange(begin, begin + len(samples))
+            yield Step(position.epoch, len(samples), after, ends, pieces, taken, {} if ends else left_at)
+            begin, samples = begin + len(samples), following
+
+    def batch_of(self, samples: list[Any], plan: PiecePlan) -> Any:
+        """The batch of the `samples` that `plan` names by their places."""
+        return self.collate([samples[row] for row in plan.indices.tolist()])
+
+    def no_sample(self, epoch: int) -> DataError:
+        """The error of an epoch that is over before it has begun."""
+        return DataError(
+            f"the {self.name} stream gave no sample in epoch {epoch}",
+            where=type(self.dataset).__name__,
+            fix="let __iter__ begin anew each time it is called",
+        )
+
+
+class _Produced(IterableDataset[Any]):
+    """What is made in a loader process."""
+
+    def __init__(self, make: Callable[[], Iterator[Any]]) -> None:
+        self.make = make
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.make()

@@ -1,0 +1,114 @@
+"""The errors that manyhosts raises on purpose.
+
+ManyhostsError                exit code 1
+├── ConfigError           2   a setting is missing, unknown or contradicts another
+├── DataError             2   a dataset cannot be read, or is not the one that the run began with
+├── SnapshotError         2   a snapshot is incomplete, damaged, too new, or of another model
+├── TrainingError         1   the numbers went wrong: a loss that is NaN or infinite
+├── ScriptError           1   the user's script failed on some worker
+├── LaunchError           3   a host or a scheduler could not be reached, or refused
+└── CommunicationError    4   a collective failed or ran past its time
+    └── RankLost          4   a worker or its host went away
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import TracebackType
+from typing import Any, ClassVar
+
+TRACE = "MANYHOSTS_TRACE"
+"""Set in the environment, it has a script that nobody launched show where in it an error of ours was raised."""
+
+
+class ManyhostsError(Exception):
+    """Base of every error raised on purpose.
+
+    `what` states the fact with its values, `where` names the key, file, host or rank,
+    `fix` is the next thing the reader can do. Printed as up to three lines.
+    """
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
+        super().__init__(what)
+        self.what, self.where, self.fix = what, where, fix
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        if self.where:
+            lines.append(f"  where: {self.where}")
+        if self.fix:
+            lines.append(f"  fix:   {self.fix}")
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Errors cross process borders by pickle, and pickle drops keyword-only arguments.
+        return (_rebuild, (type(self), self.what, self.where, self.fix))
+
+
+def _rebuild(kind: type[ManyhostsError], what: str, where: str, fix: str) -> ManyhostsError:
+    return kind(what, where=where, fix=fix)
+
+
+class ConfigError(ManyhostsError):
+    """A setting is missing, unknown or contradicts another."""
+
+    exit_code = 2
+
+
+class DataError(ManyhostsError):
+    """A dataset cannot be read, or is not the one that the run began with."""
+
+    exit_code = 2
+
+
+class SnapshotError(ManyhostsError):
+    """A snapshot is incomplete, damaged, too new, or of another model."""
+
+    exit_code = 2
+
+
+class TrainingError(ManyhostsError):
+    """The numbers went wrong: a loss that is NaN or infinite."""
+
+
+class ScriptError(ManyhostsError):
+    """The user's script failed on some worker."""
+
+
+class LaunchError(ManyhostsError):
+    """A host or a scheduler could not be reached, or refused."""
+
+    exit_code = 3
+
+
+class CommunicationError(ManyhostsError):
+    """A collective failed or ran past its time."""
+
+    exit_code = 4
+
+
+class RankLost(CommunicationError):
+    """A worker or its host went away."""
+
+
+def speak_plainly() -> None:
+    """Have a script that nobody launched end with an error of ours as `manyhosts run` would: sentence, exit code.
+
+    Other errors are shown as before, and these too where `MANYHOSTS_TRACE` is set or somebody types line by line.
+    Safe to call twice.
+    """
+    before = sys.excepthook
+    if getattr(before, "__module__", "") == __name__ or hasattr(sys, "ps1") or sys.flags.interactive:
+        return
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, ManyhostsError) or os.environ.get(TRACE):
+            before(kind, error, trace)
+            return
+        sys.stderr.write(f"manyhosts: {error}\n")
+        raise SystemExit(error.exit_code)  # the one way to an exit code from here
+
+    sys.excepthook = show

@@ -1,0 +1,137 @@
+"""Makes the hosts of a lab and takes them away again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from manyhosts.errors import ConfigError
+from manyhosts.lab.folder import Folder, clean
+from manyhosts.lab.host import Host, Wishes
+from manyhosts.lab.network import Switch, rate_in_words
+
+DESK = "desk"
+MOST_HOSTS = 64
+_PROGRAMS = {
+    "unshare": "util-linux",
+    "nsenter": "util-linux",
+    "pivot_root": "util-linux",
+    "ip": "iproute2",
+    "tc": "iproute2",
+    "ssh": "openssh-client",
+    "ssh-keygen": "openssh-client",
+    "sshd": "openssh-server",
+}
+"""What a lab is built with, and the Debian package that brings it."""
+
+
+class Lab:
+    """Hosts, and the desk that the user sits at: a host on the same switch that has this machine's disk."""
+
+    def __init__(self, folder: Folder, hosts: list[Host], desk: Host) -> None:
+        self.folder, self.hosts, self.desk = folder, hosts, desk
+
+    def __getitem__(self, index: int) -> Host:
+        return self.hosts[index]
+
+    def __iter__(self) -> Iterator[Host]:
+        return iter(self.hosts)
+
+    def __len__(self) -> int:
+        return len(self.hosts)
+
+    @property
+    def names(self) -> list[str]:
+        """What the hosts are called, in order."""
+        return [host.name for host in self.hosts]
+
+    def host(self, name: str) -> Host:
+        """The host of that name.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        for host in self.hosts:
+            if host.name == name:
+                return host
+        raise ConfigError(
+            f"this lab has no host {name!r}", where=self.folder.name, fix=f"it has {', '.join(self.names)}"
+        )
+
+
+@contextmanager
+def lab(hosts: int = 4, *, bandwidth: str = "1gbit", prefix: str = "lab", empty: tuple[str, ...] = ()) -> Iterator[Lab]:
+    """Make `hosts` hosts named `prefix`1, `prefix`2, …, each on a cable of `bandwidth` in each direction.
+
+    `empty` are more folders, without the leading slash, that are every host's own and empty. Everything is gone when
+    the block ends, and also when this process is killed.
+
+    Raises:
+        ConfigError: this machine, or this user, cannot make one.
+    """
+    check(hosts, bandwidth)
+    clean()
+    with ExitStack() as undo:
+        folder = Folder()
+        undo.callback(folder.remove)
+        names = [f"{prefix}{number}" for number in range(1, hosts + 1)]
+        addresses = {name: f"10.77.0.{number}" for number, name in enumerate(names, start=1)}
+        addresses[DESK] = "10.77.0.254"
+        folder.write(addresses, DESK)
+        (folder.path / "empty").mkdir()
+        switch = Switch()
+        undo.callback(switch.close)
+        made = []
+        for number, (name, address) in enumerate(addresses.items()):
+            wishes = Wishes(
+                name=name,
+                address=address,
+                rate=bandwidth,
+                port=f"port{number}",
+                folder=folder.path,
+                is_desk=name == DESK,
+                empty=empty,
+            )
+            made.append(Host(wishes, switch))
+            undo.callback(made[-1].kill)
+        for host in made:
+            host.wait_until_ready()
+        yield Lab(folder, made[:-1], made[-1])
+
+
+def check(hosts: int, bandwidth: str) -> None:
+    """See that a lab can be made here.
+
+    Raises:
+        ConfigError: it cannot; the error says what is missing.
+    """
+    rate_in_words(bandwidth)
+    if not 1 <= hosts <= MOST_HOSTS:
+        raise ConfigError(f"--hosts is {hosts}", where="--hosts", fix=f"give 1 to {MOST_HOSTS}")
+    if reason := why_not():
+        raise ConfigError(reason.what, where=reason.where, fix=reason.fix)
+
+
+def why_not() -> ConfigError | None:
+    """Why there can be no lab on this machine, or None where there can."""
+    if sys.platform != "linux":
+        return ConfigError(
+            f"a lab is made of Linux's namespaces, and this is {sys.platform}",
+            where="manyhosts lab",
+            fix="use a Linux machine, or rehearse several nodes with `manyhosts run --nodes 4`",
+        )
+    path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+    missing = [program for program in _PROGRAMS if shutil.which(program, path=path) is None]
+    if missing:
+        packages = sorted({_PROGRAMS[program] for program in missing})
+        return ConfigError(
+            f"a lab needs {', '.join(missing)}", where="PATH", fix=f"as root: apt-get install {' '.join(packages)}"
+        )
+    if os.geteuid() != 0:
+        return ConfigError(
+            "only root may make the hosts of a lab", where="manyhosts lab", fix="start it with sudo, or as root"
+        )
+    return None

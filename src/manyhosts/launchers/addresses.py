@@ -1,0 +1,78 @@
+"""Where this machine is reached from others, and by which interface: what its routes say, never a guess."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import socket
+import struct
+from collections import Counter
+from collections.abc import Sequence
+
+from manyhosts.errors import LaunchError
+
+LOOPBACK = "127.0.0.1"
+_SIOCGIFADDR = 0x8915
+
+
+def way_to(address: str) -> str:
+    """The address that this machine sends from when it talks to `address`; empty without a route. Sends nothing."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as asking:
+        try:
+            asking.connect((address, 9))
+        except OSError:
+            return ""
+        return str(asking.getsockname()[0])
+
+
+def towards(hosts: Sequence[str]) -> str:
+    """Where a head on this machine listens, so that `hosts` reach it: the address that most are talked to from.
+
+    Raises:
+        LaunchError: a name does not resolve.
+    """
+    ways = Counter(way_to(_resolved(host)) for host in hosts)
+    for way in [way for way, _ in ways.most_common() if way and not way.startswith("127.")]:
+        return way
+    return LOOPBACK
+
+
+def interface_of(address: str) -> str:
+    """The interface that has the IPv4 address `address`; empty where none has."""
+    for _, name in socket.if_nameindex():
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking, contextlib.suppress(OSError):
+            answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return ""
+
+
+def address_on(interface: str) -> str:
+    """The IPv4 address of an interface of this machine.
+
+    Raises:
+        LaunchError: there is no such interface, or it has none.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()))
+        except OSError as cause:
+            raise LaunchError(
+                f"the interface {interface} has no address: {cause.strerror}",
+                where=f"host {socket.gethostname()}",
+                fix="see `ip address` there, and whether that is how its network is called",
+            ) from cause
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _resolved(host: str) -> str:
+    try:
+        found = socket.getaddrinfo(host.rpartition("@")[2], None, type=socket.SOCK_STREAM)
+    except OSError as cause:
+        raise LaunchError(
+            f"the name of host {host} does not resolve",
+            where=f"host {host}: {cause.strerror}",
+            fix="see how it is written, and that /etc/hosts or the name server knows it",
+        ) from cause
+    return str(found[0][4][0])

@@ -1,0 +1,228 @@
+"""Runs that go on without a terminal where no engine keeps them: their head is a process on this machine.
+
+    python -P -m manyhosts.launchers.background TARGET RUN_DIR/detached/job.json
+
+It holds a lock for as long as it lives, so nobody takes another process with its number for it. What it prints is in
+`logs/detached.log` of the run directory, how it ended in `detached/state.json`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from manyhosts.errors import ConfigError, LaunchError, ManyhostsError
+from manyhosts.launchers import detached, job_file
+from manyhosts.launchers.detached import Status
+from manyhosts.launchers.display import PlainDisplay
+from manyhosts.launchers.job import Plan
+from manyhosts.launchers.launcher import LAUNCHERS, Launcher
+from manyhosts.records.whole_file import read_json, write_json_whole
+
+_READY = b"ready\n"
+_LOOK_S = 0.1
+_LOOK_LASTS_S = 2.0
+_LONGER_S = 30.0
+"""How much longer than the workers' own farewell an ending run is waited for."""
+
+
+class Background:
+    """Keeps runs of a launcher that is the head itself, each in a process of its own; its name is its directory."""
+
+    def __init__(self, target: str, launcher: Launcher, wait: Callable[[float], None] = time.sleep) -> None:
+        self._target, self._launcher, self._wait = target, launcher, wait
+
+    def send(self, plan: Plan) -> str:
+        """Start the head of `plan` in the background. Returns the run directory.
+
+        Raises:
+            ConfigError: this run is going on already, or its directory cannot be written to.
+            LaunchError: the process did not start.
+        """
+        folder, log = plan.job.run_dir / "detached", _log(plan.job.run_dir)
+        try:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, exist_ok=True)
+            (folder / "job.json").write_text(job_file.text_of(plan.job))
+        except OSError as cause:
+            raise ConfigError(
+                f"cannot write to the run directory: {cause.strerror}",
+                where=str(plan.job.run_dir),
+                fix="give another --run-dir, on a disk that is writable and not full",
+            ) from cause
+        if _is_held(folder):
+            raise ConfigError(
+                "a run in this directory is going on",
+                where=str(plan.job.run_dir),
+                fix=f"see `manyhosts status {self._target}://{plan.job.run_dir}`, or give another --run-dir",
+            )
+        words = [sys.executable, "-P", "-m", "manyhosts.launchers.background", self._target, str(folder / "job.json")]
+        with log.open("ab") as out:
+            head = subprocess.Popen(
+                words,
+                cwd=plan.job.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=out,
+                start_new_session=True,
+            )
+        assert head.stdout is not None, "it was asked for as a pipe"
+        with head.stdout:
+            if head.stdout.readline() != _READY:
+                head.wait()
+                raise LaunchError("the head did not start", where=shlex.join(words), fix=f"{log} says why")
+        head.returncode = 0  # it goes on by itself: nobody is to warn that it still runs
+        return str(plan.job.run_dir)
+
+    def status(self, name: str) -> Status:
+        """What its head has written down, and whether it is still there.
+
+        Raises:
+            ConfigError: there is no such run, or it is kept by another machine.
+        """
+        run_dir, state = _found(self._target, name)
+        log = str(_log(run_dir))
+        hosts = ",".join(state["hosts"])
+        if _is_held(run_dir / "detached"):
+            reason = f"process {state['process']} on {state['machine']}"
+            return Status(state="running", reason=reason, hosts=hosts, log=log)
+        state = read_json(run_dir / "detached" / "state.json")  # it may have ended between the two looks
+        if state["state"] == "running":
+            reason = "its process has gone without a word: it was killed, or this machine was switched off"
+            return Status(state="failed", reason=reason, hosts=hosts, log=log, code=3)
+        return Status(state=state["state"], reason=state["reason"], hosts=hosts, log=log, code=state["code"])
+
+    def logs(self, name: str, *, follow: bool) -> Iterator[str]:
+        """The lines that the head has printed.
+
+        Raises:
+            ConfigError: as in `status`.
+        """
+        run_dir, _ = _found(self._target, name)
+        read = detached.growing(_log(run_dir))
+        return detached.tail(read, lambda: not follow or not _is_held(run_dir / "detached"), self._wait)
+
+    def cancel(self, name: str) -> None:
+        """Ask the head to end the run, as Ctrl-C does, and wait until it has.
+
+        Raises:
+            ConfigError: as in `status`.
+            LaunchError: it does not end.
+        """
+        run_dir, state = _found(self._target, name)
+        patience_s = job_file.load(run_dir / "detached" / "job.json").farewell_s + _LONGER_S
+        deadline = time.monotonic() + patience_s
+        if _is_held(run_dir / "detached"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(state["process"], signal.SIGTERM)
+        while _is_held(run_dir / "detached"):
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"the run has not ended within {patience_s:.0f} s",
+                    where=f"process {state['process']} on {state['machine']}",
+                    fix="its log says what it waits for; `kill -9` of that process ends it, and its hosts notice",
+                )
+            self._wait(_LOOK_S)
+
+
+def main(words: list[str] | None = None) -> int:
+    """Be the head of a run in the background. Returns its exit code."""
+    target, path = sys.argv[1:] if words is None else words
+    job = job_file.load(Path(path))
+    folder = job.run_dir / "detached"
+    lock = _hold(folder)
+    if lock is None:
+        sys.stderr.write("manyhosts: a run in this directory is going on\n")
+        return 2
+    launcher = LAUNCHERS.load(target)()
+    plan = launcher.plan(job)
+    own = {
+        "target": target,
+        "process": os.getpid(),
+        "machine": socket.gethostname(),
+        "hosts": list(plan.hosts),
+        "started": time.time(),
+    }
+
+    def note(state: str, reason: str = "", code: int | None = None) -> None:
+        write_json_whole(folder / "state.json", {**own, "state": state, "reason": reason, "code": code})
+
+    note("running")
+    os.write(1, _READY)
+    os.dup2(2, 1)  # the log from now on: whoever waited for the word reads no more
+    try:
+        code = launcher.submit(plan, PlainDisplay(sys.stdout, sys.stderr))
+        note({0: "done", 130: "cancelled"}.get(code, "failed"), "" if code in (0, 130) else f"exit code {code}", code)
+    except ManyhostsError as error:
+        sys.stderr.write(f"manyhosts: {error}\n")
+        note("failed", error.what, error.exit_code)
+        code = error.exit_code
+    return code
+
+
+def _found(target: str, name: str) -> tuple[Path, dict[str, Any]]:
+    """The run directory that a name stands for, and what its head has written down."""
+    run_dir = Path(name).absolute()
+    handle = f"{target}://{name}"
+    if not (run_dir / "detached" / "state.json").exists():
+        raise ConfigError(
+            "there is no detached run of that name on this machine",
+            where=handle,
+            fix="a handle names the run directory on the machine where `manyhosts run --detach` printed it",
+        )
+    state = read_json(run_dir / "detached" / "state.json")
+    if state["target"] != target:
+        raise ConfigError(
+            f"that run was started on {state['target']}", where=handle, fix=f"ask for {state['target']}://{run_dir}"
+        )
+    if state["machine"] != socket.gethostname() and state["state"] == "running":
+        raise ConfigError(
+            f"the head of that run is a process on {state['machine']}, and this is {socket.gethostname()}",
+            where=handle,
+            fix=f"ask on {state['machine']}",
+        )
+    return run_dir, state
+
+
+def _log(run_dir: Path) -> Path:
+    return run_dir / "logs" / "detached.log"
+
+
+def _hold(folder: Path) -> BinaryIO | None:
+    """The lock of a run, this process's own until it ends; None where another one has it."""
+    file = (folder / "lock").open("ab")
+    deadline = time.monotonic() + _LOOK_LASTS_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                file.close()
+                return None
+            time.sleep(0.01)  # somebody looks whether it is held
+        else:
+            return file
+
+
+def _is_held(folder: Path) -> bool:
+    """Whether the head of a run lives. Many may ask at once: they share the lock while they look."""
+    with (folder / "lock").open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""Jobs that go on without this terminal: how they are named, asked after, read and ended."""
+
+from __future__ import annotations
+
+import codecs
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from manyhosts.launchers.display import Display
+from manyhosts.launchers.job import Plan
+
+State = Literal["waiting", "running", "done", "failed", "cancelled", "unknown"]
+_LOOK_S = 2.0
+_ENDS = {"done": 0, "failed": 1, "cancelled": 130, "unknown": 3}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Status:
+    """How a job stands."""
+
+    state: State
+    reason: str = ""
+    """Why, in the engine's words."""
+    hosts: str = ""
+    """Where it runs, in the engine's words."""
+    log: str = ""
+    """Where its output is kept."""
+    code: int | None = None
+    """Its exit code, where the engine tells it."""
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more will come of it."""
+        return self.state not in ("waiting", "running")
+
+    @property
+    def exit_code(self) -> int:
+        """What a command that has waited for it ends with."""
+        if self.state == "failed" and self.code:
+            return self.code
+        return _ENDS.get(self.state, 0)
+
+    def to_json(self) -> dict[str, Any]:
+        """For `--json`."""
+        return asdict(self)
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """A launcher whose jobs live by themselves. Its jobs are called by words: handles."""
+
+    def send(self, plan: Plan) -> str:
+        """Hand the job over. Returns its name at this engine.
+
+        Raises:
+            LaunchError: the engine refused, or was not reached.
+        """
+
+    def status(self, name: str) -> Status:
+        """How it stands. A job that nobody knows any more is `unknown`.
+
+        Raises:
+            LaunchError: the engine was not reached.
+        """
+
+    def logs(self, name: str, *, follow: bool) -> Iterator[str]:
+        """What it has printed, line by line; with `follow`, also what comes, until it is over.
+
+        Raises:
+            LaunchError: there is no log to be had.
+        """
+
+    def cancel(self, name: str) -> None:
+        """End it. No error for one that is over, or was cancelled before.
+
+        Raises:
+            LaunchError: the engine was not reached.
+        """
+
+
+def send_and_follow(
+    jobs: Engine, target: str, plan: Plan, display: Display, *, wait: Callable[[float], None] = time.sleep
+) -> int:
+    """Hand the job over, say by which handle it is known, and `follow` it. Returns its exit code.
+
+    Raises:
+        LaunchError: the engine refused, or was not reached.
+    """
+    for note in plan.notes:
+        display.say(f"manyhosts: {note}")
+    name = jobs.send(plan)
+    display.say(f"manyhosts: sent as {target}://{name}")
+    return follow(jobs, name, display, wait=wait)
+
+
+def follow(jobs: Engine, name: str, display: Display, *, wait: Callable[[float], None] = time.sleep) -> int:
+    """Show what the job prints until it is over. Returns its exit code. Ctrl-C cancels it."""
+    try:
+        while (status := jobs.status(name)).state == "waiting":
+            wait(_LOOK_S)
+        for line in jobs.logs(name, follow=True):
+            display.line(line, "", is_error=False)
+        while not (status := jobs.status(name)).over:
+            wait(_LOOK_S)
+    except KeyboardInterrupt:
+        display.say("manyhosts: the job is being cancelled")
+        jobs.cancel(name)
+        return 130
+    if status.state != "done":
+        display.say(f"manyhosts: the job {'has ' if status.state == 'failed' else 'is '}{status.state} {status.reason}")
+    return status.exit_code
+
+
+def tail(read: Callable[[], str], over: Callable[[], bool], wait: Callable[[float], None]) -> Iterator[str]:
+    """The lines of a growing text until `over`; `read` returns what has come since the last call."""
+    rest = ""
+    while True:
+        last = over()
+        *lines, rest = (rest + read()).split("\n")
+        yield from lines
+        if last:
+            break
+        wait(_LOOK_S)
+    if rest:
+        yield rest
+
+
+def growing(path: Path) -> Callable[[], str]:
+    """What reads on in a file that may not be there yet: each call returns what has come since the last."""
+    read, decoder = 0, codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def more() -> str:
+        nonlocal read
+        if not path.exists():
+            return ""
+        with path.open("rb") as file:
+            file.seek(read)
+            chunk = file.read()
+        read += len(chunk)
+        return decoder.decode(chunk)
+
+    return more

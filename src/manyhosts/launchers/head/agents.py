@@ -1,0 +1,275 @@
+"""The agents of a run: they come, show that they belong to it, go, and are called back."""
+
+from __future__ import annotations
+
+import hmac
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from manyhosts.errors import LaunchError, ManyhostsError
+from manyhosts.launchers.head.course import Course
+from manyhosts.launchers.head.meeting import Meeting
+from manyhosts.launchers.head.placement import AgentProcess
+from manyhosts.launchers.loop import Channel, Message, notice_loss
+
+SEE_ABOVE = "mend that on this host, or run without it; what was printed above may say more"
+
+_GATHER_S = 15.0
+"""How long a run that may begin with fewer nodes waits for the others."""
+_CALL_AGAIN_S = 2.0
+_LONGEST_CALL_AGAIN_S = 10.0
+_STRANGER_LIMIT_S = 10.0
+_GOODBYE_LIMIT_S = 5.0
+_LOOK_S = 0.2
+
+StartAgent = Callable[[int, str, str], AgentProcess]
+"""Starts the agent of a node, given the head's address (host:port) and the run's token."""
+
+
+@dataclass(slots=True)
+class Node:
+    """One host of the run, as the head sees it."""
+
+    number: int
+    name: str
+    agent: AgentProcess
+    channel: Channel | None = None
+    facts: Message = field(default_factory=dict)
+    """What its agent said of it when it came."""
+    leaving: bool = False
+    heard: float = 0.0
+    """When it last gave a sign of life, on the monotonic clock."""
+
+
+class Owner(Protocol):
+    """What the head does when agents come, speak and go."""
+
+    def welcome(self, node: Node) -> None:
+        """An agent has come."""
+
+    def hear(self, node: Node, message: Message) -> None:
+        """An agent says something."""
+
+    def lose(self, node: Node, why: str) -> None:
+        """An agent is gone, and nobody had asked it to go. `why` is what is known of that."""
+
+    def begin(self) -> None:
+        """Some agents are late, and those that are here are enough."""
+
+
+class Agents:
+    """One agent per node, started here; whoever else connects is hung up on."""
+
+    def __init__(
+        self,
+        course: Course,
+        hosts: Sequence[str],
+        start_agent: StartAgent,
+        address: str,
+        owner: Owner,
+        meeting: Meeting | None = None,
+    ) -> None:
+        """Start them all. `address` is where they reach this process, `hosts` the names of the nodes in order."""
+        self._course, self._start_agent, self._owner, self.address = course, start_agent, owner, address
+        self._meeting = meeting or Meeting()
+        self._token = self._meeting.token
+        self._listening = socket.create_server((address, self._meeting.port))
+        course.loop.watch(self._listening, self._accept)
+        self.nodes = [Node(number, name, self._begin(number)) for number, name in enumerate(hosts)]
+        self._strangers: set[Channel] = set()
+
+    def present(self) -> list[int]:
+        """The numbers of the nodes whose agents are here."""
+        return [node.number for node in self.nodes if node.channel is not None]
+
+    @property
+    def all_here(self) -> bool:
+        """Whether every agent has come."""
+        return len(self.present()) == len(self.nodes)
+
+    @property
+    def are_enough(self) -> bool:
+        """Whether a run whose nodes may go can go on with those whose agents are here."""
+        return len(self.present()) >= (self._course.job.least_nodes or 0)
+
+    def tell(self, nodes: Sequence[Node], kind: str, /, **fields: Any) -> None:
+        """Say something to the agents of `nodes`; those that are away do not hear it."""
+        for node in nodes:
+            if node.channel is not None:
+                node.channel.send(kind, **fields)
+
+    def tell_all(self, kind: str, /, **fields: Any) -> None:
+        """Say something to all agents that are here."""
+        self.tell(self.nodes, kind, **fields)
+
+    # They come.
+
+    def _begin(self, number: int) -> AgentProcess:
+        host, port = self._listening.getsockname()[:2]
+        return self._start_agent(number, f"{host}:{port}", self._token)
+
+    def _accept(self) -> None:
+        connection, _ = self._listening.accept()
+        notice_loss(connection)
+        channel = Channel(
+            self._course.loop,
+            connection,
+            lambda message: self._admit(channel, message),
+            lambda: self._forget(channel),
+        )
+        channel.longest_line = 1 << 16  # until it has shown that it belongs to us
+        self._strangers.add(channel)
+        self._course.loop.after(_STRANGER_LIMIT_S, lambda: self._forget(channel))
+
+    def _forget(self, channel: Channel) -> None:
+        if channel in self._strangers:
+            self._strangers.discard(channel)
+            channel.close()
+
+    def _admit(self, channel: Channel, message: Message) -> None:
+        """The first message of a connection: whoever does not know the token is not listened to any further."""
+        number = message.get("node")
+        known = hmac.compare_digest(str(message.get("token", "")), self._token)
+        if not known or message["message"] != "hello" or not isinstance(number, int):
+            self._forget(channel)
+            return
+        if not 0 <= number < len(self.nodes) or self.nodes[number].channel is not None:
+            self._forget(channel)
+            return
+        self._strangers.discard(channel)
+        channel.longest_line = 64 << 20
+        node = self.nodes[number]
+        node.channel, node.facts, node.heard = channel, message, time.monotonic()
+        channel.on_message = lambda heard: self._hear(node, heard)
+        channel.on_end = lambda: self._lose(node)
+        self._owner.welcome(node)
+
+    def _hear(self, node: Node, message: Message) -> None:
+        node.heard = time.monotonic()
+        self._owner.hear(node, message)
+
+    def expect(self, waited_s: float = 0) -> None:
+        """Look now and then whether the agents that have not said hello are still on their way."""
+        course = self._course
+        missing = [node for node in self.nodes if node.channel is None]
+        if not missing or course.is_over:
+            return
+        dead = [node for node in missing if node.agent.poll() is not None]
+        if course.job.is_elastic:
+            if (len(dead) == len(missing) or waited_s > _GATHER_S) and self._begin_without(missing, waited_s):
+                return
+        elif dead or waited_s > self._meeting.patience_s:
+            why = "ended before it said a word" if dead else f"did not report within {self._meeting.patience_s:.0f} s"
+            course.result = LaunchError(
+                f"the agent {why}",
+                where="host " + ", ".join(node.name for node in dead or missing),
+                fix=f"see what it printed above, and that it can open a connection to {self.address}",
+            )
+        course.loop.after(_LOOK_S, lambda: self.expect(waited_s + _LOOK_S))
+
+    def _begin_without(self, missing: Sequence[Node], waited_s: float) -> bool:
+        """Begin with the nodes that are here, if they are enough; the others may come later."""
+        present, least = len(self.present()), self._course.job.least_nodes
+        if present < (least or len(self.nodes)):
+            if waited_s > self._meeting.patience_s or all(node.agent.poll() is not None for node in missing):
+                names = ", ".join(node.name for node in missing)
+                self._course.result = LaunchError(
+                    f"only {present} of at least {least} nodes are here",
+                    where=f"not here: {names}",
+                    fix="see what their agents printed above",
+                )
+            return False
+        self._owner.begin()
+        for node in missing:
+            self.call_again(node)
+        return True
+
+    # They go, and are called back.
+
+    def _lose(self, node: Node, why: str = "its agent is gone") -> None:
+        node.channel = None
+        if not node.leaving and not self._course.is_over:
+            self._owner.lose(node, why)
+
+    def give_up(self, node: Node, why: str) -> None:
+        """Count an agent as lost that is connected still. Should it go on one day, it finds nobody, and ends all."""
+        if node.channel is not None:
+            node.channel.close()
+            self._lose(node, why)
+
+    def send_home(self, node: Node) -> None:
+        """Do without an agent that is of no use; its host may be mended, and is called again now and then."""
+        if node.channel is not None:
+            node.channel.close()
+            node.channel = None
+        node.agent.terminate()
+        self.call_again(node)
+
+    def call_again(self, node: Node, pause_s: float = _CALL_AGAIN_S) -> None:
+        """Try now and then to start the agent of a node that is away, so that it can come back."""
+        course, generation = self._course, self._course.generation
+
+        def call() -> None:
+            if course.is_over or generation != course.generation or node.channel is not None:
+                return
+            if node.agent.poll() is not None:
+                node.agent.wait()
+                node.agent = self._begin(node.number)
+            self.call_again(node, min(2 * pause_s, _LONGEST_CALL_AGAIN_S))
+
+        course.loop.after(pause_s, call)
+
+    def begin_again(self, node: Node) -> None:
+        """Start another agent in place of one that is gone."""
+        node.agent.kill()
+        node.agent.wait()
+        node.agent = self._begin(node.number)
+
+    def bring_back(self, node: Node) -> None:
+        """Start the agent of a node that is away: at once, for its host may be well, and now and then after that."""
+        self.begin_again(node)
+        self.call_again(node)
+
+    def call_back(self, node: Node, on_failure: Callable[[], None]) -> None:
+        """Try to start the agent of a host that is away; `on_failure` is called where it does not come in time."""
+        self.bring_back(node)
+        self._expect_back(node, self._course.generation, on_failure, time.monotonic() + self._meeting.patience_s)
+
+    def _expect_back(self, node: Node, generation: int, on_failure: Callable[[], None], until: float) -> None:
+        course = self._course
+        if node.channel is not None or course.is_over or generation != course.generation:
+            return
+        if time.monotonic() > until:
+            on_failure()
+            return
+        course.loop.after(_LOOK_S, lambda: self._expect_back(node, generation, on_failure, until))
+
+    def say_goodbye(self) -> None:
+        """Have every agent end what is left, and see that it has gone."""
+        for node in self.nodes:
+            node.leaving = True
+        result = self._course.result
+        code = result.exit_code if isinstance(result, ManyhostsError) else result
+        self.tell_all("leave", code=1 if code is None else code)
+        self._course.loop.unwatch(self._listening)
+        self._listening.close()  # whoever comes now finds nobody, and leaves
+        for channel in list(self._strangers):
+            self._forget(channel)
+        for node in self.nodes:
+            if node.channel is not None:
+                node.channel.flush(timeout_s=1)
+            else:
+                node.agent.terminate()
+        for node in self.nodes:
+            try:
+                node.agent.wait(timeout=_GOODBYE_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                node.agent.kill()
+                node.agent.wait()
+            if node.channel is not None:
+                node.channel.close()
+        self._course.loop.close()

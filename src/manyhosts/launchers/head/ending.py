@@ -1,0 +1,230 @@
+"""What follows when workers end: the others go on, or are ended too, and the run ends or starts again."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Mapping
+
+from manyhosts.errors import LaunchError
+from manyhosts.launchers.head.agents import SEE_ABOVE, Agents, Node
+from manyhosts.launchers.head.course import Course
+from manyhosts.launchers.head.crew import Crew
+from manyhosts.launchers.head.failures import Failure, first, signal_name
+from manyhosts.launchers.head.news import News
+from manyhosts.launchers.head.roster import MOST_WITHOUT_PROGRESS
+from manyhosts.launchers.head.verdict import Verdict
+from manyhosts.launchers.loop import Message
+
+_FIRST_CAUSE_S = 2.0
+"""How long a failure that looks like the consequence of another one waits for that other one to be heard of."""
+_ASKED_TO_STOP = tuple(128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
+"""How a worker of ours ends when one of them was asked to stop by a signal."""
+_ONE_WISH_S = 0.3
+
+
+class Ending:
+    """Notes how workers end, and brings the run to its result."""
+
+    def __init__(self, course: Course, agents: Agents, news: News) -> None:
+        self._course, self._agents, self._news = course, agents, news
+        self._crew = Crew(course, agents, self.note_failures)
+        self._failures: list[Failure] = []
+        self._went_on: list[Failure] = []
+        """Losses since the workers last formed a group, which the others go on without."""
+        self._culprit: Failure | None = None
+        """Whose failure the others are being ended for. How they end then says nothing."""
+        self._others_ended = 0
+        self._trouble: dict[str, str] = {}
+        """By host: why it can start no worker."""
+        self._exit_code = 0
+        self.ended_well: list[str] = []
+        """The workers of this start that have come to their end, as the user calls them."""
+        self._given_up: set[int] = set()
+        """Members that were killed because they hung: how they end is told already."""
+
+    @property
+    def crew(self) -> Crew:
+        """The workers whose end this is about."""
+        return self._crew
+
+    def begin(self) -> None:
+        """All workers start, when there is a store; nothing that went wrong before counts."""
+        self._crew.begin(self._start_all)
+
+    def _start_all(self, address: str, port: int) -> None:
+        self._failures.clear()
+        self._went_on.clear()
+        self._trouble.clear()
+        self.ended_well.clear()
+        self._culprit = None
+        self._crew.start_all(address, port)
+
+    def take_trouble(self, node: Node, message: Message) -> None:
+        """A host can start no worker; the ends of those that it had follow. One that comes to others stays outside."""
+        text, told = str(message["text"]), self._trouble.get(node.name)
+        self._trouble[node.name] = text
+        if not message["early"]:
+            return
+        where = ", ".join(part for part in (f"host {node.name}", message["where"]) if part)
+        error = LaunchError(text, where=where, fix=SEE_ABOVE)
+        if not self._crew.do_without(node):
+            self._course.result = error
+        elif text != told:
+            self._course.display.say(f"manyhosts: {error}\nmanyhosts: the run goes on without host {node.name}")
+
+    def note_end(self, node: Node, message: Message) -> None:
+        """A worker has ended, in one way or another."""
+        course = self._course
+        if message["member"] in self._given_up:
+            return
+        course.running.discard(message["member"])
+        code, number = message["code"], message["signal"]
+        asked = course.trainer_seen and code in _ASKED_TO_STOP
+        if asked:
+            self._exit_code = code  # the workers have agreed to stop and saved what they have: nothing has failed
+        if message["finished"] or (code == 0 and number == 0) or asked:
+            # A script whose main module came to its end has succeeded, whatever its destructors do then.
+            self.ended_well.append(f"rank {self._crew.rank(message)} on host {node.name}")
+            self._crew.drop(message["member"])
+            if not course.running and not self._failures:
+                course.result = 130 if course.interrupted else self._exit_code
+            else:
+                self._consider()
+            return
+        failure = Failure(
+            rank=self._crew.rank(message),
+            host=node.name,
+            code=code,
+            signal=number,
+            error=message["error"],
+            out_of_memory=message["out_of_memory"],
+            lost=self._trouble.get(node.name, ""),
+            log=str(course.job.run_dir / "logs" / f"{node.name}-{message['rank']}.log"),
+        )
+        self.note_failures({message["member"]: failure})
+
+    def note_verdict(self, verdict: Verdict) -> None:
+        """Workers get no further: those that are to blame are killed, and count as failed; else the run ends."""
+        crew, running = self._crew, self._course.running
+        members = crew.regroup.roster.members
+        log = self._course.job.run_dir / "logs"
+        guilty = [members[number] for number in verdict.guilty if number in members and number in running]
+        failures = {}
+        for member in guilty:
+            host = self._agents.nodes[member.node].name
+            failures[member.number] = Failure(
+                rank=member.rank,
+                host=host,
+                hang=verdict.what,
+                remedy=verdict.fix,
+                stack=verdict.stack,
+                log=str(log / f"{host}-{member.rank}.log"),
+            )
+        if len(guilty) < len(running):
+            for member in guilty:
+                crew.kill_member(member)
+                self._given_up.add(member.number)
+                running.discard(member.number)
+            self.note_failures(failures)
+        if not guilty or len(guilty) == len(running):
+            self._failures.append(
+                Failure(rank=0, host="", hang=verdict.what, remedy=verdict.fix, stack=verdict.stack, log=str(log))
+            )
+            crew.regroup.refuse()
+            self._end_workers(self._course.generation)
+
+    def note_failures(self, failures: Mapping[int, Failure]) -> None:
+        """Workers, by number, have failed or are lost: the others go on, or the run ends or starts again."""
+        for number, failure in failures.items():
+            if not self._crew.regroup.roster.broken:
+                self._went_on.clear()
+            if self._goes_on_without(number, failure):
+                self._went_on.append(failure)
+                continue
+            if failure.may_be_consequence:
+                self._failures += self._went_on  # a script that exchanges something itself does not go on
+            self._failures.append(failure)
+        if self._failures:
+            self._crew.regroup.refuse()
+            self._consider()
+
+    def _goes_on_without(self, number: int, failure: Failure) -> bool:
+        if self._course.interrupted or self._culprit or self._failures or not failure.is_loss:
+            return False
+        if self._course.job.is_elastic and not self._agents.are_enough:
+            return False
+        regroup = self._crew.regroup
+        if regroup.goes_on_without(number, failure.told(0).what, replace=self._crew.successor):
+            return True
+        if regroup.roster.makes_no_progress:
+            failure.note = f", failure {MOST_WITHOUT_PROGRESS + 1} in a row without one more step"
+        return False
+
+    def _consider(self) -> None:
+        """A worker has ended in one way or another while something is wrong: decide what comes next."""
+        course = self._course
+        if course.interrupted or self._culprit or not self._failures:
+            if not course.running:
+                self._conclude()
+            return
+        if first(self._failures).may_be_consequence and course.running:
+            generation = course.generation
+            course.loop.after(_FIRST_CAUSE_S, lambda: self._end_workers(generation))
+            return
+        self._end_workers(course.generation)
+
+    def _end_workers(self, generation: int) -> None:
+        """End the workers that are left after a failure."""
+        course = self._course
+        if self._culprit or generation != course.generation or course.is_over:
+            return
+        self._culprit = first(self._failures)
+        if self.ended_well and self._culprit.may_be_consequence:
+            self._culprit = self._culprit.caused_by_end_of(self.ended_well[0])
+        self._others_ended = len(course.running) + len(self._failures) - 1
+        self._agents.tell_all("end", generation=generation, grace_s=course.job.grace_s)
+        if not course.running:
+            self._conclude()
+
+    def _conclude(self) -> None:
+        """Nothing runs any more."""
+        course, failure = self._course, self._culprit
+        if course.interrupted or failure is None:
+            course.result = 130
+            return
+        error = failure.told(self._others_ended)
+        self._news.show_traceback(failure.traceback)
+        wrong_request = error.exit_code == 2  # starting again would not change it
+        if course.generation >= course.job.restarts or wrong_request:
+            course.result = error
+            return
+        course.generation += 1
+        course.display.say(
+            f"manyhosts: {error.what}\nmanyhosts: starting all workers again"
+            f" (restart {course.generation} of {course.job.restarts})"
+        )
+        for node in self._agents.nodes:
+            if node.channel is None:
+                self._agents.begin_again(node)
+        if self._agents.all_here:
+            self.begin()
+        else:
+            self._agents.expect()  # the store is opened when the last one has joined
+
+    def interrupt(self, number: signal.Signals) -> None:
+        """Ctrl-C and the like: the first asks workers to end, the second does not ask."""
+        course = self._course
+        if course.interrupted:
+            # Many send a signal to a process and then to its group (`timeout` does): that is one wish, not two.
+            if time.monotonic() > course.interrupted + _ONE_WISH_S:
+                course.result = 130
+            return
+        course.interrupted = time.monotonic()
+        if not course.running:
+            course.result = 130
+            return
+        course.display.say(f"manyhosts: {signal_name(number)}: the workers are ending; once more ends them at once")
+        self._agents.tell_all(
+            "signal", generation=course.generation, signal=int(signal.SIGTERM), farewell_s=course.job.farewell_s
+        )

@@ -1,0 +1,61 @@
+"""What the user hears of the workers while they run: their lines, with host and rank, and what they report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from manyhosts.launchers.head.agents import Node
+from manyhosts.launchers.head.beginning import Beginning
+from manyhosts.launchers.head.course import Course
+from manyhosts.launchers.head.notices import Notices
+from manyhosts.launchers.tracebacks import is_idle_notice, is_native_frame, without_native_frames
+
+
+class News:
+    """Passes on to the display what workers say."""
+
+    def __init__(self, course: Course, nodes: int) -> None:
+        """`nodes` is the number of hosts: a prefix names the host only where there are several."""
+        self._course, self._nodes = course, nodes
+        self._notices = Notices(course.display.say)
+        self.beginning = Beginning(course.display, course.loop.after)
+
+    def show(self, node: Node, rank: int, lines: list[str], *, is_error: bool) -> None:
+        """Lines that a worker has printed."""
+        self.beginning.end()
+        for line in lines:
+            if not is_native_frame(line) and not is_idle_notice(line):
+                self._course.display.line(line, self._prefix(node, rank), is_error)
+
+    def _prefix(self, node: Node, rank: int) -> str:
+        if self._course.job.workers == 1:
+            return ""
+        return f"[{rank}] " if self._nodes == 1 else f"[{node.name} {rank}] "
+
+    def take_report(self, rank: int, kind: str, fields: dict[str, Any]) -> None:
+        """What a worker has said through `cluster.reports`."""
+        if kind in ("progress", "say"):
+            self.beginning.end()
+        if kind == "progress" and rank == 0:
+            self._course.display.progress(fields)
+        elif kind == "say":
+            self._course.display.say(str(fields.get("text", "")))
+        elif kind == "trainer":
+            self._course.trainer_seen = True
+        elif kind == "witness":
+            self._notices.hear(self._course.generation, rank, fields)
+
+    def tell_end(self) -> None:
+        """The run has ended well: what is to be told of it?"""
+        self._notices.tell_end()
+        if self._course.job.overrides and not self._course.trainer_seen:
+            self._course.display.say("manyhosts: --set had no effect, because the script made no mh.Trainer")
+
+    def tell_of_gaps(self, node: Node, rank: int, why: str) -> None:
+        """The log of a worker cannot be written. What it prints is shown all the same."""
+        self._course.display.say(f"manyhosts: the log of rank {rank} on host {node.name} is not whole: {why}")
+
+    def show_traceback(self, text: str) -> None:
+        """The traceback of the worker that failed first."""
+        for line in without_native_frames(text).splitlines():
+            self._course.display.line(line, "", is_error=True)

@@ -1,0 +1,115 @@
+"""What is looked at before workers start, while hosts load torch: is every host fit, does each reach the others.
+
+An agent tells its host's condition as soon as it is asked to prepare, and listens for the others; then each knocks at
+all. That takes some milliseconds of a second or more in which torch is loaded. Errors end the run, warnings are a line
+each.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from manyhosts.cluster.findings import Finding, worst_first
+from manyhosts.errors import CommunicationError, LaunchError
+from manyhosts.launchers.head import fitness
+from manyhosts.launchers.head.agents import Agents, Node
+from manyhosts.launchers.head.course import Course
+from manyhosts.launchers.loop import Message
+from manyhosts.launchers.ssh import agreement as ssh_agreement
+
+_LIMIT_S = 10.0
+"""How long a host may take to tell. One that takes longer is not waited for: its workers may fare as badly."""
+
+
+class Precheck:
+    """Looked through once, before the first workers start."""
+
+    def __init__(self, course: Course, agents: Agents, *, ways: bool) -> None:
+        """`ways`: whether hosts try to reach each other, too; ssh has had them do so already."""
+        self._course, self._agents = course, agents
+        self._over = not course.job.check
+        self._ways = ways and len(agents.nodes) > 1
+        self._asked: dict[int, float] = {}
+        self._findings: list[Finding] = []
+        self._places: dict[int, tuple[str, int]] = {}
+        self._told: set[int] = set()
+        self._knocked: set[int] = set()
+        self._then: Callable[[], None] | None = None
+
+    def wishes(self, node: Node) -> dict[str, bool]:
+        """What an agent is to tell beside preparing itself."""
+        self._asked[node.number] = time.time()
+        return {"tell_condition": not self._over, "listen": not self._over and self._ways}
+
+    def before(self, then: Callable[[], None]) -> None:
+        """Call `then` when everything is looked through and nothing is in the way."""
+        if self._over:
+            then()
+            return
+        self._then = then
+        self._course.loop.after(_LIMIT_S, self._conclude)
+        self._go_on()
+
+    def hear(self, node: Node, message: Message) -> None:
+        """What an agent tells of its host."""
+        if self._over:
+            return
+        if message["message"] == "condition":
+            self._take_condition(node, message)
+        else:
+            self._take_answers(node, message["answers"])
+        self._go_on()
+
+    def _take_condition(self, node: Node, message: Message) -> None:
+        told, now = message["told"], time.time()
+        before = self._asked[node.number]
+        offset = told["time_s"] - (before + now) / 2
+        self._findings += fitness.findings(node.name, told, offset_s=offset, unsure_s=(now - before) / 2)
+        self._told.add(node.number)
+        if message.get("port"):
+            self._places[node.number] = (str(node.facts["address"]), int(message["port"]))
+
+    def _take_answers(self, node: Node, answers: list[str]) -> None:
+        for (number, place), reason in zip(self._places.items(), answers, strict=False):
+            other = self._agents.nodes[number]
+            if reason and other is not node:
+                self._findings.append(
+                    Finding(
+                        level="error",
+                        check="connection",
+                        what=f"host {node.name} cannot open a connection to host {other.name} at {place[0]}: {reason}",
+                        where=f"between {node.name} and {other.name}",
+                        fix=ssh_agreement.LET_THEM_MEET,
+                        kind="network",
+                    )
+                )
+        self._knocked.add(node.number)
+
+    def _go_on(self) -> None:
+        """Take the next step, if everybody has taken the last one."""
+        present = set(self._agents.present())
+        if self._then is None or not present <= self._told:
+            return
+        if self._ways and len(present) > 1 and not self._knocked:
+            self._knocked.add(-1)  # asked for
+            self._agents.tell_all("knock", places=list(self._places.values()))
+        if not self._ways or len(present) < 2 or present <= self._knocked:
+            self._conclude()
+
+    def _conclude(self) -> None:
+        then = self._then
+        if self._over or then is None or self._course.is_over:
+            return
+        self._over = True
+        errors = [finding for finding in self._findings if finding.level == "error"]
+        for finding in worst_first(self._findings):
+            if finding.level == "warning":
+                self._course.display.say(f"manyhosts: warning: {finding.what} ({finding.fix})")
+        if not errors:
+            then()
+            return
+        first, more = errors[0], len(errors) - 1
+        kind = CommunicationError if first.kind == "network" else LaunchError
+        rest = f" (and {more} more: `manyhosts doctor` lists all)" if more else ""
+        self._course.result = kind(f"{first.what}{rest}", where=first.where, fix=first.fix)

@@ -1,0 +1,77 @@
+"""The agent: one process per host that belongs to a run. What it does there is the supervisor's.
+
+    python -m manyhosts.launchers.host.agent --head HOST:PORT --node N
+
+It ends when the head says so, when the head is gone, and when it is asked to twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import sys
+
+from manyhosts.launchers import interfaces
+from manyhosts.launchers.host.processes import adopt_orphans
+from manyhosts.launchers.host.supervisor import Supervisor
+from manyhosts.launchers.loop import Loop, notice_loss
+
+TOKEN = "MANYHOSTS_TOKEN"  # noqa: S105  # the name of the variable, not a secret
+
+
+def main(words: list[str] | None = None) -> int:
+    """Be the agent of this host. Returns its exit code.
+
+    The run's token is in the environment, or is the first line of the standard input.
+    """
+    parser = argparse.ArgumentParser(prog="manyhosts agent")
+    parser.add_argument("--head", required=True, help="host:port")
+    parser.add_argument("--node", type=int, required=True, help="this host's number, from 0")
+    parser.add_argument("--address", default="", help="where other hosts reach this one")
+    parser.add_argument("--interface", default="", help="the interface that has that address")
+    asked = parser.parse_args(words)
+    for name in interfaces.VARIABLES if asked.interface else ():
+        os.environ.setdefault(name, asked.interface)
+    token = os.environ.pop(TOKEN, "") or sys.stdin.readline().strip()
+    try:
+        connection = connect(asked.head)
+    except OSError as error:
+        sys.stderr.write(f"manyhosts: this host cannot reach the head at {asked.head}: {error}\n")
+        return 3
+    serve(connection, node=asked.node, token=token, address=asked.address)
+    return 0
+
+
+def connect(head: str) -> socket.socket:
+    """A connection to `head`, host:port.
+
+    Raises:
+        OSError: there is none to be had.
+    """
+    host, _, port = head.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=30)
+
+
+def serve(connection: socket.socket, *, node: int, token: str, address: str) -> int | None:
+    """Be the agent of this host until the head has said that all is over, or is lost.
+
+    Returns:
+        The exit code of the run, or None if the head was lost before it has said one.
+    """
+    adopt_orphans()
+    loop = Loop()
+    notice_loss(connection)
+    # First the signals, which the loop hears when it runs: what the supervisor makes on this host must be taken away.
+    loop.on_signals([signal.SIGTERM, signal.SIGINT, signal.SIGHUP], lambda number: agent.ask_to_leave(number))
+    agent = Supervisor(loop, connection, node=node, token=token, address=address)
+    try:
+        loop.run(until=lambda: agent.done)
+    finally:
+        agent.leave()
+    return agent.verdict
+
+
+if __name__ == "__main__":
+    sys.exit(main())

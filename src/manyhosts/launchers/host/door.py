@@ -1,0 +1,50 @@
+"""An agent's part of the look before a run: it tells how its host is, lets others knock, and knocks at them."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from manyhosts.launchers.host import condition
+from manyhosts.launchers.loop import Channel, Loop
+from manyhosts.launchers.ssh import outpost as ssh_outpost
+
+_OPEN_S = 30.0
+"""How long others may try to reach this host."""
+
+
+class Door:
+    """Where other hosts knock. Nothing that comes is read."""
+
+    def __init__(self, loop: Loop, head: Channel, address: str) -> None:
+        """`address` is where other hosts reach this one."""
+        self._loop, self._head, self._address = loop, head, address
+
+    def tell_condition(self, run_dir: str, environment: Mapping[str, str], *, opens: bool) -> None:
+        """Say how this host is for workers with `environment`, and at which port others may knock, if it opens one."""
+        port = 0
+        if opens:
+            listening = socket.create_server((self._address, 0), backlog=256)
+            port = listening.getsockname()[1]
+            self._loop.after(_OPEN_S, listening.close)
+        self._head.send("condition", told=condition.gather(run_dir, environment), port=port)
+
+    def knock(self, places: Sequence[Any]) -> None:
+        """Try to reach other hosts, on a thread of its own: a firewall may keep it waiting for seconds."""
+        reading, writing = os.pipe()
+
+        def try_all() -> None:
+            os.write(writing, json.dumps(ssh_outpost.knock_at_all(list(places))).encode())
+            os.close(writing)
+
+        def tell() -> None:
+            self._loop.unwatch(reading)
+            with os.fdopen(reading) as answers:
+                self._head.send("knocked", answers=json.loads(answers.read()))
+
+        self._loop.watch(reading, tell)
+        threading.Thread(target=try_all, daemon=True).start()

@@ -1,0 +1,354 @@
+"""What an agent does: starts the workers of its host, watches them, and tells the head. It needs no torch.
+
+Messages, one JSON object per line, over one connection that the agent opens.
+
+From the agent:
+
+    hello     token, node, host, address, process, cores, gpus, python, torch (or null), manyhosts
+    condition told, port                               once, where `prepare` asks for it: see `launchers.condition`
+    knocked   answers                                  the answer to `knock`: for each place why not, or nothing
+    store     generation, port, shared                     the answer to `open_store`
+    output    rank, generation, member, stream ("out", "err"), lines
+    unlogged  rank, generation, member, why                its log has gaps: its disk is full, say
+    report    rank, generation, member, kind, fields       what a worker said through `cluster.reports`
+    member    member, kind, fields                         what a worker said through `cluster.membership`
+    ended     rank, generation, member, code, signal, finished, error, out_of_memory
+    warm      modules                                      loaded here because the script imports them; elsewhere too?
+    seen      round, workers: [{rank, generation, member, step, state, cpu_s, busy, stack, loader}]
+    trouble   text, where, early                           this host can start no worker; early: and has started none
+    asked     signal                                       this host's agent was asked to end: a wish for the whole run
+    alive                                                  every `HEARTBEAT_S` seconds
+
+From the head:
+
+    prepare     command, preload, environment, run_dir, workers,  once: load what the workers will need
+                tell_condition, listen
+    knock       places                            see whether this host reaches the others
+    open_store  generation, address
+    start       generation, workers: [{rank, local_rank, member, environment}]
+    tell        member, content                   for a worker, through `cluster.membership`
+    kill        member                            SIGKILL to one worker
+    look        round                         say of all workers what they are doing, by `seen`
+    close_store generation                        so that whoever waits for it waits no more
+    end         generation, grace_s              SIGTERM to all the workers have started, SIGKILL when the time is over
+    signal      generation, signal, farewell_s   to the workers themselves; SIGKILL when the time is over
+    leave       code                             end everything; code is what the run ends with
+
+When the head is gone, everything this host runs is ended.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from manyhosts import __version__
+from manyhosts.cluster import reports
+from manyhosts.launchers import variables
+from manyhosts.launchers.host import gpus
+from manyhosts.launchers.host.door import Door
+from manyhosts.launchers.host.inspection import Look, Seen
+from manyhosts.launchers.host.nursery import Nursery
+from manyhosts.launchers.host.processes import kill_descendants
+from manyhosts.launchers.host.watch import ReportDesk, Seat, WatchedWorker
+from manyhosts.launchers.loop import Channel, Loop, Message
+
+HEARTBEAT_S = 1.0
+_LONGEST_FOLDER = 80  # the name of a Unix socket has at most 107 characters, on macOS 103
+_MOST_BACKLOG_BYTES = 4 << 20
+_BREATH_S = 0.05
+_WAY_OUT_S = 3.0
+_ONE_WISH_S = 0.3
+
+
+class Supervisor:
+    """Everything of a run that happens on this host."""
+
+    def __init__(self, loop: Loop, connection: socket.socket, *, node: int, token: str, address: str = "") -> None:
+        """`address` is where other hosts reach this one; by default, where the head is talked to from."""
+        self._loop = loop
+        self._head = Channel(loop, connection, self._obey, self.leave)
+        self._workers: dict[str, WatchedWorker] = {}
+        self._nursery: Nursery | None = None
+        folder = tempfile.gettempdir()
+        short = folder if len(folder) < _LONGEST_FOLDER else "/tmp"  # noqa: S108  # what is made there is for us alone
+        self._scratch = Path(tempfile.mkdtemp(prefix="manyhosts-", dir=short))
+        self._desk = ReportDesk(loop, self._scratch / "agent", self._pass_on, self._pass_on_membership)
+        self._paused = False
+        self._asked = 0.0
+        self._known = False
+        """Whether the head has spoken to this agent."""
+        self._fit = True
+        """Whether this host can start workers at all."""
+        self._stores = 0
+        self.done = False
+        self.verdict: int | None = None
+        """The exit code of the run, once the head has said it; a head that was lost has not."""
+        address = address or connection.getsockname()[0]
+        self._door = Door(loop, self._head, address)
+        self._node = node
+        self._host = socket.gethostname()
+        self._head.send(
+            "hello",
+            token=token,
+            node=node,
+            host=self._host,
+            address=address,
+            process=os.getpid(),
+            cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            gpus=gpus.count(os.environ),
+            python=platform.python_version(),
+            torch=_version("torch"),
+            manyhosts=__version__,
+        )
+        loop.every(HEARTBEAT_S, lambda: self._head.send("alive"))
+
+    def leave(self) -> None:
+        """End everything on this host. Called when the head says so, and when it is gone."""
+        if self.done:
+            return
+        self.done = True
+        if self._nursery is not None:
+            self._nursery.close()
+        kill_descendants()
+        self._desk.close()
+        shutil.rmtree(self._scratch, ignore_errors=True)
+        self._head.close()
+
+    def ask_to_leave(self, number: signal.Signals) -> None:
+        """Somebody asks this agent to end (a scheduler, say): the first time it is for the head to see to that.
+
+        A head that has not spoken yet has given the run up: mpirun ends those whose agents came too late for that.
+        """
+        if not self._known:
+            self.leave()
+            return
+        if self._asked and time.monotonic() > self._asked + _ONE_WISH_S:
+            self.leave()
+        self._asked = self._asked or time.monotonic()
+        self._head.send("asked", signal=int(number))
+
+    def _obey(self, message: Message) -> None:
+        self._known = True
+        match message["message"]:
+            case "prepare":
+                self._prepare(message)
+            case "knock":
+                self._door.knock(message["places"])
+            case "open_store" if self._fit:
+                self._open_store(message["generation"], message["address"])
+            case "start" if self._fit:
+                for worker in message["workers"]:
+                    self._start(worker, message["generation"])
+            case "end":
+                self._signal(message["generation"], signal.SIGTERM, group=True)
+                self._kill_later(message["generation"], message["grace_s"])
+            case "signal":
+                self._signal(message["generation"], message["signal"], group=False)
+                self._kill_later(message["generation"], message["farewell_s"])
+            case "leave":
+                self.verdict = message.get("code", 0)
+                self.leave()
+            case _:
+                self._obey_about_members(message)
+
+    def _obey_about_members(self, message: Message) -> None:
+        match message["message"]:
+            case "tell":
+                self._desk.tell(message["member"], message["content"])
+            case "kill":
+                self._kill_member(message["member"])
+            case "close_store":
+                self._close_store()
+            case "look":
+                number = message["round"]
+                workers = list(self._workers.values())
+                Look(self._loop, workers, self._desk.address, lambda seen: self._tell_seen(number, seen))
+
+    def _tell_seen(self, number: int, seen: list[Seen]) -> None:
+        self._head.send("seen", round=number, workers=seen)
+
+    def _prepare(self, message: Message) -> None:
+        """Start the template, so that it loads torch while the head still waits for other hosts."""
+        self._command: dict[str, Any] = message["command"]
+        self._host = message.get("host") or self._host
+        self._logs = Path(message["run_dir"]) / "logs"
+        if missing := _missing(self._command):
+            self._head.send("trouble", text=missing, where=self._command["folder"], early=True)
+            self._fit = False
+            return
+        try:
+            self._logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            text = f"cannot make the folder for logs: {error.strerror}"
+            self._head.send("trouble", text=text, where=str(self._logs), early=True)
+            self._fit = False
+            return
+        environment = {**os.environ, **message["environment"]}
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        environment |= variables.of_host(environment, cores=cores, workers=message["workers"])
+        self._environment, self._preload = environment, message["preload"]
+        self._open_nursery()
+        if message.get("tell_condition"):
+            self._door.tell_condition(message["run_dir"], environment, opens=message["listen"])
+
+    def _open_nursery(self) -> Nursery:
+        """The template process; a new one where the last was killed."""
+        if self._nursery is None:
+            self._nursery = Nursery(
+                self._loop,
+                preload=self._preload,
+                environment=self._environment,
+                folder=self._command["folder"],
+                scratch=self._scratch,
+                on_event=self._hear_of_process,
+                on_warm=lambda modules: self._head.send("warm", modules=modules),
+                on_end=self._lose_nursery,
+            )
+        return self._nursery
+
+    def _open_store(self, generation: int, address: str) -> None:
+        listening = socket.create_server((address, 0), backlog=4096)  # a free port that nobody else can take meanwhile
+        self._close_store()
+        self._stores += 1
+        self._open_nursery().ask("store", [listening.fileno()], name=f"store {self._stores}")
+        self._head.send("store", generation=generation, port=listening.getsockname()[1], shared=bool(_version("torch")))
+        listening.close()
+
+    def _close_store(self) -> None:
+        if self._nursery is not None:
+            self._nursery.ask("signal", name=f"store {self._stores}", signal=signal.SIGKILL, group=True)
+
+    def _start(self, worker: dict[str, Any], generation: int) -> None:
+        seat = Seat(
+            rank=worker["rank"], local_rank=worker["local_rank"], generation=generation, member=worker["member"]
+        )
+        error_file = self._logs / f"{self._host}-{seat.rank}-error-{generation}.json"
+        error_file.unlink(missing_ok=True)
+        watched = WatchedWorker(
+            self._loop,
+            seat,
+            log=self._logs / f"{self._host}-{seat.rank}.log",
+            error_file=error_file,
+            tell=self._tell,
+            on_failure=self._end_soon,
+            before_end=self._desk.drain,
+            on_imported=self._warm,
+        )
+        self._workers[seat.name] = watched
+        environment = {
+            **worker["environment"],
+            reports.VARIABLE: str(self._desk.address),
+            "TORCHELASTIC_ERROR_FILE": str(error_file),
+        }
+        ends = watched.open_pipes()
+        self._open_nursery().ask("worker", ends, name=seat.name, environment=environment, **self._command)
+        for end in ends:
+            os.close(end)
+
+    def _hear_of_process(self, event: dict[str, Any]) -> None:
+        worker = self._workers.get(event["name"])
+        if worker is None:
+            return
+        if event["event"] == "started":
+            worker.process = event["process"]
+        elif event["event"] == "ended":
+            reports.board_of(self._desk.address, worker.process).unlink(missing_ok=True)
+            worker.end(event["code"], event["signal"])
+
+    def _lose_nursery(self) -> None:
+        """The template was killed, and its workers with it."""
+        early = self._nursery is not None and not self._nursery.ready
+        self._nursery = None
+        kill_descendants()  # what the workers have started
+        what = "could not load what the script needs" if early else "was killed"
+        text = f"the process that its workers are forked from {what}"
+        self._head.send("trouble", text=text, where="", early=early)
+        for worker in self._workers.values():
+            worker.end(0, signal.SIGKILL)
+
+    def _pass_on(self, local_rank: int, kind: str, fields: dict[str, Any]) -> None:
+        """A report that a worker has sent."""
+        seats = [worker.seat for worker in self._workers.values() if worker.seat.local_rank == local_rank]
+        if seats:
+            newest = max(seats, key=lambda seat: seat.member)
+            self._head.send("report", **newest.to_json(), kind=kind, fields=fields)
+
+    def _pass_on_membership(self, member: int, kind: str, fields: dict[str, Any]) -> None:
+        """What a worker says about who trains together."""
+        self._head.send("member", member=member, kind=kind, fields=fields)
+
+    def _warm(self, modules: list[str]) -> None:
+        """A worker has imported `modules`: those to come are to find them loaded."""
+        if self._nursery is not None:
+            self._nursery.warm(modules)
+
+    def _kill_member(self, number: int) -> None:
+        for worker in self._workers.values():
+            if worker.seat.member == number:
+                self._kill(worker)
+
+    def _end_soon(self, worker: WatchedWorker) -> None:
+        """A worker has said that it failed; what it does on its way out must not keep the others waiting."""
+        self._loop.after(_WAY_OUT_S, lambda: self._kill(worker))
+
+    def _kill(self, worker: WatchedWorker) -> None:
+        if not worker.ended and self._nursery is not None:
+            self._nursery.ask("signal", name=worker.seat.name, signal=signal.SIGKILL, group=True)
+
+    def _signal(self, generation: int, number: int, *, group: bool) -> None:
+        for worker in self._workers.values():
+            if worker.seat.generation == generation and not worker.ended and self._nursery is not None:
+                self._nursery.ask("signal", name=worker.seat.name, signal=number, group=group)
+
+    def _kill_later(self, generation: int, seconds: float) -> None:
+        self._loop.after(seconds, lambda: self._signal(generation, signal.SIGKILL, group=True))
+
+    def _tell(self, kind: str, /, **fields: Any) -> None:
+        """Send to the head; where it does not keep up, workers wait, so that no memory fills."""
+        self._head.send(kind, **fields)
+        if not self._paused and self._head.backlog_bytes > _MOST_BACKLOG_BYTES:
+            self._pause(True)
+
+    def _pause(self, paused: bool) -> None:
+        self._paused = paused
+        for worker in self._workers.values():
+            worker.pause(paused)
+        if paused:
+            self._loop.after(_BREATH_S, self._breathe)
+
+    def _breathe(self) -> None:
+        if self._head.backlog_bytes > _MOST_BACKLOG_BYTES / 2:
+            self._loop.after(_BREATH_S, self._breathe)
+        else:
+            self._pause(False)
+
+
+def _missing(command: Mapping[str, Any]) -> str:
+    """What this host lacks of the files that the workers are to run, in a sentence; empty where all is there."""
+    folder = Path(command["folder"])
+    if not folder.is_dir():
+        return "the working directory is not here: hosts are expected to share it, or have copies"
+    if command["kind"] == "script" and not (folder / command["program"]).exists():
+        return f"there is no script {command['program']!r} here: hosts are expected to share it, or have copies"
+    return ""
+
+
+def _version(package: str) -> str | None:
+    """The version of `package` on this host, without importing it."""
+    if importlib.util.find_spec(package) is None:
+        return None
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,244 @@
+"""The process that workers are forked from: one per host, with torch loaded once for all of them.
+
+It must never touch CUDA, run a torch operation or start a thread: whatever it has, every worker has. Its agent talks to
+it over a socket, one JSON line per request, with the descriptors that a request needs sent along:
+
+    worker    fork a worker; descriptors: its stdout, its stderr, its line to the agent, one for its stack
+    store     fork the process that keeps the store; descriptor: the socket it listens on
+    signal    send a signal to a worker, or to all that it has started
+    warm      load what a worker has imported, as far as that may be done for all (`host.warmth`)
+
+and hears `ready`, once, then `started` and `ended` of each fork, and `warm` with what was loaded. When the agent is
+gone, everything is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from manyhosts.launchers.host import warmth, worker
+from manyhosts.launchers.host.processes import adopt_orphans, die_with_parent, kill_descendants, kill_group
+
+_DESCRIPTORS = {"worker": 4, "store": 1, "signal": 0, "warm": 0}
+_QUIET = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""The agent alone decides when the template ends."""
+
+
+def main() -> None:
+    """Load what `sys.argv` names, then fork on request until the agent is gone."""
+    die_with_parent(signal.SIGKILL)
+    parent = os.getppid()
+    adopt_orphans()
+    agent = socket.socket(fileno=int(sys.argv[1]))
+    _load(json.loads(sys.argv[2]))
+    die_with_parent(0)  # from here on the end of the agent is noticed, and the workers' children are ended too
+    try:
+        Template(agent).serve()
+    finally:
+        kill_descendants()
+        if os.getppid() != parent:
+            shutil.rmtree(sys.argv[3], ignore_errors=True)  # the scratch folder of an agent that was killed
+
+
+def _load(modules: list[str]) -> None:
+    gc.disable()
+    warmth.load(modules)
+    gc.freeze()  # what stands here is never looked at again, so that its memory stays shared with the workers
+
+
+class Template:
+    """Forks workers and tells the agent how they ended."""
+
+    def __init__(self, agent: socket.socket) -> None:
+        self._agent = agent
+        self._process = os.getpid()
+        self._came = bytearray()
+        self._descriptors: list[int] = []
+        self._names: dict[int, str] = {}
+        """Process id → the agent's name for it."""
+        self._private: set[str] = set()
+        """The variables in which workers differ."""
+        self._trial: tuple[int, list[str]] | None = None
+        """Where a child says how far it came with what may be loaded."""
+        self._to_load: list[str] = []
+        self._is_loading = False
+        """Whether an import is under way: the end of a worker is told all the same, others wait for it to go on."""
+        self._warm: list[str] = []
+        """What was loaded for the workers to come."""
+        self._wake, self._woken = os.pipe()
+        for end in (self._wake, self._woken):
+            os.set_blocking(end, False)
+
+    def serve(self) -> None:
+        """Answer the agent until it is gone."""
+        signal.signal(signal.SIGCHLD, lambda *_: self._reap() if self._is_loading else None)
+        for number in _QUIET:
+            signal.signal(number, lambda *_: None)
+        signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
+        self._tell("ready")
+        while self._wait():
+            pass
+
+    def _wait(self) -> bool:
+        """Do what there is to do; False when the agent is gone."""
+        trial = [self._trial[0]] if self._trial else []
+        readable, _, _ = select.select([self._agent.fileno(), self._wake, *trial], [], [], 0 if self._to_load else None)
+        if self._wake in readable:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._wake, 512)
+            self._reap()
+        if self._trial and self._trial[0] in readable:
+            self._end_trial(*self._trial)
+        if not readable:
+            self._load_next()
+        return self._agent.fileno() not in readable or self._listen()
+
+    def _listen(self) -> bool:
+        try:
+            chunk, descriptors, _, _ = socket.recv_fds(self._agent, 1 << 16, 64)
+        except OSError:
+            return False
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, False)
+        self._descriptors += descriptors
+        self._came += chunk
+        *lines, rest = self._came.split(b"\n")
+        self._came = bytearray(rest)
+        for line in lines:
+            request = json.loads(line)
+            count = _DESCRIPTORS[request["do"]]
+            mine, self._descriptors = self._descriptors[:count], self._descriptors[count:]
+            self._obey(request, mine)
+        return bool(chunk)
+
+    def _obey(self, request: dict[str, Any], descriptors: list[int]) -> None:
+        if request["do"] == "signal":
+            for process, name in self._names.items():
+                if name == request["name"] and request["group"]:
+                    kill_group(process, request["signal"])
+                elif name == request["name"]:
+                    os.kill(process, request["signal"])
+            return
+        if request["do"] == "warm":
+            self._try_out(request["modules"])
+            return
+        if request["do"] == "store":
+            process = self._fork(lambda: keep_store(descriptors[0]))
+        else:
+            self._private |= request["environment"].keys()
+            process = self._fork(lambda: worker.be(request, descriptors))
+        for descriptor in descriptors:
+            os.close(descriptor)
+        self._names[process] = request["name"]
+        self._tell("started", name=request["name"], process=process)
+
+    def _fork(self, act: Callable[[], int]) -> int:
+        """Have a child do `act` and end with what that gives. Returns its process id."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, _QUIET)  # until the child no longer ignores them
+        process = os.fork()
+        if process == 0:
+            self._become(act)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _QUIET)
+        return process
+
+    def _become(self, act: Callable[[], int]) -> NoReturn:
+        """In the child: forget the template and be what `act` is."""
+        status = 70
+        try:
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            os.setsid()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _QUIET)
+            die_with_parent(signal.SIGKILL)
+            self._agent.close()
+            os.close(self._wake)
+            os.close(self._woken)
+            if os.getppid() == self._process:  # else the template ended before that could be noticed
+                gc.enable()
+                status = act()
+        finally:
+            os._exit(status)
+
+    def _try_out(self, names: list[str]) -> None:
+        """Have a child see which of `names` may be loaded."""
+        if not names or self._trial:
+            return
+        reading, writing = os.pipe()
+
+        def attempt() -> int:
+            os.close(reading)
+            warmth.try_out(names, self._private, writing)
+            return 0
+
+        self._fork(attempt)
+        os.close(writing)
+        self._trial = reading, names
+
+    def _end_trial(self, reading: int, names: list[str]) -> None:
+        """Load what the child found good, and have another one look at what lies behind the first that was not."""
+        verdict = warmth.judge(names, os.read(reading, 64))
+        os.close(reading)
+        self._trial = None
+        self._to_load += verdict.good
+        self._try_out(list(verdict.rest))
+        if not self._to_load:
+            self._end_warming()
+
+    def _load_next(self) -> None:
+        """Load one thing more while nobody asks for anything."""
+        name = self._to_load.pop(0)
+        with warmth.silence():
+            self._is_loading = True
+            warmth.load([name])
+            self._is_loading = False
+        self._warm.append(name)
+        if not self._to_load:
+            self._end_warming()
+
+    def _end_warming(self) -> None:
+        if not self._trial:
+            gc.freeze()
+            self._tell("warm", modules=self._warm)
+
+    def _reap(self) -> None:
+        """Find who has ended. The group is ended first, while its number still belongs to it."""
+        with contextlib.suppress(ChildProcessError):
+            while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                if found.si_pid in self._names:
+                    kill_group(found.si_pid, signal.SIGKILL)
+                _, status = os.waitpid(found.si_pid, 0)
+                name = self._names.pop(found.si_pid, None)  # else an orphan that we have adopted
+                code = os.waitstatus_to_exitcode(status)
+                if name is not None:
+                    self._tell("ended", name=name, code=max(code, 0), signal=max(-code, 0))
+
+    def _tell(self, event: str, **fields: Any) -> None:
+        with contextlib.suppress(OSError):
+            self._agent.sendall(json.dumps({"event": event, **fields}).encode() + b"\n")
+
+
+def keep_store(listening: int) -> int:
+    """Serve the store that workers meet at, on a socket that listens already, until this process is killed.
+
+    torch is loaded when the first worker knocks, if it is not there yet: a program that never asks costs nothing.
+    """
+    select.select([listening], [], [])
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch names it public all the same
+
+    address, port = socket.socket(fileno=os.dup(listening)).getsockname()[:2]
+    store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening)
+    while store:
+        signal.pause()
+    return 0

@@ -1,0 +1,217 @@
+"""What a forked process does to be a worker: it becomes what `python script.py` would be, and says how it ended."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import functools
+import gc
+import importlib.machinery
+import io
+import json
+import multiprocessing
+import os
+import runpy
+import sys
+import threading
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+from manyhosts.cluster import reports
+from manyhosts.errors import ManyhostsError
+from manyhosts.launchers import tracebacks, variables
+from manyhosts.launchers.host import inspection, libraries, warmth, witness
+
+Request = dict[str, Any]
+
+
+def be(request: Request, descriptors: list[int]) -> int:
+    """Run the user's program in this process. Returns its exit code; an executable never returns.
+
+    The agent is told on the third descriptor, one JSON line each: `imported` when a Trainer has made its first step,
+    `failed` with the error where the main module raised one, `finished` when it has ended. On the fourth the worker
+    says where it stands, when it is asked by a signal.
+    """
+    line = _take_streams(descriptors[:3])
+    os.environ.update(request["environment"])
+    os.chdir(request["folder"])
+    if request["kind"] == "executable":
+        return _execute(request, line)
+    sys.argv = [request["program"], *request["arguments"]]
+    sys.orig_argv = [sys.executable, *(["-m"] if request["kind"] == "module" else []), *sys.argv]
+    _freshen()
+    inspection.answer_on(descriptors[3])
+    code, watching = 0, None
+    try:
+        for name in filter(None, os.environ.get(variables.FIRST, "").split(",")):
+            importlib.import_module(name).begin()
+        libraries.begin()
+        watching = witness.begin()
+        _tell_of_imports(line)
+        _run_main(request["program"], request["kind"])
+    except SystemExit as ended:
+        code = _exit_code(ended)
+    except BaseException as error:
+        code = 1
+        _tell(line, "failed", **_account(error))
+    if code == 0:
+        faulthandler.disable()  # the work is done: an abort on the way out is no news
+    _tell(line, "finished", code=code)
+    _wind_up()
+    if watching is not None and code == 0:
+        watching.tell_end()
+    return code
+
+
+def _tell_of_imports(line: int) -> None:
+    """Have the first worker of a host say what the script has imported, once it trains."""
+    if os.environ.get("LOCAL_RANK") != "0":
+        return
+    before = frozenset(sys.modules)
+
+    def tell() -> None:
+        _tell(line, "imported", modules=warmth.imported_since(before))
+
+    reports.when_told("trainer", lambda: reports.when_told("step", tell))
+
+
+def _take_streams(descriptors: list[int]) -> int:
+    """Make the descriptors stdin, stdout and stderr. Returns the line to the agent."""
+    out, err, line = descriptors
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (out, 1), (err, 2)):
+        os.dup2(source, target)
+        if source > 2:
+            os.close(source)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)  # a line appears when it is whole, also in a pipe
+    return line
+
+
+def _execute(request: Request, line: int) -> int:
+    command = [request["program"], *request["arguments"]]
+    try:
+        os.execvp(command[0], command)  # noqa: S606  # no shell is wanted
+    except OSError as error:
+        what = f"cannot start {command[0]!r}: {error.strerror}"
+        fix = "name an executable that every host has, or leave --no-python out to run a Python script"
+        _tell(
+            line, "failed", words={"what": what, "where": command[0], "fix": fix, "exit_code": 2, "type": "ConfigError"}
+        )
+    return 127
+
+
+def _freshen() -> None:
+    """Undo what one process must not share with its siblings: random state, keys; and take the threads it was given."""
+    multiprocessing.current_process().authkey = os.urandom(32)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if torch := sys.modules.get("torch"):
+        torch.default_generator.seed()
+        if threads.isdigit() and int(threads) > 0:
+            torch.set_num_threads(int(threads))
+    if distributed := sys.modules.get("torch.distributed.distributed_c10d"):
+        _spare_groups(distributed)
+    faulthandler.enable()  # a crash in C code shows the Python line it came from
+
+
+def _spare_groups(distributed: Any) -> None:
+    """Let no group of processes that the script takes down run its destructor: Gloo's hung in 7 of 14 runs.
+
+    It waits for threads that wait for peers which are gone. What is left of the group ends with the process.
+    """
+    take_down = distributed.destroy_process_group
+    spared: list[Any] = []
+
+    @functools.wraps(take_down)
+    def destroy_process_group(group: Any = None) -> None:
+        spared.extend(distributed._world.pg_map)
+        take_down(group)
+
+    for module in (distributed, sys.modules["torch.distributed"]):
+        vars(module)["destroy_process_group"] = destroy_process_group
+
+
+def _run_main(program: str, kind: str) -> None:
+    """Run `program` as the main module, as `python program` and `python -m program` do."""
+    if kind == "module":
+        if not sys.flags.safe_path:
+            sys.path.insert(0, os.getcwd())
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+        return
+    if Path(program).is_dir() or program.endswith((".zip", ".pyz")):
+        runpy.run_path(program, run_name="__main__")
+        return
+    if not sys.flags.safe_path:
+        sys.path.insert(0, os.path.dirname(os.path.realpath(program)))
+    loader = importlib.machinery.SourceFileLoader("__main__", program)
+    module = types.ModuleType("__main__")
+    module.__dict__.update(__file__=program, __cached__=None, __loader__=loader, __builtins__=sys.modules["builtins"])
+    sys.modules["__main__"] = module
+    code = compile(loader.get_data(program), program, "exec", dont_inherit=True)
+    exec(code, module.__dict__)  # noqa: S102  # this is the user's program
+
+
+def _exit_code(ended: SystemExit) -> int:
+    """What the system would be told; a text is printed, as Python does."""
+    if ended.code is None:
+        return 0
+    if isinstance(ended.code, int):
+        return ended.code & 0xFF
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stderr.write(f"{ended.code}\n")
+    return 1
+
+
+def _account(error: BaseException) -> dict[str, Any]:
+    """Everything the head needs to tell of `error`."""
+    account: dict[str, Any] = {"summary": tracebacks.summary(error), "monotonic_s": time.monotonic()}
+    if isinstance(error, ManyhostsError):
+        words = {"what": error.what, "where": error.where, "fix": error.fix}
+        account["words"] = {**words, "exit_code": error.exit_code, "type": type(error).__name__}
+    account["text"] = tracebacks.text(error)
+    _write_error_file(account)
+    put_in_by_script = str(getattr(sys.excepthook, "__module__", "")).partition(".")[0] not in ("sys", "torch")
+    if put_in_by_script and not isinstance(error, ManyhostsError):
+        with contextlib.suppress(Exception):
+            sys.excepthook(type(error), error, error.__traceback__)
+    return account
+
+
+def _write_error_file(account: dict[str, Any]) -> None:
+    """What torchelastic's `record` writes, for scripts that do not use it."""
+    path = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+    if path.name and not path.exists():
+        extra = {"py_callstack": account["text"], "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):
+            path.write_text(json.dumps({"message": {"message": account["summary"], "extraInfo": extra}}))
+
+
+def _wind_up() -> None:
+    """Do what Python does at its end, but for the destructors: Gloo aborts in them now and then (9 of 120 runs)."""
+    with contextlib.suppress(BaseException):
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads; multiprocessing ends its workers so
+    with contextlib.suppress(BaseException):
+        atexit._run_exitfuncs()
+    for thing in gc.get_objects():
+        if type(thing) in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom) and not thing.closed:
+            with contextlib.suppress(OSError, ValueError):
+                thing.flush()  # files that the script left open
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    with contextlib.suppress(Exception):
+        ctypes.CDLL(None).fflush(None)  # what C code has printed
+
+
+def _tell(line: int, record: str, **fields: Any) -> None:
+    with contextlib.suppress(OSError):
+        message = json.dumps({"record": record, **fields}, default=str).encode() + b"\n"
+        while message:
+            message = message[os.write(line, message) :]

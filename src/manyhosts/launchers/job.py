@@ -1,0 +1,169 @@
+"""What to run, in words that every launcher understands, and what a launcher makes of it."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from manyhosts.errors import ConfigError
+
+LEAST_HANG_TIMEOUT_S = 2
+"""Steps are reported twice a second at most, and a look at all workers takes half a second."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One start of the user's program on `nodes` hosts with `workers_per_node` workers each.
+
+    Raises:
+        ConfigError: a number is below what makes sense.
+    """
+
+    program: str
+    """A script's path, a module's name, or an executable: `kind` says which."""
+    kind: Literal["script", "module", "executable"] = "script"
+    arguments: tuple[str, ...] = ()
+    folder: Path
+    """Working directory of the workers, absolute."""
+    run_dir: Path
+    """Where the run's record is kept, absolute."""
+    nodes: int = 1
+    nodes_are_chosen: bool = True
+    """Whether the user has said how many; if not, an engine that has given us some uses all of them."""
+    least_nodes: int | None = None
+    """With how many nodes the run goes on where others are gone, and begins where others are late. None: with all."""
+    workers_per_node: int = 1
+    workers_are_chosen: bool = True
+    """Whether the user has said how many; if not, every host starts as many as it has GPUs, and one without any."""
+    workers_of: Mapping[int, int] = field(default_factory=dict)
+    """Node → workers, for nodes that have another number of them than `workers_per_node`."""
+    hang_timeout_s: float | None = None
+    """How long workers may get no further. 0: for ever. None: long, and only where they tell how they get on."""
+    restarts: int = 0
+    """How often all workers are started anew after a failure."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that the workers get beside those of their host."""
+    overrides: Mapping[str, str] = field(default_factory=dict)
+    """What `--set` asked for; already part of `environment`, kept to notice that nobody heard it."""
+    preload: tuple[str, ...] = ()
+    """Modules that a host imports once, before its workers are forked."""
+    grace_s: float = 5
+    """Seconds that workers get to end by themselves when another one failed."""
+    hosts: tuple[str, ...] = ()
+    """Names of the hosts, by node, where the user has given them."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """What `-o KEY=VALUE` asked of the target."""
+    check: bool = True
+    """Whether hosts are looked at before workers start."""
+    sync: bool = True
+    """Whether the working directory is brought to hosts that do not share it."""
+    encrypt: bool = False
+    """Whether hosts may only talk over encrypted links."""
+    in_place: str = ""
+    """A module whose `be_node` the nodes of an engine's job call in place of a run."""
+    farewell_s: float = 30
+    """Seconds that workers get after Ctrl-C or SIGTERM, to save what they have."""
+
+    def __post_init__(self) -> None:
+        for name, count, least in (
+            ("--workers", self.workers_per_node, 1),
+            ("--nodes", self.nodes, 1),
+            ("--restarts", self.restarts, 0),
+        ):
+            if count < least:
+                raise ConfigError(f"{name} is {count}", where=name, fix=f"give {least} or more")
+        if self.hang_timeout_s is not None and not (
+            self.hang_timeout_s == 0 or LEAST_HANG_TIMEOUT_S <= self.hang_timeout_s < math.inf
+        ):
+            raise ConfigError(
+                f"--hang-timeout is {self.hang_timeout_s:g} s",
+                where="--hang-timeout",
+                fix=f"give {LEAST_HANG_TIMEOUT_S} seconds or more, longer than the longest step; or 0 for never",
+            )
+        if self.least_nodes is not None and not 1 <= self.least_nodes <= self.nodes:
+            raise ConfigError(
+                f"--nodes is {self.least_nodes}:{self.nodes}, which no number is between",
+                where="--nodes",
+                fix="give MIN:MAX with MIN from 1 to MAX",
+            )
+
+    @property
+    def workers(self) -> int:
+        """Workers on all nodes together."""
+        return self.first_rank(self.nodes)
+
+    def workers_on(self, node: int) -> int:
+        """Workers of one node."""
+        return self.workers_of.get(node, self.workers_per_node)
+
+    def first_rank(self, node: int) -> int:
+        """The rank of a node's first worker, where all nodes are there."""
+        return sum(self.workers_on(before) for before in range(node))
+
+    def with_workers(self, node: int, count: int) -> Job:
+        """The job with `count` workers on `node`."""
+        return replace(self, workers_of={**self.workers_of, node: count})
+
+    def on(self, nodes: Sequence[int]) -> Job:
+        """The job on some of its nodes, which are then its nodes 0, 1, …"""
+        own = {place: self.workers_on(node) for place, node in enumerate(nodes)}
+        return replace(self, nodes=len(nodes), least_nodes=None, workers_of=own)
+
+    @property
+    def recovers(self) -> bool:
+        """Whether workers are told how to go on without one of them: alone, none can."""
+        return self.workers > 1
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether nodes may go and come."""
+        return self.least_nodes is not None and self.least_nodes < self.nodes
+
+    @property
+    def run_id(self) -> str:
+        """A name of the run that is no secret."""
+        return self.run_dir.name
+
+    def command(self) -> list[str]:
+        """What one would type to run the program alone."""
+        start = {"script": ["python"], "module": ["python", "-m"], "executable": []}[self.kind]
+        return [*start, self.program, *self.arguments]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """All that `submit` will do, known without touching anything; `--dry-run` prints it."""
+
+    job: Job
+    hosts: tuple[str, ...]
+    """By node."""
+    agents: tuple[tuple[str, ...], ...]
+    """The command that starts the agent of each node."""
+    workers: tuple[Mapping[str, str], ...]
+    """By rank: the variables that differ from worker to worker."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Path → text: what is written first, for an engine to read."""
+    command: tuple[str, ...] = ()
+    """What asks an engine to start the agents, where one does that."""
+    notes: tuple[str, ...] = ()
+    """What the user should know before it begins, each a sentence."""
+
+    def __str__(self) -> str:
+        job = self.job
+        shared = [f"    {name}={value}" for name, value in sorted(job.environment.items())]
+        lines = [f"$ {shlex.join(job.command())}", f"  in {job.folder}", f"  record in {job.run_dir}"]
+        lines += ["  every worker, beside what its host has:", *shared] if shared else []
+        for path, text in self.files.items():
+            lines += [f"--- {path}", text.rstrip("\n"), "---"]
+        lines += [f"$ {shlex.join(self.command)}"] if self.command else []
+        for node, (host, agent) in enumerate(zip(self.hosts, self.agents, strict=True)):
+            lines += [f"node {node}: {host}", f"  $ {shlex.join(agent)}"]
+            for rank in range(job.first_rank(node), job.first_rank(node + 1)):
+                lines += [f"  rank {rank}:", *(f"    {name}={value}" for name, value in self.workers[rank].items())]
+        counted = () if job.workers_are_chosen else ("a host with GPUs starts a worker for each",)
+        lines += [f"note: {note}" for note in (*self.notes, *counted)]
+        return "\n".join(lines)

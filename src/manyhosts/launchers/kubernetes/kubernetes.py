@@ -1,0 +1,199 @@
+"""Kubernetes: one pod per node, made and asked after through the official client."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from manyhosts.errors import ConfigError, LaunchError
+from manyhosts.launchers import choices, detached, packing, variables
+from manyhosts.launchers.detached import Status
+from manyhosts.launchers.display import Display
+from manyhosts.launchers.job import Job, Plan
+from manyhosts.launchers.kubernetes import manifest as kubernetes_manifest
+from manyhosts.launchers.kubernetes import yaml_text
+from manyhosts.launchers.kubernetes.client import Client
+from manyhosts.launchers.kubernetes.manifest import CONTAINER, LABEL, OPTIONS, job_there, manifests, name_of
+
+_LOOK_S = 2.0
+_INDEX = "batch.kubernetes.io/job-completion-index"
+_KINDS = {"Service": "service", "Secret": "secret", "ConfigMap": "config_map"}
+
+
+class Kubernetes:
+    """Hands a job to a cluster, where it lives by itself."""
+
+    OPTIONS = OPTIONS
+
+    def __init__(self, connect: Callable[[str], Client] = Client, wait: Callable[[float], None] = time.sleep) -> None:
+        """`connect` makes a client of a context's name; an empty one is the current context."""
+        self._connect, self._wait = connect, wait
+
+    def plan(self, job: Job) -> Plan:
+        """The manifests. The token and the packed working directory are put in when they are sent.
+
+        Raises:
+            ConfigError: an option is unknown, missing or unreadable.
+        """
+        kubernetes_manifest.check(job)
+        job = choices.with_a_worker_for_each_gpu(job)
+        name = name_of(job)
+        text = "---\n".join(yaml_text.dump(manifest) for manifest in manifests(job).values())
+        return Plan(
+            job=job,
+            hosts=(),
+            agents=(),
+            workers=variables.of_all(job, address=f"{name}-0"),
+            files={f"{name}.yaml": text},
+            notes=_notes(job),
+        )
+
+    def submit(self, plan: Plan, display: Display) -> int:
+        """Send the job and show what it prints until it is over. Ctrl-C ends it.
+
+        Raises:
+            LaunchError: the client is not installed, or the cluster refused or was not reached.
+        """
+        return detached.send_and_follow(self, "kubernetes", plan, display, wait=self._wait)
+
+    def send(self, plan: Plan) -> str:
+        """Make the job and what belongs to it. Returns NAMESPACE/NAME, behind the context where one was named.
+
+        Raises:
+            ConfigError: the working directory is too large to be sent.
+            LaunchError: as in `submit`.
+        """
+        job = plan.job
+        packed = b""
+        if "folder" not in job.options:
+            packed = packing.pack(job.folder, leave_out=job.run_dir)
+            kubernetes_manifest.check_size(packed, job.folder)
+        context = job.options.get("context", "")
+        client = self._connect(context)
+        made = manifests(job, token=secrets.token_hex(16).encode(), packed=packed)
+        meta = made["Job"]["metadata"]
+        namespace, name = meta["namespace"], meta["name"]
+        new = client.ask("batch", "create_namespaced_job", namespace, made["Job"])
+        owner = {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": new.metadata.uid}
+        try:
+            for kind, word in _KINDS.items():
+                if kind in made:
+                    made[kind]["metadata"]["ownerReferences"] = [owner]
+                    client.ask("core", f"create_namespaced_{word}", namespace, made[kind])
+            client.ask("batch", "patch_namespaced_job", name, namespace, {"spec": {"suspend": False}})
+        except BaseException:  # Ctrl-C too: half a job helps nobody
+            self._delete(client, namespace, name)
+            raise
+        return "/".join(part for part in (context, namespace, name) if part)
+
+    def status(self, name: str) -> Status:
+        """How the job stands, and what its pods wait for."""
+        context, namespace, job_name = _parts(name)
+        client = self._connect(context)
+        job = client.find("batch", "read_namespaced_job", job_name, namespace)
+        if job is None:
+            return Status(state="unknown", reason="Kubernetes has no such job: it was cancelled, or is over for days")
+        for condition in job.status.conditions or []:
+            if condition.status == "True" and condition.type == "Complete":
+                return Status(state="done", reason="Complete", code=0)
+            if condition.status == "True" and condition.type == "Failed":
+                reason = f"{condition.reason}: {condition.message}"
+                code = re.search(r"exit code (\d+)", reason)
+                return Status(state="failed", reason=reason, code=int(code[1]) if code else 1)
+        pods = self._pods(client, namespace, job_name)
+        running = [pod for pod in pods if pod.status.phase == "Running"]
+        hosts = ",".join(sorted({pod.spec.node_name for pod in running if pod.spec.node_name}))
+        waits = next((why for pod in pods if (why := _why_it_waits(pod))), "")
+        reason = "; ".join(part for part in (f"{len(running)} of {job.spec.completions} pods run", waits) if part)
+        first_runs = any(_index(pod) == "0" for pod in running)
+        return Status(state="running" if first_runs else "waiting", reason=reason, hosts=hosts)
+
+    def logs(self, name: str, *, follow: bool) -> Iterator[str]:
+        """What the pods of the first node have printed: the run's output. A pod may have been started again.
+
+        Raises:
+            LaunchError: the first node has printed nothing yet, and nobody follows; or there is no such job.
+        """
+        context, namespace, job_name = _parts(name)
+        client = self._connect(context)
+        seen: set[str] = set()
+        while True:
+            over = self.status(name).over
+            fresh = [pod for pod in self._pods(client, namespace, job_name) if _index(pod) == "0"]
+            fresh = [pod for pod in fresh if pod.metadata.name not in seen and pod.status.phase != "Pending"]
+            for pod in sorted(fresh, key=lambda each: str(each.metadata.creation_timestamp)):
+                seen.add(pod.metadata.name)
+                yield from client.log(pod.metadata.name, namespace, CONTAINER, follow=follow)
+            if over or not follow:
+                break
+            self._wait(_LOOK_S)
+        if not seen:
+            status = self.status(name)
+            raise LaunchError(
+                f"the first node has printed nothing: {status.reason}",
+                where=f"kubernetes://{name}",
+                fix=f"see `kubectl --namespace {namespace} describe job {job_name}`; --follow waits for its first line",
+            )
+
+    def cancel(self, name: str) -> None:
+        """Delete the job; its pods, Service, Secret and ConfigMap go with it. One that is over is left as it is."""
+        context, namespace, job_name = _parts(name)
+        if not self.status(name).over:
+            self._delete(self._connect(context), namespace, job_name)
+
+    def remove(self, name: str) -> None:
+        """Delete the job, also one that is over, whose log is gone then."""
+        context, namespace, job_name = _parts(name)
+        self._delete(self._connect(context), namespace, job_name)
+
+    @staticmethod
+    def _delete(client: Client, namespace: str, name: str) -> None:
+        client.find("batch", "delete_namespaced_job", name, namespace, propagation_policy="Background")
+
+    @staticmethod
+    def _pods(client: Client, namespace: str, job_name: str) -> list[Any]:
+        found: list[Any] = client.ask(
+            "core", "list_namespaced_pod", namespace, label_selector=f"{LABEL}={job_name}"
+        ).items
+        return found
+
+
+def _notes(job: Job) -> tuple[str, ...]:
+    if kubernetes_manifest.keeps_record(job) or "snapshots.to" in job.overrides:
+        return ()
+    return (
+        f"the run directory, {job_there(job).run_dir}, is on no volume: snapshots and record go with the pods;"
+        " to keep them: -o volumes=CLAIM:/path and a --run-dir below that path, or --set snapshots.to=ADDRESS",
+    )
+
+
+def _why_it_waits(pod: Any) -> str:
+    """What Kubernetes says of a pod that does not run yet."""
+    if pod.status.phase != "Pending":
+        return ""
+    for state in pod.status.container_statuses or []:
+        waiting = state.state.waiting if state.state else None
+        if waiting is not None and waiting.reason not in (None, "ContainerCreating", "PodInitializing"):
+            return ": ".join(part for part in (waiting.reason, waiting.message) if part)
+    for condition in pod.status.conditions or []:
+        if condition.type == "PodScheduled" and condition.status == "False":
+            return ": ".join(part for part in (condition.reason, condition.message) if part)
+    return ""
+
+
+def _index(pod: Any) -> str:
+    annotations: Mapping[str, str] = pod.metadata.annotations or {}
+    return annotations.get(_INDEX, "")
+
+
+def _parts(name: str) -> tuple[str, str, str]:
+    """CONTEXT/NAMESPACE/NAME; the context may be missing, and may have slashes itself."""
+    *context, namespace, job_name = name.split("/") if "/" in name else ("", "")
+    if not all(re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", part) for part in (namespace, job_name)):
+        raise ConfigError(
+            f"{name!r} is no name of a job", where=f"kubernetes://{name}", fix="write it as kubernetes://NAMESPACE/NAME"
+        )
+    return "/".join(context), namespace, job_name

@@ -1,0 +1,275 @@
+"""What Kubernetes is told: an Indexed Job with a pod per node, and the Service, Secret and ConfigMap that they need."""
+
+from __future__ import annotations
+
+import base64
+import re
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from manyhosts.errors import ConfigError
+from manyhosts.launchers import choices, job_file, packing
+from manyhosts.launchers.head.meeting import PORT
+from manyhosts.launchers.host import first_node
+from manyhosts.launchers.job import Job
+from manyhosts.records import run_directory
+
+OPTIONS = {
+    "image": "the container image, which has Python, manyhosts and what the script imports; there is no default",
+    "namespace": "where the job is made (default: default)",
+    "context": "the context of the kubeconfig (default: its current one)",
+    "folder": "the working directory in the image or on a volume; without it, the one here is sent, up to 1 MB",
+    "volumes": "persistent volume claims and where they are seen: CLAIM:/path,CLAIM:/path",
+    "gpus": "NVIDIA GPUs of each node",
+    "cpu": "cores of each node: 8, or 500m",
+    "memory": "memory of each node: 32Gi",
+    "shm": "shared memory for the workers of DataLoaders (default 2Gi)",
+    "node-selector": "labels that the machines must have: KEY=VALUE,KEY=VALUE",
+    "tolerations": "taints of machines that are no hindrance: KEY,KEY",
+    "service-account": "the service account of the pods",
+    "pull-secret": "the Secret for pulling the image",
+    "priority-class": "the priority class of the pods",
+    "time": "the longest time that the run may take: 8h",
+    "wait": "how long nodes wait for each other, until there is room for all (default 1h)",
+    "python": "the Python in the image (default python3)",
+}
+CONTAINER = "node"
+LABEL = "manyhosts-run"
+UNPACKED = "/manyhosts/folder"
+"""Where the working directory is in a pod, if it was sent."""
+_PACKED, _ARCHIVE = "/manyhosts/packed", "folder.tar.gz"
+_MOST_PACKED_BYTES = 1_000_000  # a ConfigMap holds one MiB
+NOT_YET = b"(made when the job is sent)"
+_FINAL = [1, 2, 3, 4]
+"""Exit codes that say how the run ended: the same again would end so again."""
+_LOST_PODS = 6
+"""How often a pod may end without a word (no memory left, its machine gone) before the job is given up."""
+_BYTES = r"\d+(\.\d+)?([kMGTPE]i?|m)?"
+_NAME = r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?"
+_PATTERNS = {
+    "cpu": r"\d+(\.\d+)?|\d+m",
+    **dict.fromkeys(("memory", "shm"), _BYTES),
+    **dict.fromkeys(("namespace", "service-account", "pull-secret", "priority-class"), _NAME),
+}
+_KEPT_S = 7 * 24 * 60 * 60
+JOB, HEAD, ADDRESS, TOKEN, ARCHIVE = (
+    f"MANYHOSTS_NODE_{what}" for what in ("JOB", "HEAD", "ADDRESS", "TOKEN", "ARCHIVE")
+)
+"""Variables of a pod: what to run as JSON, host:port of the head, this pod's address, the token, the packed folder."""
+
+
+def check(job: Job) -> None:
+    """See that Kubernetes can be asked for `job`.
+
+    Raises:
+        ConfigError: an option is unknown, missing or unreadable.
+    """
+    choices.check("kubernetes", job, OPTIONS)
+    if "image" not in job.options:
+        fix = "name one with Python and manyhosts: -o image=REPO:TAG"
+        raise ConfigError("no image is named", where="-o image", fix=fix)
+    if job.hosts:
+        raise ConfigError("Kubernetes chooses the hosts", where="--hosts", fix="use --nodes N and -o node-selector=")
+    choices.see_that_gpus_are_used(job)
+    _check_words(job)
+    _check_folder(job)
+    choices.pairs(job.options, "node-selector", OPTIONS)
+    for key in ("time", "wait"):
+        choices.seconds(job.options, key)
+    for path in _volumes(job).values():
+        if not path.startswith("/"):
+            raise ConfigError(f"{path!r} is no absolute path", where="-o volumes", fix=OPTIONS["volumes"])
+
+
+def _check_words(job: Job) -> None:
+    for key, pattern in _PATTERNS.items():
+        if key in job.options and not re.fullmatch(pattern, job.options[key]):
+            raise ConfigError(
+                f"{key} is {job.options[key]!r}, which Kubernetes does not take",
+                where=f"-o {key}",
+                fix=f"{key} is {OPTIONS[key]}",
+            )
+
+
+def _check_folder(job: Job) -> None:
+    if "folder" in job.options:
+        if not job.options["folder"].startswith("/"):
+            raise ConfigError(
+                f"folder is {job.options['folder']!r}", where="-o folder", fix="give an absolute path, as pods see it"
+            )
+        return
+    if not job.sync:
+        raise ConfigError(
+            "with --no-sync nothing brings the script to the pods",
+            where="--no-sync",
+            fix="say where it is in the image or on a volume: -o folder=/path",
+        )
+    packing.program_there(job)
+
+
+def check_size(packed: bytes, folder: Path) -> None:
+    """See that the working directory is small enough to be sent.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if len(packed) > _MOST_PACKED_BYTES:
+        raise ConfigError(
+            f"the working directory is {len(packed) / 1e6:.1f} MB when packed, and Kubernetes takes 1 MB",
+            where=str(folder),
+            fix="name what the run does not need in .manyhostsignore, or put the folder into the image or on a volume"
+            " and say where: -o folder=/path",
+        )
+
+
+def name_of(job: Job) -> str:
+    """What the job is called: its run's name as Kubernetes allows names, short enough for the pods' own."""
+    name = re.sub(r"[^a-z0-9]+", "-", job.run_id.lower()).strip("-")[-50:].strip("-")
+    return name if name[:1].isalpha() else f"run-{name}".rstrip("-")  # a Service's name begins with a letter
+
+
+def job_there(job: Job) -> Job:
+    """`job` as its pods see it: with their working directory, and their run directory."""
+    folder = Path(job.options.get("folder", UNPACKED))
+    environment = dict(job.environment)
+    if not keeps_record(job):
+        environment[run_directory.APART] = "1"  # each pod has a disk of its own
+    return replace(
+        job,
+        program=packing.program_there(job) if "folder" not in job.options else job.program,
+        folder=folder,
+        run_dir=_run_dir_there(job),
+        options={key: value for key, value in job.options.items() if key == "wait"},
+        hosts=(),
+        environment=environment,
+    )
+
+
+def _run_dir_there(job: Job) -> Path:
+    folder = Path(job.options.get("folder", UNPACKED))
+    return folder / job.run_dir.relative_to(job.folder) if _is_below(job.run_dir, job.folder) else job.run_dir
+
+
+def keeps_record(job: Job) -> bool:
+    """Whether the run directory is on a volume, so that all pods share it and it is there when they are gone."""
+    run_dir = _run_dir_there(job)
+    return any(_is_below(run_dir, Path(path)) for path in _volumes(job).values())
+
+
+def manifests(job: Job, *, token: bytes = NOT_YET, packed: bytes = NOT_YET) -> dict[str, dict[str, Any]]:
+    """The Job, the Service, the Secret and the ConfigMap, in this order: the others go when the Job goes.
+
+    The Job begins suspended: its pods are started when all that they need is there.
+    """
+    name = name_of(job)
+
+    def head(kind: str) -> dict[str, Any]:
+        labels = {"app.kubernetes.io/managed-by": "manyhosts", LABEL: name}
+        meta = {"name": name, "namespace": job.options.get("namespace", "default"), "labels": labels}
+        return {"apiVersion": "batch/v1" if kind == "Job" else "v1", "kind": kind, "metadata": meta}
+
+    ports = [{"name": "head", "port": PORT}]
+    service = {"clusterIP": "None", "selector": {LABEL: name}, "publishNotReadyAddresses": True, "ports": ports}
+    made = {
+        "Job": {**head("Job"), "spec": _job_spec(job, name)},
+        "Service": {**head("Service"), "spec": service},
+        "Secret": {**head("Secret"), "type": "Opaque", "data": {"token": _in_base64(token)}},
+    }
+    if "folder" not in job.options:
+        made["ConfigMap"] = {**head("ConfigMap"), "binaryData": {_ARCHIVE: _in_base64(packed)}}
+    return made
+
+
+def _job_spec(job: Job, name: str) -> dict[str, Any]:
+    def on_exit(action: str, codes: list[int]) -> dict[str, Any]:
+        return {"action": action, "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": codes}}
+
+    disrupted = {"type": "DisruptionTarget", "status": "True"}
+    spec: dict[str, Any] = {
+        "suspend": True,
+        "completionMode": "Indexed",
+        "completions": job.nodes,
+        "parallelism": job.nodes,
+        "backoffLimit": _LOST_PODS,
+        "ttlSecondsAfterFinished": _KEPT_S,
+        "podFailurePolicy": {
+            "rules": [
+                on_exit("FailJob", _FINAL),
+                on_exit("Ignore", [first_node.AGAIN]),
+                {"action": "Ignore", "onPodConditions": [disrupted]},  # evicted, preempted, drained
+            ]
+        },
+        "template": {"metadata": {"labels": {LABEL: name}}, "spec": _pod_spec(job, name)},
+    }
+    if limit_s := choices.seconds(job.options, "time"):
+        spec["activeDeadlineSeconds"] = limit_s
+    return spec
+
+
+def _pod_spec(job: Job, name: str) -> dict[str, Any]:
+    options = job.options
+    volumes: list[dict[str, Any]] = [
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": options.get("shm", "2Gi")}}
+    ]
+    mounts = [{"name": "shm", "mountPath": "/dev/shm"}]  # noqa: S108  # where it is in every container
+    for number, (claim, path) in enumerate(_volumes(job).items()):
+        volumes.append({"name": f"volume-{number}", "persistentVolumeClaim": {"claimName": claim}})
+        mounts.append({"name": f"volume-{number}", "mountPath": path})
+    if "folder" not in options:
+        volumes += [{"name": "packed", "configMap": {"name": name}}, {"name": "folder", "emptyDir": {}}]
+        mounts += [{"name": "packed", "mountPath": _PACKED}, {"name": "folder", "mountPath": UNPACKED}]
+    spec: dict[str, Any] = {
+        "subdomain": name,  # gives each pod the name POD.SERVICE
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": int(job.farewell_s) + 30,
+        "enableServiceLinks": False,  # variables about everybody's services, which no worker needs
+        "containers": [{**_container(job, name), "volumeMounts": mounts}],
+        "volumes": volumes,
+    }
+    if "node-selector" in options:
+        spec["nodeSelector"] = choices.pairs(job.options, "node-selector", OPTIONS)
+    if "tolerations" in options:
+        spec["tolerations"] = [{"key": key, "operator": "Exists"} for key in options["tolerations"].split(",")]
+    for key, field in (("service-account", "serviceAccountName"), ("priority-class", "priorityClassName")):
+        if key in options:
+            spec[field] = options[key]
+    if "pull-secret" in options:
+        spec["imagePullSecrets"] = [{"name": options["pull-secret"]}]
+    return spec
+
+
+def _container(job: Job, name: str) -> dict[str, Any]:
+    options = job.options
+    limits = {key: options[key] for key in ("cpu", "memory") if key in options}
+    if choices.gpus(options) != "0":
+        limits["nvidia.com/gpu"] = choices.gpus(options)
+    variables: list[dict[str, Any]] = [
+        {"name": JOB, "value": job_file.text_of(job_there(job)).replace("$(", "$$(")},  # which stands for a variable
+        {"name": HEAD, "value": f"{name}-0.{name}:{PORT}"},
+        {"name": ADDRESS, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+        {"name": TOKEN, "valueFrom": {"secretKeyRef": {"name": name, "key": "token"}}},
+    ]
+    if "folder" not in options:
+        variables.append({"name": ARCHIVE, "value": str(PurePosixPath(_PACKED, _ARCHIVE))})
+    return {
+        "name": CONTAINER,
+        "image": options["image"],
+        "command": [options.get("python", "python3"), "-P", "-m", "manyhosts.launchers.kubernetes.node"],
+        "workingDir": options.get("folder", UNPACKED),
+        "env": variables,
+        "resources": {"limits": limits},
+    }
+
+
+def _volumes(job: Job) -> dict[str, str]:
+    """Claim → where it is seen."""
+    return choices.pairs(job.options, "volumes", OPTIONS, between=":")
+
+
+def _is_below(path: Path, folder: Path) -> bool:
+    return path == folder or folder in path.parents
+
+
+def _in_base64(content: bytes) -> str:
+    return base64.b64encode(content).decode()

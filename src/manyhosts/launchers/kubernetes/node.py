@@ -1,0 +1,49 @@
+"""What runs in every pod of a Kubernetes job: `python -m manyhosts.launchers.kubernetes.node`.
+
+The pod's environment says everything: what to run, which node this is, where the head is, which address this pod has.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import MutableMapping
+from pathlib import Path
+
+from manyhosts.errors import ManyhostsError
+from manyhosts.launchers import choices, job_file, packing
+from manyhosts.launchers.host import first_node, node
+from manyhosts.launchers.host.first_node import Station
+from manyhosts.launchers.kubernetes import manifest
+
+_PATIENCE_S = 3600.0
+
+
+def main(variables: MutableMapping[str, str] | None = None) -> int:
+    """Be a node. Returns its exit code."""
+    variables = os.environ if variables is None else variables
+    own = {
+        name: variables.pop(name, "")  # no worker needs them
+        for name in (manifest.JOB, manifest.HEAD, manifest.ADDRESS, manifest.TOKEN, manifest.ARCHIVE)
+    }
+    try:
+        number = node.number_of("kubernetes", variables)
+        job = job_file.of_text(own[manifest.JOB], where=manifest.JOB)
+        if own[manifest.ARCHIVE]:
+            packing.unpack(Path(own[manifest.ARCHIVE]), job.folder)
+        head = own[manifest.HEAD]
+        name = head.partition(".")[0].removesuffix("-0")
+        station = Station(
+            number=number,
+            hosts=[f"{name}-{index}" for index in range(job.nodes)],
+            head=head,
+            address=own[manifest.ADDRESS],
+            token=own[manifest.TOKEN],
+        )
+        return first_node.run(job, station, patience_s=choices.seconds(job.options, "wait") or _PATIENCE_S)
+    except ManyhostsError as error:
+        return first_node.report(error)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""The user's script before it is started: is it there, does it fit its run directory, what does it need loaded."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from manyhosts.errors import ConfigError
+from manyhosts.launchers.job import Job
+
+Kind = Literal["script", "module", "executable"]
+
+TORCH = ("torch", "torch.distributed", "torch.utils.data", "torch.nn.parallel", "torch.optim", "torch._dynamo")
+"""What a first training step needs; the last alone takes 0.9 s when the first optimizer drags it in."""
+
+
+def kind_of(*, module: bool, no_python: bool) -> Kind:
+    """What the word on the command line is.
+
+    Raises:
+        ConfigError: it cannot be both.
+    """
+    if module and no_python:
+        raise ConfigError("--module and --no-python exclude each other", where="--no-python", fix="give one of them")
+    return "module" if module else "executable" if no_python else "script"
+
+
+def check(program: str, kind: Kind) -> None:
+    """See that `program` can be started on this machine.
+
+    Raises:
+        ConfigError: there is no such script or executable.
+    """
+    if kind == "executable" and shutil.which(program) is None:
+        raise ConfigError(
+            f"there is no executable {program!r}", where="PATH", fix="see that it is installed and may be executed"
+        )
+    if kind != "script":
+        return
+    path = Path(program)
+    if not path.exists():
+        near = sorted(other.name for other in path.absolute().parent.glob("*.py"))[:5]
+        here = f"in that folder: {', '.join(near)}" if near else f"`manyhosts init {path.parent}` writes one that runs"
+        raise ConfigError(f"there is no script {program!r}", where=str(path.absolute().parent), fix=here)
+    if path.is_dir() and not (path / "__main__.py").exists():
+        raise ConfigError(f"{program!r} is a folder", where=str(path.absolute()), fix="name the script inside it")
+
+
+def check_run_dir(job: Job) -> None:
+    """See that the run directory is new, or belongs to this script.
+
+    Raises:
+        ConfigError: it holds the run of another script, or its record cannot be read.
+    """
+    if job.run_dir.exists() and not job.run_dir.is_dir():
+        raise ConfigError("the run directory is a file", where=str(job.run_dir), fix="give another --run-dir")
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        try:
+            recorded = str(json.loads((job.run_dir / "run.json").read_text())["script"])
+        except (ValueError, KeyError, TypeError) as cause:
+            raise ConfigError(
+                "the record of this run cannot be read",
+                where=str(job.run_dir / "run.json"),
+                fix="give another --run-dir, or move that file away to begin anew",
+            ) from cause
+        if job.kind == "script" and not _same_script(Path(recorded), job.folder / job.program):
+            raise ConfigError(
+                f"this is the run directory of {recorded}, not of {job.program}",
+                where=str(job.run_dir),
+                fix="give another --run-dir, or leave it out",
+            )
+
+
+def _same_script(recorded: Path, asked: Path) -> bool:
+    """A project may have moved as a whole, so another path with the same name counts unless both files are there."""
+    if recorded.name != asked.name:
+        return False
+    there = recorded if recorded.is_absolute() else asked.parent / recorded.name
+    return not there.exists() or there.samefile(asked)
+
+
+def preload(program: str, kind: Kind, own: Sequence[str] = ()) -> tuple[str, ...]:
+    """The modules that a host should load once for all workers of `program`: torch, and `own` if it uses manyhosts.
+
+    Nothing for an executable, and for a script that imports the standard library alone.
+    """
+    if kind == "executable":
+        return ()
+    try:
+        imported = _imports(Path(program).read_text()) if kind == "script" else {program.partition(".")[0]}
+    except (OSError, ValueError, SyntaxError):
+        return ()
+    if imported <= sys.stdlib_module_names:
+        return ()
+    metrics = ["torchmetrics"] if "torchmetrics" in imported else []  # a second, for everybody at once
+    return (*TORCH, *metrics, *own) if "manyhosts" in imported else (*TORCH, *metrics)
+
+
+def _imports(source: str) -> set[str]:
+    """The top-level names of all packages that `source` imports somewhere."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {name.name.partition(".")[0] for name in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add((node.module or ".").partition(".")[0])
+    return found

@@ -1,0 +1,61 @@
+"""The batch script's only line of work: the head of the job, on its first node; and a new place in the queue in time.
+
+    python -m manyhosts.launchers.slurm.batch RUN_DIR/job.json
+
+Slurm sends SIGUSR1 here some seconds before the time limit. The workers then make a snapshot and end, and the job is
+queued again under its own number: it goes on from there in the same run directory.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from manyhosts.errors import ManyhostsError
+from manyhosts.launchers import choices, job_file
+from manyhosts.launchers.commands import run_command
+from manyhosts.launchers.display import PlainDisplay
+from manyhosts.launchers.job import Job
+from manyhosts.launchers.slurm.slurm import Slurm
+
+_TO_REQUEUE_S = 15
+"""What is kept of the warning for asking Slurm, and for the agents to leave."""
+
+
+def main(words: list[str] | None = None) -> int:
+    """Returns the exit code of the run."""
+    [path] = sys.argv[1:] if words is None else words
+    display = PlainDisplay(sys.stdout, sys.stderr)
+    warned: list[int] = []
+
+    def hear(number: int, _: object) -> None:
+        warned.append(number)
+        os.kill(os.getpid(), signal.SIGTERM)  # for the head, which asks the workers to save and end
+
+    signal.signal(signal.SIGUSR1, hear)
+    try:
+        job = _of_this_task(job_file.load(Path(path)))
+        slurm = Slurm()
+        code = slurm.submit(slurm.plan(job), display)
+    except ManyhostsError as error:
+        sys.stderr.write(f"manyhosts: {error}\n")
+        return error.exit_code
+    if warned and code != 0 and choices.yes(job.options, "requeue", default=True):
+        display.say("manyhosts: the time limit is near: the job is queued again, and goes on from its last snapshot")
+        run_command(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]])
+    return code
+
+
+def _of_this_task(job: Job) -> Job:
+    """`job` with as much time to save as the warning leaves, and with a run directory for each task of an array."""
+    warning_s = choices.count(job.options, "warning", 90)
+    job = replace(job, farewell_s=max(job.farewell_s, warning_s - _TO_REQUEUE_S))
+    task = os.environ.get("SLURM_ARRAY_TASK_ID")
+    return replace(job, run_dir=job.run_dir / f"task-{task}") if task is not None else job
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,373 @@
+"""All hosts of one run over ssh: surveyed, provided with files, each with its agent, and what they bring back."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import socket
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import IO, Any, TypeVar
+
+from manyhosts import __version__
+from manyhosts.errors import LaunchError, ManyhostsError
+from manyhosts.launchers import interfaces
+from manyhosts.launchers.display import Display
+from manyhosts.launchers.head.placement import AgentProcess
+from manyhosts.launchers.interfaces import Interface
+from manyhosts.launchers.job import Job
+from manyhosts.launchers.ssh import agreement, outpost, sync
+from manyhosts.launchers.ssh.connection import Connection, Unreachable
+from manyhosts.launchers.ssh.disks import is_on_a_network
+from manyhosts.launchers.ssh.latecomer import Latecomer, NotThere
+from manyhosts.records import run_directory
+
+T = TypeVar("T")
+_STILL_THERE_S = 8.0
+"""How long a host has at the end of a run to say that it is there: one that was lost is not waited for long."""
+_QUICKLY_S = 2.0
+"""How long a host that is well may take to say so."""
+_IT_IS_AWAY = (b"mux_client_request_session: ", b"ssh: connect to host ")
+"""How ssh begins to say what is said already."""
+
+
+@dataclass(slots=True)
+class Host:
+    """One host, and what is known of it."""
+
+    node: int
+    connection: Connection
+    away: ManyhostsError | None = None
+    """Why it was not reached; a run whose nodes may come later begins without it."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    interface: Interface | None = None
+    shares_record: bool = False
+    """Whether its run directory is that of this machine."""
+    tunnelled: bool = False
+    """Whether it reaches this machine through ssh only."""
+    told: str = ""
+    """What was said last of why it is away."""
+    called: bool = False
+    """Whether its agent was to be started before."""
+    began: bool = False
+    """Whether an agent was started there."""
+    being_called: threading.Lock = field(default_factory=threading.Lock)
+    """Held by who reaches it: one that was given up may still be busy with it."""
+
+    @property
+    def name(self) -> str:
+        """As the user calls it."""
+        return self.connection.host
+
+    @property
+    def address(self) -> str:
+        """Where the other hosts reach it."""
+        assert self.interface is not None, "it was surveyed"
+        return self.interface.address
+
+    @property
+    def has_rsync(self) -> bool:
+        """Whether it and this machine have rsync."""
+        return bool(self.facts["rsync"]) and sync.rsync_here()
+
+
+class Cluster:
+    """The hosts, in the order in which they were named."""
+
+    def __init__(self, job: Job, connections: list[Connection], display: Display) -> None:
+        """`connections` is kept: where a host is reached only later, its place there is taken by another connection."""
+        self._job, self._connections, self._display = job, connections, display
+        self._hosts = [Host(node, connection) for node, connection in enumerate(connections)]
+        self._ports: dict[int, int] = {}
+        """Where an outpost listens, by node, so that others can see whether they reach its host."""
+        self._files: sync.Files | None = None
+        self._apart = False
+        self.head_address = ""
+
+    @property
+    def _here(self) -> list[Host]:
+        """Those that were reached."""
+        return [host for host in self._hosts if host.away is None]
+
+    def survey(self) -> None:
+        """Ask every host what it is and whom it reaches.
+
+        Raises:
+            LaunchError: a host is not there, differs from this machine, or cannot reach another one. Where nodes may
+                come later, those that do not answer are left out, as long as enough are there.
+            ConfigError: encryption is required, and a link has none.
+        """
+        self._greet()
+        here = self._here
+        facts = {host.name: host.facts for host in here}
+        agreement.see_that_they_agree(facts, agreement.here(__version__))
+        targets = [here[1 if len(here) > 1 else 0], *([here[0]] * (len(here) - 1))]
+        _of_all(here, lambda host: _find_interface(host, targets[here.index(host)].facts["address"]))
+        self._see_encryption(here)
+        self._choose_head_address()
+        self._ports = dict(zip((host.node for host in here), _of_all(here, _listen), strict=True))
+        answers = _of_all(here, lambda host: self._knock(host, here))
+        places = [(host.address, self._ports[host.node]) for host in here]
+        agreement.see_that_they_meet([host.name for host in here], places, answers)
+
+    def _greet(self) -> None:
+        """Have every host say what it is; where enough do, the others may be away."""
+
+        def greet(host: Host) -> None:
+            try:
+                host.facts = host.connection.facts()
+            except Unreachable as error:
+                host.away = error
+
+        _of_all(self._hosts, greet)
+        away = [host.away for host in self._hosts if host.away is not None]
+        if away and not (self._job.is_elastic and len(self._here) >= (self._job.least_nodes or 1)):
+            raise away[0]
+
+    def _see_encryption(self, hosts: Sequence[Host]) -> None:
+        if self._job.encrypt:
+            interfaces.require_encryption({host.name: host.interface for host in hosts if host.interface is not None})
+
+    def _choose_head_address(self) -> None:
+        """Where this machine listens: the address that most hosts are talked to from."""
+        ways = Counter(filter(None, (outpost.way_to(host.facts["address"]) for host in self._here)))
+        self.head_address = ways.most_common(1)[0][0] if ways else "127.0.0.1"
+
+    def _knock(self, host: Host, others: Sequence[Host]) -> list[str]:
+        """For each of `others` why `host` cannot reach it, or nothing. Whether it reaches this machine is noted."""
+        with socket.create_server((self.head_address, 0), backlog=256) as waiting:
+            places = [(other.address, self._ports[other.node]) for other in others]
+            places.append((self.head_address, waiting.getsockname()[1]))
+            answers: list[str] = host.connection.ask("knock", places=places)
+            from_here = answers.pop()
+        host.tunnelled = bool(from_here) or self.head_address == "127.0.0.1"
+        return answers
+
+    def in_words(self) -> str:
+        """Which interface each host uses, and who is away."""
+        by_name: dict[str, list[str]] = {}
+        for host in self._here:
+            assert host.interface is not None, "it was surveyed"
+            by_name.setdefault(host.interface.name, []).append(f"{host.name} ({host.address})")
+        lines = [f"manyhosts: {', '.join(hosts)} talk over {name}" for name, hosts in by_name.items()]
+        for host in self._hosts:
+            if host.away is not None:
+                host.told = host.away.what
+                lines.append(f"manyhosts: {host.told}: the run begins without it, and takes it in when it is there")
+        return "\n".join(lines)
+
+    # Files.
+
+    def bring_files(self) -> None:
+        """Make the working directory on every host what it is here, where it is not the same one.
+
+        Raises:
+            LaunchError: a host did not take it, or has no such script.
+        """
+        self._job.run_dir.mkdir(parents=True, exist_ok=True)
+        if self._job.sync:
+            self._files = sync.Files.to_bring(self._job.folder, leave_out=self._job.run_dir)
+        here = self._here
+        have_script = _of_all(here, self._provide)
+        self._see_script(here, have_script)
+        shared = all(host.shares_record for host in here)
+        if len(here) == 1 < len(self._hosts):  # nothing tells what those will share that are away
+            shared = shared and is_on_a_network(self._job.run_dir)
+        self._apart = len(self._hosts) > 1 and not shared
+
+    def _provide(self, host: Host) -> bool:
+        """Bring the files to one host. Returns whether it has the script."""
+        paths = [str(self._job.folder), str(self._job.run_dir)]
+        folder, record = host.connection.ask("stamp", paths=paths)
+        host.shares_record = record == outpost.stamp(paths[1])
+        if self._files is not None and folder != outpost.stamp(paths[0]):
+            sync.bring(host.connection, self._files, with_rsync=host.has_rsync)
+        return self._job.kind != "script" or bool(host.connection.ask("exists", path=self._script))
+
+    @property
+    def _script(self) -> str:
+        """Where it is to be on every host."""
+        return str(self._job.folder / self._job.program)
+
+    def _see_script(self, hosts: Sequence[Host], have_it: Sequence[bool]) -> None:
+        names = [host.name for host in hosts]
+        agreement.see_that_all_have(self._script, names, have_it, synced=self._job.sync)
+
+    def job_there(self) -> Job:
+        """The job, and what workers must know of the hosts' disks."""
+        if not self._apart:
+            return self._job
+        return replace(self._job, environment={**self._job.environment, run_directory.APART: "1"})
+
+    # Agents.
+
+    def start_agent(self, node: int, head: str, token: str) -> AgentProcess:
+        """Start the agent of a host; where the run has begun, beside everything else, when the host can be reached."""
+        host = self._hosts[node]
+        if not host.called:
+            host.called = True
+            return self._start_agent(host, head, token) if host.away is None else NotThere()
+        if host.away is not None and host.away.what != host.told:
+            host.told = host.away.what
+            self._display.say(f"manyhosts: {host.away}\nmanyhosts: {host.name} is called again now and then")
+
+        def come() -> subprocess.Popen[bytes]:
+            with host.being_called:
+                try:
+                    if host.away is not None or not _still_answers(host):
+                        self._receive(host)
+                    host.away = None
+                    return self._start_agent(host, head, token)
+                except ManyhostsError as error:
+                    host.away = error
+                    raise
+                except OSError as error:
+                    fix = f"look at that with `ssh {host.name}`"
+                    host.away = LaunchError(f"host {host.name} was lost on its way: {error}", where="ssh", fix=fix)
+                    raise host.away from None
+
+        return Latecomer(come, lambda: host.connection.close())
+
+    def _receive(self, host: Host) -> None:
+        """See that a host fits that comes when the others have begun, and bring it what it needs.
+
+        Raises:
+            LaunchError: it is not there, or does not fit.
+        """
+        others = [other for other in self._hosts if other is not host and other.facts]
+        host.connection.close()
+        host.connection = self._connections[host.node] = host.connection.again()
+        host.facts = host.connection.facts()
+        agreement.see_that_they_agree({host.name: host.facts}, agreement.here(__version__))
+        _find_interface(host, (others or [host])[0].facts["address"])
+        self._see_encryption([host])
+        # One that was there before has reached the others, and some of these may be away themselves now.
+        met = [] if host.began else [other for other in others if other.away is None and other.connection.is_open]
+        places = [(host.address, 0), *((other.address, self._ports[other.node]) for other in met)]
+        names = [host.name, *(other.name for other in met)]
+        agreement.see_that_they_meet(names, places, [["", *self._knock(host, met)]])
+        if self._files is not None:
+            self._files.see_that_none_has_changed()
+        self._see_script([host], [self._provide(host)])
+        if not host.began:
+            self._see_disk(host)
+        self._ports[host.node] = _listen(host)
+
+    def _see_disk(self, host: Host) -> None:
+        """See that a host that comes late shares the run directory with the others, or does not, as they have begun."""
+        if self._apart == host.shares_record and not (
+            self._apart and not any(other.shares_record for other in self._here)
+        ):
+            has = "the run directory of this machine" if host.shares_record else "a run directory of its own"
+            began = "hosts with a disk each" if self._apart else "hosts that share one"
+            raise LaunchError(
+                f"host {host.name} has {has}, and the run has begun on {began}",
+                where=f"host {host.name}, {self._job.run_dir}",
+                fix="start the run again while this host is there: it goes on from its newest snapshot",
+            )
+
+    def _start_agent(self, host: Host, head: str, token: str) -> subprocess.Popen[bytes]:
+        """The token goes through ssh's standard input, where no other process sees it."""
+        again, host.began = host.began, True
+        if host.tunnelled:
+            address, _, port = head.rpartition(":")
+            head = f"127.0.0.1:{host.connection.tunnel(address, int(port))}"
+        words = agent_words(host.facts["executable"], head, host.node, host.interface)
+        # No stream of ours: ssh has writes to a pipe fail instead of wait, also ours, and lines would be lost.
+        pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+        command = host.connection.command(words)
+        agent = subprocess.Popen(command, stdin=pipe, stdout=nothing, stderr=pipe, start_new_session=True)
+        assert agent.stdin is not None, "it was asked for as a pipe"
+        assert agent.stderr is not None, "it was asked for as a pipe"
+        threading.Thread(target=_pass_on, args=(agent.stderr, again), daemon=True).start()
+        with contextlib.suppress(OSError):  # ssh has ended already; the head hears of that
+            agent.stdin.write(f"{token}\n".encode())
+            agent.stdin.close()
+        return agent
+
+    # The end.
+
+    def fetch_record(self) -> None:
+        """Bring the run directory of the host that led here, and the logs of the others."""
+        run_dir, here = self._job.run_dir, self._here
+        path = str(run_dir / "summary.json")
+        if not here:
+            return
+
+        def has(host: Host) -> bool | None:
+            with contextlib.suppress(LaunchError, OSError):
+                return bool(host.connection.ask("exists", path=path, timeout_s=_STILL_THERE_S))
+            return None
+
+        have = dict(zip((host.node for host in here), _of_all(here, has), strict=True))
+        # The first host; or, where the run went on without it and ended on another one's disk, that one.
+        leader = next((node for node, found in have.items() if found), here[0].node)
+
+        def fetch(host: Host) -> str:
+            if host.shares_record:
+                return ""
+            stays = f"manyhosts: the record on {host.name} stays there, in {run_dir}"
+            if have[host.node] is None:
+                return f"{stays}: it does not answer"
+            only = "." if host.node == leader else "logs"
+            try:
+                sync.fetch(host.connection, run_dir, only=only, with_rsync=host.has_rsync)
+            except (LaunchError, OSError) as trouble:
+                return f"{stays}: {trouble}".partition("\n")[0]
+            return ""
+
+        for words in filter(None, _of_all(here, fetch)):
+            self._display.say(words)
+
+
+def _find_interface(host: Host, target: str) -> None:
+    """The interface that the routes of `host` to `target`, an address of another, lead through."""
+    way = host.connection.ask("way", address=target)
+    host.interface = interfaces.with_address(host.facts["interfaces"], way or host.facts["address"])
+    if host.interface is None:
+        raise LaunchError(
+            f"host {host.name} has no route to {target}, where the others are",
+            where=f"host {host.name}",
+            fix="name the hosts by addresses of one network that all of them are on",
+        )
+
+
+def _still_answers(host: Host) -> bool:
+    """Whether the connection to a host is one still: a host may have been switched off and on."""
+    try:
+        return host.connection.is_open and bool(host.connection.ask("way", address="127.0.0.1", timeout_s=_QUICKLY_S))
+    except (LaunchError, OSError):
+        return False
+
+
+def _listen(host: Host) -> int:
+    return int(host.connection.ask("listen", address=host.address))
+
+
+def _of_all(hosts: Sequence[Host], ask: Callable[[Host], T]) -> list[T]:
+    """What `ask` gives for every host, all at the same time. The first trouble, by order of hosts, is raised."""
+    with ThreadPoolExecutor(len(hosts)) as pool:
+        return list(pool.map(ask, hosts))
+
+
+def _pass_on(words: IO[bytes], again: bool) -> None:
+    """Show what ssh and an agent have to say, until they have ended; of a host that was lost, not that it is away."""
+    with words, contextlib.suppress(OSError, ValueError):
+        for line in words:
+            if again and line.startswith(_IT_IS_AWAY):
+                continue
+            sys.stderr.write(line.decode(errors="replace"))
+            sys.stderr.flush()
+
+
+def agent_words(python: str, head: str, node: int, interface: Interface | None) -> str:
+    """What a host's shell is told, to start the agent."""
+    words = [python, "-P", "-m", "manyhosts.launchers.host.agent", "--head", head, "--node", str(node)]
+    if interface is not None:
+        words += ["--address", interface.address, "--interface", interface.name]
+    return "exec " + shlex.join(words)

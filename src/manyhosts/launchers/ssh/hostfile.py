@@ -1,0 +1,68 @@
+"""Names of hosts, as people write them: `a,b,c`, or a file with a host on each line and `slots=` for its workers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from manyhosts.errors import ConfigError
+
+
+def in_words(text: str) -> tuple[str, ...]:
+    """The hosts of `--hosts a,b,c`.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    hosts = tuple(word.strip() for word in text.split(",") if word.strip())
+    if not hosts:
+        raise ConfigError("no host is named", where="--hosts", fix="write them as --hosts a,b,c")
+    for host in hosts:
+        _see(host, "--hosts")
+    return hosts
+
+
+def in_file(path: Path) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """The hosts of a file, and how many workers each is to have; nothing where the file does not say so.
+
+    Lines as `name`, `name slots=4` or `name:4`; what follows a # is not read.
+
+    Raises:
+        ConfigError: there is no such file, a line cannot be read, or some hosts have slots and others not.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as cause:
+        raise ConfigError(
+            f"cannot read the hostfile: {cause.strerror}", where=str(path), fix="give a file with a host on each line"
+        ) from cause
+    slots: dict[str, int | None] = {}
+    for number, line in enumerate(lines, start=1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        name, _, count = words[0].partition(":")
+        for word in words[1:]:
+            count = word.removeprefix("slots=") if word.startswith("slots=") else count
+        if count and not re.fullmatch(r"[1-9]\d*", count):
+            raise ConfigError(
+                f"cannot read {line.strip()!r}", where=f"{path}, line {number}", fix="write it as: name slots=4"
+            )
+        _see(name, f"{path}, line {number}")
+        slots[name] = int(count) if count else None
+    if not slots:
+        raise ConfigError("no host is named", where=str(path), fix="write a host on each line")
+    counts = tuple(count for count in slots.values() if count is not None)
+    if counts and len(counts) < len(slots):
+        without = ", ".join(name for name, count in slots.items() if count is None)
+        raise ConfigError(
+            f"some hosts have slots, and others none: {without}",
+            where=str(path),
+            fix="say how many workers each host is to have, or say it of none",
+        )
+    return tuple(slots), counts
+
+
+def _see(host: str, where: str) -> None:
+    if host.startswith("-") or not host.isprintable():  # ssh would take it for an option
+        raise ConfigError(f"{host!r} is no name of a host", where=where, fix="write names, addresses or user@name")

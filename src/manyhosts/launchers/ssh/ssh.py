@@ -1,0 +1,112 @@
+"""Workers on hosts that ssh reaches, all started from this terminal."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import ClassVar
+
+from manyhosts.errors import ConfigError
+from manyhosts.launchers import variables
+from manyhosts.launchers.display import Display
+from manyhosts.launchers.head.head import Head
+from manyhosts.launchers.job import Job, Plan
+from manyhosts.launchers.ssh import outpost as ssh_outpost
+from manyhosts.launchers.ssh.cluster import Cluster, agent_words
+from manyhosts.launchers.ssh.connection import Connection
+from manyhosts.table import nearest
+
+
+class Ssh:
+    """Starts one agent per host through the system's ssh, and is their head."""
+
+    OPTIONS: ClassVar[Mapping[str, str]] = {"python": "the Python on every host, if it is not where it is here"}
+
+    def plan(self, job: Job) -> Plan:
+        """One agent per host; ranks go by the order in which the hosts were named.
+
+        Raises:
+            ConfigError: no hosts are named, one is named twice, or an option is unknown.
+        """
+        _check(job)
+        agents = (
+            ("ssh", host, agent_words(job.options.get("python", sys.executable), "ADDRESS:PORT", node, None))
+            for node, host in enumerate(job.hosts)
+        )
+        return Plan(job=job, hosts=job.hosts, agents=tuple(agents), workers=variables.of_all(job))
+
+    def submit(self, plan: Plan, display: Display) -> int:
+        """Reach all hosts, see that they agree, bring the working directory, and run the job to its end."""
+        job = plan.job
+        with connected(plan.hosts, pythons(job)) as hosts:
+            cluster = Cluster(job, hosts, display)
+            cluster.survey()
+            display.say(cluster.in_words())
+            cluster.bring_files()
+            try:
+                return Head(
+                    cluster.job_there(),
+                    plan.hosts,
+                    cluster.start_agent,
+                    display,
+                    address=cluster.head_address,
+                    ways_are_known=True,
+                ).run()
+            finally:
+                cluster.fetch_record()
+
+
+def pythons(job: Job) -> list[str]:
+    """The Pythons that are tried on every host, in this order."""
+    return [job.options["python"]] if "python" in job.options else [sys.executable, "python3"]
+
+
+@contextmanager
+def connected(names: Sequence[str], pythons: Sequence[str], program: bytes = b"") -> Iterator[list[Connection]]:
+    """Connections to all hosts, which are told every now and then that this side is there.
+
+    `program` is what answers there, in place of an outpost.
+    """
+    over = threading.Event()
+    with tempfile.TemporaryDirectory(prefix="manyhosts-ssh-") as folder:
+        hosts = [Connection(name, Path(folder), pythons, program) for name in names]
+
+        def pulse() -> None:
+            while not over.wait(ssh_outpost.PULSE_S):
+                for host in hosts:
+                    host.pulse()
+
+        pulsing = threading.Thread(target=pulse, daemon=True)
+        pulsing.start()
+        try:
+            yield hosts
+        finally:
+            over.set()
+            pulsing.join()
+            for host in hosts:
+                host.close()
+
+
+def _check(job: Job) -> None:
+    if not job.hosts:
+        raise ConfigError(
+            "ssh needs to know the hosts", where="--on ssh", fix="name them: --hosts a,b,c or --hostfile F"
+        )
+    twice = [host for host, count in Counter(job.hosts).items() if count > 1]
+    if twice:
+        raise ConfigError(
+            f"host {twice[0]} is named twice",
+            where="--hosts",
+            fix="use --workers-per-node for several workers on a host",
+        )
+    for key in job.options:
+        if key not in Ssh.OPTIONS:
+            known = "; ".join(f"{name}: {meaning}" for name, meaning in Ssh.OPTIONS.items())
+            raise ConfigError(
+                f"ssh has no option {key!r}", where=f"-o {key}", fix=f"{nearest(key, Ssh.OPTIONS)}known here: {known}"
+            )

@@ -1,0 +1,47 @@
+"""Writes what happens to `metrics.jsonl`, and notices when the run before broke off."""
+
+from __future__ import annotations
+
+from manyhosts.events import Event, Recovered, RunStarted, StepDone
+from manyhosts.records.metrics import MetricsFile
+
+
+class WriteMetrics:
+    """Hands every event to the metrics file.
+
+    A run that starts where another broke off takes away what will be told again, and tells the restart with what it
+    cost: nobody else knows how far the other had come.
+    """
+
+    def __init__(self, metrics: MetricsFile) -> None:
+        self.metrics = metrics
+
+    def __call__(self, event: Event) -> None:
+        """Take note of `event`."""
+        if type(event) is not StepDone and isinstance(event, RunStarted):
+            self._resume(event)
+        elif isinstance(event, Recovered) and event.rewound:
+            self.metrics.resume_at(event.step, time=event.time)
+        self.metrics.add(event)
+
+    def _resume(self, event: RunStarted) -> None:
+        before = self.metrics.resume_at(event.step, time=event.time)
+        if before.cut_off:
+            self.metrics.add(
+                Recovered(
+                    step=event.step,
+                    reason=before.cut_off,
+                    how=f"from the snapshot of step {event.step}" if event.step else "from the start",
+                    steps_redone=before.steps_redone,
+                    seconds_lost=before.seconds_lost,
+                    time=event.time,
+                )
+            )
+
+    def flush(self) -> None:
+        """Have every line on the disk."""
+        self.metrics.flush()
+
+    def close(self) -> None:
+        """Write what is left."""
+        self.metrics.close()

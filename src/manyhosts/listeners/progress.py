@@ -1,0 +1,186 @@
+"""Tells the person who started the run how far it is, a few times a second."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from manyhosts.events import (
+    EpochDone,
+    Event,
+    Note,
+    Recovered,
+    RunEnded,
+    RunStarted,
+    SnapshotSkipped,
+    StepDone,
+    ValidationDone,
+)
+from manyhosts.listeners.figures import amount, figure, figures
+from manyhosts.listeners.paint import paint
+from manyhosts.listeners.terminal import Fields
+from manyhosts.listeners.voice import Voice
+from manyhosts.records.aside import Aside
+from manyhosts.records.run_record import RunRecord
+from manyhosts.units import Duration, seconds_in_words
+
+_EVERY_S = 0.2
+_RECENT_S = 5.0
+"""The speed that is shown is that of the last few seconds."""
+
+
+class ShowProgress:
+    """Draws the live line, and says what deserves a line that stays: the start, each validation, what went wrong."""
+
+    def __init__(
+        self,
+        voice: Voice,
+        record: RunRecord,
+        folder: Path,
+        *,
+        restarts: int = 0,
+        started: RunStarted | None = None,
+    ) -> None:
+        """`restarts` counts those that came before this process; `started` is known where another one showed it."""
+        self._voice, self._record, self._folder = voice, record, folder
+        self._seconds = Duration.parse(record.settings["duration"]).seconds
+        self._restarts = restarts
+        self._start = started
+        self._first: StepDone | None = None
+        self._recent: deque[tuple[float, int, float]] = deque()
+        """Of each time it was told new steps: when, their samples, and the seconds they took."""
+        self._epoch: EpochDone | None = None
+        self._aside: Aside[Event] = Aside(self._tell, every_s=_EVERY_S, name="shows progress")
+
+    def __call__(self, event: Event) -> None:
+        """Take note of `event`."""
+        self._aside.put(event)
+        if isinstance(event, RunEnded):
+            self._aside.flush()  # so that the last screen comes after everything else
+
+    def flush(self) -> None:
+        """Show what there is to show."""
+        self._aside.flush()
+
+    def close(self) -> None:
+        """Show what is left and give the terminal back. Safe to call twice."""
+        self._aside.close()
+        self._voice.close()
+
+    def _tell(self, events: Sequence[Event]) -> None:
+        new_steps: list[StepDone] = []
+        for event in events:
+            if self._epoch is not None and not isinstance(event, ValidationDone):
+                self._say_epoch(None)
+            if isinstance(event, StepDone):
+                new_steps.append(event)
+            else:
+                self._say(event)
+        if new_steps:
+            self._voice.progress(self._fields(new_steps))
+        if events and isinstance(events[-1], RunEnded):
+            self._voice.progress({"ended": True})
+
+    def _say(self, event: Event) -> None:
+        match event:
+            case RunStarted():
+                self._start, self._first = event, None
+                self._recent.clear()
+                self._voice.say(self._headline(event))
+            case EpochDone():
+                self._epoch = event  # said together with its validation, which comes next
+            case ValidationDone():
+                self._say_epoch(event)
+            case SnapshotSkipped():
+                self._voice.say(paint(f"snapshot {event.path.name} is left out: {event.reason}", "yellow"))
+            case Recovered():
+                self._restarts += 1
+                cost = f"{amount(event.steps_redone, 'step')} redone, {seconds_in_words(event.seconds_lost)} lost"
+                also = f"; lost with it: {event.lost}" if event.lost else ""
+                self._voice.say(paint(f"went on {event.how} after {event.reason}: {cost}{also}", "yellow"))
+            case Note():
+                self._voice.say(event.text)
+
+    def _headline(self, event: RunStarted) -> str:
+        record = self._record
+        settings = record.settings
+        batch = f"batch {settings['batch_size']}" if settings.get("batch_size") else ""
+        if settings.get("batch_size_per_worker"):
+            batch = f"batch {settings['batch_size_per_worker']} per worker"
+        workers = amount(record.workers, "worker") + (f" on {len(record.hosts)} hosts" if len(record.hosts) > 1 else "")
+        words = [Path(record.script).name, f"{workers} ({record.strategy})", batch, settings["duration"]]
+        lines = [f"{paint(words[0], 'bold')}  " + " · ".join(word for word in words[1:] if word)]
+        if event.step:
+            source = f" ({Path(event.resumed_from).name})" if event.resumed_from else ""
+            lines.append(f"goes on after step {event.step}{source}")
+        return "\n".join(lines)
+
+    def _say_epoch(self, validation: ValidationDone | None) -> None:
+        """One line for an epoch and what its validation found; either may be missing."""
+        epoch, self._epoch = self._epoch, None
+        news = validation or epoch
+        if news is None:
+            return
+        if epoch is not None:
+            epochs = self._epochs()
+            done = str(epoch.epoch + 1).rjust(len(str(epochs or "")))
+            parts = [f"epoch {done}/{epochs}" if epochs else f"epoch {done}", figure("loss", epoch.train_loss)]
+        else:
+            parts = [f"step {news.step}"]
+        if validation is not None:
+            best = paint("  ★ best", "green") if validation.best else ""
+            parts.append(f"validation: {figures(validation.values, ', ')}{best}")
+        self._voice.say("   ".join(parts))
+
+    def _fields(self, new_steps: Sequence[StepDone]) -> Fields:
+        last = new_steps[-1]
+        self._first = self._first or new_steps[0]
+        samples, seconds = sum(step.samples for step in new_steps), sum(step.timing.total for step in new_steps)
+        self._recent.append((last.time, samples, seconds))
+        while self._recent[0][0] < last.time - _RECENT_S and len(self._recent) > 1:
+            self._recent.popleft()
+        recent_samples, recent_seconds = (sum(column) for column in list(zip(*self._recent, strict=True))[1:])
+        left = self._seconds_left(last)
+        fields: dict[str, float | int | None] = {
+            "epoch": last.epoch + 1,
+            "epochs": self._epochs(),
+            "step": last.step,
+            "total_steps": self._start.total_steps if self._start else None,
+            "loss": sum(step.loss * step.samples for step in new_steps) / samples if samples else last.loss,
+            "samples_per_second": recent_samples / recent_seconds if recent_seconds > 0 else None,
+            "seconds_left": left,
+            "fraction": self._fraction(last, left),
+            "restarts": self._restarts,
+        }
+        waited = sum(step.timing.communication_exposed for step in new_steps)
+        if self._record.workers > 1 and seconds > 0:
+            fields["waiting"] = waited / seconds
+        return fields
+
+    def _epochs(self) -> int | None:
+        start = self._start
+        if start is None or not start.total_steps or not start.steps_per_epoch:
+            return None
+        return math.ceil(start.total_steps / start.steps_per_epoch)
+
+    def _seconds_left(self, last: StepDone) -> float | None:
+        """By whichever limit comes first; validations between the steps count as they did so far."""
+        start, first = self._start, self._first
+        if start is None or first is None:
+            return None
+        left = []
+        if start.total_steps and last.step > first.step:
+            left.append((start.total_steps - last.step) * (last.time - first.time) / (last.step - first.step))
+        if self._seconds is not None:
+            left.append(max(0.0, start.time + self._seconds - last.time))
+        return min(left, default=None)
+
+    def _fraction(self, last: StepDone, left: float | None) -> float | None:
+        total = self._start.total_steps if self._start else None
+        by_steps = last.step / total if total else None
+        if self._seconds is None or self._start is None or left is None:
+            return by_steps
+        spent = last.time - self._start.time
+        return max(spent / (spent + left) if spent + left > 0 else 0.0, by_steps or 0.0)

@@ -1,0 +1,44 @@
+"""The listeners that every run has on its leader."""
+
+from __future__ import annotations
+
+from manyhosts.cluster.place import Place
+from manyhosts.events import Event, Listener, RunEnded, RunStarted
+from manyhosts.listeners.last_screen import last_screen, row_of_test
+from manyhosts.listeners.metrics_file import WriteMetrics
+from manyhosts.listeners.progress import ShowProgress
+from manyhosts.listeners.summary import WriteSummary
+from manyhosts.listeners.tensorboard import WriteTensorBoard
+from manyhosts.listeners.voice import Voice, voice
+from manyhosts.records.metrics import MetricsFile
+from manyhosts.records.run_directory import RunDirectory
+from manyhosts.records.run_record import RunRecord
+from manyhosts.records.summary import Summary
+
+
+def standard(
+    run: RunDirectory,
+    record: RunRecord,
+    to: Voice | None = None,
+    *,
+    metrics: MetricsFile | None = None,
+    started: RunStarted | None = None,
+) -> list[Listener]:
+    """Metrics file, TensorBoard, progress and summary, for a `Broadcast`.
+
+    `to` is where they speak: where it is left out, the head of `manyhosts run`, or this process's output. The progress
+    comes before the summary, so that its last line stands above the last screen. Whoever takes over from another leader
+    gives its `metrics`, and with what the run `started`.
+    """
+    to = to or voice()
+    metrics = metrics or MetricsFile(run.metrics)
+
+    def show(summary: Summary, event: Event) -> None:
+        to.say(last_screen(summary, run.path) if isinstance(event, RunEnded) else row_of_test(summary.test))
+
+    return [
+        WriteMetrics(metrics),
+        WriteTensorBoard(run.tensorboard),
+        ShowProgress(to, record, run.path, restarts=Place.from_environment().restart, started=started),
+        WriteSummary(run.summary, metrics, record, show),
+    ]

@@ -1,0 +1,286 @@
+"""The manifest of a snapshot: what is in the folder, where in the run it stands, and whether every byte is still there.
+
+    snapshots/step-00000400/manifest.json         this file
+                            state.json            the plain values, and where each tensor stands among them
+                            tensors-00000-of-00002.safetensors …
+
+No torch here, so that the command line can list and check snapshots on any machine. `docs/decisions/0003` says why the
+folder looks so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from manyhosts.errors import SnapshotError
+
+FORMAT_VERSION = 1
+NAME = "manifest.json"
+_HASH_KEY = ',\n "sha256": "'
+_CHUNK_BYTES = 4 << 20
+_FOLDER = re.compile(r"(?:step-(?P<step>\d{8,})|best)(?:\.(?P<how>new|old|[0-9a-f]+\.half|half))?")
+_GO_ON = "delete the folder, or leave it: a run goes on from the newest snapshot that is whole"
+
+
+class NewerFormat(SnapshotError):
+    """The snapshot may well be whole, but it takes a newer manyhosts to know."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """Where in a run a snapshot stands. Plain values only."""
+
+    step: int
+    """Optimizer steps done."""
+    epoch: int
+    position: Mapping[str, int]
+    """How far the data has been read, in the words of the order that reads it."""
+    strategy: str
+    model: Mapping[str, tuple[str, tuple[int, ...]]]
+    """The fingerprint of the model: name → (dtype, shape) of every parameter and buffer."""
+    run: Mapping[str, Any] = field(default_factory=dict)
+    """Whatever else the run wants to have on record: seed, versions, script."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileRecord:
+    """What a file of a snapshot must be."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """Everything that `manifest.json` says."""
+
+    facts: Facts
+    world_size: int
+    """How many workers wrote it."""
+    files: Mapping[str, FileRecord]
+    time: float
+    """Seconds since the Unix epoch."""
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def bytes(self) -> int:
+        """The size of all files that it names, without its own."""
+        return sum(file.bytes for file in self.files.values())
+
+    def to_text(self) -> str:
+        """The content of `manifest.json`. Its last entry is a hash over the others: a bit may flip here, too."""
+        facts = self.facts
+        content = {
+            "format_version": self.format_version,
+            "step": facts.step,
+            "epoch": facts.epoch,
+            "position": dict(facts.position),
+            "world_size": self.world_size,
+            "strategy": facts.strategy,
+            "time": self.time,
+            "run": dict(facts.run),
+            "model": {name: f"{dtype}{list(shape)}" for name, (dtype, shape) in facts.model.items()},
+            "files": {name: {"bytes": file.bytes, "sha256": file.sha256} for name, file in self.files.items()},
+        }
+        head = json.dumps(content, indent=1).removesuffix("\n}")
+        return f'{head}{_HASH_KEY}{_hash_of(head)}"\n}}\n'
+
+    @classmethod
+    def from_text(cls, text: str, *, where: str) -> Manifest:
+        """Read what `to_text` gave.
+
+        Raises:
+            SnapshotError: it is damaged, or of a newer format.
+        """
+        try:
+            content = json.loads(text)
+            if not isinstance(content, dict) or not isinstance(content["format_version"], int):
+                raise ValueError("it holds no format_version")
+        except (ValueError, KeyError) as cause:
+            raise SnapshotError(f"{NAME} is damaged: {cause}", where=where, fix=_GO_ON) from cause
+        version = content["format_version"]
+        # A newer format may hash itself otherwise, so its number is believed before its hash is looked at.
+        if version > FORMAT_VERSION:
+            raise NewerFormat(
+                f"it has format {version}, and this manyhosts reads formats up to {FORMAT_VERSION}",
+                where=where,
+                fix="install a newer manyhosts: pip install -U manyhosts",
+            )
+        head, _, tail = text.rpartition(_HASH_KEY)
+        if tail != f'{_hash_of(head)}"\n}}\n':
+            raise SnapshotError(f"{NAME} is damaged: its content is not what its hash says", where=where, fix=_GO_ON)
+        return _from_content(content)
+
+
+def _from_content(content: Mapping[str, Any]) -> Manifest:
+    return Manifest(
+        facts=Facts(
+            step=content["step"],
+            epoch=content["epoch"],
+            position=content["position"],
+            strategy=content["strategy"],
+            model={name: _dtype_and_shape(words) for name, words in content["model"].items()},
+            run=content["run"],
+        ),
+        world_size=content["world_size"],
+        files={name: FileRecord(**file) for name, file in content["files"].items()},
+        time=content["time"],
+        format_version=content["format_version"],
+    )
+
+
+def _dtype_and_shape(words: str) -> tuple[str, tuple[int, ...]]:
+    """`float32[3, 4]` taken apart."""
+    dtype, _, sides = words.removesuffix("]").partition("[")
+    return dtype, tuple(int(side) for side in sides.split(",") if side)
+
+
+def _hash_of(head: str) -> str:
+    return hashlib.sha256(head.encode()).hexdigest()
+
+
+class Files(Protocol):
+    """The files of one snapshot, wherever they lie. What cannot be read is an OSError, or FileNotFoundError."""
+
+    @property
+    def where(self) -> str:
+        """The folder or address, for a person."""
+
+    def size(self, name: str) -> int:
+        """How many bytes the file has."""
+
+    def pieces(self, name: str) -> Iterator[bytes]:
+        """Its content, piece by piece."""
+
+
+@dataclass(frozen=True, slots=True)
+class InFolder:
+    """The files of a snapshot on a disk."""
+
+    folder: Path
+
+    @property
+    def where(self) -> str:
+        """The folder, for a person."""
+        return str(self.folder)
+
+    def size(self, name: str) -> int:
+        """How many bytes the file has."""
+        return (self.folder / name).stat().st_size
+
+    def pieces(self, name: str) -> Iterator[bytes]:
+        """Its content, piece by piece."""
+        with (self.folder / name).open("rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                yield chunk
+
+
+def read(folder: Path) -> Manifest:
+    """The manifest of the snapshot in `folder`.
+
+    Raises:
+        SnapshotError: there is none, it is damaged, or of a newer format.
+    """
+    return read_files(InFolder(folder))
+
+
+def read_files(files: Files) -> Manifest:
+    """The same for a snapshot that lies anywhere."""
+    try:
+        text = b"".join(files.pieces(NAME)).decode()
+    except FileNotFoundError as cause:
+        raise SnapshotError(f"it has no {NAME}", where=files.where, fix=_GO_ON) from cause
+    except (OSError, UnicodeDecodeError) as cause:
+        raise SnapshotError(f"{NAME} cannot be read: {cause}", where=files.where, fix=_GO_ON) from cause
+    return Manifest.from_text(text, where=files.where)
+
+
+def verify(folder: Path, *, content: bool = True) -> Manifest:
+    """Compare every file of the snapshot in `folder` with what the manifest says; its size only where not `content`.
+
+    Raises:
+        SnapshotError: something is missing or not as it was written; the first such file is named.
+    """
+    return verify_files(InFolder(folder), content=content)
+
+
+def verify_files(files: Files, *, content: bool = True) -> Manifest:
+    """The same for a snapshot that lies anywhere."""
+    manifest = read_files(files)
+    for name, file in manifest.files.items():
+        try:
+            size = files.size(name)
+            found = _sha256(files.pieces(name)) if content and size == file.bytes else file.sha256
+        except FileNotFoundError as cause:
+            raise SnapshotError(f"{name} is missing", where=files.where, fix=_GO_ON) from cause
+        except OSError as cause:
+            raise SnapshotError(
+                f"{name} cannot be read: {cause.strerror or cause}", where=files.where, fix=_GO_ON
+            ) from cause
+        if size != file.bytes:
+            raise SnapshotError(f"{name} has {size} bytes in place of {file.bytes}", where=files.where, fix=_GO_ON)
+        if found != file.sha256:
+            raise SnapshotError(
+                f"{name} is damaged: its sha256 is {found[:12]}… in place of {file.sha256[:12]}…",
+                where=files.where,
+                fix=_GO_ON,
+            )
+    return manifest
+
+
+def file_sha256(path: Path) -> str:
+    """The sha256 of a file's content, in hex."""
+    return _sha256(InFolder(path.parent).pieces(path.name))
+
+
+def _sha256(pieces: Iterable[bytes]) -> str:
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """A folder that is a snapshot by its name. Nothing in it has been read yet."""
+
+    path: Path
+    step: int
+    """-1 for `best`, whose step only the manifest knows."""
+    how: Literal["", "new", "old", "half"]
+    """Empty: in its place. `new`, `old`: whole, but a replacement was cut short. `half`: never finished."""
+
+    @property
+    def name(self) -> str:
+        """The name that it has, or would have had."""
+        return self.path.name.partition(".")[0]
+
+
+def found_in(folder: Path) -> list[Found]:
+    """Every snapshot folder directly in `folder`, newest step first, `best` last; none where `folder` is not there."""
+    rank = {"new": 0, "": 1, "old": 2, "half": 3}
+    return sorted(_look(folder), key=lambda found: (-found.step, rank[found.how], found.path.name))
+
+
+def _look(folder: Path) -> Iterator[Found]:
+    if not folder.is_dir():
+        return
+    for path in folder.iterdir():
+        match = _FOLDER.fullmatch(path.name)
+        if match and path.is_dir():
+            how = match["how"] or ""
+            kind: Literal["", "new", "old", "half"] = (
+                "half" if how.endswith("half") else "new" if how == "new" else "old" if how == "old" else ""
+            )
+            yield Found(path=path, step=int(match["step"] or -1), how=kind)
+
+
+def best_in(folder: Path) -> list[Path]:
+    """Where the best snapshot of a run may be, first choice first: a crash while it is replaced may leave two."""
+    return [path for path in (folder / "best.new", folder / "best", folder / "best.old") if path.is_dir()]

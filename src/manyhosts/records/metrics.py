@@ -1,0 +1,228 @@
+"""`metrics.jsonl`: the story of a run, one JSON object per line, added to as it happens.
+
+Every line has `event`, `step`, `epoch` (from 0) and `time` (seconds since the Unix epoch). By event:
+
+    start        steps_per_epoch, total_steps, resumed_from
+    step         loss, lr, samples, gradient_norm, bytes_sent, seconds and its parts: compute, communication_exposed,
+                 data_wait, snapshot_stall, other; values: what the user's step returned
+    epoch        train_loss, seconds, samples
+    validation   values: loss and every metric; best, seconds
+    snapshot     path, bytes, seconds, stall_seconds
+    copied       to the second place: address, bytes, seconds
+    skipped      a snapshot that could not be written or read: path, reason
+    restart      reason, how, steps_redone, seconds_lost, lost
+    note         text
+    end          status, reason, weights_sha256
+    test         values, seconds
+
+A number that is none is one of the strings "NaN", "Infinity" and "-Infinity", and `read` gives it back as a number.
+
+No step stands here twice, and none is missing, however often the run was killed: when it goes on from a snapshot of
+step s, what is told of later steps is taken away (`resume_at`), for it will be told again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from manyhosts.events import (
+    CompressionChosen,
+    EpochDone,
+    Event,
+    Note,
+    Recovered,
+    RunEnded,
+    RunStarted,
+    SnapshotCopied,
+    SnapshotSaved,
+    SnapshotSkipped,
+    StepDone,
+    TestDone,
+    ValidationDone,
+)
+from manyhosts.records.line_file import Line, LineFile, read_lines
+from manyhosts.records.numbers import from_words, to_words
+
+WORDS: dict[type[Event], str] = {
+    RunStarted: "start",
+    StepDone: "step",
+    EpochDone: "epoch",
+    ValidationDone: "validation",
+    SnapshotSaved: "snapshot",
+    SnapshotCopied: "copied",
+    SnapshotSkipped: "skipped",
+    Recovered: "restart",
+    Note: "note",
+    CompressionChosen: "compression",
+    RunEnded: "end",
+    TestDone: "test",
+}
+"""The `event` of the line that each event becomes."""
+
+_TOLD_AGAIN = frozenset({"step", "epoch", "validation", "snapshot", "copied"})
+"""What happens once more when steps are done once more."""
+_ORDERLY = frozenset({"completed", "stopped early", "interrupted"})
+"""How a run ends when nothing failed."""
+_TEXTS = frozenset(
+    {
+        "event",
+        "text",
+        "reason",
+        "how",
+        "lost",
+        "why",
+        "compression",
+        "path",
+        "address",
+        "resumed_from",
+        "status",
+        "weights_sha256",
+    }
+)
+
+# what `line_of` makes of a step, three times as fast: a thread that writes takes its time from the loop
+_STEP = (
+    '{"event": "step", "step": %d, "epoch": %d, "time": %.6f, "loss": %r, "lr": %r, "samples": %d, '
+    '"gradient_norm": %s, "bytes_sent": %d, "seconds": %.6f, "compute": %.6f, "communication_exposed": %.6f, '
+    '"data_wait": %.6f, "snapshot_stall": %.6f, "other": %.6f, "exchange_seconds": %.6f}\n'
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resumed:
+    """What the lines tell of the run that went before."""
+
+    cut_off: str
+    """How it broke off, in words; "" where it ended in order, or there was none."""
+    steps_redone: int
+    """Steps past the snapshot, whose lines were taken away."""
+    seconds_lost: float
+    """From the end of the last step that still counts to the new start: the work done again, and the time down."""
+
+
+class MetricsFile:
+    """Adds events to `metrics.jsonl`. `add` costs the training loop about as much as an append to a list."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lines: LineFile[Event] = LineFile(path, text_of)
+        self.add = self._lines.add
+        """Add one event. Its line is with the operating system within a second."""
+
+    def resume_at(self, step: int, *, time: float) -> Resumed:
+        """Make the lines those of a run that stands after `step` and starts to go on at `time`.
+
+        Steps, epochs, validations and snapshots after `step` are taken away; what broke the run off, notes and tests
+        stay. Told whole or not at all.
+        """
+        tail = self._lines.tail(lambda line: line.get("event") == "step" and line["step"] <= step)
+        left = [line for _, line in tail if line.get("event") not in _TOLD_AGAIN or line["step"] <= step]
+        if len(left) < len(tail):
+            self._lines.replace_tail(tail[0][0], left)
+        redone = [line for _, line in tail if line.get("event") == "step" and line["step"] > step]
+        # a run that broke off twice has a start after the step: the time before it was counted then
+        counted_until = max((line["time"] for line in left if line.get("event") in ("step", "start")), default=time)
+        return Resumed(
+            cut_off=_how_it_broke_off([line for _, line in tail]),
+            steps_redone=len(redone),
+            seconds_lost=max(0.0, time - counted_until),
+        )
+
+    def take_over(self) -> Callable[[Event], bool]:
+        """Go on with the file of a worker that is gone. Says of an event whether that worker has told it.
+
+        The file gets a new body under its old name: where the other worker still lives, cut off, it writes into the
+        old body, which nobody reads any more.
+        """
+        tail = self._lines.tail(lambda line: line.get("event") == "step")
+        last = max((line["step"] for _, line in tail if line.get("event") == "step"), default=0)
+        told = {(line.get("event"), line.get("step")) for _, line in tail}
+        if tail:
+            self._lines.replace_tail(tail[0][0], [line for _, line in tail])
+
+        def was_told(event: Event) -> bool:
+            return event.step < last or (WORDS[type(event)], event.step) in told
+
+        return was_told
+
+    def flush(self) -> None:
+        """Have every line on the disk before this returns. Called before a snapshot, so that none it counts is missing.
+
+        Raises:
+            OSError: the disk does not take them.
+        """
+        self._lines.flush()
+
+    def close(self) -> None:
+        """Write what is left. Safe to call twice."""
+        self._lines.close()
+
+
+def read(path: Path) -> list[Line]:
+    """Every line of `metrics.jsonl`; none where there is no file, and a torn last one left out."""
+    return list(stream(path))
+
+
+def stream(path: Path) -> Iterator[Line]:
+    """The lines of `metrics.jsonl` one by one, also while the run adds to them."""
+    for line in read_lines(path):
+        yield {key: value if key in _TEXTS else from_words(value) for key, value in line.items()}
+
+
+def text_of(event: Event) -> str:
+    """The line that `event` becomes, with its end."""
+    if isinstance(event, StepDone) and not event.values:
+        timing, norm = event.timing, event.gradient_norm
+        if math.isfinite(event.loss + event.lr + (norm or 0.0) + timing.total):
+            return _STEP % (
+                *(event.step, event.epoch, event.time, float(event.loss), float(event.lr), event.samples),
+                *("null" if norm is None else repr(float(norm)), event.bytes_sent, timing.total, timing.compute),
+                *(timing.communication_exposed, timing.data_wait, timing.snapshot_stall, timing.other),
+                event.exchange_seconds,
+            )
+    return json.dumps(line_of(event), allow_nan=False) + "\n"
+
+
+def line_of(event: Event) -> Line:
+    """The object that `event` becomes: numbers that are none as words, paths as text."""
+    fields = asdict(event)
+    line = {"event": WORDS[type(event)], "step": fields.pop("step"), "epoch": fields.pop("epoch", None)}
+    line["time"] = round(fields.pop("time"), 6)
+    if line["epoch"] is None:
+        del line["epoch"]
+    if isinstance(event, StepDone):
+        timing = {name: round(seconds, 6) for name, seconds in fields.pop("timing").items()}
+        values = fields.pop("values")
+        fields["exchange_seconds"] = round(fields["exchange_seconds"], 6)
+        line |= fields | {"seconds": timing.pop("total")} | timing | ({"values": values} if values else {})
+    else:
+        line |= fields
+    return {key: _plain(value) for key, value in line.items()}
+
+
+def _how_it_broke_off(tail: list[Line]) -> str:
+    """In words, how the run that wrote `tail` ended; "" for one that ended in order."""
+    if not tail:
+        return ""
+    turns = [line for line in tail if line.get("event") in ("start", "end")]
+    if turns and turns[-1]["event"] == "end":
+        return "" if turns[-1]["status"] in _ORDERLY else f"the run failed: {turns[-1]['reason']}"
+    last = max(
+        (line["step"] for line in tail if line.get("event") == "step"), default=turns[-1]["step"] if turns else 0
+    )
+    return f"the run broke off after step {last}"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, str | int | None):
+        return value
+    return to_words(float(value))  # float: a user's value may be numpy's

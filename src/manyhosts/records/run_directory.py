@@ -1,0 +1,126 @@
+"""Where everything of one run stands."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from manyhosts.errors import ConfigError
+from manyhosts.records.whole_file import read_json
+
+VARIABLE = "MANYHOSTS_RUN_DIR"
+"""Names the run directory to the workers of `manyhosts run`."""
+UNASKED = "MANYHOSTS_RUN_DIR_UNASKED"
+"""Set where nobody asked for that directory, so that a script may choose another."""
+APART = "MANYHOSTS_DISKS_APART"
+"""Set where hosts do not share that directory: each has one of that name on its own disk."""
+
+
+def check_is_folder(text: str, *, where: str) -> None:
+    """See that a run directory that somebody has named is no address of an object store.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    if re.match(r"[a-z][a-z0-9+]*:/", text):
+        raise ConfigError(
+            f"{text!r} is the address of a store, but a record grows line by line, which takes a disk",
+            where=where,
+            fix="leave it on the disk, and have snapshots and the record copied there: --set snapshots.to=ADDRESS",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """The paths of one run, by their names in docs: each may or may not be there yet."""
+
+    path: Path
+
+    @classmethod
+    def choose(cls, script: Path, variables: Mapping[str, str] | None = None) -> RunDirectory:
+        """What `MANYHOSTS_RUN_DIR` names, or else a new `runs/<script>-<time>` below the working directory."""
+        chosen = (os.environ if variables is None else variables).get(VARIABLE)
+        if chosen:
+            return cls(Path(chosen))
+        base = Path("runs", f"{script.stem}-{time.strftime('%Y%m%d-%H%M%S')}")
+        base.parent.mkdir(parents=True, exist_ok=True)
+        count, path = 1, base
+        while True:
+            try:
+                path.mkdir()  # claims the name: two runs may start in the same second
+            except FileExistsError:
+                count += 1
+                path = base.with_name(f"{base.name}-{count}")
+            else:
+                return cls(path)
+
+    @property
+    def run_json(self) -> Path:
+        """What was asked: see `records.run_record`."""
+        return self.path / "run.json"
+
+    @property
+    def metrics(self) -> Path:
+        """What happened, line by line: see `records.metrics`."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        """What came out: see `records.summary`."""
+        return self.path / "summary.json"
+
+    @property
+    def snapshots(self) -> Path:
+        """The folder of what the run can go on from."""
+        return self.path / "snapshots"
+
+    @property
+    def best(self) -> Path:
+        """The best model by the watched metric."""
+        return self.path / "best"
+
+    @property
+    def tensorboard(self) -> Path:
+        """The folder of TensorBoard's event files."""
+        return self.path / "tensorboard"
+
+    @property
+    def logs(self) -> Path:
+        """The folder of what the workers printed."""
+        return self.path / "logs"
+
+    def log(self, host: str, rank: int) -> Path:
+        """What one worker printed."""
+        return self.logs / f"{host}-{rank}.log"
+
+    def samples(self, rank: int) -> Path:
+        """Which samples one worker took in each step, where that was asked for."""
+        return self.logs / f"samples-{rank}.jsonl"
+
+    def open_for(self, script: Path) -> RunDirectory:
+        """Make the directory, for a run of `script`. One that is there already is gone on with.
+
+        Raises:
+            ConfigError: it is the run of another script, or cannot be made.
+        """
+        try:
+            self.logs.mkdir(parents=True, exist_ok=True)
+        except OSError as cause:
+            raise ConfigError(
+                f"cannot make the run directory: {cause.strerror or cause}",
+                where=str(self.path),
+                fix="choose another with --run-dir DIR",
+            ) from cause
+        if self.run_json.exists():
+            before = str(read_json(self.run_json).get("script", ""))
+            if Path(before).name != script.name:
+                raise ConfigError(
+                    f"this is the run directory of {before}, not of {script}",
+                    where=str(self.path),
+                    fix="choose another with --run-dir DIR, or leave that out to begin a new run",
+                )
+        return self

@@ -1,0 +1,258 @@
+"""`summary.json`: what came out of a run, reckoned from its record and the lines of its metrics."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from array import array
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from manyhosts.errors import ConfigError
+from manyhosts.records.line_file import Line
+from manyhosts.records.numbers import from_words, to_words
+from manyhosts.records.run_record import RunRecord
+from manyhosts.records.whole_file import read_json, write_json_whole
+
+SCHEMA_VERSION = 1
+PARTS = ("compute", "communication_exposed", "data_wait", "snapshot_stall", "other")
+"""What the time of a step is made of."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summary:
+    """What `summary.json` holds. None or an empty mapping stands for what the run did not do."""
+
+    status: str
+    """`completed`, `stopped early`, `failed` or `interrupted`."""
+    reason: str
+    workers: int
+    nodes: int
+    strategy: str
+    compression: str
+    precision: str
+    global_batch: int | None
+    """Samples behind one optimizer step, over all workers."""
+    lr: float | None
+    """The highest learning rate of the run: what a warm-up rises to and a schedule falls from."""
+    steps: int
+    """Optimizer steps, each counted once however often it was redone."""
+    epochs: int
+    """Epochs that were finished."""
+    steps_per_epoch: int | None
+    samples_per_second: float | None
+    """Samples over the time of their steps: validation and snapshots between steps are not in it."""
+    epoch_seconds: Sequence[float]
+    """Of each finished epoch: the time of its steps."""
+    step_seconds: Mapping[str, float]
+    """`median` and `p95` of whole steps; `compute`, `communication_exposed`, `data_wait`, `snapshot_stall` and `other`
+    are means, which add up to the mean step."""
+    bytes_sent_per_step: float | None
+    """Mean over the steps, of the leader."""
+    network: Mapping[str, float] = field(default_factory=dict)
+    """In bytes per second and worker: `effective_bandwidth`: what was sent over the time in which exchanges were under
+    way, hidden or not; where `compression="auto"` probed also `probed_bandwidth` and, in seconds, `probed_latency`."""
+    compression_reason: str = ""
+    """Why `auto` took the compression that it took."""
+    restarts: int
+    """How often training went on after a failure."""
+    steps_redone: int
+    seconds_lost: float
+    """What failures cost: the work done again and the time down."""
+    train_loss: float | None
+    """Mean over the samples of the last epoch, or of the part of it that ran."""
+    validation: Mapping[str, float]
+    """The last one."""
+    best: Mapping[str, Any]
+    """`metric`, `value` and `step` of the best validation."""
+    test: Mapping[str, float]
+    weights_sha256: str
+    """Over the parameters and buffers in name order: equal hash, equal bits."""
+    seconds: float
+    """From the first start to the end, without the time between an orderly end and going on later."""
+    schema_version: int = field(default=SCHEMA_VERSION)
+
+    def write(self, path: Path) -> None:
+        """Write the summary to `path`, whole or not at all. Numbers that are none become words, as in the metrics."""
+        write_json_whole(path, to_words(dataclasses.asdict(self)))
+
+    @classmethod
+    def read(cls, path: Path) -> Summary:
+        """The summary at `path`.
+
+        Raises:
+            ConfigError: there is none, a field is missing, or another version of manyhosts wrote it.
+        """
+        fields = read_json(path)
+        version = fields.get("schema_version")
+        if version != SCHEMA_VERSION:
+            raise ConfigError(
+                f"summary.json has schema version {version}, and this manyhosts reads {SCHEMA_VERSION}",
+                where=str(path),
+                fix="read it with the version of manyhosts that wrote it (see `versions` in run.json)",
+            )
+        given_later = {"network", "compression_reason"}  # an older file is none the worse without them
+        names = [entry.name for entry in dataclasses.fields(cls)]
+        missing = [name for name in names if name not in fields and name not in given_later]
+        if missing:
+            raise ConfigError(
+                f"summary.json lacks {', '.join(missing)}", where=str(path), fix="restore the file, or run again"
+            )
+        texts = {"status", "reason", "strategy", "compression", "compression_reason", "precision", "weights_sha256"}
+        return cls(
+            **{name: fields[name] if name in texts else from_words(fields[name]) for name in names if name in fields}
+        )
+
+
+def summarise(lines: Iterable[Line], record: RunRecord) -> Summary:
+    """The summary of a run whose metrics are `lines`, in their order, also across restarts."""
+    story = _Story()
+    for line in lines:
+        story.hear(line)
+    strategy = record.settings.get("strategy") or {}
+    return Summary(
+        status=story.end.get("status", "interrupted" if story.totals else "completed"),
+        reason=story.end.get("reason", "no end is on record" if story.totals else "tested without training"),
+        workers=record.workers,
+        nodes=len(record.hosts),
+        strategy=record.strategy,
+        compression=story.compression.get("compression") or strategy.get("compression") or "none",
+        compression_reason=story.compression.get("why", ""),
+        network=story.network(),
+        precision=record.settings["precision"],
+        global_batch=_global_batch(record),
+        lr=max(story.lrs, default=None),
+        steps=story.end.get("step", story.last_step),
+        epochs=len(story.finished),
+        steps_per_epoch=story.start.get("steps_per_epoch"),
+        samples_per_second=_ratio(sum(story.samples), sum(story.totals)),
+        epoch_seconds=[round(story.seconds_of[epoch], 6) for epoch in story.finished],
+        step_seconds=story.step_seconds(),
+        bytes_sent_per_step=_ratio(story.bytes_sent, len(story.totals)),
+        restarts=len(story.restarts),
+        steps_redone=sum(line["steps_redone"] for line in story.restarts),
+        seconds_lost=round(sum(line["seconds_lost"] for line in story.restarts), 6),
+        train_loss=_ratio(story.loss_sum, story.loss_samples),
+        validation=story.validation.get("values", {}),
+        best=story.best(record),
+        test=story.test.get("values", {}),
+        weights_sha256=story.end.get("weights_sha256", ""),
+        seconds=round(story.seconds, 6),
+    )
+
+
+class _Story:
+    """What has been heard of the lines so far; numbers of steps are kept close, for there may be millions."""
+
+    def __init__(self) -> None:
+        self.start: Line = {}
+        self.end: Line = {}
+        self.validation: Line = {}
+        self.best_validation: Line = {}
+        self.test: Line = {}
+        self.restarts: list[Line] = []
+        self.finished: list[int] = []
+        self.totals, self.samples, self.lrs = array("d"), array("q"), set[float]()
+        self.parts = dict.fromkeys(PARTS, 0.0)
+        self.seconds_of: dict[int, float] = defaultdict(float)
+        self.bytes_sent = 0
+        self.bytes_in_exchanges, self.exchange_seconds = 0, 0.0
+        self.compression: Line = {}
+        self.last_step = 0
+        self.epoch = -1
+        self.loss_sum, self.loss_samples = 0.0, 0
+        self.seconds = 0.0
+        self._running_since: float | None = None
+
+    def hear(self, line: Line) -> None:
+        kind = line["event"]
+        if kind == "step":
+            self._step(line)
+        elif kind == "epoch":
+            self.finished.append(line["epoch"])
+        elif kind == "validation":
+            self.validation = line
+            if line["best"]:
+                self.best_validation = line
+        elif kind == "restart":
+            self.restarts.append(line)
+        elif kind == "start":
+            self.start, self.end = line, {}
+        elif kind in ("test", "compression", "end"):
+            setattr(self, kind, line)
+        if kind != "test":
+            self._clock(kind, line["time"])
+
+    def _step(self, line: Line) -> None:
+        self.last_step = line["step"]
+        self.totals.append(line["seconds"])
+        self.samples.append(line["samples"])
+        self.lrs.add(line["lr"])
+        for part in PARTS:
+            self.parts[part] += line[part]
+        self.seconds_of[line["epoch"]] += line["seconds"]
+        self.bytes_sent += line["bytes_sent"]
+        if line.get("exchange_seconds"):
+            self.bytes_in_exchanges += line["bytes_sent"]
+            self.exchange_seconds += line["exchange_seconds"]
+        if line["epoch"] != self.epoch:
+            self.epoch, self.loss_sum, self.loss_samples = line["epoch"], 0.0, 0
+        self.loss_sum += line["loss"] * line["samples"]
+        self.loss_samples += line["samples"]
+
+    def _clock(self, kind: str, time: float) -> None:
+        """Count from each start, or what led to it, to the end; a run that broke off goes on counting."""
+        if self._running_since is not None:
+            self.seconds += time - self._running_since
+        elif kind != "start":
+            return
+        self._running_since = None if kind == "end" else time
+
+    def step_seconds(self) -> dict[str, float]:
+        """Median and 95th percentile of a step, and the mean of each part."""
+        if not self.totals:
+            return {}
+        ordered = sorted(self.totals)
+        values = {"median": percentile(ordered, 50), "p95": percentile(ordered, 95)}
+        values |= {part: total / len(ordered) for part, total in self.parts.items()}
+        return {name: round(value, 9) for name, value in values.items()}
+
+    def network(self) -> dict[str, float]:
+        """What the network gave, and what it was found to be able to give."""
+        found = {}
+        if self.exchange_seconds:
+            found["effective_bandwidth"] = round(self.bytes_in_exchanges / self.exchange_seconds, 1)
+        if self.compression:
+            found |= {"probed_bandwidth": self.compression["bandwidth"], "probed_latency": self.compression["latency"]}
+        return found
+
+    def best(self, record: RunRecord) -> dict[str, Any]:
+        """The best validation by the metric that early stopping watches: the loss, where nothing is said."""
+        metric = (record.settings.get("early_stopping") or {}).get("metric", "loss")
+        line = self.best_validation
+        if metric not in line.get("values", {}):
+            return {}
+        return {"metric": metric, "value": line["values"][metric], "step": line["step"]}
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """The value below which `percent` of `ordered` (sorted, not empty) lie, linear between neighbours."""
+    place = (len(ordered) - 1) * percent / 100
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+def _global_batch(record: RunRecord) -> int | None:
+    settings = record.settings
+    if settings.get("batch_size"):
+        return int(settings["batch_size"])
+    each = settings.get("batch_size_per_worker")
+    return each * record.workers if each else None
+
+
+def _ratio(amount: float, over: float) -> float | None:
+    return amount / over if over else None

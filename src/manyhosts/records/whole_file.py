@@ -1,0 +1,54 @@
+"""Small files that are whole or absent: written beside their place and moved there by one rename."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from manyhosts.errors import ConfigError
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Put `content` at `path`. A crash leaves what was there before, never a part of the new."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    half = path.with_name(f".{path.name}.{os.getpid()}.half")
+    try:
+        with half.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())  # on the disk before it has its name, or a power cut leaves an empty file
+        os.replace(half, path)
+    finally:
+        half.unlink(missing_ok=True)
+
+
+def write_json_whole(path: Path, value: Any) -> None:
+    """Put `value` at `path` as JSON that a person can read too. Plain values only; NaN is refused."""
+    write_whole(path, (json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n").encode())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object at `path`.
+
+    Raises:
+        ConfigError: there is no such file, or it holds something else.
+    """
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError as cause:
+        raise ConfigError(
+            f"there is no {path.name}", where=str(path.parent), fix="give the directory of a run, such as runs/train-…"
+        ) from cause
+    except (OSError, ValueError) as cause:
+        raise ConfigError(
+            f"cannot read {path.name}: {cause}", where=str(path), fix="restore the file, or give another run directory"
+        ) from cause
+    if not isinstance(value, dict):
+        raise ConfigError(
+            f"{path.name} holds a {type(value).__name__}, not an object",
+            where=str(path),
+            fix="restore the file, or give another run directory",
+        )
+    return value

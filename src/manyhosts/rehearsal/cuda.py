@@ -1,0 +1,189 @@
+"""`torch.cuda` and `torch.accelerator` as a machine would answer that has one GPU for each of its workers."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from manyhosts.rehearsal.mapping import note, refuse, replace
+
+_MEMORY_BYTES = 16 << 30
+_ZERO = (
+    *("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved", "memory_cached"),
+    *("max_memory_cached", "utilization", "temperature", "power_draw", "memory_usage", "clock_rate"),
+)
+_NOTHING = (
+    *("synchronize", "empty_cache", "ipc_collect", "init", "set_stream", "reset_peak_memory_stats"),
+    *("reset_max_memory_allocated", "reset_max_memory_cached", "reset_accumulated_memory_stats"),
+    *("set_per_process_memory_fraction", "set_sync_debug_mode"),
+)
+_REFUSED = ("CUDAGraph", "graph", "make_graphed_callables", "MemPool", "CUDAPluggableAllocator", "jiterator")
+
+
+class Stream:
+    """A queue of work that is done at once."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.device = torch.device("cpu")
+        self.cuda_stream = 0
+
+    def synchronize(self) -> None:
+        """Everything is done already."""
+
+    def wait_stream(self, _: Any) -> None:
+        """Everything is done already."""
+
+    def wait_event(self, _: Any) -> None:
+        """Everything is done already."""
+
+    def query(self) -> bool:
+        """Whether everything is done."""
+        return True
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """An event at this moment."""
+        event = event or Event()
+        event.record()
+        return event
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+
+class Event:
+    """A moment on the clock of the CPU."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.time_s = 0.0
+
+    def record(self, _: Any = None) -> None:
+        """This is the moment."""
+        self.time_s = time.perf_counter()
+
+    def elapsed_time(self, other: Event) -> float:
+        """Milliseconds from this event to `other`."""
+        return (other.time_s - self.time_s) * 1000
+
+    def synchronize(self) -> None:
+        """It is over already."""
+
+    def wait(self, _: Any = None) -> None:
+        """It is over already."""
+
+    def query(self) -> bool:
+        """Whether it is over."""
+        return True
+
+
+class _Device:
+    """`with torch.cuda.device(1):`."""
+
+    def __init__(self, device: Any) -> None:
+        self.device = device
+
+    def __enter__(self) -> _Device:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+
+def put_in_place() -> None:
+    """Let `torch.cuda` and `torch.accelerator` answer for GPUs that are not there."""
+    gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    current = [int(os.environ.get("LOCAL_RANK", "0"))]
+
+    def set_device(device: Any = 0) -> None:
+        note("GPUs become this machine's CPU")
+        index = torch.device(device).index if isinstance(device, str | torch.device) else int(device)
+        if index is not None and index >= gpus:
+            raise RuntimeError(f"CUDA error: invalid device ordinal {index}; the rehearsal has {gpus}, one per worker")
+        current[0] = index if index is not None else current[0]
+
+    properties = SimpleNamespace(
+        name="rehearsal",
+        total_memory=_MEMORY_BYTES,
+        major=8,
+        minor=0,
+        multi_processor_count=1,
+        is_integrated=False,
+        is_multi_gpu_board=False,
+        warp_size=32,
+    )
+    answers: dict[str, Callable[..., Any]] = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: False,
+        "device_count": lambda: gpus,
+        "current_device": lambda: current[0],
+        "set_device": set_device,
+        "device": _Device,
+        "device_of": lambda _: nullcontext(),
+        "get_device_name": lambda *_: "rehearsal",
+        "get_device_capability": lambda *_: (8, 0),
+        "get_device_properties": lambda *_: properties,
+        "is_bf16_supported": lambda *_, **__: True,
+        "is_tf32_supported": lambda: False,
+        "mem_get_info": lambda *_: (_MEMORY_BYTES, _MEMORY_BYTES),
+        "memory_stats": lambda *_: {},
+        "memory_summary": lambda *_, **__: "",
+        "memory_snapshot": lambda *_: [],
+        "get_arch_list": list,
+        "Stream": Stream,
+        "Event": Event,
+        "current_stream": lambda *_: Stream(),
+        "default_stream": lambda *_: Stream(),
+        "stream": lambda _: nullcontext(),
+        "can_device_access_peer": lambda *_: False,
+        "manual_seed": torch.default_generator.manual_seed,
+        "manual_seed_all": torch.default_generator.manual_seed,
+        "initial_seed": torch.initial_seed,
+        "get_rng_state": lambda *_: torch.get_rng_state(),
+        "set_rng_state": lambda state, *_: torch.set_rng_state(state),
+        "get_rng_state_all": lambda: [torch.get_rng_state()] * gpus,
+        "set_rng_state_all": lambda states: torch.set_rng_state(states[current[0]]),
+    }
+    answers |= {name: _zero for name in _ZERO} | {name: _nothing for name in _NOTHING}
+    answers |= {name: _refusing(f"torch.cuda.{name}") for name in _REFUSED}
+    replace(torch.cuda, **answers)
+    replace(torch.cuda.nccl, version=lambda: (2, 27, 0))  # some scripts ask before they begin
+    replace(torch.cuda.nvtx, range_push=_nothing, range_pop=_nothing, mark=_nothing)
+    torch.version.cuda = torch.version.cuda or "12.8"
+    accelerator: dict[str, Callable[..., Any]] = {
+        "is_available": lambda: True,
+        "device_count": lambda: gpus,
+        "current_accelerator": lambda *_, **__: torch.device("cuda"),
+        "current_device_index": lambda: current[0],
+        "current_device_idx": lambda: current[0],
+        "set_device_index": set_device,
+        "set_device_idx": set_device,
+        "device_index": _Device,
+        "synchronize": _nothing,
+        "current_stream": lambda *_: Stream(),
+        "set_stream": _nothing,
+    }
+    for name in ("empty_cache", "reset_peak_memory_stats", "reset_accumulated_memory_stats"):
+        accelerator[name] = _nothing
+    for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
+        accelerator[name] = _zero
+    replace(torch.accelerator, **accelerator)
+
+
+def _zero(*_: Any, **__: Any) -> int:
+    return 0
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _refusing(name: str) -> Callable[..., Any]:
+    return lambda *_, **__: refuse(name)

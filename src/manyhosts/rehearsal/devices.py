@@ -1,0 +1,87 @@
+"""Devices named in calls: every CUDA device is this machine's CPU, whoever names it and how."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.data import DataLoader
+
+from manyhosts.rehearsal.mapping import note, replace
+
+_CPU = torch.device("cpu")
+_CUDA_WORD = re.compile(r"cuda(:\d+)?")
+_TAKES_A_NUMBER = {Tensor.to, Tensor.cuda}
+"""Methods whose first argument may be the number of a GPU."""
+
+
+def on_cpu(value: Any) -> Any:
+    """`value` with the CPU in place of a CUDA device; anything else as it is."""
+    if isinstance(value, torch.device) and value.type == "cuda":
+        note("GPUs become this machine's CPU")
+        return _CPU
+    if isinstance(value, str) and _CUDA_WORD.fullmatch(value):
+        note("GPUs become this machine's CPU")
+        return "cpu"
+    return value
+
+
+class _Mapped(TorchFunctionMode):
+    """Every function of torch that a script calls goes through here: factories, `to`, `cuda`."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = {key: on_cpu(value) for key, value in (kwargs or {}).items()}
+        if isinstance(named.get("device"), int):
+            named["device"] = _CPU
+        if func is Tensor.cuda:
+            note("GPUs become this machine's CPU")
+            return args[0]
+        if func is Tensor.pin_memory:
+            note("pinned memory becomes ordinary memory")
+            return args[0]
+        if named.get("pin_memory"):
+            note("pinned memory becomes ordinary memory")
+            named["pin_memory"] = False
+        if func in _TAKES_A_NUMBER and len(args) > 1 and type(args[1]) is int:
+            args = (args[0], _CPU, *args[2:])
+        return func(*map(on_cpu, args), **named)
+
+
+def put_in_place() -> None:
+    """Map devices in the calls of this process from now on."""
+    _Mapped().__enter__()  # type: ignore[no-untyped-call]  # for the life of the process
+    module_to, load, make_loader = nn.Module.to, torch.load, DataLoader.__init__
+    set_default_device, tensor_type = torch.set_default_device, torch.set_default_tensor_type
+
+    def to(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        args = tuple(_CPU if type(arg) is int else on_cpu(arg) for arg in args)
+        return module_to(self, *args, **{key: on_cpu(value) for key, value in kwargs.items()})
+
+    def cuda(self: nn.Module, device: Any = None) -> nn.Module:
+        note("GPUs become this machine's CPU")
+        return self
+
+    def mapped_load(file: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        note("saved GPU tensors are loaded to this machine's CPU")
+        return load(file, _CPU, *args, **kwargs)
+
+    def make_unpinned(self: Any, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("pin_memory"):
+            note("pinned memory becomes ordinary memory")
+        make_loader(self, *args, **{**kwargs, "pin_memory": False, "pin_memory_device": ""})
+
+    def default_device(device: Any) -> None:
+        set_default_device(on_cpu(device))
+
+    def default_tensor_type(kind: Any) -> None:
+        tensor_type(kind.replace("torch.cuda.", "torch.") if isinstance(kind, str) else kind)
+
+    replace(nn.Module, to=to, cuda=cuda)
+    replace(DataLoader, __init__=make_unpinned)
+    replace(torch, load=mapped_load, set_default_device=default_device, set_default_tensor_type=default_tensor_type)

@@ -1,0 +1,74 @@
+"""Backends and wrappers of torch.distributed: NCCL and MPI become Gloo, which really sends between the workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.device_mesh as meshes
+from torch.nn.parallel import DistributedDataParallel
+
+from manyhosts.rehearsal.mapping import note, replace
+
+Function = Callable[..., Any]
+
+
+def put_in_place() -> None:
+    """Map backends, device meshes and DistributedDataParallel from now on."""
+    functions = {
+        "init_process_group": _init(dist.init_process_group),
+        "new_group": _new_group(dist.new_group),
+        "barrier": _barrier(dist.barrier),
+        "is_nccl_available": lambda: True,
+    }
+    mesh = _mesh(meshes.init_device_mesh)
+    for module in (dist, dist.distributed_c10d):  # some code takes them from where they are made
+        replace(module, **functions)
+    for module in (dist, meshes):
+        replace(module, init_device_mesh=mesh)
+    replace(DistributedDataParallel, __init__=_wrapper(DistributedDataParallel.__init__))
+
+
+def _init(torchs: Function) -> Function:
+    def init(backend: Any = None, *args: Any, device_id: Any = None, **kwargs: Any) -> None:
+        if backend != "gloo":
+            note(f"{backend or 'the default backend'} becomes gloo")
+        torchs("gloo", *args, **kwargs)
+
+    return init
+
+
+def _new_group(torchs: Function) -> Function:
+    def group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("device_id", None)
+        return torchs(ranks, timeout, "gloo" if backend else None, *args, **kwargs)
+
+    return group
+
+
+def _barrier(torchs: Function) -> Function:
+    def meet(group: Any = None, async_op: bool = False, device_ids: Any = None, **kwargs: Any) -> Any:
+        return torchs(group, async_op, **kwargs)
+
+    return meet
+
+
+def _mesh(torchs: Function) -> Function:
+    def mesh(device_type: str, *args: Any, **kwargs: Any) -> Any:
+        if device_type == "cuda":
+            note("a mesh of GPUs becomes one of CPUs")
+        return torchs("cpu", *args, **kwargs)
+
+    return mesh
+
+
+def _wrapper(torchs: Function) -> Function:
+    def wrap(
+        self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **more: Any
+    ) -> None:
+        if device_ids:
+            note("device_ids are left out")
+        torchs(self, module, None, None, *args, **more)
+
+    return wrap

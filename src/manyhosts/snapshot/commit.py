@@ -1,0 +1,156 @@
+"""How several workers write one snapshot: each its part, and the leader the name, when all parts are there.
+
+Everything goes through the folder that the workers share, on threads beside training: a collective here would get into
+the order of the training's own. Names of a folder on its way:
+
+    step-00000400.<token>.half    being written; the token is new for each try, so that nothing left over gets into it
+    step-00000400                 whole
+    step-00000400.new, .old       whole; only where one of that name was there already, see `put_in_place`
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from manyhosts.errors import SnapshotError
+from manyhosts.records.manifest import FileRecord, found_in
+from manyhosts.snapshot.disk import Disk
+
+_LOOK_EVERY_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one worker has written, or why it could not."""
+
+    files: Mapping[str, FileRecord] = field(default_factory=dict)
+    failure: str = ""
+
+
+def tell(half: Path, rank: int, part: Part, disk: Disk) -> None:
+    """Leave word for the leader that worker `rank` is done.
+
+    Raises:
+        OSError: the disk would not have it.
+    """
+    unready = half / f"part-{rank:05d}.unready"  # nobody may read half a word
+    if not part.failure:
+        files = {name: {"bytes": file.bytes, "sha256": file.sha256} for name, file in part.files.items()}
+        disk.write_file(unready, [json.dumps(files).encode()])
+        disk.rename(unready, half / _record_name(rank))
+        return
+    try:
+        disk.write_file(unready, [part.failure.encode()])
+        disk.rename(unready, half / _failure_name(rank))
+    except OSError:  # a full disk may still take an empty file, and its name says the most important thing
+        disk.create(half / _failure_name(rank)).close()
+
+
+def hear(half: Path, ranks: Sequence[int], patience_s: float, gave_up: Callable[[], str]) -> dict[int, Part]:
+    """Wait until all of `ranks` have left word.
+
+    Raises:
+        SnapshotError: one of them failed, or was silent for `patience_s` seconds, or `gave_up` gave a reason.
+    """
+    heard: dict[int, Part] = {}
+    deadline = time.monotonic() + patience_s
+    while True:
+        for rank in ranks:
+            if rank not in heard and (part := _word_of(half, rank)):
+                heard[rank] = part
+        failed = {rank: part.failure for rank, part in heard.items() if part.failure}
+        if failed:
+            [rank, reason] = min(failed.items())
+            raise SnapshotError(f"worker {rank} could not write its part: {reason}", where=str(half))
+        silent = [rank for rank in ranks if rank not in heard]
+        if not silent:
+            return heard
+        if reason := gave_up():
+            raise SnapshotError(reason, where=str(half))
+        if time.monotonic() > deadline:
+            raise SnapshotError(
+                f"no part came from worker {', '.join(map(str, silent))} in {patience_s:g} s",
+                where=str(half),
+                fix="see that the run directory is on a disk that all workers share",
+            )
+        time.sleep(_LOOK_EVERY_S)
+
+
+def _word_of(half: Path, rank: int) -> Part | None:
+    with suppress(FileNotFoundError):
+        return Part(failure=(half / _failure_name(rank)).read_text(errors="replace") or "its disk is full")
+    with suppress(FileNotFoundError):
+        files = json.loads((half / _record_name(rank)).read_text())
+        return Part({name: FileRecord(**file) for name, file in files.items()})
+    return None
+
+
+def remove_words(half: Path, ranks: Sequence[int], disk: Disk) -> None:
+    """Take the part records out again: the manifest says the same from now on."""
+    for rank in ranks:
+        disk.remove_file(half / _record_name(rank))
+
+
+def _record_name(rank: int) -> str:
+    return f"part-{rank:05d}.json"
+
+
+def _failure_name(rank: int) -> str:
+    return f"part-{rank:05d}.failed"
+
+
+def put_in_place(half: Path, path: Path, disk: Disk) -> None:
+    """Give a finished folder its name. Once there was a whole one, there always is: under `path`, `.new` or `.old`.
+
+    Not every file system can exchange two folders in one stroke, so where `path` is taken already there are three
+    renames. `.new` is never older than `path`, and `.old` never newer: readers try them in the order new, path, old.
+    """
+    disk.sync_folder(half)
+    _settle(path, disk)
+    if path.exists():
+        disk.rename(half, _new(path))
+        disk.sync_folder(path.parent)  # before the old one goes: a disk may forget a rename and remember a removal
+    else:
+        disk.rename(half, path)
+    _settle(path, disk)
+    disk.sync_folder(path.parent)
+
+
+def _settle(path: Path, disk: Disk) -> None:
+    """Let the newest whole one have the name `path`: the end of a replacement, or of one that was cut short."""
+    new, old = _new(path), path.with_name(f"{path.name}.old")
+    if new.exists():
+        if path.exists():
+            discard(old, disk)
+            disk.rename(path, old)  # and not removed yet: for a moment only there is no `path`
+        disk.rename(new, path)
+    if path.exists():
+        discard(old, disk)
+
+
+def _new(path: Path) -> Path:
+    return path.with_name(f"{path.name}.new")
+
+
+def discard(folder: Path, disk: Disk) -> None:
+    """Remove a whole snapshot. Its first step is the name of a half one, so nobody takes what is left for whole."""
+    if not folder.exists():
+        return
+    half = folder.with_name(f"{folder.name.partition('.')[0]}.half")
+    if folder != half:
+        disk.remove_folder(half)
+        disk.rename(folder, half)
+    disk.remove_folder(half)
+
+
+def remove_halves(folder: Path, disk: Disk, *, but: Path | None = None) -> list[Path]:
+    """Remove what crashes have left in `folder`. Returns what was removed."""
+    halves = [found.path for found in found_in(folder) if found.how == "half" and found.path != but]
+    for half in halves:
+        disk.remove_folder(half)
+    return halves

@@ -1,0 +1,134 @@
+"""Copies whole snapshots from the disk to an object store, one at a time, on a thread beside training.
+
+What is offered takes the place of the one before it that still waits: a network slower than the snapshots come leaves
+some out, and the newest is what counts. A copy that fails costs this copy and nothing else: it is said, the snapshot
+stays on the disk, and the next one is tried.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+from manyhosts.errors import ManyhostsError, SnapshotError
+from manyhosts.events import Note, SnapshotCopied
+from manyhosts.records.manifest import Found, Manifest
+from manyhosts.snapshot.objects.client import sentence
+from manyhosts.snapshot.objects.shelf import ObjectShelf, Replaced
+from manyhosts.snapshot.prune import older
+
+
+class Copier:
+    """Copies what it is offered to the shelf that `reach` gives, where the newest `keep` stay."""
+
+    def __init__(
+        self, reach: Callable[[], ObjectShelf], address: str, *, keep: int, records: Mapping[str, Path]
+    ) -> None:
+        """`records`: name → file of the run's record that goes along with each snapshot."""
+        self._reach, self._address, self._keep, self._records = reach, address, keep, records
+        self._shelf: ObjectShelf | None = None
+        self._lock = threading.Lock()
+        self._waiting: dict[str, Path] = {}  # at most one step, and one best
+        self._under_way: Path | None = None
+        self._idle = threading.Event()
+        self._idle.set()
+        self._news: SimpleQueue[SnapshotCopied | Note] = SimpleQueue()
+        self._crash: BaseException | None = None
+        self._has_told_of_old_ones = False
+
+    def offer(self, path: Path) -> None:
+        """Copy the whole snapshot in the folder `path`, soon. Never waits."""
+        with self._lock:
+            self._waiting["best" if path.name == "best" else "step"] = path
+            if self._idle.is_set():
+                self._idle.clear()
+                threading.Thread(target=self._run, name="manyhosts-copy", daemon=True).start()
+
+    def holds(self, path: Path) -> bool:
+        """Whether `path` is being copied or waits for it: it is not to be removed."""
+        with self._lock:
+            return path == self._under_way or path in self._waiting.values()
+
+    def finished(self) -> list[SnapshotCopied | Note]:
+        """What became of the copies that ended since the last call. Never waits."""
+        if self._crash is not None:
+            crash, self._crash = self._crash, None
+            raise crash
+        news = []
+        while True:
+            try:
+                news.append(self._news.get_nowait())
+            except Empty:
+                return news
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until nothing is left to copy, `seconds` at most. Whether nothing is."""
+        return self._idle.wait(seconds)
+
+    # What follows runs on the copying thread.
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._under_way = None
+                    self._idle.set()
+                    return
+                self._under_way = self._waiting.pop(next(iter(self._waiting)))  # in turn, so that none waits for ever
+                path = self._under_way
+            try:
+                self._copy(path)
+            except BaseException as crash:  # a fault of ours: raised again where training sees it
+                self._crash = crash
+
+    def _copy(self, path: Path) -> None:
+        begin = time.perf_counter()
+        try:
+            if self._shelf is None:
+                self._shelf = self._reach()
+            added = self._shelf.add(path, self._records)
+        except Replaced:
+            return  # the one in its place has been offered, too
+        except (OSError, ManyhostsError) as trouble:
+            why = trouble.what if isinstance(trouble, ManyhostsError) else sentence(trouble)
+            kind = "snapshot" if isinstance(trouble, SnapshotError) else "copy"
+            self._say(path, f"{path.name} is not copied to {self._address}: {why}; {_REST[kind]}")
+            return
+        if added is None:
+            return
+        found, manifest = added
+        self._news.put(
+            SnapshotCopied(
+                step=manifest.facts.step,
+                address=self._shelf.files(found).where,
+                bytes=manifest.bytes,
+                seconds=time.perf_counter() - begin,
+                time=time.time(),
+            )
+        )
+        self._remove_older(self._shelf, found, manifest, path)
+
+    def _remove_older(self, shelf: ObjectShelf, newest: Found, manifest: Manifest, path: Path) -> None:
+        try:
+            for found in older(shelf.found(), keep=self._keep, newest=newest, step=manifest.facts.step):
+                shelf.remove(found)
+        except OSError as trouble:  # the copy is whole all the same; the next one tries again
+            if not self._has_told_of_old_ones:
+                self._has_told_of_old_ones = True
+                self._say(path, f"older snapshots cannot be removed from {self._address}: {sentence(trouble)}")
+
+    def _say(self, path: Path, text: str) -> None:
+        step = -1
+        with suppress(ValueError):
+            step = int(path.name.removeprefix("step-"))
+        self._news.put(Note(text=text, step=max(step, 0), time=time.time()))
+
+
+_REST = {
+    "copy": "it stays on the disk, and the next one is tried",
+    "snapshot": "the next one is tried",
+}

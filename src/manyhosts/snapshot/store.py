@@ -1,0 +1,371 @@
+"""A folder of snapshots, each either whole or absent, written beside training by all workers together.
+
+store.save(state, facts)          returns when what may change is copied; copying the rest, hashing and writing go on
+... forward and backward pass
+store.before_update()             waits until the rest is copied, too: usually not at all
+... the optimizer changes the parameters
+store.finished()                  tells what became of it
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from torch import Tensor
+
+from manyhosts.cluster.place import Place
+from manyhosts.communication.world import World
+from manyhosts.errors import SnapshotError
+from manyhosts.events import SnapshotSaved, SnapshotSkipped
+from manyhosts.records import run_directory
+from manyhosts.records.manifest import NAME, Facts, FileRecord, Manifest
+from manyhosts.snapshot import tensors as tensor_files
+from manyhosts.snapshot.apart import bring_best, bring_newest, gather_own, keeps
+from manyhosts.snapshot.commit import Part, discard, hear, put_in_place, remove_halves, remove_words, tell
+from manyhosts.snapshot.copy import Copying, CopySpace
+from manyhosts.snapshot.disk import Disk
+from manyhosts.snapshot.load import Fits, Loaded, everything_fits, newest
+from manyhosts.snapshot.prune import surplus
+from manyhosts.snapshot.share import share_out
+from manyhosts.snapshot.skeleton import take_apart
+
+__all__ = ["Facts", "Loaded", "Store"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Task:
+    """All that the writing thread needs; nothing in it changes any more when `copying` is done."""
+
+    path: Path
+    half: Path
+    facts: Facts
+    copying: Copying
+    texts: Mapping[str, str]
+    """Files that are text: name → content."""
+    tensors: Mapping[str, Mapping[str, str]]
+    """Files of tensors: file name → name of the tensor in the file → name of its copy."""
+    rank: int
+    size: int
+    writers: Sequence[int]
+    """The workers that write a part."""
+    begin: float
+
+
+class Store:
+    """Snapshots of a run, the newest `keep` of them, in `folder`, which the workers of `world` may or may not share."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep: int,
+        world: World | None = None,
+        disk: Disk | None = None,
+        patience_s: float = 600,
+        apart: bool | None = None,
+        holds: Callable[[Path], bool] = lambda _: False,
+    ) -> None:
+        """`patience_s`: how long the leader, done with its own part, waits for those of the others.
+
+        `apart`: whether hosts have disks of their own, so that two of them keep everything; None: as the launcher has
+        said. `holds`: whether a snapshot is still needed by somebody, however old it is.
+        """
+        self.folder = folder
+        self.keep = keep
+        self.stalled_s = 0.0
+        """Seconds that training has stood still for snapshots, all in all."""
+        self._world = world or World(Place())
+        self._disk = disk or Disk()
+        self._patience_s = patience_s
+        self._holds = holds
+        told = bool(os.environ.get(run_directory.APART))
+        self.apart = self._world.is_shared and (told if apart is None else apart)
+        """Whether hosts have disks of their own."""
+        self._space = CopySpace(self._world.device)
+        self._copying: Copying | None = None
+        self._thread: threading.Thread | None = None
+        self._path: Path | None = None
+        self._stall_s = 0.0  # of the snapshot under way
+        self._gave_up = ""  # why nobody waits for the parts of the others any more
+        self._failed = False  # whether the last part of this worker failed
+        self._news: SimpleQueue[SnapshotSaved | SnapshotSkipped] = SimpleQueue()
+        self._crash: BaseException | None = None
+        self._passed_over: set[Path] = set()
+
+    def save(
+        self,
+        state: Mapping[str, Any],
+        facts: Facts,
+        *,
+        own: Mapping[str, Any] | None = None,
+        unchanged_until_update: Iterable[Tensor] = (),
+    ) -> None:
+        """Begin to write `state` as the snapshot of `facts.step`. Every worker calls this, at the same step.
+
+        `state` is equal on all workers; each writes its share of the tensors, or one worker of two hosts all
+        of them where hosts share no disk. `own` is this worker's alone; those of
+        all workers are kept. What shares memory with one of the tensors `unchanged_until_update` (parameters,
+        optimizer state) is copied beside what comes next, and `before_update` must be called before it changes;
+        everything else is copied before this returns. Where a snapshot is still being written, this waits for it.
+
+        What the disk refuses costs this snapshot and nothing else: `finished` tells it.
+
+        Raises:
+            SnapshotError: a value in `state` or `own` is of a kind that cannot be kept.
+        """
+        self.save_as(
+            self.folder / f"step-{facts.step:08d}",
+            state,
+            facts,
+            own=own,
+            unchanged_until_update=unchanged_until_update,
+        )
+
+    def save_as(
+        self,
+        path: Path,
+        state: Mapping[str, Any],
+        facts: Facts,
+        *,
+        own: Mapping[str, Any] | None = None,
+        unchanged_until_update: Iterable[Tensor] = (),
+    ) -> None:
+        """The same under another name (`best`, say), in place of what is there: at no moment is there none."""
+        begin = time.perf_counter()
+        self._make_way()
+        world = self._world
+        # The leader draws a number for this try, so that nothing left over from another can get into it.
+        token = f"{int(world.agree(float(int.from_bytes(os.urandom(6), 'big')))):012x}"
+        texts: dict[str, str] = {}
+        originals: dict[str, Tensor] = {}
+        files: dict[str, dict[str, str]] = {}
+
+        def add(prefix: str, kept: Mapping[str, Tensor], file: str) -> None:
+            files[file] = {name: f"{prefix}{name}" for name in kept}
+            originals.update({f"{prefix}{name}": tensor for name, tensor in kept.items()})
+
+        shared = take_apart(state)
+        rank, writers = world.rank, range(world.size)
+        if self.apart:
+            owns = gather_own(own, world)
+            if not keeps(world):
+                self._count_stall(begin)
+                return
+            rank, writers = 0, range(1)  # the only one, as far as its disk goes
+        else:
+            owns = {world.rank: (_json(apart.nodes), apart.tensors)} if own and (apart := take_apart(own)) else {}
+        if rank == 0:
+            texts["state.json"] = _json(shared.nodes)
+        mine = share_out(shared.tensors, len(writers))[rank]
+        add("state:", mine, f"tensors-{rank:05d}-of-{len(writers):05d}.safetensors")
+        for whose, (nodes, kept) in owns.items():
+            texts[f"own-{whose:05d}.json"] = nodes
+            add(f"own:{whose}:", kept, f"own-{whose:05d}.safetensors")
+        self._copying = self._space.begin(originals, unchanged_until_update)
+        task = _Task(
+            path=path,
+            half=path.with_name(f"{path.name}.{token}.half"),
+            facts=facts,
+            copying=self._copying,
+            texts=texts,
+            tensors=files,
+            rank=rank,
+            size=world.size,
+            writers=writers,
+            begin=begin,
+        )
+        self._gave_up = ""
+        self._stall_s = 0.0
+        self._path = path
+        self._thread = threading.Thread(target=self._run, args=(task,), name="manyhosts-snapshot", daemon=True)
+        self._thread.start()
+        self._count_stall(begin)
+
+    def before_update(self) -> None:
+        """Wait until the parameters may change: usually not at all. Call it right before anything changes them."""
+        copying = self._copying
+        if copying is None:
+            return
+        begin = time.perf_counter()
+        copying.done.wait()
+        self._copying = None
+        self._count_stall(begin)
+
+    def _make_way(self) -> None:
+        """Wait for the snapshot before this one, but not for a part that will not come.
+
+        A worker whose part failed says so in the folder; where its disk refused even that, here.
+        """
+        if not self._world.is_leader:
+            self.wait()
+        if self._world.any(self._failed):
+            self._gave_up = "another worker could not write its part, nor say why"
+        self.wait()
+        self._failed = False
+
+    def _count_stall(self, begin: float) -> None:
+        seconds = time.perf_counter() - begin
+        self._stall_s += seconds
+        self.stalled_s += seconds
+
+    def finished(self) -> list[SnapshotSaved | SnapshotSkipped]:
+        """What became of the snapshots whose writing ended since the last call. Never waits.
+
+        The leader hears of each; another worker only of those in which its own part failed.
+        """
+        self._raise_crash()
+        news = []
+        while True:
+            try:
+                news.append(self._news.get_nowait())
+            except Empty:
+                return news
+
+    def wait(self) -> None:
+        """Wait until nothing is being written."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._copying = None
+        self._raise_crash()
+
+    @property
+    def under_way(self) -> Path | None:
+        """The snapshot that this worker is still writing its part of, or waits for the parts of the others."""
+        return self._path if self._thread is not None and self._thread.is_alive() else None
+
+    def abandon(self) -> None:
+        """Give up what is being written: the workers changed, and the parts of those that went will not come."""
+        self._gave_up = "the workers changed while it was being written"
+
+    def latest(self, fits: Fits = everything_fits) -> Loaded | None:
+        """The newest snapshot that is whole and fits, the same on every worker; None where there never was one.
+
+        `fits` looks at a manifest and says why not, or nothing. Every worker calls this. Those that were passed over
+        are named in `skipped`.
+
+        Raises:
+            SnapshotError: there are snapshots, and none can be gone on from; each is named with its reason.
+        """
+        self.gather()
+        loaded = newest(self.folder, fits, self._world)
+        if loaded is not None:
+            self._passed_over = {skipped.path for skipped in loaded.skipped}
+        return loaded
+
+    def gather(self) -> None:
+        """Where hosts have disks of their own, bring the newest on any of them to all. Every worker calls this."""
+        self.wait()
+        if self.apart:
+            bring_newest(self.folder, self._world, self._disk)
+
+    def everywhere(self, path: Path) -> None:
+        """See that all hosts have the leader's snapshot at `path` (`best`, say), where there is one. All call this."""
+        self.wait()
+        if self.apart:
+            self._world.barrier()  # the leader's is whole
+            bring_best(path, self._world, self._disk)
+
+    def keeps_copy(self) -> bool:
+        """Whether hosts have disks of their own, and this worker's is one that keeps everything. All call this."""
+        return self.apart and keeps(self._world)
+
+    def _raise_crash(self) -> None:
+        if self._crash is not None:
+            crash, self._crash = self._crash, None
+            raise crash
+
+    # What follows runs on the writing thread.
+
+    def _run(self, task: _Task) -> None:
+        try:
+            task.copying.finish()
+            self._write(task)
+        except (OSError, SnapshotError) as trouble:
+            news = SnapshotSkipped(step=task.facts.step, path=task.path, reason=_sentence(trouble), time=time.time())
+            self._failed = True
+            self._news.put(news)
+        except BaseException as crash:  # a fault of ours: raised again where training sees it
+            self._crash = crash
+
+    def _write(self, task: _Task) -> None:
+        leads = task.rank == 0
+        try:
+            if leads:
+                with suppress(OSError):  # what clings to the disk takes room, and no more
+                    remove_halves(task.path.parent, self._disk, but=task.half)
+            self._disk.make_folder(task.half)
+            tell(task.half, task.rank, Part(self._write_files(task)), self._disk)
+            if leads:
+                self._commit(task)
+        except Exception as trouble:
+            self._clean_up(task, trouble)
+            raise
+
+    def _write_files(self, task: _Task) -> dict[str, FileRecord]:
+        records = {}
+        for name, parts in task.tensors.items():
+            copies = {inside: task.copying.copies[copy] for inside, copy in parts.items()}
+            records[name] = tensor_files.write(task.half / name, copies, self._disk)
+        for name, text in task.texts.items():
+            records[name] = tensor_files.write_text(task.half / name, text, self._disk)
+        return records
+
+    def _commit(self, task: _Task) -> None:
+        ranks = task.writers
+        parts = hear(task.half, ranks, self._patience_s, lambda: self._gave_up)
+        files = {name: file for rank in ranks for name, file in sorted(parts[rank].files.items())}
+        manifest = Manifest(facts=task.facts, world_size=task.size, files=files, time=time.time())
+        remove_words(task.half, ranks, self._disk)
+        self._disk.write_file(task.half / NAME, [manifest.to_text().encode()])
+        put_in_place(task.half, task.path, self._disk)
+        self._news.put(
+            SnapshotSaved(
+                step=task.facts.step,
+                path=task.path,
+                bytes=manifest.bytes,
+                seconds=time.perf_counter() - task.begin,
+                stall_seconds=self._stall_s,
+                time=manifest.time,
+            )
+        )
+        self._passed_over.discard(task.path)
+        if task.path.parent == self.folder:
+            with suppress(OSError):  # the snapshot is whole all the same; the next one tries again
+                for path in surplus(self.folder, keep=self.keep, newest=task.facts.step, bad=self._passed_over):
+                    if not self._holds(path):
+                        discard(path, self._disk)
+
+    def _clean_up(self, task: _Task, trouble: Exception) -> None:
+        """Leave nothing half behind. The disk is in trouble already, so more of it here is no news."""
+        try:
+            if task.rank == 0:
+                self._disk.remove_folder(task.half)
+            else:
+                for name in (*task.tensors, *task.texts):  # makes room to say so
+                    if (task.half / name).exists():
+                        self._disk.remove_file(task.half / name)
+                tell(task.half, task.rank, Part(failure=_sentence(trouble)), self._disk)
+        except OSError:
+            return
+
+
+def _json(nodes: Any) -> str:
+    return json.dumps(nodes, indent=1, allow_nan=False) + "\n"
+
+
+def _sentence(trouble: Exception) -> str:
+    """`No space left on device: tensors-00000-of-00002.safetensors`."""
+    if not isinstance(trouble, OSError):
+        return trouble.what if isinstance(trouble, SnapshotError) else f"{type(trouble).__name__}: {trouble}"
+    words = trouble.strerror or str(trouble) or type(trouble).__name__
+    return f"{words}: {Path(trouble.filename).name}" if isinstance(trouble.filename, str | Path) else words

@@ -1,0 +1,248 @@
+"""Data parallelism: every worker holds the whole model and computes its part of each global batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from manyhosts.communication.buckets import GradientBuckets
+from manyhosts.communication.compression.choose import Choice
+from manyhosts.communication.compression.feedback import Compressor
+from manyhosts.communication.compression.table import make_compression
+from manyhosts.communication.gathering import gather_words
+from manyhosts.communication.lanes import Lanes
+from manyhosts.communication.world import World
+from manyhosts.config.strategies import DDP
+from manyhosts.events import CompressionChosen
+from manyhosts.strategies.auto import Stopwatch
+from manyhosts.strategies.strategy import Compute, Piece, Scale, Shard, StepOutcome, Steppable, Tally
+
+
+class DataParallel:
+    """Sums the weighted gradients of all workers while the last backward pass runs."""
+
+    def __init__(self, config: DDP, world: World) -> None:
+        self.config = config
+        self.asked = config.compression
+        self.world = world
+        self.bucket_bytes = int(config.bucket_mb * 1e6)
+        self.buckets: GradientBuckets | None = None
+        self.steps = 0
+        """Steps that gradients were exchanged in."""
+        self.stopwatch = Stopwatch(world) if config.compression == "auto" else None
+        """There while it is not yet known which compression to use."""
+        self._whole = False
+        self.names: dict[int, str] = {}
+        """Of the parameters, by their numbers in the buckets."""
+
+    def shard(self) -> Shard:
+        """One part for each worker."""
+        return Shard(self.world.rank, self.world.size)
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """Move `model` to this worker's device and make it equal to the leader's."""
+        model = model.to(self.world.device)
+        with torch.no_grad():
+            for tensor in [*model.parameters(), *model.buffers()]:
+                self.world.broadcast(tensor)
+        parameters = [parameter for _, parameter in _trained(model)]
+        self.names = {number: name for number, (name, _) in enumerate(_trained(model))}
+        self.buckets = GradientBuckets(
+            parameters, self.world, bucket_bytes=self.bucket_bytes, compressor=self._compressor(parameters)
+        )
+        return model
+
+    @property
+    def whole(self) -> bool:
+        """Whether all sums of the step under way are here, and what the compression keeps of it is known."""
+        return self._whole
+
+    def let_go(self) -> None:
+        """Wait for the lanes."""
+        if self.buckets is not None and self.buckets.compressor is not None:
+            self.buckets.compressor.lanes.abandon()
+
+    def step_back(self) -> None:
+        """Have what the compression keeps and remembers as before the step under way."""
+        self._whole = False
+        if self.buckets is not None and self.buckets.compressor is not None:
+            self.buckets.compressor.step_back()
+
+    def shared_state(self) -> dict[str, Any]:
+        """How many steps were exchanged, what `auto` has chosen, and what the compression remembers."""
+        compressor = None if self.buckets is None else self.buckets.compressor
+        return {
+            "steps": self.steps,
+            "chosen": self._chosen(),
+            "compression": {} if compressor is None else compressor.shared_state(),
+        }
+
+    def take_shared(self, state: Mapping[str, Any]) -> None:
+        """Take up what `shared_state` gave on another worker."""
+        if self.stopwatch is not None and state["chosen"]:
+            self._settle_on(state["chosen"])
+        self.steps = state["steps"]
+        if self.buckets is not None and self.buckets.compressor is not None:
+            self.buckets.compressor.confirm()
+            self.buckets.compressor.take_shared(state["compression"])
+
+    def meet(self, source: int, *, new: bool, gone: int) -> str:
+        """Exchange gradients in the order of worker `source`, by the compression that any of them has chosen."""
+        assert self.buckets is not None, "place() comes before meet()"
+        if self.asked == "auto":
+            chosen = max(gather_words(self.world, self._chosen()))  # one name, or none
+            if self.stopwatch is not None and chosen:
+                self._settle_on(chosen)
+            elif self.stopwatch is not None:
+                self.stopwatch.times.clear()  # of other workers than those of now
+        self.buckets.meet(source)
+        compressor = self.buckets.compressor
+        if compressor is None or not compressor.feedback or not gone:
+            return ""
+        of_whom = "a lost worker's" if gone == 1 else f"{gone} lost workers'"
+        return f"what compression had kept back of {of_whom} gradients"
+
+    def _chosen(self) -> str:
+        """The compression in use by its name; empty while `auto` has yet to choose."""
+        known = self.stopwatch is None and isinstance(self.config.compression, str)
+        return str(self.config.compression) if known else ""
+
+    def _compressor(self, parameters: Sequence[nn.Parameter]) -> Compressor | None:
+        compression = make_compression(self.config)
+        if compression is None:
+            return None
+        compressor = Compressor(
+            compression,
+            Lanes(self.world, by_node=self.config.inside_node == "exact"),
+            above=self.config.compress_above,
+            feedback=self.config.error_feedback,
+            parameters=parameters,
+        )
+        compressor.revocable = self.world.membership is not None
+        return compressor
+
+    def forward_backward(
+        self, model: nn.Module, pieces: Sequence[Piece], compute: Compute, scale: Scale, riders: Sequence[float]
+    ) -> StepOutcome:
+        """Accumulate the gradients of this worker's pieces and sum them over the workers."""
+        buckets = self._begin(scale)
+        watch = self.stopwatch
+        tally = Tally(riders)
+        for piece in pieces[:-1]:
+            scale(tally.add(compute(model, piece), piece.weight)).backward()
+        last = scale(tally.add(compute(model, pieces[-1]), pieces[-1].weight)) if pieces else None
+        if watch is not None:
+            watch.backward()
+        # The tally travels with the gradients; but where a compression keeps something it is the word that all have
+        # every sum: whoever gets it knows that no other will have to do the step again with what it keeps changed.
+        last_word = buckets.compressing and self.world.membership is not None
+        rides = self.world.size > 1 and not last_word
+        buckets.arm(tally.packed(self.world.device) if rides else None)
+        if last is not None:
+            last.backward()
+        if watch is not None:
+            watch.computed()
+        summed = buckets.finish()
+        if self.world.size > 1 and self.world.device.type == "cpu" and buckets.buckets:
+            self.world.exchange_s += time.perf_counter() - buckets.first_left
+        self._whole = last_word
+        if summed is None:
+            self.world.wait(tally.start_sum(self.world))
+        else:
+            tally.take(summed)
+        outcome = tally.outcome()
+        if self.config.compression_errors and buckets.compressor is not None:
+            errors = buckets.compressor.errors()
+            outcome.values = {
+                **outcome.values, **{f"compression_error/{self.names[key]}": error for key, error in errors.items()}
+            }  # fmt: skip
+        return outcome
+
+    def _begin(self, scale: Scale) -> GradientBuckets:
+        """Ready the buckets for a step."""
+        buckets = self.buckets
+        assert buckets is not None, "place() comes before forward_backward()"
+        self._whole = False
+        watch = self.stopwatch
+        if watch is not None and watch.enough:
+            choice = watch.decide(self.config, buckets.parameters, bucket_bytes=self.bucket_bytes)
+            self._tell(choice)
+            self._settle_on(choice.name)
+        elif watch is not None:
+            watch.begin()
+        if buckets.compressor is None:
+            buckets.begin()
+        else:
+            factor = _factor(scale, self.world.device)
+            buckets.begin(compressing=self.steps >= self.config.compression_warmup, scale=factor)
+        return buckets
+
+    def _tell(self, choice: Choice) -> None:
+        self.world.notes.append(choice.why())
+        network = choice.network
+        self.world.news.append(
+            partial(
+                CompressionChosen,
+                compression=choice.name,
+                why=choice.why(),
+                bandwidth=network.bandwidth,
+                latency=network.latency_s,
+            )
+        )
+
+    def _settle_on(self, name: str) -> None:
+        """What `auto` stands for from now on."""
+        assert self.buckets is not None, "place() comes before a choice"
+        self.stopwatch = None
+        self.config = replace(self.config, compression=name)
+        compressor = self._compressor(self.buckets.parameters)
+        if compressor is not None:
+            self.buckets.use(compressor)
+
+    def clip_gradients(self, model: nn.Module, max_norm: float) -> Tensor:
+        """Clip by the norm over all parameters; every worker has the same gradients, so the same norm."""
+        return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+    def update(self, model: nn.Module, optimizer: Steppable) -> None:
+        """Step the optimizer; equal gradients keep the workers equal."""
+        optimizer.step()
+        self.steps += 1
+        if self.buckets is not None and self.buckets.compressor is not None:
+            self.buckets.compressor.confirm()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What compression has kept back, and what `auto` has chosen; nothing where there is no compression."""
+        if self.buckets is None or self.stopwatch is not None:
+            return {}
+        if self.buckets.compressor is None:
+            return {"chosen": self.config.compression} if self.config.compression != self.asked else {}
+        kept = self.buckets.compressor.state_dict()
+        chosen = self.config.compression if isinstance(self.config.compression, str) else ""
+        return {"steps": self.steps, "chosen": chosen, **kept}
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Take up what every former worker kept back, shared out over those of now."""
+        chosen = states[0].get("chosen", "") if states else ""
+        if self.stopwatch is not None and chosen:
+            self._settle_on(chosen)
+        if self.buckets is None or self.buckets.compressor is None:
+            return
+        self.steps = max((state.get("steps", 0) for state in states), default=0)
+        self.buckets.compressor.load_state_dict(states)
+
+
+def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def _factor(scale: Scale, device: torch.device) -> Tensor | None:
+    """What `scale` multiplies a loss by; None for 1."""
+    one = torch.ones((), device=device)
+    scaled = scale(one)
+    return None if scaled is one else scaled.detach()

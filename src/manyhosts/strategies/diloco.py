@@ -1,0 +1,283 @@
+"""DiLoCo: each worker steps alone; what all moved by, on the mean, is one step of an outer optimizer with momentum.
+
+The model is cut into fragments, which take turns. When a fragment's turn comes, each worker sends how far it has moved
+since the last time (the outer gradient, in int8, what is dropped kept for the next time), and goes on with its inner
+steps while that travels. When it has arrived, the outer optimizer (SGD with Nesterov's momentum) moves the fragment
+that all share, and each worker mixes it with its own.
+
+Source: Douillard et al. 2023, "DiLoCo", arXiv:2311.08105; Douillard et al. 2025, "Streaming DiLoCo", arXiv:2501.18512.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from manyhosts.communication.compression.exchange import Compression, Parcel
+from manyhosts.communication.compression.table import make_compression
+from manyhosts.communication.lanes import Lanes, Ticket
+from manyhosts.communication.link import Link
+from manyhosts.communication.world import World
+from manyhosts.config.local_steps import DiLoCo
+from manyhosts.config.strategies import DDP
+from manyhosts.strategies.stepping_alone import SteppingAlone
+
+
+@dataclass(slots=True)
+class Fragment:
+    """Some of the parameters, and what all workers share of them."""
+
+    parameters: list[nn.Parameter]
+    number: int
+    """From 0: they take turns in this order."""
+    shared: Tensor
+    """Shape (elements,): the parameters after the last outer step, equal on all workers."""
+    momentum: Tensor
+    kept: Tensor
+    """What the compression has dropped of this worker's outer gradients."""
+    next_kept: Tensor
+    """What `kept` becomes when that which travels is taken."""
+    moved: Tensor
+    """The outer gradient that travels; its sum, once the ticket is over."""
+    ticket: Ticket | None = None
+    arrives: int = -1
+    """The step after which what travels is taken; -1 where nothing does."""
+    outer_steps: int = 0
+    """How many it has taken."""
+    sent: int = 0
+    """The step after which it was last sent."""
+    reached: int = 0
+    """The step up to which `shared` holds what the workers have learned."""
+    again: bool = False
+    """Whether the workers changed while it travelled, so that it is yet to be sent."""
+
+    def now(self) -> Tensor:
+        """This worker's own parameters, one behind the other."""
+        return torch.cat([parameter.detach().reshape(-1) for parameter in self.parameters])
+
+    @torch.no_grad()
+    def put(self, flat: Tensor) -> None:
+        """Set this worker's own parameters."""
+        parts = flat.split([parameter.numel() for parameter in self.parameters])
+        for parameter, part in zip(self.parameters, parts, strict=True):
+            parameter.copy_(part.view_as(parameter))
+
+
+class OuterSteps(SteppingAlone):
+    """The strategy of `DiLoCo`."""
+
+    config: DiLoCo
+
+    def __init__(self, config: DiLoCo, world: World) -> None:
+        super().__init__(config, world)
+        self.lanes = Lanes(world, by_node=config.inside_node == "exact")
+        outer = DDP(compression=config.outer_compression, inside_node=config.inside_node)
+        self.compression: Compression = make_compression(outer) or _as_it_is
+        self.fragments: list[Fragment] = []
+        self.began = 0
+        """The step after which the round under way began."""
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """Move `model` to this worker's device, make it equal to the leader's, and cut it into fragments."""
+        placed = super().place(model)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        count = min(self.config.fragments, len(trained))
+        for number, parameters in enumerate(even_parts(trained, count)):
+            flat = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
+            momentum, kept, next_kept, moved = (torch.zeros_like(flat) for _ in range(4))
+            self.fragments.append(Fragment(parameters, number, flat, momentum, kept, next_kept, moved))
+        return placed
+
+    def exchange(self, model: nn.Module) -> None:
+        """Take what has arrived, and send the fragment whose turn it is."""
+        for fragment in self.fragments:
+            if fragment.arrives == self.steps:
+                self._take(fragment)
+        self.lanes.ready()
+        if self.steps <= self.config.sync_warmup:
+            self._warm_up()
+            return
+        for fragment in self.fragments:
+            if fragment.again or self.steps - self.began == self._turn(fragment):
+                self._send(fragment)
+                if self.config.overlap_steps == 0:
+                    self._take(fragment)
+        if self.steps - self.began >= self.rounds.length:
+            self.began = self.steps
+            self.rounds.next()
+
+    def _warm_up(self) -> None:
+        """The first round begins from where all are."""
+        self.end_exact_step()
+        for fragment in self.fragments:
+            fragment.shared = fragment.now()
+            fragment.reached = self.steps
+        self.began = self.steps
+
+    def _turn(self, fragment: Fragment) -> int:
+        """After which step of the round under way it is sent; the last one after its last step."""
+        return self.rounds.length * (fragment.number + 1) // len(self.fragments)
+
+    @torch.no_grad()
+    def _send(self, fragment: Fragment) -> None:
+        # Shares of the samples are all but equal over a round, and a fragment's round is no other's: all count alike.
+        fragment.moved = (fragment.shared - fragment.now()).div_(self.world.size)
+        fragment.ticket = self.lanes.submit(partial(self._exchange, fragment))
+        fragment.arrives = self.steps + self.config.overlap_steps
+        fragment.sent, fragment.again = self.steps, False
+
+    def _exchange(self, fragment: Fragment, link: Link) -> None:
+        """The way of an outer gradient, in a lane."""
+        whole = fragment.moved + fragment.kept
+        fragment.moved.copy_(whole)
+        parcel = Parcel(fragment.moved, [parameter.shape for parameter in fragment.parameters], [fragment.number])
+        sent = self.compression(parcel, link)
+        fragment.next_kept.copy_(torch.zeros_like(whole) if sent is None else whole - sent)
+
+    @torch.no_grad()
+    def _take(self, fragment: Fragment) -> None:
+        """One step of the outer optimizer, with the outer gradient that has arrived."""
+        self._arrive(fragment)
+        config = self.config
+        fragment.arrives, fragment.reached = -1, fragment.sent
+        fragment.outer_steps += 1
+        fragment.kept, fragment.next_kept = fragment.next_kept, fragment.kept
+        fragment.momentum.mul_(config.outer_momentum).add_(fragment.moved)
+        ahead = fragment.moved + config.outer_momentum * fragment.momentum
+        fragment.shared.sub_(ahead, alpha=config.outer_lr)
+        self._mix(fragment)
+
+    def _mix(self, fragment: Fragment) -> None:
+        """Bring this worker's own parameters nearer to the shared ones, which have just moved."""
+        own = self.config.mixing if self.config.overlap_steps else 0.0
+        fragment.put(fragment.shared if own == 0 else torch.lerp(fragment.shared, fragment.now(), own))
+
+    def _arrive(self, fragment: Fragment) -> None:
+        if fragment.ticket is not None:
+            self.lanes.wait(fragment.ticket)
+            self.world.exchange_s += fragment.ticket.seconds
+            fragment.ticket = None
+
+    # Workers that go and come.
+
+    def let_go(self) -> None:
+        """Wait for the lanes."""
+        self.lanes.abandon()
+
+    def shared_state(self) -> dict[str, Any]:
+        """Where the run and its rounds stand; the fragments follow when all meet."""
+        return {**super().shared_state(), "began": self.began}
+
+    def take_shared(self, state: Mapping[str, Any]) -> None:
+        """Take up what `shared_state` gave on another worker."""
+        super().take_shared(state)
+        self.began = state["began"]
+
+    @torch.no_grad()
+    def meet(self, source: int, *, new: bool, gone: int) -> str:
+        """Let all go on from the mean of the models, and from the outer optimizer of those that have come farthest.
+
+        What the survivors have moved by since a fragment was sent is in that mean, and sent when its turn comes. A
+        fragment that was on its way is sent again.
+        """
+        oldest = min(fragment.reached for fragment in self.fragments)
+        anybody_trained = self._meet_fragments(new=new or self.is_new)
+        lost = self.meet_models(source, new=new)
+        place = torch.tensor([self.began, self.rounds.length], device=self.world.device)
+        self.began, self.rounds.length = (int(number) for number in self.world.broadcast(place, source).tolist())
+        if self.steps <= self.config.sync_warmup or not anybody_trained:
+            for fragment in self.fragments:
+                fragment.shared, fragment.reached = fragment.now(), self.steps
+                fragment.momentum.zero_()
+            self.began = self.steps
+            return lost.told()
+        return f"what {lost.who} learned alone in up to {self.steps - oldest} steps" if lost.who else ""
+
+    def _meet_fragments(self, *, new: bool) -> bool:
+        """Give every worker what is shared of each fragment, by one that has taken the most outer steps.
+
+        Returns whether there is one that has trained.
+        """
+        rows = [[-1 if new else one.outer_steps, one.again or one.arrives >= 0, one.reached] for one in self.fragments]
+        stood = self.world.stack(torch.tensor(rows, device=self.world.device)).cpu()
+        for number, fragment in enumerate(self.fragments):
+            counts = stood[:, number, 0]
+            farthest, most = int(counts.argmax()), int(counts.max())
+            for tensor in (fragment.shared, fragment.momentum):
+                self.world.broadcast(tensor, farthest)
+            if not new and fragment.outer_steps < most:
+                self._mix(fragment)
+                # Where its own exchange broke off, nobody can say what of it arrived, but that little is missing.
+                known = fragment.ticket is None or fragment.ticket.error is None
+                fragment.kept.copy_(fragment.next_kept if known else torch.zeros_like(fragment.kept))
+            fragment.outer_steps, fragment.reached = max(most, 0), int(stood[farthest, number, 2])
+            fragment.again = most >= 0 and bool(stood[counts == most, number, 1].any())
+            fragment.arrives, fragment.ticket = -1, None
+        return bool((stood[:, :, 0] >= 0).any())
+
+    @property
+    def counts_alike(self) -> bool:
+        """Behind the warm-up all count alike, as in an outer gradient."""
+        return self.steps > self.config.sync_warmup
+
+    def state_dict(self) -> dict[str, Any]:
+        """This worker's own model and optimizer, the fragments as all share them, and what is on its way."""
+        for fragment in self.fragments:
+            self._arrive(fragment)
+        return {
+            **super().state_dict(),
+            "began": self.began,
+            "fragments": [
+                {
+                    "shared": fragment.shared.clone(),
+                    "momentum": fragment.momentum.clone(),
+                    "kept": (fragment.kept if fragment.arrives < 0 else fragment.next_kept).clone(),
+                    "moved": fragment.moved.clone(),
+                    "arrives": fragment.arrives,
+                }
+                for fragment in self.fragments
+            ],
+        }
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Take up what `state_dict` gave; where the workers changed, all go on from the mean."""
+        if not states or not states[0]:
+            return
+        super().load_state_dict(states)
+        every = self.config.sync_every
+        self.began = states[0].get("began", self.steps // every * every)
+        for number, fragment in enumerate(self.fragments):
+            equal = states[0]["fragments"][number]
+            for name in ("shared", "momentum", "moved"):
+                getattr(fragment, name).copy_(equal[name])
+            fragment.arrives = equal["arrives"]
+            dealt = [state["fragments"][number]["kept"] for state in states[self.world.rank :: self.world.size]]
+            fragment.kept.copy_(sum(dealt, torch.zeros_like(fragment.kept)))
+            fragment.next_kept.copy_(fragment.kept)
+            fragment.sent = fragment.reached = self.began
+
+
+def even_parts(parameters: Sequence[nn.Parameter], count: int) -> list[list[nn.Parameter]]:
+    """`parameters` in `count` runs of about equal size, none of them empty."""
+    total = sum(parameter.numel() for parameter in parameters)
+    parts: list[list[nn.Parameter]] = [[] for _ in range(count)]
+    before = 0
+    number = 0
+    for place, parameter in enumerate(parameters):
+        full = before >= total * (number + 1) / count
+        needed = len(parameters) - place <= count - 1 - number
+        if parts[number] and number + 1 < count and (full or needed):
+            number += 1
+        parts[number].append(parameter)
+        before += parameter.numel()
+    return parts
+
+
+def _as_it_is(parcel: Parcel, link: Link) -> None:
+    """No compression."""
+    link.all_reduce(parcel.values)

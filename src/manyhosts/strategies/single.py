@@ -1,0 +1,55 @@
+"""One process: no exchange at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from manyhosts.communication.world import World
+from manyhosts.strategies.strategy import Compute, Piece, Scale, Shard, StepOutcome, Steppable, Tally
+
+
+class SingleProcess:
+    """The plain strategy that every other one is compared with."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.parameters: list[nn.Parameter] = []
+
+    def shard(self) -> Shard:
+        """Everything."""
+        return Shard(0, 1)
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """Move `model` to this worker's device."""
+        model = model.to(self.world.device)
+        self.parameters = list(model.parameters())  # to walk through the modules in every step costs 30 µs
+        return model
+
+    def forward_backward(
+        self, model: nn.Module, pieces: Sequence[Piece], compute: Compute, scale: Scale, riders: Sequence[float]
+    ) -> StepOutcome:
+        """Accumulate the gradients of all pieces."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        tally = Tally(riders)
+        for piece in pieces:
+            scale(tally.add(compute(model, piece), piece.weight)).backward()
+        return tally.outcome()
+
+    def clip_gradients(self, model: nn.Module, max_norm: float) -> Tensor:
+        """Clip by the norm over all parameters."""
+        return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+    def update(self, model: nn.Module, optimizer: Steppable) -> None:
+        """Step the optimizer."""
+        optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: it remembers nothing."""
+        return {}
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Nothing to take up."""

@@ -1,0 +1,183 @@
+"""What every strategy can do. Read this file, then any one other in this folder.
+
+The trainer calls, once: `place`; and for each optimizer step: `forward_backward`, `clip_gradients`, `update`. Where the
+workers step alone there is one call more: see `alone.Drifting`.
+A strategy is told nothing of schedules, snapshots or logs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from manyhosts.communication.world import Work, World
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Which part of each global batch a process reads: part `index` of `count`, cut as evenly as integers allow.
+
+    Processes that hold pieces of one replica (tensor, pipeline) have the same shard.
+    """
+
+    index: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The samples of one forward pass.
+
+    A worker that has nothing left to compute while others have (the cut is uneven) is given a *ghost*: a real sample
+    with `weight` 0, so that it takes part in every collective that stands inside the model and changes nothing.
+    """
+
+    batch: Any
+    """What the model's step is given, on its device."""
+    samples: int
+    weight: float
+    """This piece's share of the global batch: its samples over those of all workers. The weights of a step sum to 1."""
+    address: tuple[int, ...]
+    """(step, part, micro-batch): where dropout's random numbers come from."""
+
+
+@dataclass(slots=True)
+class StepOutcome:
+    """What `forward_backward` found, over all workers; tensors stay on their device and are not waited for."""
+
+    values: Mapping[str, Tensor]
+    """`loss` and what else the user's step returned: means over the global batch, shape (), equal on all workers."""
+    riders: Sequence[float] | Tensor
+    """The sums over all workers of the riders that each was given."""
+
+
+class Tally:
+    """Sums the weighted values of a step, over pieces and then over workers.
+
+    Riders are small numbers that travel with the loss and are summed over the workers: a clock, a wish to stop. They
+    are for decisions that all workers must take alike, and cost no exchange of their own.
+    """
+
+    def __init__(self, riders: Sequence[float]) -> None:
+        self.riders: Sequence[float] | Tensor = riders
+        self.values: dict[str, Tensor] = {}
+
+    def add(self, values: Mapping[str, Tensor], weight: float) -> Tensor:
+        """Add one piece's means. Returns its weighted loss, from which to go backward."""
+        for name, value in values.items():
+            part = value.detach() if weight == 1 else value.detach().double() * weight
+            self.values[name] = self.values[name] + part if name in self.values else part
+        return values["loss"] if weight == 1 else values["loss"] * weight
+
+    def packed(self, device: torch.device) -> Tensor:
+        """What this worker has so far, to be summed over the workers: float64, shape (values and riders,)."""
+        own = [value.double().reshape(1) for value in self.values.values()]
+        own = own or [torch.zeros(1, dtype=torch.float64, device=device)]  # without samples a worker takes part, too
+        return torch.cat([*own, torch.tensor(self.riders, dtype=torch.float64).to(device, non_blocking=True)])
+
+    def take(self, summed: Tensor) -> None:
+        """Have the sums over the workers of what `packed` gave, in place of this worker's own."""
+        names = list(self.values) or ["loss"]  # a worker without samples has no other values, by contract
+        self.values = dict(zip(names, summed, strict=False))
+        self.riders = summed[len(names) :]
+
+    def start_sum(self, world: World) -> Work:
+        """Begin to sum over the workers; nothing may be read before the wait for it is over."""
+        if world.size == 1:
+            return None
+        vector = self.packed(world.device)
+        work = world.start_all_reduce(vector)
+        self.take(vector)
+        return work
+
+    def outcome(self) -> StepOutcome:
+        """What was found."""
+        return StepOutcome(self.values, self.riders)
+
+
+Compute = Callable[[nn.Module, Piece], Mapping[str, Tensor]]
+"""Forward pass of one piece: seeds the random numbers from its address, runs model and loss under the chosen precision.
+
+Returns `{"loss": …}` and whatever else the user's step wants logged: means over the piece's samples, shape ().
+"""
+
+
+class Steppable(Protocol):
+    """An optimizer, or what stands before one."""
+
+    def step(self) -> Any:
+        """Change the parameters by one step."""
+
+
+Scale = Callable[[Tensor], Tensor]
+"""What multiplies the loss before the backward pass (fp16), or the identity."""
+
+
+@runtime_checkable
+class Survivable(Protocol):
+    """A strategy whose workers each hold everything, so that any one of them can tell the others where the run stands.
+
+    Between two steps the world it was made with may have changed; it asks the world anew for ranks and sizes.
+    """
+
+    @property
+    def whole(self) -> bool:
+        """Whether all that the step under way needs of others is here, and lacking is only the word that they have it,
+        too. Then, where one of them has finished the step, this worker's part of it counts.
+        """
+
+    def let_go(self) -> None:
+        """The group is about to change: return when nothing of this worker is on its way in it any more."""
+
+    def step_back(self) -> None:
+        """Be as before the step under way, which broke off and will be done again. No worker has finished it."""
+
+    def shared_state(self) -> dict[str, Any]:
+        """What is equal on all workers, beside parameters and optimizer, and a new one lacks."""
+
+    def take_shared(self, state: Mapping[str, Any]) -> None:
+        """Take up what `shared_state` gave on another worker."""
+
+    def meet(self, source: int, *, new: bool, gone: int) -> str:
+        """Called on every worker when the workers have changed, after worker `source` has given what it shares to those
+        that lacked it: agree on what else must be alike. `new`: this worker has not trained yet; `gone`: how many of
+        those that trained are no more. Returns what is lost with them, in words; empty where nothing is.
+        """
+
+
+class Strategy(Protocol):
+    """One way to spread a step over the workers."""
+
+    def shard(self) -> Shard:
+        """The part of the data that this process reads."""
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """Move, wrap or cut `model`, the same on every worker.
+
+        Called before the optimizer is made, so parameters may be replaced.
+        """
+
+    def forward_backward(
+        self, model: nn.Module, pieces: Sequence[Piece], compute: Compute, scale: Scale, riders: Sequence[float]
+    ) -> StepOutcome:
+        """Fill the gradients of one optimizer step: the mean over the global batch, on every worker.
+
+        One call takes all pieces, not one call each: a pipeline interleaves them, and data parallelism exchanges
+        gradients once, while the last piece's backward pass runs. `riders` are summed over the workers (see `Tally`).
+        """
+
+    def clip_gradients(self, model: nn.Module, max_norm: float) -> Tensor:
+        """Scale the gradients to a global norm of at most `max_norm`. Returns the norm before, shape ()."""
+
+    def update(self, model: nn.Module, optimizer: Steppable) -> None:
+        """Change the parameters by one step; where workers step alone, an `exchange` comes behind it (`Drifting`)."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this worker's strategy remembers from step to step (error feedback, say), for snapshots."""
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Take up what `state_dict` gave on every worker, by rank; their number may have been another than now."""

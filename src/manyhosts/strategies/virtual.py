@@ -1,0 +1,232 @@
+"""Virtual workers: each batch is cut into a fixed number of parts, and no bit depends on who computes which.
+
+Each part is computed alone, one after another, from the same shapes, threads and random numbers whoever does it. Its
+gradients, losses and BatchNorm statistics are added to those of the other parts in one fixed binary tree, inside a
+worker and between workers alike.
+
+Anchors: EasyScale (Li et al. 2022, arXiv:2208.14228), VirtualFlow (Or, Zhang and Freedman 2020, arXiv:2009.09523).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from manyhosts.communication.part_norm import PartStatistics, normalise_by_part
+from manyhosts.communication.tree_buckets import TreeBuckets
+from manyhosts.communication.tree_sum import Exchange, Pace, TreeSum, pace_on
+from manyhosts.communication.world import World
+from manyhosts.data.order import bounds
+from manyhosts.errors import ConfigError
+from manyhosts.strategies.strategy import Compute, Piece, Scale, Shard, StepOutcome, Steppable
+
+
+class VirtualWorkers:
+    """`parts` virtual workers, shared out over the real ones."""
+
+    def __init__(self, parts: int, world: World, *, bucket_mb: float) -> None:
+        """Check that every worker has a part.
+
+        Raises:
+            ConfigError: there are more workers than parts.
+        """
+        if world.size > parts:
+            raise ConfigError(
+                f"virtual_workers is {parts}, but there are {world.size} workers, and each needs a part of the batch",
+                where="virtual_workers",
+                fix=f"start at most {parts} workers, or begin anew with virtual_workers={world.size} or more",
+            )
+        self.parts, self.world, self.bucket_mb = parts, world, bucket_mb
+        self.exchange = Exchange(pace_on(world.device))
+        self.gradients: TreeBuckets | None = None
+        self.statistics = PartStatistics([])
+        self.news = News(world, self.exchange.pace)
+        self.buffers: dict[str, int] | None = None
+        """How often each buffer had been changed before the first part, until that has been looked at."""
+        self.looked = False
+
+    def shard(self) -> Shard:
+        """Some neighbouring parts for each worker."""
+        return Shard(self.world.rank, self.world.size)
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """Move `model` to this worker's device, make it equal to the leader's, let BatchNorm see parts."""
+        model = model.to(self.world.device)
+        with torch.no_grad():
+            for tensor in [*model.parameters(), *model.buffers()]:
+                self.world.broadcast(tensor)
+        self.statistics = normalise_by_part(model)
+        self.gradients = TreeBuckets(
+            model.parameters(), self.world, self.exchange, bucket_bytes=int(self.bucket_mb * 1e6)
+        )
+        return model
+
+    @property
+    def whole(self) -> bool:
+        """Never: whoever is behind takes everything from one that is not."""
+        return False
+
+    def let_go(self) -> None:
+        """Nothing is under way between two steps."""
+
+    def step_back(self) -> None:
+        """Forget what the forward passes of a step that broke off have left; the rest is made anew in each step."""
+        self.statistics.take()
+        self.buffers, self.looked = None, False
+
+    def shared_state(self) -> dict[str, Any]:
+        """Nothing: what it knows follows from the number of parts and of workers."""
+        return {}
+
+    def take_shared(self, state: Mapping[str, Any]) -> None:
+        """Nothing to take up."""
+
+    def meet(self, source: int, *, new: bool, gone: int) -> str:
+        """Nothing to agree on: every worker holds everything."""
+        self.step_back()
+        return ""
+
+    def forward_backward(
+        self, model: nn.Module, pieces: Sequence[Piece], compute: Compute, scale: Scale, riders: Sequence[float]
+    ) -> StepOutcome:
+        """Compute this worker's parts one after another, and sum them with those of the others in the tree."""
+        gradients = self.gradients
+        assert gradients is not None, "place() comes before forward_backward()"
+        held = [range(*bounds(self.parts, self.world.size, rank)) for rank in range(self.world.size)]
+        own = held[self.world.rank]
+        self.exchange.forget()
+        if not self.looked:
+            self.buffers, self.looked = {name: buffer._version for name, buffer in model.named_buffers()}, True
+        gradients.begin(held)
+        self.news.begin(held, riders)
+        for part in own:
+            last = part == own[-1]
+            computed = [piece for piece in pieces if piece.address[1] == part and piece.weight]
+            if not computed:
+                self._look_at_ghost(model, [piece for piece in pieces if piece.address[1] == part], compute)
+                self._close(part, last=last)
+            for piece in computed:
+                loss = scale(self.news.add(compute(model, piece), piece.weight))
+                if piece is computed[-1]:
+                    self._close(part, last=last)
+                loss.backward()
+            gradients.take(part, last=last)
+            self._check_buffers(model)
+        self.exchange.finish()
+        gradients.put()
+        values, summed, statistics = self.news.split()
+        self.statistics.track(statistics)
+        return StepOutcome(values, summed)
+
+    def _check_buffers(self, model: nn.Module) -> None:
+        """Refuse a model whose forward pass changes what the next part would see; looked at after the first part."""
+        if self.buffers is None:
+            return
+        changed = [
+            name for name, buffer in model.named_buffers() if self.buffers.get(name) not in (None, buffer._version)
+        ]
+        self.buffers = None
+        if changed:
+            raise ConfigError(
+                f"the forward pass changes the buffer {changed[0]!r}, whose bits would depend on who computes what",
+                where="virtual_workers",
+                fix="leave virtual_workers out, or take the layer that keeps this buffer out of the model",
+            )
+
+    def _look_at_ghost(self, model: nn.Module, pieces: Sequence[Piece], compute: Compute) -> None:
+        """Learn the names of the values where a part has no sample to learn them by."""
+        for ghost in pieces[:1]:
+            with torch.no_grad(), self.statistics.ignored():
+                self.news.add(compute(model, ghost), 0.0)
+
+    def _close(self, part: int, *, last: bool) -> None:
+        """All forward passes of `part` are done. After the last one the backward pass hides the exchange."""
+        self.news.close(part, self.statistics.take())
+        if last:
+            assert self.gradients is not None, "place() comes before forward_backward()"
+            self.exchange.send(self.news.total)
+            self.gradients.arm(part)
+
+    def clip_gradients(self, model: nn.Module, max_norm: float) -> Tensor:
+        """Clip by the norm over all parameters; every worker has the same bits, so the same norm."""
+        return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+    def update(self, model: nn.Module, optimizer: Steppable) -> None:
+        """Step the optimizer; equal gradients keep the workers equal."""
+        optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: what it knows follows from the number of parts and of workers."""
+        return {}
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Nothing to take up."""
+
+
+class News:
+    """The values of each part and the statistics its BatchNorm layers saw: float64, one vector, one sum.
+
+    Riders travel in it, each worker's with its first part; their sum is equal on all workers, but not for any number
+    of them, so nothing that changes weights may depend on it.
+    """
+
+    def __init__(self, world: World, pace: Pace) -> None:
+        self.world, self.pace = world, pace
+        self.total = self._sum_of(0)
+        self.values: dict[str, Tensor] = {}
+        """Of the part under way: means over the global batch, as far as it has come."""
+        self.names: list[str] = []
+
+    def begin(self, held: Sequence[range], riders: Sequence[float]) -> None:
+        """Forget the last step."""
+        self.held, self.riders = held, riders
+        self.values, self.names = {}, []
+        self.opened = False
+
+    def add(self, values: Mapping[str, Tensor], weight: float) -> Tensor:
+        """Add one piece's means. Returns its weighted loss, from which to go backward."""
+        for name, value in values.items():
+            part = value.detach().double() * weight if weight else value.detach().double().new_zeros(())
+            self.values[name] = self.values[name] + part if name in self.values else part
+        return values["loss"] * weight
+
+    @torch.no_grad()
+    def close(self, part: int, statistics: Sequence[Tensor]) -> None:
+        """`part` has seen all its samples."""
+        zero = torch.zeros(1, dtype=torch.float64, device=self.world.device)
+        first = not self.opened
+        if first:
+            self.names = list(self.values) or ["loss"]
+            self._open(len(self.names) + len(self.riders) + sum(len(row) for row in statistics))
+        riders = self.riders if first else [0.0] * len(self.riders)
+        row = torch.cat(
+            [
+                *(self.values[name].reshape(1) if name in self.values else zero for name in self.names),
+                torch.tensor(riders, dtype=torch.float64).to(self.world.device, non_blocking=True),
+                *statistics,
+            ]
+        )
+        self.values = {}
+        buffer, adding = self.total.open(part)
+        view = buffer[: len(row)]
+        view.add_(row) if adding else view.copy_(row)
+        self.total.close(part, buffer, added=adding)
+
+    def _sum_of(self, length: int) -> TreeSum:
+        return TreeSum(length, dtype=torch.float64, world=self.world, stretch_bytes=self.pace.stretch_bytes)
+
+    def _open(self, length: int) -> None:
+        if length != self.total.length:
+            self.total = self._sum_of(length)
+        self.total.begin(self.held)
+        self.opened = True
+
+    def split(self) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        """The sums over all parts: of the values, the riders and the statistics."""
+        sums = self.total.result.clone()  # its memory is the next step's, and the numbers may be read later
+        names, riders = len(self.names), len(self.riders)
+        values = dict(zip(self.names, sums[:names], strict=True))
+        return values, sums[names : names + riders], sums[names + riders :]

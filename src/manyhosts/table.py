@@ -1,0 +1,50 @@
+"""Names that lead to code, which is imported when it is asked for."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Generic, TypeVar, cast
+
+from manyhosts.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`did you mean 'x'? ` for a word that looks like one of `known`, else nothing: the start of a `fix`."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"did you mean {near[0]!r}? " if near else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Table(Generic[T]):
+    """Names of one kind of part. Other packages add theirs by an entry point in `group`."""
+
+    kind: str
+    group: str
+    own: Mapping[str, str]
+    """Name → `module:attribute`."""
+
+    def names(self) -> list[str]:
+        """Every known name, sorted."""
+        return sorted({*self.own, *(point.name for point in entry_points(group=self.group))})
+
+    def load(self, name: str) -> T:
+        """Import and hand back what `name` stands for.
+
+        Raises:
+            ConfigError: no part of this kind has that name.
+        """
+        if name in self.own:
+            module, _, attribute = self.own[name].partition(":")
+            return cast(T, getattr(importlib.import_module(module), attribute))
+        for point in entry_points(group=self.group, name=name):
+            return cast(T, point.load())
+        raise ConfigError(
+            f"there is no {self.kind} named {name!r}",
+            fix=f"{nearest(name, self.names())}known: {', '.join(self.names())}",
+        )

@@ -1,0 +1,91 @@
+"""Steps whose numbers went wrong: a loss or a gradient that is NaN or infinite. Found, named, and by choice left out.
+
+To stop, or to go back to a snapshot, costs nothing: the numbers of a step are read when they are there. To leave a step
+out at once its numbers must be known before the update; on a CPU they are, and for a GPU this is one wait per step.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from manyhosts.data.order import Indices
+from manyhosts.training.build import Parts
+from manyhosts.training.numbers import StepNumbers
+
+
+class BadStep(Exception):
+    """A step went wrong, and all workers, who see the same numbers, are to go back behind it."""
+
+    def __init__(self, step: int, trouble: str, where: str) -> None:
+        super().__init__(step, trouble, where)
+        self.step, self.trouble, self.where = step, trouble, where
+
+
+class BadSteps:
+    """Watches one loop. Every worker sees the same numbers, so all find the same steps bad."""
+
+    def __init__(self, parts: Parts, choice: str) -> None:
+        """`choice`: the setting `on_bad_step`."""
+        self.parts = parts
+        self.leave_out, self.rewinds = choice == "skip", choice == "rewind"
+        self.scaled = parts.precision.scaler is not None
+        """Whether fp16's scaler looks for overflows, which are nothing unusual there, and leaves those steps out."""
+        self.buffers = list(parts.model.buffers()) if self.leave_out else []
+        self.before = [buffer.clone() for buffer in self.buffers]
+        self.bad_norms: dict[int, float] = {}
+        """Of steps that were left out, until they are told."""
+
+    def begin(self) -> None:
+        """Before a step: remember what its forward pass changes."""
+        if self.buffers:
+            torch._foreach_copy_(self.before, self.buffers)
+
+    @torch.no_grad()
+    def watched(self, norm: Tensor | None) -> Tensor | None:
+        """The norm of the gradient that this step is judged by; where nobody else wants it, found here."""
+        return self._norm() if self.rewinds and norm is None and not self.scaled else norm
+
+    @torch.no_grad()
+    def must_go(self, step: int, loss: Tensor, norm: Tensor | None) -> bool:
+        """Whether `step`, just computed, must not change the model. Buffers are then as they were before it."""
+        if not self.leave_out:
+            return False
+        good = bool(loss.isfinite())
+        if good and not self.scaled:
+            found = self._norm() if norm is None else norm
+            good = bool(found.isfinite())
+            if not good:
+                self.bad_norms[step] = found.item()
+        if not good and self.buffers:
+            torch._foreach_copy_(self.buffers, self.before)
+        return not good and not self.scaled
+
+    def _norm(self) -> Tensor:
+        gradients = [parameter.grad for parameter in self.parts.model.parameters() if parameter.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients)
+
+    def trouble(self, numbers: StepNumbers) -> str:
+        """What is wrong with a step, in words; empty where nothing is."""
+        loss = numbers.values["loss"]
+        norm = self.bad_norms.pop(numbers.facts.step, numbers.gradient_norm)
+        if not math.isfinite(loss):
+            return f"the loss is {loss}"
+        if norm is not None and not math.isfinite(norm) and not self.scaled:
+            return f"the norm of the gradient is {norm}"
+        return ""
+
+
+def named(indices: Indices, shards: int, most: int = 64) -> str:
+    """The samples of a step, the first ones of many; of a stream in shards each by its place in its shard."""
+    chosen = indices[:most].tolist()
+    more = ", …" if len(indices) > most else ""
+    if shards < 2:
+        return f"samples [{', '.join(map(str, chosen))}{more}]"
+    places: dict[int, list[int]] = {}
+    for number in chosen:
+        places.setdefault(number % shards, []).append(number // shards)
+    found = ", ".join(f"{each} of shard {shard}" for shard, each in places.items())
+    return f"samples {found}{more}, of {shards} shards"

@@ -1,0 +1,296 @@
+"""The parts of a run, made in the order in which they need each other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from manyhosts.communication.batch_norm import Membership, make_global
+from manyhosts.communication.world import World
+from manyhosts.config.local_steps import DiLoCo, LocalSGD
+from manyhosts.config.settings import Settings
+from manyhosts.config.strategies import DDP, Single
+from manyhosts.config.strategies import Strategy as Asked
+from manyhosts.data import randomness
+from manyhosts.data.data import Data
+from manyhosts.data.fetch import Fetcher
+from manyhosts.data.order import bounds
+from manyhosts.data.steps import Cut
+from manyhosts.errors import ConfigError
+from manyhosts.strategies.alone import Drifting
+from manyhosts.strategies.ddp import DataParallel
+from manyhosts.strategies.diloco import OuterSteps
+from manyhosts.strategies.local_sgd import LocalSteps
+from manyhosts.strategies.single import SingleProcess
+from manyhosts.strategies.strategy import Shard, Strategy
+from manyhosts.strategies.virtual import VirtualWorkers
+from manyhosts.training import learning_rate
+from manyhosts.training.compute import ForwardPass, Loss, UserStep
+from manyhosts.training.evaluate import Evaluation
+from manyhosts.training.precision import Precision
+from manyhosts.training.source import Source, make_source
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+ModelOrMaker = nn.Module | Callable[[], nn.Module]
+MakeOptimizer = Callable[[Sequence[nn.Parameter]], Optimizer]
+MakeSchedule = Callable[[Optimizer], LRScheduler]
+
+
+@dataclass(kw_only=True, slots=True)
+class Parts:
+    """What the loop works with, each ready for use. When the workers change, `recut` makes some of it anew."""
+
+    world: World
+    strategy: Strategy
+    model: nn.Module
+    membership: Membership | None
+    """What the BatchNorm layers over the global batch share; None where there are none."""
+    optimizer: Optimizer
+    schedule: LRScheduler | None
+    warmup: learning_rate.WarmUp
+    precision: Precision
+    compute: ForwardPass
+    source: Source
+    batch: int
+    """The global batch: that of the beginning, however many workers there are later."""
+    make_source: Callable[[int], Source]
+    """The source for a global batch and this worker's present place."""
+    make_warmup: Callable[[Source], learning_rate.WarmUp]
+
+    def recut(self, batch: int) -> None:
+        """Read from now on what this worker's present place is to read of each global batch."""
+        self.batch, self.source = batch, self.make_source(batch)
+        self.warmup = self.make_warmup(self.source)
+
+
+def batch_of(settings: Settings, world: World) -> int:
+    """The global batch."""
+    if settings.batch_size is not None:
+        return settings.batch_size
+    assert settings.batch_size_per_worker is not None, "Settings has checked that one of the two is there"
+    return settings.batch_size_per_worker * counted_workers(settings, world)
+
+
+def counted_workers(settings: Settings, world: World) -> int:
+    """The workers that a batch or a learning rate grows with: the virtual ones, where there are any."""
+    return settings.virtual_workers or world.size
+
+
+def cut_for(settings: Settings, shard: Shard, *, level: bool) -> Cut:
+    """Which parts of each batch this worker computes."""
+    if settings.virtual_workers is None:
+        return Cut(shard.count, shard.index, shard.index + 1, settings.micro_batch_size, level and shard.count > 1)
+    first, behind = bounds(settings.virtual_workers, shard.count, shard.index)
+    return Cut(settings.virtual_workers, first, behind, settings.micro_batch_size, level)
+
+
+def make_strategy(settings: Settings, world: World) -> Strategy:
+    """The strategy that `settings` names.
+
+    Raises:
+        ConfigError: it cannot work with this many workers.
+    """
+    if settings.virtual_workers is not None and (not world.is_shared or isinstance(settings.strategy, DDP)):
+        return virtual_workers(settings.virtual_workers, settings.strategy, world)
+    if not world.is_shared:
+        return SingleProcess(world)
+    if isinstance(settings.strategy, Single):
+        raise ConfigError(
+            f"strategy 'single' trains in one process, but there are {world.size} workers",
+            where="strategy",
+            fix='leave strategy out, or choose "ddp"',
+        )
+    if settings.virtual_workers is not None:
+        raise ConfigError(
+            f"strategy {settings.strategy.name!r} lets the workers' models differ, which virtual workers never do",
+            where="virtual_workers",
+            fix='leave virtual_workers out, or choose "ddp"',
+        )
+    plain = isinstance(settings.strategy, DDP) and settings.strategy.compression == "none"
+    if settings.on_bad_step == "skip" and not plain:
+        raise ConfigError(
+            "a bad step is left out by all, with nothing kept of it; compression and local steps keep some of it",
+            where="on_bad_step",
+            fix='leave compression and local steps out, or use on_bad_step="stop"',
+        )
+    if settings.on_bad_step == "rewind" and not isinstance(settings.strategy, DDP):
+        raise ConfigError(
+            "with local steps each worker has a gradient of its own, and one alone would find it bad and go back",
+            where="on_bad_step",
+            fix='leave local steps out, or use on_bad_step="stop"',
+        )
+    if isinstance(settings.strategy, LocalSGD):
+        return LocalSteps(settings.strategy, world)
+    if isinstance(settings.strategy, DiLoCo):
+        return OuterSteps(settings.strategy, world)
+    return DataParallel(settings.strategy, world)
+
+
+def virtual_workers(parts: int, strategy: Asked, world: World) -> VirtualWorkers:
+    """Virtual workers, with the buckets of the strategy that was asked for.
+
+    Raises:
+        ConfigError: there are more workers than parts, or gradients are to be compressed.
+    """
+    ddp = strategy if isinstance(strategy, DDP) else DDP()
+    if ddp.compression != "none":
+        raise ConfigError(
+            f"compression is {ddp.compression!r}, but virtual workers add every bit of the gradients",
+            where="virtual_workers",
+            fix="leave compression or virtual_workers out",
+        )
+    return VirtualWorkers(parts, world, bucket_mb=ddp.bucket_mb)
+
+
+def choose_kernels(settings: Settings, world: World) -> None:
+    """Set the number of threads; and with virtual workers, have every kernel give the same bits on every worker."""
+    exact = settings.virtual_workers is not None
+    if exact or settings.threads is not None:
+        torch.set_num_threads(settings.threads or 1)
+    if exact and world.device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what PyTorch says cuBLAS needs
+        torch.backends.cudnn.benchmark = False  # it would choose by the clock
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def make_model(model: ModelOrMaker, settings: Settings) -> nn.Module:
+    """The model itself; one that is yet to be made is made under the run's seed, the same on every worker.
+
+    Raises:
+        ConfigError: what was given is no model and makes none.
+    """
+    if not isinstance(model, nn.Module):
+        with randomness.kept():
+            randomness.seed_all(settings.seed, randomness.MODEL)
+            model = model()
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"the model is a {type(model).__name__}, not a torch.nn.Module",
+            where="mh.Trainer(model=…)",
+            fix="give a module, or a callable that makes one",
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(
+            "the model has no parameter that could be trained",
+            where="mh.Trainer(model=…)",
+            fix="set requires_grad on those that should change",
+        )
+    return model
+
+
+def build(  # the one place where everything the user gave comes together
+    *,
+    settings: Settings,
+    world: World,
+    data: Data,
+    model: ModelOrMaker,
+    loss: Loss | None,
+    step: UserStep | None,
+    optimizer: MakeOptimizer,
+    schedule: MakeSchedule | None,
+) -> Parts:
+    """Make everything that `fit` needs."""
+    strategy = make_strategy(settings, world)
+    choose_kernels(settings, world)
+    made = make_model(model, settings)
+    # One worker is its own global batch: its BatchNorm layers stay PyTorch's.
+    across = settings.batch_norm == "global" and world.is_shared and settings.virtual_workers is None
+    membership = make_global(made, world) if across else None
+    placed = strategy.place(made)
+    if settings.compile:
+        placed.compile()  # in place, so that names in snapshots stay the same
+    made_optimizer = make_optimizer(placed, optimizer, settings, world)
+    if isinstance(strategy, Drifting):
+        strategy.hold(made_optimizer)
+    precision = Precision(settings.precision, world.device)
+    level = membership is not None or step is not None
+
+    def cut_source(batch: int) -> Source:
+        # A user's step may return values whose names a worker learns only by computing one piece.
+        cut = cut_for(settings, strategy.shard(), level=level)
+        return make_source(data, settings, batch=batch, cut=cut, world=world)
+
+    def warm(source: Source) -> learning_rate.WarmUp:
+        return learning_rate.WarmUp(learning_rate.warmup_steps(settings.warmup, source.steps_per_epoch))
+
+    batch = batch_of(settings, world)
+    source = cut_source(batch)
+    return Parts(
+        world=world,
+        strategy=strategy,
+        model=placed,
+        membership=membership,
+        optimizer=made_optimizer,
+        schedule=None if schedule is None else schedule(made_optimizer),
+        warmup=warm(source),
+        precision=precision,
+        compute=ForwardPass(loss, step, seed=settings.seed, context=precision.context, membership=membership),
+        source=source,
+        batch=batch,
+        make_source=cut_source,
+        make_warmup=warm,
+    )
+
+
+def make_optimizer(model: nn.Module, make: MakeOptimizer, settings: Settings, world: World) -> Optimizer:
+    """The user's optimizer over the placed parameters, with the learning rate that `settings` ask for.
+
+    Raises:
+        ConfigError: `make` gave something else.
+    """
+    made = make([parameter for parameter in model.parameters() if parameter.requires_grad])
+    if not isinstance(made, Optimizer):
+        raise ConfigError(
+            f"optimizer gave a {type(made).__name__}, not a torch.optim.Optimizer",
+            where="mh.Trainer(optimizer=…)",
+            fix="write optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)",
+        )
+    factor = learning_rate.scale(settings.lr_scaling, counted_workers(settings, world))
+    for group in made.param_groups:
+        group["lr"] = (group["lr"] if settings.lr is None else settings.lr) * factor
+        # PyTorch's fused kernels do a step in one pass over the memory of a GPU; others are as the user made them.
+        if world.device.type == "cuda" and "fused" in group and group["fused"] is None and not group.get("foreach"):
+            group["fused"] = True
+    return made
+
+
+def make_evaluation(  # made in one place, by name
+    name: str,
+    dataset: Any,
+    *,
+    data: Data,
+    settings: Settings,
+    world: World,
+    loss: Loss | None,
+    step: UserStep | None,
+    metrics: Mapping[str, Metric],
+) -> Evaluation:
+    """What evaluates models on `dataset`, the validation or the test set."""
+    fetcher = Fetcher(
+        dataset,
+        seed=randomness.seed_at(settings.seed, randomness.EVALUATION),
+        name=name,
+        collate=data.collate,
+    )
+    # A pure function of the settings, never of the number of workers: the forward passes must be the same.
+    batch = settings.evaluation_batch_size or settings.micro_batch_size or settings.batch_size
+    return Evaluation(
+        fetcher,
+        len(cast(Any, dataset)),
+        batch=batch or cast(int, settings.batch_size_per_worker),
+        loader_workers=settings.loader_workers,
+        world=world,
+        loss=loss,
+        step=step,
+        metrics=metrics,
+        context=Precision(settings.precision, world.device).context,
+    )

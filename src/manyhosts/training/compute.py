@@ -1,0 +1,109 @@
+"""The forward pass of one piece: random numbers from its address, the chosen precision, model and loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from manyhosts.communication.batch_norm import Membership
+from manyhosts.data import randomness
+from manyhosts.errors import ConfigError
+from manyhosts.strategies.strategy import Piece
+
+Loss = Callable[[Any, Any], Tensor]
+"""`loss(model(inputs), targets)`: the mean over the samples it is given, shape ()."""
+UserStep = Callable[[nn.Module, Any], Tensor | Mapping[str, Any]]
+"""`step(model, batch)`: the mean loss over the batch, or a mapping with `loss` and values to log."""
+
+
+def autocast(precision: str, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """What a forward pass runs in under `precision`."""
+    if precision == "fp32":
+        return nullcontext
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float16
+    return lambda: torch.autocast(device.type, dtype=dtype)
+
+
+def pair(batch: Any) -> tuple[Any, Any]:
+    """`batch` as (inputs, targets).
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if isinstance(batch, list | tuple) and len(batch) == 2:
+        return batch[0], batch[1]
+    raise ConfigError(
+        f"a batch is a {type(batch).__name__}"
+        + (f" of {len(batch)}" if isinstance(batch, list | tuple | Mapping) else "")
+        + ", not an (inputs, targets) pair",
+        where="mh.Trainer(loss=…)",
+        fix="pass step=function(model, batch) -> loss in place of loss=",
+    )
+
+
+class ForwardPass:
+    """Called by a strategy for each piece of a step."""
+
+    def __init__(
+        self,
+        loss: Loss | None,
+        step: UserStep | None,
+        *,
+        seed: int,
+        context: Callable[[], AbstractContextManager[Any]],
+        membership: Membership | None,
+    ) -> None:
+        self.loss = loss
+        self.step = step
+        self.seed = seed
+        self.context = context
+        self.membership = membership
+
+    def __call__(self, model: nn.Module, piece: Piece) -> Mapping[str, Tensor]:
+        """The means over the piece's samples: `loss`, and what the user's step returned beside it."""
+        randomness.seed_torch(self.seed, randomness.COMPUTE, *piece.address)
+        if self.membership is None:
+            return self._values(model, piece.batch)
+        with self.membership.as_ghost(piece.weight == 0):
+            return self._values(model, piece.batch)
+
+    def _values(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
+        with self.context():
+            if self.step is not None:
+                return step_values(self.step(model, batch))
+            assert self.loss is not None, "a trainer has either a loss or a step"
+            inputs, targets = pair(batch)
+            loss = self.loss(model(inputs), targets)
+        if loss.dim():
+            raise ConfigError(
+                f"the loss has shape {tuple(loss.shape)}, but must be one number: the mean over the samples",
+                where="mh.Trainer(loss=…)",
+                fix='use reduction="mean"',
+            )
+        return {"loss": loss}
+
+
+def step_values(result: Tensor | Mapping[str, Any]) -> dict[str, Tensor]:
+    """What a user's step returned, as tensors of shape (); `outputs` and `targets`, which are for metrics, left out.
+
+    Raises:
+        ConfigError: there is no loss in it.
+    """
+    if isinstance(result, Tensor):
+        return {"loss": result}
+    if not isinstance(result, Mapping) or not isinstance(result.get("loss"), Tensor):
+        raise ConfigError(
+            f"step returned a {type(result).__name__} without a tensor named 'loss'",
+            where="mh.Trainer(step=…)",
+            fix='return the mean loss over the batch, or {"loss": loss, "name": value, …}',
+        )
+    device = result["loss"].device
+    return {
+        name: value if isinstance(value, Tensor) else torch.tensor(float(value), device=device)
+        for name, value in result.items()
+        if name not in ("outputs", "targets")
+    }

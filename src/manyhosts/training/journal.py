@@ -1,0 +1,193 @@
+"""What one run writes down and says: its record, the events for its listeners, its samples, and signs of life.
+
+Listeners are on the leader alone. Every other worker remembers what was told last, so that one of them can lead in its
+place: it takes over the files, and tells what the last leader had not written.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from manyhosts.cluster.reports import Reporter
+from manyhosts.communication.gathering import gather_words
+from manyhosts.communication.world import World
+from manyhosts.config.settings import Settings
+from manyhosts.events import Event, Listener, RunStarted, StepDone
+from manyhosts.listeners.broadcast import Broadcast
+from manyhosts.listeners.metrics_file import WriteMetrics
+from manyhosts.listeners.standard import standard
+from manyhosts.records.metrics import MetricsFile
+from manyhosts.records.run_directory import RunDirectory
+from manyhosts.records.run_record import RunRecord, plain_settings, versions_for
+from manyhosts.records.samples import SamplesFile
+from manyhosts.training.copies import copy_records, restore_records
+from manyhosts.training.keeping import Keeping
+from manyhosts.training.recover import told_by_all
+
+_RECENT_EVENTS = 4096
+
+
+class Journal:
+    """The one of this worker."""
+
+    def __init__(
+        self,
+        *,
+        world: World,
+        settings: Settings,
+        directory: RunDirectory,
+        script: Path,
+        keeping: Keeping,
+        listeners: Sequence[Listener],
+        reporter: Reporter | None,
+    ) -> None:
+        """Nothing is opened before `open_records`."""
+        self.world, self.settings, self.directory, self.script = world, settings, directory, script
+        self.keeping, self.listeners, self.reporter = keeping, listeners, reporter
+        self.news = Broadcast([])
+        self.recent: deque[Event] = deque(maxlen=_RECENT_EVENTS)
+        """What was told last, on every worker: should the leader go, another one knows what it had not yet written."""
+        self.started: RunStarted | None = None
+        self.samples: SamplesFile | None = None
+        self.led = False
+        self.copies = False
+        """Whether this worker writes a copy of the leader's records, on a disk that others do not see."""
+
+    # The files, and who writes them.
+
+    def open_records(self) -> None:
+        """Record what was asked, and let the leader have its listeners."""
+        hosts = gather_words(self.world, socket.gethostname())
+        if self.keeping.store.apart:
+            restore_records(self.directory, self.world)
+        if self.world.is_leader:
+            record = RunRecord(
+                script=str(self.script),
+                arguments=sys.argv[1:],
+                settings=plain_settings(self.settings),
+                seed=self.settings.seed,
+                versions=versions_for(self.script),
+                hosts=list(dict.fromkeys(hosts)),
+                workers=self.world.size,
+                strategy=self.keeping.strategy,
+                backend=self.world.backend if self.world.size > 1 else None,
+                started=time.time(),
+            )
+            record.write(self.directory.run_json)
+            self.news = Broadcast([*standard(self.directory, record), *self.listeners])
+            self.led = True
+        self.copy_records()
+        self.open_samples()
+
+    def take_lead(self) -> None:
+        """Be the leader from now on, and tell what every worker knows and the last leader has not written."""
+        was_told = self.lead()
+        if was_told is None:
+            return
+        for event in told_by_all(self.remembered()):
+            if not was_told(event):
+                self.tell(event)
+
+    def lead(self) -> Callable[[Event], bool] | None:
+        """Take over the records of a leader that is gone. Says of an event whether that one has written it."""
+        if self.led:
+            return None
+        self.led = True
+        self.news.close()
+        metrics = MetricsFile(self.directory.metrics)
+        was_told = metrics.take_over()
+        record = RunRecord.read(self.directory.run_json)
+        self.news = Broadcast(
+            [*standard(self.directory, record, metrics=metrics, started=self.started), *self.listeners]
+        )
+        if self.keeping.second is not None:
+            self.keeping.second.catch_up()
+        return was_told
+
+    def copy_records(self) -> None:
+        """Where hosts share no disk, have another host write down the steps, too, should the leader's be lost."""
+        store = self.keeping.store
+        if not store.apart:
+            return
+        lacks = store.keeps_copy() and not self.led and not self.copies
+        if self.world.is_leader:
+            self.news.flush()
+        copy_records(self.directory, self.world, lacks=lacks)
+        if lacks:
+            self.copies, self.news = True, Broadcast([WriteMetrics(MetricsFile(self.directory.metrics))])
+
+    def flush(self) -> bool:
+        """Have everything that was told on the disk: a snapshot must not be ahead of the records. Whether it is there.
+
+        Where the disk is full the lines wait, and training goes on.
+        """
+        written = self.news.flush()
+        if self.samples is not None:
+            try:
+                self.samples.flush()
+            except OSError:
+                return False
+        return written
+
+    def lay_down(self) -> None:
+        """Close everything, and lead no more: the run begins anew, perhaps under another leader."""
+        self.close()
+        self.news, self.led, self.copies = Broadcast([]), False, False
+
+    def close(self) -> None:
+        """Let the listeners finish. Safe to call twice."""
+        self.news.close()
+        if self.samples is not None:
+            self.samples.close()
+
+    # What happens.
+
+    def tell(self, event: Event) -> None:
+        """Tell the listeners, which are on the leader."""
+        if self.world.is_shared:
+            self.recent.append(event)
+        if self.reporter is not None:
+            if isinstance(event, StepDone):
+                self.reporter.send("step", step=event.step)
+            else:
+                self.reporter.send("busy")
+        self.news(event)
+
+    def remembered(self) -> list[Event]:
+        """What was told last, oldest first."""
+        return list(self.recent)
+
+    def say_busy(self) -> None:
+        """Tell the head that this worker has something to do that is no step."""
+        if self.reporter is not None:
+            self.reporter.send("busy")
+
+    def say_rest(self) -> None:
+        """Tell the head that no steps are to be expected any more."""
+        if self.reporter is not None:
+            self.reporter.send("rest")
+
+    # Which samples each step takes.
+
+    def open_samples(self) -> None:
+        """Note this worker's samples under its present rank."""
+        if self.samples is not None:
+            self.samples.close()
+        if self.settings.record_samples:
+            self.samples = SamplesFile(self.directory.samples(self.world.rank))
+
+    def note_samples(self, step: int, indices: Sequence[int]) -> None:
+        """Write down what `step` takes, before it is computed."""
+        if self.samples is not None:
+            membership = self.world.membership
+            self.samples.add(step, indices, group=0 if membership is None else membership.group)
+
+    def resume_samples(self, step: int) -> None:
+        """Steps behind `step` are taken again: what was noted of them counts no more."""
+        if self.samples is not None:
+            self.samples.resume_at(step)

@@ -1,0 +1,275 @@
+"""What a run keeps on disk to go on from: snapshots of everything, and the best model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from manyhosts.config.stopping import EarlyStopping
+from manyhosts.data import randomness
+from manyhosts.errors import ConfigError, SnapshotError
+from manyhosts.events import Note, SnapshotCopied, SnapshotSaved, SnapshotSkipped
+from manyhosts.records.manifest import Facts
+from manyhosts.records.run_directory import RunDirectory
+from manyhosts.snapshot.fingerprint import fingerprint
+from manyhosts.snapshot.load import Loaded, load, same_model
+from manyhosts.snapshot.store import Store
+from manyhosts.strategies.alone import Drifting, together
+from manyhosts.training.build import Parts
+from manyhosts.training.second_place import SecondPlace
+from manyhosts.training.state import RunState
+
+
+class Keeping:
+    """Saves and restores the parts of a run."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        directory: RunDirectory,
+        *,
+        keep: int,
+        strategy: str,
+        rule: EarlyStopping,
+        tell: Callable[[SnapshotSaved | SnapshotSkipped | SnapshotCopied | Note], None],
+        second: SecondPlace | None = None,
+    ) -> None:
+        """`second`: where each snapshot is copied to, beside the run directory."""
+        self.parts, self.directory, self.strategy, self.tell = parts, directory, strategy, tell
+        self.rule = rule
+        """Which metric is watched, and what is better."""
+        self.second = second
+        holds = second.holds if second is not None else lambda _: False
+        self.store = Store(directory.snapshots, keep=keep, world=parts.world, holds=holds)
+        self.newest: SnapshotSaved | None = None
+        self.best_saved_at = -1
+        """The step of the best model that was begun to be written last."""
+        self.saved_at = -1
+        """The step of the last snapshot that was begun or restored."""
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds that training has stood still for snapshots."""
+        return self.store.stalled_s
+
+    def watched(self, values: dict[str, float]) -> float:
+        """The value of the watched metric.
+
+        Raises:
+            ConfigError: nobody reports it.
+        """
+        if self.rule.metric not in values:
+            raise ConfigError(
+                f"early stopping watches {self.rule.metric!r}, which nobody reports",
+                where="early_stopping.metric",
+                fix=f"choose one of {', '.join(values)}, or add it to mh.Trainer(metrics=…)",
+            )
+        return values[self.rule.metric]
+
+    def everything(self, state: RunState, *, own: bool = False) -> dict[str, Any]:
+        """What is equal on all workers, and enough for any of them to go on; the tensors are those in use.
+
+        Where models drift apart, theirs is the mean, for which all must call this; with `own` it is this worker's.
+        """
+        held = held_by(self.parts)
+        return {**held, "model": held["model"] if own else self._model(), "run": state.to_dict()}
+
+    def take_up(self, kept: dict[str, Any], *, own: bool = False) -> None:
+        """Put what `everything` gave, here or on another worker, into the parts of this one.
+
+        `own`: this worker has stepped alone, and keeps its model and optimizer.
+        """
+        take_up(self.parts, kept, own=own)
+
+    def save(self, state: RunState) -> None:
+        """Begin a snapshot of everything."""
+        parts = self.parts
+        self.saved_at = state.step
+        own = {"strategy": parts.strategy.state_dict(), "stream": dict(state.stream)}
+        self.store.save(
+            self.everything(state),
+            self._facts(state),
+            own=own if any(own.values()) else None,
+            unchanged_until_update=[*parts.model.parameters(), *_tensors(parts.optimizer.state)],
+        )
+        self.listen()
+
+    def leave_out(self, state: RunState, reason: str) -> None:
+        """Make no snapshot here, and say why."""
+        self.saved_at = state.step
+        path = self.store.folder / f"step-{state.step:08d}"
+        self.tell(SnapshotSkipped(step=state.step, path=path, reason=reason, time=time.time()))
+
+    def save_best(self, state: RunState) -> None:
+        """Begin to write the model as the best one."""
+        self.best_saved_at = state.best_step
+        self.store.save_as(
+            self.directory.best,
+            {"model": self._model()},
+            self._facts(state),
+            unchanged_until_update=self.parts.model.parameters(),
+        )
+
+    def _model(self) -> dict[str, Any]:
+        """The model as all workers hold it: a copy of the mean, where they drift apart."""
+        parts = self.parts
+        if not isinstance(parts.strategy, Drifting):
+            return dict(parts.model.state_dict())
+        with together(parts.strategy, parts.model):
+            return {name: tensor.clone() for name, tensor in parts.model.state_dict().items()}
+
+    def before_update(self) -> None:
+        """Wait until a snapshot under way has copied what the update will change."""
+        self.store.before_update()
+        self.listen()
+
+    def listen(self) -> None:
+        """Tell what became of snapshots whose writing has ended."""
+        for news in self.store.finished():
+            if isinstance(news, SnapshotSaved) and news.path.parent == self.directory.snapshots:
+                self.newest = news
+            if isinstance(news, SnapshotSaved) and self.second is not None:
+                self.second.offer(news.path)
+            self.tell(news)
+        for copied in self.second.finished() if self.second is not None else []:
+            self.tell(copied)
+
+    def abandon(self) -> bool:
+        """Give up what is being written: some of those who write it are gone. Whether a snapshot is lost so."""
+        under_way = self.store.under_way
+        self.store.abandon()
+        self.store.wait()
+        self.listen()
+        if under_way == self.directory.best:
+            self.best_saved_at = -1
+        return under_way is not None and under_way != self.directory.best
+
+    def finish(self) -> None:
+        """Wait until everything is written."""
+        self.store.wait()
+        self.listen()
+
+    def finish_copies(self, meanwhile: Callable[[], None]) -> None:
+        """Wait until everything is in the second place, too. Every worker calls this; `meanwhile` now and then."""
+        if self.second is not None:
+            self.second.finish(meanwhile)
+        self.listen()
+
+    def begin(self) -> tuple[RunState, Loaded | None]:
+        """Look in the second place, then do as `restore`. Every worker calls this before the first step.
+
+        Raises:
+            ConfigError: the second place cannot be used.
+            SnapshotError: there are snapshots, and none can be gone on from.
+        """
+        if self.second is None:
+            return self.restore()
+        self.store.gather()
+        self.second.prepare(same_model(fingerprint(self.parts.model)))
+        return self.restore()
+
+    def last_good(self) -> str:
+        """The newest snapshot, in a sentence."""
+        self.finish()
+        if self.newest is None:
+            return "There is no snapshot yet."
+        return f"The last good snapshot is {self.newest.path}."
+
+    def restore(self) -> tuple[RunState, Loaded | None]:
+        """Take up the newest snapshot that fits; a fresh state where there is none.
+
+        Raises:
+            SnapshotError: there are snapshots, and none can be gone on from.
+        """
+        loaded = self.store.latest(same_model(fingerprint(self.parts.model)))
+        if loaded is None:
+            return RunState(), None
+        parts, kept = self.parts, loaded.state
+        self.take_up(kept)
+        owns = [own or {} for own in loaded.owns]
+        parts.strategy.load_state_dict([own.get("strategy", {}) for own in owns])
+        state = RunState.from_dict(kept["run"], {})
+        streams = [own.get("stream", {}) for own in owns]
+        state.stream = parts.source.of_snapshot(streams, parts.world.rank, state.position)
+        self.saved_at = loaded.facts.step
+        self.newest = SnapshotSaved(
+            step=loaded.facts.step,
+            path=loaded.path,
+            bytes=0,
+            seconds=0.0,
+            stall_seconds=0.0,
+            time=loaded.manifest.time,
+        )
+        return state, loaded
+
+    def take_end(self, step: int) -> bool:
+        """Take up the snapshot of `step`, as this worker finds it on the disk. Whether it was there, and whole."""
+        self.store.wait()
+        try:
+            loaded = load(self.store.folder / f"step-{step:08d}", same_model(fingerprint(self.parts.model)))
+        except (SnapshotError, OSError):
+            return False
+        self.take_up(loaded.state)
+        self.saved_at = step
+        return True
+
+    def _facts(self, state: RunState) -> Facts:
+        position = state.position
+        return Facts(
+            step=state.step,
+            epoch=position.epoch,
+            position={"epoch": position.epoch, "sample": position.sample},
+            strategy=self.strategy,
+            model=fingerprint(self.parts.model),
+        )
+
+
+def held_by(parts: Parts) -> dict[str, Any]:
+    """Model, optimizer and what goes with them; the tensors are those in use."""
+    return {
+        "model": dict(parts.model.state_dict()),
+        "optimizer": parts.optimizer.state_dict(),
+        "schedule": {} if parts.schedule is None else _plain(parts.schedule.state_dict()),
+        "scaler": parts.precision.state_dict(),
+        "random": _random_states(),
+    }
+
+
+def take_up(parts: Parts, kept: dict[str, Any], *, own: bool = False) -> None:
+    """Put what `held_by` gave, here or on another worker, into `parts`; model and optimizer not where `own`."""
+    if not own:
+        load_model(parts.model, kept["model"])
+        parts.optimizer.load_state_dict(kept["optimizer"])
+    if parts.schedule is not None:
+        parts.schedule.load_state_dict(kept["schedule"])
+    parts.precision.load_state_dict(kept["scaler"])
+    torch.set_rng_state(kept["random"]["torch"])
+
+
+@torch.no_grad()
+def load_model(model: nn.Module, weights: dict[str, Any]) -> None:
+    """Put `weights` into `model`, in place, so that whoever holds its tensors sees them."""
+    model.load_state_dict(weights)
+
+
+def _tensors(state: Any) -> list[torch.Tensor]:
+    """The tensors of an optimizer's state."""
+    return [value for values in state.values() for value in values.values() if isinstance(value, torch.Tensor)]
+
+
+def _plain(state: dict[str, Any]) -> dict[str, Any]:
+    """A schedule's state without what cannot be kept: functions, which the script makes anew."""
+    return {key: value for key, value in state.items() if not callable(value) and not _has_callable(value)}
+
+
+def _has_callable(value: Any) -> bool:
+    return isinstance(value, list) and any(callable(item) for item in value)
+
+
+def _random_states() -> dict[str, Any]:
+    torch_state, _, _ = randomness.states()
+    return {"torch": torch_state}

@@ -1,0 +1,63 @@
+"""What the number of workers and the beginning of a run do to the learning rate.
+
+Scaling with the batch: linear after Goyal et al. 2017, "Accurate, Large Minibatch SGD" (arXiv:1706.02677), square root
+after Krizhevsky 2014, "One weird trick for parallelizing convolutional neural networks" (arXiv:1404.5997). Warm-up is
+laid over the user's schedule for the length of one update and taken off again, because many schedules compute the next
+rate from the present one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from manyhosts.errors import ConfigError
+from manyhosts.strategies.rate_alone import multiplied
+from manyhosts.units import Duration
+
+
+def scale(rule: str | None, workers: int) -> float:
+    """The factor on the learning rate when the batch is `workers` times that of one."""
+    if rule == "linear":
+        return float(workers)
+    return math.sqrt(workers) if rule == "sqrt" else 1.0
+
+
+def warmup_steps(warmup: str | None, steps_per_epoch: int | None) -> int:
+    """The length of the warm-up in steps.
+
+    Raises:
+        ConfigError: it is given in epochs, and the training set is a stream.
+    """
+    if warmup is None:
+        return 0
+    duration = Duration.parse(warmup, where="warmup")
+    if duration.steps is not None:
+        return duration.steps
+    if steps_per_epoch is None:
+        raise ConfigError(
+            f"warmup is {warmup!r}, but nobody knows how many steps an epoch of a stream has",
+            where="warmup",
+            fix='give it in steps, such as warmup="500 steps"',
+        )
+    return round((duration.epochs or 0) * steps_per_epoch)
+
+
+class WarmUp:
+    """The learning rate rises linearly to its full value over the first `steps` steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def factor(self, step: int) -> float:
+        """The share of the learning rate in the step after `step` steps; 1 once the warm-up is over."""
+        return min(1.0, (step + 1) / self.steps) if self.steps else 1.0
+
+    @contextmanager
+    def over(self, optimizer: torch.optim.Optimizer, step: int) -> Iterator[None]:
+        """Within, the groups of `optimizer` have the reduced rates of this step."""
+        with multiplied(optimizer, self.factor(step)):
+            yield

@@ -1,0 +1,360 @@
+"""The training loop: what happens in a step, and what is due after it."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from manyhosts.config.settings import Settings
+from manyhosts.data.steps import Step, mapped
+from manyhosts.events import ValidationDone
+from manyhosts.strategies.alone import Drifting, together
+from manyhosts.strategies.strategy import Piece, StepOutcome, Survivable
+from manyhosts.training.bad_steps import BadSteps
+from manyhosts.training.build import Parts
+from manyhosts.training.evaluate import Evaluation
+from manyhosts.training.keeping import Keeping
+from manyhosts.training.marks import Mark, due, reached
+from manyhosts.training.numbers import HostTiming, Numbers, StepFacts
+from manyhosts.training.state import RunState
+from manyhosts.training.telling import Tell, Telling
+from manyhosts.training.wishes import Wishes
+from manyhosts.units import Duration
+
+
+class WorkersChange(Exception):
+    """Between two steps: somebody waits to join."""
+
+
+class Loop:
+    """Trains `parts` until a rule gives a reason to stop."""
+
+    def __init__(  # noqa: PLR0913  # made in one place, by name
+        self,
+        parts: Parts,
+        *,
+        settings: Settings,
+        state: RunState,
+        validation: Evaluation | None,
+        keeping: Keeping,
+        wishes: Wishes,
+        tell: Tell,
+        flush: Callable[[], bool],
+        note_samples: Callable[[int, Sequence[int]], None] | None,
+        keep_buffers: bool = False,
+    ) -> None:
+        """`keep_buffers`: remember before each step what its forward pass changes, so that it can be done again."""
+        self.parts, self.settings, self.state = parts, settings, state
+        self.validation, self.keeping, self.wishes, self.tell, self.flush = validation, keeping, wishes, tell, flush
+        self.note_samples = note_samples
+        self.limit = Duration.parse(settings.duration, where="fit(…)")
+        self.validate_every = Duration.parse(settings.validate_every, where="validate_every")
+        self.snapshot_every = Duration.parse(settings.snapshots.every, where="snapshots.every")
+        self.numbers = Numbers(parts.world.device)
+        self.bad_steps = BadSteps(parts, settings.on_bad_step)
+        self.telling = Telling(parts, state, self.bad_steps, wishes, keeping, tell)
+        self.before = self.mark()
+        self.began = time.perf_counter() - state.seconds
+        self.on_cpu = parts.world.device.type == "cpu"
+        self.exchanges = isinstance(parts.strategy, Drifting)
+        """Whether workers step alone, and exchange something after a step."""
+        exchange = (self.exchange,) if self.exchanges else ()
+        self.duties = (*exchange, self.end_epoch, self.validate_if_due, self.keep_best, self.save_if_due)
+        """What may be due after a step, in order."""
+        self.duties_done = len(self.duties)
+        self.ends_epoch = False
+        """Whether the last step was the last of its epoch."""
+        self.under_way = 0
+        """The step that is being computed; 0 between steps."""
+        self.tried = 0
+        """The last step that broke off since workers went; 0 where none did."""
+        self.taken: Step | None = None
+        """What the step under way, or the last one, has read."""
+        self.torn = False
+        """Whether an update broke off, so that the parameters are those of no step."""
+        self.change_granted = False
+        """Whether all workers have heard that somebody waits to join them."""
+        self.save_again = False
+        """Whether a snapshot is lost that was being written when workers went."""
+        self.since = time.time()
+        """When what is being done now was begun."""
+        self.buffers = list(parts.model.buffers()) if keep_buffers else []
+        self.buffers_before = [buffer.clone() for buffer in self.buffers]
+
+    def run(self) -> str:
+        """Train from where the state stands, after what is still due there. Returns why it ended.
+
+        Raises:
+            WorkersChange: somebody waits to join, and all have finished the same step.
+            BadStep: a step went wrong, and all are to go back behind it.
+        """
+        self.parts.model.train()
+        steps: Iterator[Step] | None = None
+        while True:
+            self.finish_step()
+            if self.change_granted:
+                raise WorkersChange
+            if reason := self.reason_to_stop():
+                break
+            if steps is None:
+                steps = self.parts.source.steps(self.state.position, self.state.stream)
+            self.before = self.mark()
+            self.take(steps)
+        self.read_numbers(all_of_them=True)
+        return reason
+
+    def finish_step(self) -> None:
+        """Do what is due after the last step, each thing once, also where a failure came between."""
+        while self.duties_done < len(self.duties):
+            self.duties[self.duties_done]()
+            self.duties_done += 1
+
+    def settle(self, *, finished: bool) -> None:
+        """End the step under way, which broke off. `finished`: another has done it, so this worker's part counts."""
+        strategy = self.parts.strategy
+        if self.under_way and not self.torn and isinstance(strategy, Survivable):
+            if not finished or not strategy.whole:
+                with torch.no_grad():
+                    for buffer, before in zip(self.buffers, self.buffers_before, strict=True):
+                        buffer.copy_(before)
+                strategy.step_back()
+            elif self.exchanges and self.taken is not None:
+                self.clip()
+                self.update()
+                self.step_is_done(self.taken)
+        self.tried, self.under_way = max(self.tried, self.under_way), 0
+
+    def stand(self) -> None:
+        """The state is that of a snapshot now: forget what was under way."""
+        self.numbers.pending.clear()
+        self.duties_done, self.ends_epoch = len(self.duties), False
+        self.under_way, self.torn, self.save_again = 0, False, False
+        self.before = self.mark()
+
+    def mark(self) -> Mark:
+        """How far the run has come, in numbers that are equal on all workers."""
+        state = self.state
+        return Mark(state.step, self.parts.source.epochs(state.position), state.seconds)
+
+    def reason_to_stop(self) -> str:
+        """Why to stop now; empty where there is no reason."""
+        return self.wishes.granted or self.state.ended or reached(self.limit, self.mark())
+
+    def take(self, steps: Iterator[Step]) -> Step:
+        """One optimizer step, from waiting for its samples to telling its numbers."""
+        world, state = self.parts.world, self.state
+        begin, sent, stalled = time.perf_counter(), world.bytes_sent, self.keeping.stalled_s
+        self.since, exchanged = time.time(), world.exchange_s
+        step = next(steps)
+        fetched, exposed = time.perf_counter(), world.exposed_s
+        world.take_waits()  # what workers tell each other to find the samples is a part of waiting for those
+        self.under_way, self.taken = state.step + 1, step
+        left_out = state.step + 1 in state.left_out
+        if self.note_samples is not None and not left_out:
+            self.note_samples(state.step + 1, _indices(step))
+        if self.buffers:
+            torch._foreach_copy_(self.buffers_before, self.buffers)
+        lr = self.parts.optimizer.param_groups[0]["lr"] * self.parts.warmup.factor(state.step)
+        outcome, norm = self.pass_over() if left_out else self.train_step(step)
+        end = time.perf_counter()
+        self.step_is_done(step)
+        stall = self.keeping.stalled_s - stalled
+        timing = HostTiming(end - begin, fetched - begin, world.exposed_s - exposed, stall, end - fetched - stall)
+        facts = StepFacts(
+            step=state.step,
+            epoch=step.epoch,
+            lr=lr,
+            samples=step.samples,
+            bytes_sent=world.bytes_sent - sent,
+            exchange_s=world.exchange_s - exchanged,
+            timing=timing,
+            time=time.time(),
+            indices=step.taken,
+            shards=step.shards,
+        )
+        self.numbers.add(facts, outcome.values, norm, outcome.riders, world.take_waits())
+        if not self.exchanges:
+            self.read_numbers()
+        return step
+
+    def step_is_done(self, step: Step) -> None:
+        """The model has changed: from now on the step counts, and what is due after it is due."""
+        state = self.state
+        state.step += 1
+        state.position, state.stream = step.after, step.stream
+        self.under_way, self.ends_epoch, self.duties_done = 0, step.ends_epoch, 0
+
+    def exchange(self) -> None:
+        """Where workers step alone: exchange what is due after the last step, and tell the step with what that took."""
+        world, strategy = self.parts.world, self.parts.strategy
+        assert isinstance(strategy, Drifting), "no other has such a duty"
+        begin, exposed, sent, exchanged = time.perf_counter(), world.exposed_s, world.bytes_sent, world.exchange_s
+        strategy.exchange(self.parts.model)
+        self.numbers.lengthen(
+            time.perf_counter() - begin,
+            exposed_s=world.exposed_s - exposed,
+            exchange_s=world.exchange_s - exchanged,
+            bytes_sent=world.bytes_sent - sent,
+            waits=world.take_waits(),
+        )
+        self.read_numbers()
+
+    def train_step(self, step: Step) -> tuple[StepOutcome, Any]:
+        """The arithmetic of one optimizer step. Returns what it found, and the gradient's norm where it is clipped."""
+        parts = self.parts
+        self.bad_steps.begin()
+        outcome = parts.strategy.forward_backward(
+            parts.model, self.pieces(step), parts.compute, parts.precision.scale, self.riders()
+        )
+        norm = self.bad_steps.watched(self.clip())
+        if self.bad_steps.must_go(self.state.step + 1, outcome.values["loss"], norm):
+            advance(parts.schedule)
+            return outcome, norm
+        self.update()
+        return outcome, norm
+
+    def clip(self) -> Any:
+        """Clip the gradient where that is asked for. Returns its norm before."""
+        parts = self.parts
+        if self.settings.clip_gradients is None:
+            return None
+        parts.precision.unscale(parts.optimizer)
+        return parts.strategy.clip_gradients(parts.model, self.settings.clip_gradients)
+
+    def update(self) -> None:
+        """Change the model by the gradient, and move the schedule."""
+        parts = self.parts
+        self.keeping.before_update()
+        self.torn = True
+        if self.state.step < parts.warmup.steps:
+            with parts.warmup.over(parts.optimizer, self.state.step):
+                parts.strategy.update(parts.model, parts.precision.stepper(parts.optimizer))
+        else:
+            parts.strategy.update(parts.model, parts.precision.stepper(parts.optimizer))
+        advance(parts.schedule)
+        self.torn = False
+
+    def pass_over(self) -> tuple[StepOutcome, Any]:
+        """A step that went wrong before: nothing is computed, and the schedule moves on."""
+        world = self.parts.world
+        riders = world.all_reduce(torch.tensor(self.riders(), dtype=torch.float64, device=world.device))
+        advance(self.parts.schedule)
+        return StepOutcome({"loss": torch.full((), math.nan, device=world.device)}, riders), None
+
+    def pieces(self, step: Step) -> list[Piece]:
+        """The step's pieces on this worker's device."""
+        device = self.parts.world.device
+        return [
+            Piece(
+                batch=loaded.batch
+                if self.on_cpu
+                else mapped(loaded.batch, lambda tensor: tensor.to(device, non_blocking=True)),
+                samples=len(loaded.plan.indices),
+                weight=loaded.plan.weight,
+                address=(self.state.step, loaded.plan.part, loaded.plan.micro),
+            )
+            for loaded in step.pieces
+        ]
+
+    def riders(self) -> tuple[float, float, float]:
+        """The leader's clock, whether this worker was asked to stop, and whether it knows of one that wants to join."""
+        world = self.parts.world
+        clock = time.perf_counter() - self.began if world.is_leader else 0.0
+        joining = world.membership is not None and world.membership.change_asked
+        return clock, float(self.wishes.asked), float(joining)
+
+    def read_numbers(self, *, all_of_them: bool = False) -> None:
+        """Tell the steps whose numbers have come, and take from them what the workers decide together."""
+        for numbers in self.numbers.read(all_of_them=all_of_them):
+            joining = self.telling.of_step(numbers)
+            self.change_granted = self.change_granted or joining
+        self.telling.of_world()
+
+    def end_epoch(self) -> None:
+        """Tell the epoch's sums and begin new ones, where the last step ended one."""
+        if self.ends_epoch:
+            self.read_numbers(all_of_them=True)
+            self.telling.of_epoch()
+
+    def validate_if_due(self) -> None:
+        """Validate where that is due after the last step."""
+        if self.validation is not None and due(self.validate_every, self.before, self.mark()):
+            self.validate()
+
+    def keep_best(self) -> None:
+        """Write the model as the best one, where the last validation found it to be."""
+        state = self.state
+        if state.validated_at == state.step == state.best_step != self.keeping.best_saved_at:
+            self.keeping.save_best(state)
+
+    def save_if_due(self) -> None:
+        """Make a snapshot where that is due after the last step."""
+        is_due = self.save_again or due(self.snapshot_every, self.before, self.mark())
+        if is_due and self.keeping.saved_at != self.state.step:
+            self.save()
+        self.save_again = False
+
+    def validate(self) -> None:
+        """Evaluate, and let early stopping and a plateau schedule judge."""
+        assert self.validation is not None, "validate() is called where there is a validation set"
+        self.read_numbers(all_of_them=True)
+        begin, self.since = time.perf_counter(), time.time()
+        state, rule = self.state, self.keeping.rule
+        with together(self.parts.strategy, self.parts.model):
+            state.validation = self.validation(self.parts.model)
+        state.validated_at = state.step
+        value = self.keeping.watched(state.validation)
+        best = rule.better(value, state.best)
+        if best:
+            state.best, state.best_step, state.validations_without_gain = value, state.step, 0
+        else:
+            state.validations_without_gain += 1
+        if self.settings.early_stopping is not None and state.validations_without_gain >= rule.patience:
+            state.ended = f"{rule.metric} has not become better for {rule.patience} validations"
+        if isinstance(self.parts.schedule, ReduceLROnPlateau):
+            self.parts.schedule.step(value)
+        now = time.perf_counter()
+        self.tell(
+            ValidationDone(
+                step=state.step,
+                epoch=self.epoch(),
+                values=state.validation,
+                best=best,
+                seconds=now - begin,
+                time=time.time(),
+            )
+        )
+
+    def epoch(self) -> int:
+        """The epoch that the last step belongs to."""
+        position = self.state.position
+        return position.epoch if position.sample else max(position.epoch - 1, 0)
+
+    def save(self) -> None:
+        """Make a snapshot of everything, unless a disk does not take the records of the steps that it would count."""
+        self.read_numbers(all_of_them=True)
+        if self.parts.world.any(not self.flush()):
+            self.keeping.leave_out(self.state, "a disk does not take the records of its steps")
+        else:
+            self.keeping.save(self.state)
+
+
+def advance(schedule: LRScheduler | None) -> None:
+    """One step of the schedule; a plateau schedule moves after validations instead."""
+    if schedule is None or isinstance(schedule, ReduceLROnPlateau):
+        return
+    with warnings.catch_warnings():
+        # fp16 leaves out steps whose gradients overflow; the schedule goes on all the same, on every worker.
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+        schedule.step()
+
+
+def _indices(step: Step) -> list[int]:
+    """The samples that this worker computed in a step, ghosts left out."""
+    return [index for piece in step.pieces if piece.plan.weight for index in piece.plan.indices.tolist()]

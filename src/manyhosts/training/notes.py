@@ -1,0 +1,67 @@
+"""What is told once, when a run begins: where it begins, and what is worth saying."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from manyhosts.events import Note, RunStarted
+from manyhosts.strategies.alone import Drifting
+from manyhosts.training.loop import Loop
+from manyhosts.training.marks import reached
+from manyhosts.training.recover import why_not_survive
+from manyhosts.units import Duration
+
+if TYPE_CHECKING:
+    from manyhosts.training.run import Run
+
+
+def announce(run: Run, loop: Loop) -> None:
+    """Tell where `run` begins, and with what."""
+    state, limit, loaded, journal = run.state, loop.limit, run.loaded, run.journal
+    per_epoch = run.parts.source.steps_per_epoch
+    ends = [] if limit.steps is None else [limit.steps]
+    if limit.epochs is not None and per_epoch is not None:
+        ends.append(round(limit.epochs * per_epoch))
+    now = time.time()
+    journal.resume_samples(state.step)
+    journal.started = RunStarted(
+        step=state.step,
+        epoch=state.position.epoch,
+        steps_per_epoch=per_epoch,
+        total_steps=min(ends) if ends else None,
+        time=now,
+        resumed_from="" if loaded is None else str(loaded.path),
+    )
+    journal.tell(journal.started)
+    for skipped in loaded.skipped if loaded is not None else []:
+        journal.tell(skipped)
+    for text in notes(run, loop):
+        journal.tell(Note(text=text, step=state.step, time=now))
+
+
+def notes(run: Run, loop: Loop) -> list[str]:
+    """One sentence for each thing that the person who started `run` may not expect."""
+    settings, parts, world = run.settings, run.parts, run.world
+    found = [] if run.keeping.second is None else list(run.keeping.second.notes)
+    if (virtual := settings.virtual_workers) is not None:
+        threads = torch.get_num_threads()
+        found.append(
+            f"each batch is cut into {virtual} parts (threads: {threads}), for the same bits on 1 to {virtual} "
+            "workers; BatchNorm sees one part"
+        )
+    elif parts.membership is not None:
+        found.append("BatchNorm sees the batch of all workers; batch_norm='local' is faster and another model")
+    elif world.size > 1 and settings.batch_norm == "local":
+        found.append("BatchNorm sees each worker's own samples, so the number of workers changes the model")
+    if isinstance(parts.strategy, Drifting) and (about_rate := parts.strategy.about_rate(parts.optimizer)):
+        found.append(about_rate)
+    if run.recovery is None and world.membership is not None:
+        why = why_not_survive(parts) or "nobody can go on since a call before this one"
+        found.append(f"if a worker is lost, all end ({why}); --restarts N goes on from the newest snapshot")
+    if run.loaded is not None and (reached(loop.limit, loop.mark()) or run.state.ended):
+        why = run.state.ended or f"it is {Duration.parse(settings.duration)} long already"
+        found.append(f"this run is finished ({why}); ask for a longer one, or choose another run directory")
+    return found

@@ -1,0 +1,156 @@
+"""The numbers of each step, read when they are there: the loop never waits for a device.
+
+On a CPU they are there at once. On a GPU the copy to the host is queued behind the step, and the numbers are read two
+steps later. The lag is fixed, so whatever is decided by them is decided after the same step on every worker.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from manyhosts.data.order import Indices
+
+LAG_ON_GPU = 2
+
+
+@dataclass(frozen=True, slots=True)
+class HostTiming:
+    """What the host's clock says of a step, in seconds."""
+
+    total: float
+    data_wait: float
+    exposed: float
+    snapshot_stall: float
+    work: float
+    """Forward, backward, clipping and update, the waits inside them included."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """What is known of a step without asking the device."""
+
+    step: int
+    epoch: int
+    lr: float
+    samples: int
+    bytes_sent: int
+    exchange_s: float
+    """From the first gradient's leaving to the last sum's arrival; 0 on a GPU."""
+    timing: HostTiming
+    time: float
+    indices: Indices
+    """The samples of the global batch, as `Step.taken` has them."""
+    shards: int = 0
+    """In how many their epoch is read; 0 where it is not."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepNumbers:
+    """A step whose numbers are known."""
+
+    facts: StepFacts
+    values: Mapping[str, float]
+    gradient_norm: float | None
+    riders: Sequence[float]
+    exposed: float
+    """Seconds in which this worker waited for others, by the clock of its device."""
+
+
+@dataclass(slots=True)
+class _Pending:
+    facts: StepFacts
+    names: list[str]
+    has_norm: bool
+    packed: Tensor
+    event: torch.cuda.Event | None
+    waits: Sequence[tuple[torch.cuda.Event, torch.cuda.Event]]
+
+
+class Numbers:
+    """A queue of steps whose numbers are on their way."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.lag = LAG_ON_GPU if device.type == "cuda" else 0
+        self.pending: deque[_Pending | StepNumbers] = deque()
+
+    def add(
+        self,
+        facts: StepFacts,
+        values: Mapping[str, Tensor],
+        norm: Tensor | None,
+        riders: Sequence[float] | Tensor,
+        waits: Sequence[tuple[torch.cuda.Event, torch.cuda.Event]] = (),
+    ) -> None:
+        """Take the numbers of one more step, without waiting for them."""
+        if self.device.type != "cuda":
+            known = riders.tolist() if isinstance(riders, Tensor) else riders
+            numbers = {name: value.item() for name, value in values.items()}
+            self.pending.append(
+                StepNumbers(facts, numbers, None if norm is None else norm.item(), known, facts.timing.exposed)
+            )
+            return
+        on_device = riders if isinstance(riders, Tensor) else torch.tensor(riders, dtype=torch.float64)
+        parts = [value.double().reshape(1) for value in values.values()]
+        parts += [] if norm is None else [norm.double().reshape(1)]
+        packed = torch.cat([*parts, on_device.to(self.device, non_blocking=True)]).to("cpu", non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self.pending.append(_Pending(facts, list(values), norm is not None, packed, event, waits))
+
+    def lengthen(
+        self,
+        seconds: float,
+        *,
+        exposed_s: float,
+        exchange_s: float,
+        bytes_sent: int,
+        waits: Sequence[tuple[torch.cuda.Event, torch.cuda.Event]] = (),
+    ) -> None:
+        """The step that was added last took so much more, in an exchange behind its update."""
+        if not self.pending:
+            return  # it was told when workers went, in the midst of the exchange
+        last = self.pending.pop()
+        timing = last.facts.timing
+        facts = replace(
+            last.facts,
+            bytes_sent=last.facts.bytes_sent + bytes_sent,
+            exchange_s=last.facts.exchange_s + exchange_s,
+            timing=replace(
+                timing,
+                total=timing.total + seconds,
+                exposed=timing.exposed + exposed_s,
+                work=timing.work + seconds,
+            ),
+            time=time.time(),
+        )
+        if isinstance(last, StepNumbers):
+            self.pending.append(replace(last, facts=facts, exposed=last.exposed + exposed_s))
+        else:
+            self.pending.append(replace(last, facts=facts, waits=[*last.waits, *waits]))
+
+    def read(self, *, all_of_them: bool = False) -> list[StepNumbers]:
+        """The steps that are old enough to be read, or all."""
+        ready = []
+        while len(self.pending) > (0 if all_of_them else self.lag):
+            ready.append(_known(self.pending.popleft()))
+        return ready
+
+
+def _known(pending: _Pending | StepNumbers) -> StepNumbers:
+    if isinstance(pending, StepNumbers):
+        return pending
+    if pending.event is not None:
+        pending.event.synchronize()
+    numbers = pending.packed.tolist()
+    values = dict(zip(pending.names, numbers, strict=False))
+    left = numbers[len(pending.names) :]
+    norm = left.pop(0) if pending.has_norm else None
+    exposed = sum(before.elapsed_time(after) for before, after in pending.waits) / 1000
+    return StepNumbers(pending.facts, values, norm, left, exposed)

@@ -1,0 +1,336 @@
+"""Going on when workers die or come: the others keep their processes, model and optimizer, and redo one step at most.
+
+When a collective breaks, each worker
+
+1. asks the head who is left, and meets them in a new group,
+2. tells them how far it is: some may have finished the step, others not. The farthest is right; where several are, the
+   one of the lowest rank,
+3. puts back what the unfinished step has changed (the buffers, what a compression keeps; parameters change in the
+   update alone), or, where another has finished it and each has something of its own, finishes it,
+4. takes everything from the farthest where it is behind or new; what each has of its own the strategy sees to,
+5. reads from there on its part of each batch, which is another one where the number of workers is.
+
+The leader says what happened. If it was the leader that died, the new one takes over its files: what the other had told
+and not yet written, every worker still remembers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from manyhosts.cluster.membership import Group
+from manyhosts.communication import handover
+from manyhosts.events import EpochDone, Event, Note, Recovered, RunStarted, StepDone, StepTiming, ValidationDone
+from manyhosts.snapshot.skeleton import put_together, take_apart
+from manyhosts.strategies.strategy import Survivable
+from manyhosts.training.build import Parts
+from manyhosts.training.calls import Calls, Holder
+from manyhosts.training.keeping import Keeping
+from manyhosts.training.loop import Loop
+from manyhosts.training.marks import Mark
+from manyhosts.training.optimizers import share_optimizers
+from manyhosts.training.reunion import Reunion
+from manyhosts.training.state import RunState
+
+_NOWHERE = -1
+_TOLD_BY_ALL: dict[str, type[Event]] = {kind.__name__: kind for kind in (StepDone, EpochDone, ValidationDone)}
+"""What every worker knows to tell; the rest is the leader's alone."""
+
+
+class Records(Protocol):
+    """What the run writes and says, as far as going on needs it."""
+
+    started: RunStarted | None
+
+    def remembered(self) -> list[Event]:
+        """What was told last, oldest first."""
+
+    def tell(self, event: Event) -> None:
+        """Remember it and tell the listeners."""
+
+    def take_lead(self) -> None:
+        """Be the leader from now on, and tell what every worker knows and the last leader has not written."""
+
+    def copy_records(self) -> None:
+        """Where hosts share no disk, see that another one has the records, too. Every worker calls this."""
+
+    def open_samples(self) -> None:
+        """Note samples under the present rank."""
+
+    def flush(self) -> bool:
+        """Have everything that was told on the disk. Whether it is there."""
+
+
+def why_not_survive(parts: Parts) -> str:
+    """Why the workers that are left would not have everything that a run needs to go on; empty where they would."""
+    world = parts.world
+    if world.backend != "gloo" or world.device.type != "cpu":
+        return "on GPUs nobody knows which step is whole"  # NCCL's collectives come back before they are done
+    if not isinstance(parts.strategy, Survivable):
+        return "the strategy does not say what else each worker holds"
+    return ""
+
+
+def can_survive(parts: Parts) -> bool:
+    """Whether the workers that are left go on without one that is lost."""
+    return parts.world.membership is not None and not why_not_survive(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How far a worker is."""
+
+    step: int
+    """Steps finished; -1 for one whose state is of no use."""
+    duties: int
+    """Of what is due after that step, how much is done."""
+    tried: int
+    """The step that broke off; 0 where none did."""
+    lost_snapshot: int
+    new: int = 0
+    """Whether it lacks what the others hold of other trainers, too."""
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """What is compared."""
+        return self.step, self.duties
+
+
+def farthest(standings: list[Standing]) -> int:
+    """The rank whose state is taken by those that are behind."""
+    return max(range(len(standings)), key=lambda rank: (standings[rank].progress, -rank))
+
+
+class Recovery(Reunion):
+    """Takes one worker through the changes of the workers while it trains."""
+
+    def __init__(
+        self,
+        calls: Calls,
+        holder: Holder,
+        keeping: Keeping,
+        records: Records,
+        *,
+        state: RunState,
+        begin: Callable[[Loop], None],
+        most: int,
+    ) -> None:
+        """`most`: any number of workers up to this gives the same bits; 0: each gives its own.
+
+        `begin` takes up the newest snapshot and tells where the run begins; every worker calls it.
+        """
+        super().__init__(calls, most=most, run=None)
+        self.holder, self.parts, self.keeping, self.records = holder, holder.parts, keeping, records
+        self.state, self.begin = state, begin
+        assert isinstance(self.parts.strategy, Survivable), "can_survive() comes before"
+        self.strategy: Survivable = self.parts.strategy
+        self._loop: Loop | None = None
+        self.size = self.world.size
+        """How many trained together the last time that all was well."""
+        self.lost = ""
+        """What went with those that are gone, in words."""
+
+    @property
+    def loop(self) -> Loop:
+        """The one that is taken through."""
+        assert self._loop is not None, "use() comes before"
+        return self._loop
+
+    def use(self, loop: Loop) -> None:
+        """Take `loop` through the changes."""
+        self._loop = loop
+
+    def join(self) -> None:
+        """Come to those that train, and take their state.
+
+        Raises:
+            Passed: they have finished this call.
+            CommunicationError: they are no more.
+        """
+        self.stand_nowhere()
+        super().join()
+
+    def stand_nowhere(self) -> None:
+        """What this worker has of this training is of no use to others."""
+        self.state.step = _NOWHERE
+
+    def let_go(self) -> bool:
+        """Have nothing under way in the group that is left. Whether a snapshot is lost by it."""
+        self.strategy.let_go()
+        return self.keeping.abandon()
+
+    def progress(self) -> int:
+        """Steps finished."""
+        return self.state.step
+
+    def meet(self, group: Group, *, lost: bool) -> None:
+        """Be in the new group, and as far as the farthest in it.
+
+        Raises:
+            NobodyHasIt: all are new.
+        """
+        world, loop = self.world, self.loop
+        led = world.is_leader and not world.apart
+        world.enter(group)
+        loop.read_numbers(all_of_them=True)  # so that the state is that of the step that was finished
+        loop.change_granted = False  # what it granted has happened
+        lost = lost or (world.is_leader and not led and self._half_saved())
+        standings = self._standings(lost=lost)
+        new = [rank for rank, found in enumerate(standings) if found.new]
+        source = farthest(standings)
+        if standings[source].step == _NOWHERE:
+            self.give_to_new(new)
+            self.begin(loop)  # nobody had come to the first step
+        else:
+            self._catch_up(group, standings, source, new)
+        self.size = world.size
+        self._tell(group, redone=max(0, max(standing.tried for standing in standings) - self.state.step))
+        self.lost = ""
+        self.records.copy_records()
+
+    def _catch_up(self, group: Group, standings: list[Standing], source: int, new: list[int]) -> None:
+        """Be as far as worker `source`, with all that it holds."""
+        world, loop = self.world, self.loop
+        own = standings[world.rank]
+        loop.settle(finished=standings[source].step > own.step)
+        epoch, stream = self.state.position.epoch, self.state.stream
+        self.calls.hand_over(new, source, but=self.holder)
+        self._hand_over(standings, source, loop)
+        before = stream if epoch == self.state.position.epoch else {}
+        self.state.stream = self.parts.source.met(self.state.stream, before)
+        self.calls.new = False
+        self.parts.recut(self.parts.batch)
+        lost_now = self.strategy.meet(source, new=own.step == _NOWHERE, gone=self._gone(group))
+        self.lost = "; ".join(dict.fromkeys(filter(None, [self.lost, lost_now])))
+        share_optimizers(self.parts)
+        self.holder.group = group.number
+        if any(standing.lost_snapshot for standing in standings):
+            self.keeping.saved_at, loop.save_again = _NOWHERE, True
+            loop.duties_done = min(loop.duties_done, len(loop.duties) - 1)
+        loop.under_way, loop.tried, loop.torn = 0, 0, False
+        if world.is_leader:
+            loop.began = time.perf_counter() - self.state.seconds
+        self.records.open_samples()
+
+    def _gone(self, group: Group) -> int:
+        """How many of those that trained are no more."""
+        return max(0, self.size - (group.size - len(group.newcomers)))
+
+    def _half_saved(self) -> bool:
+        """Whether the snapshot that was begun last will never be whole: the one who was to name it is gone."""
+        saved_at = self.keeping.saved_at
+        return saved_at >= 0 and not (self.keeping.store.folder / f"step-{saved_at:08d}").exists()
+
+    def _standings(self, *, lost: bool) -> list[Standing]:
+        loop = self.loop
+        step = _NOWHERE if loop.torn else self.state.step
+        tried = max(loop.tried, loop.under_way)
+        own = torch.tensor([step, loop.duties_done, tried, lost, self.calls.new], dtype=torch.int64)
+        return [Standing(*row) for row in self.world.stack(own).tolist()]
+
+    # State from one to the other.
+
+    def _hand_over(self, standings: list[Standing], source: int, loop: Loop) -> None:
+        behind = [rank for rank, found in enumerate(standings) if found.progress != standings[source].progress]
+        if self.world.rank == source:
+            apart = take_apart(self._everything(loop)) if behind else None
+            for rank in behind:
+                assert apart is not None, "it is taken apart where somebody is behind"
+                handover.give(self.world, rank, json.dumps(apart.nodes), apart.tensors)
+        elif self.world.rank in behind:
+            loop.torn = True  # until all of it is here
+            text, tensors = handover.take(self.world, source)
+            self._take_up(put_together(json.loads(text), tensors), loop)
+            loop.torn = False
+
+    def _everything(self, loop: Loop) -> dict[str, Any]:
+        before = loop.before
+        return {
+            "kept": self.keeping.everything(self.state, own=True),
+            "strategy": self.strategy.shared_state(),
+            "stream": dict(self.state.stream),
+            "batch": self.parts.batch,
+            "started": None if self.records.started is None else dataclasses.asdict(self.records.started),
+            "recent": [_to_plain(event) for event in self._last_told()],
+            "loop": {
+                "duties_done": loop.duties_done,
+                "ends_epoch": loop.ends_epoch,
+                "before": [before.step, before.epochs, before.seconds],
+                "granted": loop.wishes.granted,
+                "number": loop.wishes.number,
+                "saved_at": self.keeping.saved_at,
+                "best_saved_at": self.keeping.best_saved_at,
+            },
+        }
+
+    def _last_told(self) -> list[Event]:
+        """What a leader that is behind by a step has not told; more than a step no worker is ever behind."""
+        found = [event for event in self.records.remembered() if type(event).__name__ in _TOLD_BY_ALL]
+        return [event for event in found if event.step >= self.state.step]
+
+    def _take_up(self, given: dict[str, Any], loop: Loop) -> None:
+        new = RunState.from_dict(given["kept"]["run"], given["stream"])
+        was_here = self.state.step != _NOWHERE
+        self.keeping.take_up(given["kept"], own=was_here and loop.exchanges)
+        if not (was_here and loop.exchanges):
+            self.strategy.take_shared(given["strategy"])
+        seen = {(type(event), event.step) for event in self.records.remembered()}
+        self.state.become(new)
+        self.parts.batch = given["batch"]
+        if self.records.started is None and given["started"] is not None:
+            self.records.started = RunStarted(**given["started"])
+        place = given["loop"]
+        loop.duties_done, loop.ends_epoch = place["duties_done"], place["ends_epoch"]
+        loop.before = Mark(*place["before"])
+        loop.wishes.granted, loop.wishes.number = place["granted"], place["number"]
+        self.keeping.saved_at, self.keeping.best_saved_at = place["saved_at"], place["best_saved_at"]
+        for event in map(_from_plain, given["recent"]):
+            if was_here and (type(event), event.step) not in seen:
+                self.records.tell(event)  # the leader may be among those that were behind
+
+    # What is said of it.
+
+    def _tell(self, group: Group, *, redone: int) -> None:
+        if not self.world.is_leader:
+            return
+        self.records.take_lead()
+        now = time.time()
+        if group.reason:
+            lost_s = max(0.0, now - self.loop.since)
+            self.records.tell(
+                Recovered(
+                    step=self.state.step,
+                    reason=group.reason,
+                    how=group.how,
+                    lost=self.lost,
+                    steps_redone=redone,
+                    seconds_lost=lost_s,
+                    time=now,
+                )
+            )
+        else:
+            self.records.tell(Note(text=f"goes on {group.how}", step=self.state.step, time=now))
+        self.records.flush()  # the next failure may come soon, and to this worker
+
+
+def told_by_all(events: Iterable[Event]) -> list[Event]:
+    """Those that a new leader tells, where the last one has not written them."""
+    return [event for event in events if type(event).__name__ in _TOLD_BY_ALL]
+
+
+def _to_plain(event: Event) -> dict[str, Any]:
+    return {"kind": type(event).__name__, **dataclasses.asdict(event)}
+
+
+def _from_plain(plain: dict[str, Any]) -> Event:
+    kind = _TOLD_BY_ALL[plain.pop("kind")]
+    if kind is StepDone:
+        plain["timing"] = StepTiming(**plain["timing"])
+    return kind(**plain)

@@ -1,0 +1,266 @@
+"""One run: from its directory and its newest snapshot to its end and its records."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from manyhosts.cluster.membership import Passed
+from manyhosts.cluster.reports import Reporter
+from manyhosts.communication.world import is_break
+from manyhosts.config.settings import Settings
+from manyhosts.config.stopping import EarlyStopping
+from manyhosts.config.strategies import Single
+from manyhosts.errors import ManyhostsError
+from manyhosts.events import Listener, RunEnded
+from manyhosts.records.run_directory import RunDirectory
+from manyhosts.snapshot.fingerprint import weights_sha256
+from manyhosts.snapshot.load import Loaded
+from manyhosts.strategies.alone import Drifting
+from manyhosts.training.bad_steps import BadStep
+from manyhosts.training.calls import Calls, Holder
+from manyhosts.training.evaluate import Evaluation
+from manyhosts.training.journal import Journal
+from manyhosts.training.keeping import Keeping
+from manyhosts.training.loop import Loop, WorkersChange
+from manyhosts.training.notes import announce
+from manyhosts.training.recover import Recovery, why_not_survive
+from manyhosts.training.result import Result
+from manyhosts.training.rewind import go_back
+from manyhosts.training.second_place import SecondPlace
+from manyhosts.training.state import RunState
+from manyhosts.training.wishes import Wishes
+
+
+class Run:
+    """What `fit` does around the loop."""
+
+    def __init__(
+        self,
+        *,
+        calls: Calls,
+        holder: Holder,
+        settings: Settings,
+        directory: RunDirectory,
+        script: Path,
+        validation: Evaluation | None,
+        listeners: Sequence[Listener],
+        reporter: Reporter | None,
+    ) -> None:
+        """Nothing is opened, and no other worker met, before `fit`."""
+        self.calls, self.holder = calls, holder
+        self.parts, self.settings, self.directory, self.validation = holder.parts, settings, directory, validation
+        self.world, self.script = self.parts.world, script
+        to, keep = settings.snapshots.to, settings.snapshots.keep
+        second = SecondPlace(to, directory, keep=keep, script=script, world=self.world) if to is not None else None
+        self.keeping = Keeping(
+            self.parts,
+            directory,
+            keep=keep,
+            strategy=settings.strategy.name if self.world.is_shared else Single.name,
+            rule=settings.early_stopping or EarlyStopping(),
+            tell=lambda news: self.journal.tell(news),
+            second=second,
+        )
+        self.journal = Journal(
+            world=self.world,
+            settings=settings,
+            directory=directory,
+            script=script,
+            keeping=self.keeping,
+            listeners=listeners,
+            reporter=reporter,
+        )
+        self.state = RunState()
+        self.loaded: Loaded | None = None
+        self.recovery: Recovery | None = None
+
+    def begin(self, loop: Loop) -> None:
+        """Open the run directory, take up its newest snapshot that fits, and tell where the run begins.
+
+        Every worker calls this; where it breaks off, once more.
+
+        Raises:
+            ConfigError: the directory is that of another script.
+            SnapshotError: there are snapshots, and none can be gone on from.
+        """
+        self.journal.lay_down()
+        self.holder.refresh()
+        if self.world.is_leader:
+            self.directory.open_for(self.script)
+        self.world.barrier()  # nobody looks into the directory before the leader has made it
+        found, self.loaded = self.keeping.begin()
+        self.state.become(found)
+        loop.stand()
+        loop.began = time.perf_counter() - self.state.seconds
+        self.journal.open_records()
+        if self.keeping.second is not None:
+            self.keeping.second.catch_up()
+        announce(self, loop)
+
+    def fit(self) -> Result:
+        """Train until the run is as long as was asked, and record how it ended."""
+        goes_on = self.calls.begin(most=self.settings.virtual_workers or 0, survives=not why_not_survive(self.parts))
+        if goes_on:
+            most = self.settings.virtual_workers or 0
+            self.recovery = Recovery(
+                self.calls, self.holder, self.keeping, self.journal, state=self.state, begin=self.begin, most=most
+            )
+        try:
+            outcome = self.train_and_end()
+        except Passed as passed:
+            outcome = passed.outcome
+            self.take_end(outcome, replaces=passed.replaces)
+        except BaseException:
+            self.calls.fail()
+            raise
+        finally:
+            self.journal.say_rest()
+        self.calls.done(outcome)
+        if outcome["asked_by"]:
+            raise SystemExit(128 + outcome["asked_by"])
+        return Result(**outcome["result"], run_dir=self.directory.path)
+
+    def take_end(self, outcome: dict[str, Any], *, replaces: bool) -> None:
+        """The others have finished this training: be where it ended, where this worker was not there."""
+        if not self.world.apart:
+            return
+        self.state.become(RunState.from_dict(outcome["run"], {}))
+        is_here = self.keeping.take_end(self.state.step)
+        if os.environ.get("RANK") == "0" and not (is_here and replaces):
+            # What a script has its leader do is done by another, or must not be done with a model that is untrained.
+            os.environ["RANK"] = os.environ["LOCAL_WORLD_SIZE"]
+
+    def train_and_end(self) -> dict[str, Any]:
+        """Train, and record how it ended. Returns what came out, in plain values."""
+        wishes, recovery = Wishes(), self.recovery
+        loop = Loop(
+            self.parts,
+            settings=self.settings,
+            state=self.state,
+            validation=self.validation,
+            keeping=self.keeping,
+            wishes=wishes,
+            tell=self.journal.tell,
+            flush=self.journal.flush,
+            note_samples=self.journal.note_samples if self.settings.record_samples else None,
+            keep_buffers=recovery is not None,
+        )
+        if recovery is not None:
+            recovery.use(loop)
+        if recovery is not None and self.world.apart:
+            recovery.join()
+        else:
+            self.begin_with_whoever_is_there(loop)
+        try:
+            with wishes.listening():
+                return self.train_with_whoever_is_there(loop)
+        except Passed:
+            raise
+        except ManyhostsError as error:
+            self.end("failed", error.what)
+            raise
+        except Exception as error:
+            self.end("failed", f"{type(error).__name__}: {error}")
+            raise
+        except KeyboardInterrupt:
+            self.end("interrupted", "a second signal, obeyed at once")
+            raise
+
+    def conclude(self, loop: Loop, reason: str) -> dict[str, Any]:
+        """Record that training is over. Returns what came out, in plain values."""
+        state, wishes = self.state, loop.wishes
+        status = "interrupted" if wishes.granted else "stopped early" if state.ended else "completed"
+        weights = self.end(status, reason)
+        if self.keeping.second is not None:
+            self.keeping.second.keep_end()
+        result = {
+            "status": status,
+            "reason": reason,
+            "steps": state.step,
+            "epochs": self.parts.source.epochs(state.position),
+            "validation": dict(state.validation),
+            "best": state.best,
+            "best_step": state.best_step,
+            "seconds": state.seconds,
+            "weights_sha256": weights,
+        }
+        return {"result": result, "run": state.to_dict(), "asked_by": wishes.number if wishes.granted else 0}
+
+    def begin_with_whoever_is_there(self, loop: Loop) -> None:
+        """Begin, whoever goes and comes meanwhile: perhaps where others have come to by then."""
+        try:
+            if self.recovery is not None:
+                self.recovery.check()
+            self.begin(loop)
+        except Exception as error:
+            if self.recovery is None or not is_break(error):
+                raise
+            self.recovery.stand_nowhere()
+            self.recovery.go_on(error)
+
+    def train_with_whoever_is_there(self, loop: Loop) -> dict[str, Any]:
+        """Train to the end, whoever goes and comes meanwhile. Returns what came out, in plain values."""
+        recovery, bad = self.recovery, None
+        while True:
+            try:
+                if bad is not None:
+                    self.rewind(bad, loop)
+                    bad = None
+                outcome = self.conclude(loop, self.train(loop))
+                if recovery is not None:
+                    self.world.barrier()  # nobody leaves before everybody has done its part
+            except BadStep as found:
+                bad, loop.torn = found, True  # what this worker holds is of no use to those that have not come so far
+            except Exception as error:
+                if recovery is None or not (isinstance(error, WorkersChange) or is_break(error)):
+                    raise
+                bad = None  # whoever goes on stands before it, and will come to it again
+                recovery.go_on(error)
+            else:
+                return outcome
+
+    def rewind(self, bad: BadStep, loop: Loop) -> None:
+        """Go back to the last snapshot, in the records too."""
+        news = go_back(bad, loop, self.keeping)
+        self.journal.recent.clear()  # it is told again
+        self.journal.resume_samples(self.state.step)
+        self.journal.tell(news)
+        self.journal.flush()
+
+    def train(self, loop: Loop) -> str:
+        """Train, validate and save. Returns why it ended. Called anew where workers went or came."""
+        state = self.state
+        if self.settings.on_bad_step == "rewind" and self.keeping.saved_at < 0:
+            loop.save()  # so that there always is one to go back to
+        reason = loop.run()
+        if self.validation is not None and state.step and state.validated_at != state.step and not loop.wishes.granted:
+            loop.validate()
+        loop.keep_best()
+        if self.keeping.saved_at != state.step:
+            loop.save()
+        self.keeping.finish()
+        self.keeping.finish_copies(self.journal.say_busy)
+        if isinstance(self.parts.strategy, Drifting):
+            self.parts.strategy.average(self.parts.model)  # a run ends with one model
+        return reason
+
+    def end(self, status: str, reason: str) -> str:
+        """Record how the run ended. Returns the hash of the weights."""
+        weights = weights_sha256(self.parts.model)
+        position = self.state.position
+        self.journal.tell(
+            RunEnded(
+                step=self.state.step,
+                epoch=position.epoch,
+                status=status,
+                reason=reason,
+                weights_sha256=weights,
+                time=time.time(),
+            )
+        )
+        self.journal.flush()
+        return weights

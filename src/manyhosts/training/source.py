@@ -1,0 +1,249 @@
+"""Where a run's steps come from: a dataset with an index, or a stream, cut for this worker."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, cast
+
+import torch
+from torch.utils.data import IterableDataset
+
+from manyhosts.communication.world import World
+from manyhosts.config.settings import Settings
+from manyhosts.data.data import Data
+from manyhosts.data.fetch import Fetcher
+from manyhosts.data.order import Order, Position
+from manyhosts.data.shards import ShardReader, Share, Standing, States
+from manyhosts.data.steps import Cut, LoadedPiece, Loader, PiecePlan, Step
+from manyhosts.data.stream import Stream
+from manyhosts.errors import ConfigError, DataError
+from manyhosts.snapshot.apart import gather_own
+from manyhosts.snapshot.skeleton import put_together
+
+
+class Source(Protocol):
+    """The steps of the training set."""
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Optimizer steps that an epoch has; None for a stream."""
+
+    def steps(self, position: Position, stream: Mapping[str, Any]) -> Iterator[Step]:
+        """Every step from `position` on; `stream` is what the last step's `stream` held on this worker."""
+
+    def epochs(self, position: Position) -> float:
+        """Epochs done at `position`; whole numbers only for a stream."""
+
+    def of_snapshot(self, kept: Sequence[Mapping[str, Any]], rank: int, position: Position) -> Mapping[str, Any]:
+        """What the worker of this rank goes on from, of what each of a snapshot's workers has `kept` of its stream."""
+
+    def met(self, stream: Mapping[str, Any], before: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Called on every worker when the workers have changed: what this one goes on from.
+
+        `stream` is that of a worker that is where all go on; `before`, of the same epoch, what this one had itself.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedSource:
+    """Steps of a map-style dataset."""
+
+    loader: Loader
+    order: Order
+    cut: Cut
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Optimizer steps that an epoch has."""
+        return self.order.steps_per_epoch
+
+    def steps(self, position: Position, stream: Mapping[str, Any]) -> Iterator[Step]:
+        """Every step from `position` on."""
+        return self.loader.steps(self.order, self.cut, position)
+
+    def epochs(self, position: Position) -> float:
+        """Epochs done, with the fraction of the one under way."""
+        return position.epoch + position.sample / self.order.used
+
+    def of_snapshot(self, kept: Sequence[Mapping[str, Any]], rank: int, position: Position) -> Mapping[str, Any]:
+        """Nothing: the position says it."""
+        return {}
+
+    def met(self, stream: Mapping[str, Any], before: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Nothing: the position says it."""
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class StreamSource:
+    """Steps of a stream that every worker reads whole."""
+
+    stream: Stream
+    cut: Cut
+    steps_per_epoch: int | None = None
+
+    def steps(self, position: Position, stream: Mapping[str, Any]) -> Iterator[Step]:
+        """Every step from `position` on."""
+        return self.stream.steps(self.cut, position, stream)
+
+    def epochs(self, position: Position) -> float:
+        """Epochs done, whole ones."""
+        return float(position.epoch)
+
+    def of_snapshot(self, kept: Sequence[Mapping[str, Any]], rank: int, position: Position) -> Mapping[str, Any]:
+        """What the worker of this rank has kept.
+
+        Raises:
+            DataError: the epoch was begun in shards.
+        """
+        if any("shards" in each for each in kept):
+            raise DataError(
+                "this run has read a part of its stream in shards, and now there are none",
+                where="train set",
+                fix="let the dataset have its shard(index, count) again, at least until the epoch is over",
+            )
+        return kept[rank] if rank < len(kept) else {}
+
+    def met(self, stream: Mapping[str, Any], before: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The same: all have read the same."""
+        return stream
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedSource:
+    """Steps of a stream of which every worker reads some shards.
+
+    Nobody knows beforehand how long a shard is, so before each step the workers tell each other how many samples each
+    shard gives and whether there is more of it; the epoch is over when all are. So each knows how far every shard has
+    been read. Costs one exchange of twice as many numbers as there are shards, and one.
+    """
+
+    stream: Stream
+    cut: Cut
+    world: World
+    steps_per_epoch: int | None = None
+
+    def steps(self, position: Position, stream: Mapping[str, Any]) -> Iterator[Step]:
+        """Every step from `position` on."""
+        reader = ShardReader(self.stream, self.cut)
+        begun = Standing.of(stream, position.sample) if position.sample else Standing.at_beginning(reader.shards)
+        return self._agreed(reader, position.epoch, begun)
+
+    def _agreed(self, reader: ShardReader, epoch: int, standing: Standing) -> Iterator[Step]:
+        own = reader.shares(epoch, standing)
+        held: Share | None = None
+        ghost: LoadedPiece | None = None
+        while True:
+            held = held or next(own)
+            share = held if held.epoch == epoch else Share(epoch, {}, [], [], {})
+            shards = len(standing.read)
+            given, left, most_pieces = self._exchange(share, shards)
+            total, going_on = sum(given), any(left)
+            if not total:
+                raise self.stream.no_sample(epoch)
+            pieces = _weighted(share.pieces, total)
+            if self.cut.level:
+                # A worker that has less than others shows the model a sample that counts for nothing.
+                ghost = (pieces or held.pieces or [ghost or reader.ghost(epoch, shards)])[-1]
+                pieces = _leveled(pieces, self.cut, most_pieces, ghost)
+            taken = standing.taken(given)
+            standing = standing.after(given, left, share.states)
+            after = Position(epoch, sum(standing.read)) if going_on else Position(epoch + 1)
+            kept = standing.to_stream() if going_on else {}
+            yield Step(epoch, total, after, not going_on, pieces, taken, kept, shards)
+            if share is held:
+                held = None
+            if not going_on:
+                epoch, standing = epoch + 1, Standing.at_beginning(reader.shards)
+
+    def _exchange(self, share: Share, shards: int) -> tuple[list[int], list[bool], int]:
+        """What each shard gives to the step, whether there is more of it, and the most pieces that a part has."""
+        counts = Counter(piece.plan.part for piece in share.pieces)
+        mine = torch.zeros(2 * shards + 1, dtype=torch.int64)
+        for shard, count in share.given.items():
+            mine[shard] = count
+        for shard in share.left:
+            mine[shards + shard] = 1
+        mine[-1] = max(counts.values(), default=0)
+        rows = self.world.stack(mine.to(self.world.device)).cpu()
+        sums = rows[:, :-1].sum(0).tolist()
+        return sums[:shards], [bool(more) for more in sums[shards:]], int(rows[:, -1].max())
+
+    def epochs(self, position: Position) -> float:
+        """Epochs done, whole ones."""
+        return float(position.epoch)
+
+    def of_snapshot(self, kept: Sequence[Mapping[str, Any]], rank: int, position: Position) -> Mapping[str, Any]:
+        """How far every shard was read, with what all workers kept of theirs: any may be read by another now."""
+        return Standing.of_all(kept, position.sample).to_stream() if position.sample else {}
+
+    def met(self, stream: Mapping[str, Any], before: Mapping[str, Any]) -> Mapping[str, Any]:
+        """How far every shard was read, with what each worker knows of its own."""
+        known = _states(stream)
+        if len(before.get("read", ())) == len(stream.get("read", ())):
+            known = {**_states(before), **known}
+        found = gather_own({"states": known}, self.world)
+        if not stream:
+            return stream
+        told = [put_together(json.loads(nodes), tensors)["states"] for nodes, tensors in found.values()]
+        return Standing.of(stream, 0).knowing(told).to_stream()
+
+
+def _states(stream: Mapping[str, Any]) -> States:
+    found: States = stream.get("states", {})
+    return found
+
+
+def _weighted(pieces: Sequence[LoadedPiece], total: int) -> list[LoadedPiece]:
+    """`pieces` with their shares of a batch of `total` samples."""
+    return [replace(piece, plan=replace(piece.plan, weight=len(piece.plan.indices) / total)) for piece in pieces]
+
+
+def _leveled(pieces: Sequence[LoadedPiece], cut: Cut, most: int, ghost: LoadedPiece) -> list[LoadedPiece]:
+    """`pieces`, with ghosts behind those of each part that has fewer than `most`."""
+    found: list[LoadedPiece] = []
+    for part in range(cut.first, cut.last):
+        own = [piece for piece in pieces if piece.plan.part == part]
+        plans = [PiecePlan(part, micro, ghost.plan.indices, 0.0) for micro in range(len(own), most)]
+        found += [*own, *(LoadedPiece(plan, ghost.batch) for plan in plans)]
+    return found
+
+
+def make_source(data: Data, settings: Settings, *, batch: int, cut: Cut, world: World) -> Source:
+    """The source for what `data` holds.
+
+    Raises:
+        ConfigError: there is no training set.
+    """
+    if data.train is None:
+        raise ConfigError("there is no training set", where="mh.Data(train=…)", fix="give one, or call test() only")
+    if isinstance(data.train, IterableDataset):
+        stream = Stream(
+            data.train,
+            batch=batch,
+            seed=settings.seed,
+            name="train",
+            collate=data.collate,
+            drop_last=settings.drop_last,
+            processes=1 if settings.loader_workers == "auto" else settings.loader_workers,
+        )
+        return ShardedSource(stream, cut, world) if hasattr(data.train, "shard") else StreamSource(stream, cut)
+    order = Order(
+        len(cast(Any, data.train)),
+        batch=batch,
+        seed=settings.seed,
+        shuffle=settings.shuffle,
+        drop_last=settings.drop_last,
+    )
+    if not order.steps_per_epoch:
+        raise ConfigError(
+            f"drop_last leaves nothing: the training set has {order.length} samples, and a batch {batch}",
+            where="mh.Data(batch_size=…, drop_last=True)",
+            fix="make the batch smaller, or leave drop_last out",
+        )
+    fetcher = Fetcher(data.train, seed=settings.seed, name="train", collate=data.collate)
+    loader = Loader(fetcher, processes=settings.loader_workers, pin=world.device.type == "cuda", say=world.notes.append)
+    return IndexedSource(loader, order, cut)

@@ -1,0 +1,71 @@
+"""Where a run stands: everything beside model and optimizer that it needs to go on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from manyhosts.data.order import Position
+
+
+@dataclass(slots=True)
+class RunState:
+    """Changed by the loop alone; kept whole in every snapshot."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    position: Position = field(default_factory=Position)
+    stream: Mapping[str, Any] = field(default_factory=dict)
+    """What this worker's stream needs beside the position; empty for map-style datasets."""
+    seconds: float = 0.0
+    """Time spent, over all restarts, by the leader's clock."""
+    epoch_loss: float = 0.0
+    """Sum of the losses of the samples of the epoch under way."""
+    epoch_samples: int = 0
+    epoch_seconds: float = 0.0
+    validation: dict[str, float] = field(default_factory=dict)
+    """The last validation's values."""
+    validated_at: int = -1
+    best: float | None = None
+    best_step: int = -1
+    validations_without_gain: int = 0
+    left_out: tuple[int, ...] = ()
+    """Steps that went wrong before the run went back behind them: their samples are not trained on."""
+    ended: str = ""
+    """Why early stopping ended the run; empty while it has not."""
+
+    def become(self, other: RunState) -> None:
+        """Be as `other`, for all that hold this one."""
+        for entry in fields(self):
+            setattr(self, entry.name, getattr(other, entry.name))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for a snapshot; `stream`, which differs from worker to worker, is kept apart."""
+        return {
+            "step": self.step,
+            "epoch": self.position.epoch,
+            "sample": self.position.sample,
+            "seconds": self.seconds,
+            "epoch_loss": self.epoch_loss,
+            "epoch_samples": self.epoch_samples,
+            "epoch_seconds": self.epoch_seconds,
+            "validation": dict(self.validation),
+            "validated_at": self.validated_at,
+            "best": self.best,
+            "best_step": self.best_step,
+            "validations_without_gain": self.validations_without_gain,
+            "left_out": list(self.left_out),
+            "ended": self.ended,
+        }
+
+    @classmethod
+    def from_dict(cls, kept: Mapping[str, Any], stream: Mapping[str, Any]) -> RunState:
+        """What `to_dict` gave."""
+        plain = {key: value for key, value in kept.items() if key not in ("epoch", "sample", "left_out")}
+        return cls(
+            position=Position(kept["epoch"], kept["sample"]),
+            stream=stream,
+            left_out=tuple(kept.get("left_out", ())),
+            **plain,
+        )

@@ -1,0 +1,120 @@
+"""What is told of a step once its numbers are known, and what the workers decide by them together.
+
+The same numbers come to every worker after the same step, so all of them add up the same sums, hear the same wishes,
+and find the same steps bad.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+from manyhosts.errors import TrainingError
+from manyhosts.events import EpochDone, Event, Note, StepDone, StepTiming
+from manyhosts.training.bad_steps import BadStep, BadSteps, named
+from manyhosts.training.build import Parts
+from manyhosts.training.keeping import Keeping
+from manyhosts.training.numbers import StepNumbers
+from manyhosts.training.state import RunState
+from manyhosts.training.wishes import Wishes
+
+Tell = Callable[[Event], None]
+
+
+class Telling:
+    """Tells the steps of one loop, its epochs, and what its workers have found out on the way."""
+
+    def __init__(
+        self, parts: Parts, state: RunState, bad_steps: BadSteps, wishes: Wishes, keeping: Keeping, tell: Tell
+    ) -> None:
+        self.parts, self.state, self.bad_steps = parts, state, bad_steps
+        self.wishes, self.keeping, self.tell = wishes, keeping, tell
+
+    def of_step(self, numbers: StepNumbers) -> bool:
+        """Tell a step, add it to its epoch's sums, and hear wishes. Returns whether somebody waits to join.
+
+        Raises:
+            BadStep: its numbers are none, and all are to go back behind it.
+            TrainingError: its numbers are none, and that ends the run.
+        """
+        good = self.check(numbers)
+        clock, asked, joining = numbers.riders
+        state, facts = self.state, numbers.facts
+        state.seconds = clock
+        self.wishes.hear(asked)
+        if good:
+            state.epoch_loss += numbers.values["loss"] * facts.samples
+            state.epoch_samples += facts.samples
+        state.epoch_seconds += facts.timing.total
+        self.tell(step_done(numbers))
+        return joining > 0
+
+    def of_world(self) -> None:
+        """Tell what the exchanges between workers have left to be said."""
+        world, step = self.parts.world, self.state.step
+        while world.notes:
+            self.tell(Note(text=world.notes.pop(0), step=step, time=time.time()))
+        while world.news:
+            self.tell(world.news.pop(0)(step=step, time=time.time()))
+
+    def of_epoch(self) -> None:
+        """Tell the sums of the epoch that has ended, and begin new ones."""
+        state = self.state
+        self.tell(
+            EpochDone(
+                step=state.step,
+                epoch=state.position.epoch - 1,
+                train_loss=state.epoch_loss / state.epoch_samples if state.epoch_samples else math.nan,
+                seconds=state.epoch_seconds,
+                samples=state.epoch_samples,
+                time=time.time(),
+            )
+        )
+        state.epoch_loss, state.epoch_samples, state.epoch_seconds = 0.0, 0, 0.0
+
+    def check(self, numbers: StepNumbers) -> bool:
+        """Whether the numbers of a step are numbers. Where not, stop, go back, or say that the step was left out."""
+        facts, trouble = numbers.facts, self.bad_steps.trouble(numbers)
+        if not trouble:
+            return True
+        where = f"epoch {facts.epoch}, {named(facts.indices, facts.shards)}"
+        if facts.step in self.state.left_out:
+            trouble = "it went wrong before"
+        elif self.bad_steps.rewinds:
+            raise BadStep(facts.step, trouble, where)
+        if self.bad_steps.leave_out or self.bad_steps.rewinds:
+            text = f"step {facts.step} was left out: {trouble} ({where})"
+            self.tell(Note(text=text, step=facts.step, time=time.time()))
+            return False
+        raise TrainingError(
+            f"{trouble} in step {facts.step}",
+            where=where,
+            fix=f"{self.keeping.last_good()} Look at those samples, lower the learning rate, set clip_gradients, "
+            'or leave such steps out with on_bad_step="skip" or "rewind"',
+        )
+
+
+def step_done(numbers: StepNumbers) -> StepDone:
+    """The news of one step."""
+    facts, host = numbers.facts, numbers.facts.timing
+    return StepDone(
+        step=facts.step,
+        epoch=facts.epoch,
+        loss=numbers.values["loss"],
+        lr=facts.lr,
+        samples=facts.samples,
+        gradient_norm=numbers.gradient_norm,
+        timing=StepTiming(
+            total=host.total,
+            compute=host.work - numbers.exposed,
+            communication_exposed=numbers.exposed,
+            data_wait=host.data_wait,
+            snapshot_stall=host.snapshot_stall,
+            other=host.total - host.work - host.data_wait - host.snapshot_stall,
+        ),
+        bytes_sent=facts.bytes_sent,
+        exchange_seconds=facts.exchange_s,
+        time=facts.time,
+        values={name: value for name, value in numbers.values.items() if name != "loss"},
+    )

@@ -1,0 +1,357 @@
+"""The trainer: what a person's script makes, and calls `fit`, `validate` and `test` on."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import nn
+
+from manyhosts.cluster.membership import Membership
+from manyhosts.cluster.place import Place
+from manyhosts.cluster.reports import Reporter
+from manyhosts.communication.gathering import gather_words
+from manyhosts.communication.world import World
+from manyhosts.config import overrides
+from manyhosts.config.settings import Settings
+from manyhosts.config.snapshots import Snapshots
+from manyhosts.config.stopping import EarlyStopping
+from manyhosts.config.strategies import DDP, Strategy, named
+from manyhosts.data.data import Data
+from manyhosts.errors import ConfigError
+from manyhosts.events import Listener, TestDone
+from manyhosts.records.run_directory import UNASKED, VARIABLE, RunDirectory, check_is_folder
+from manyhosts.snapshot.fingerprint import fingerprint
+from manyhosts.snapshot.load import load, same_model
+from manyhosts.training.build import MakeOptimizer, MakeSchedule, ModelOrMaker, Parts, build, make_evaluation
+from manyhosts.training.calls import Calls, Holder
+from manyhosts.training.compute import Loss, UserStep
+from manyhosts.training.evaluate import Evaluation, flattened
+from manyhosts.training.keeping import load_model
+from manyhosts.training.result import Result
+from manyhosts.training.run import Run
+from manyhosts.training.weights import load_initial
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric, MetricCollection
+
+_made_here = 0
+"""Trainers made in this process: each has a run directory of its own."""
+_places: dict[str, int] = {}
+"""Address for snapshots → the number of the trainer that had it first."""
+_shared_world: World | None = None
+"""The workers that may change: all trainers of a process see the same."""
+_shared_calls: Calls | None = None
+"""What they do together."""
+
+
+class Trainer:
+    """Trains a model on any number of workers.
+
+    Args:
+        model: a module, whose weights are the script's own affair, or a callable that makes one under the run's seed,
+            so that every run begins with the same weights.
+        loss: `loss(model(inputs), targets)`, the mean over the samples it is given.
+        optimizer: makes the optimizer of a list of parameters; called after the strategy has placed the model.
+        data: the datasets and the size of the batch.
+        metrics: names and torchmetrics metrics, computed over the whole validation or test set.
+        step: in place of `loss`: `step(model, batch) -> loss`, or a mapping with `loss` and values to log. With metrics
+            it also gives `outputs` and `targets`.
+        schedule: makes a learning-rate scheduler of the optimizer; stepped once per optimizer step.
+        strategy: how a step is spread over the workers: a name, or a value such as `mh.DDP()`.
+        precision: `"fp32"`, `"bf16"` or `"fp16"`, by autocast.
+        micro_batch_size: most samples in one forward pass; gradients add up.
+        clip_gradients: largest norm of the gradient over all parameters.
+        snapshots: when a snapshot is made, how many are kept, and where else, such as in an object store.
+        validate_every: how often `fit` validates.
+        early_stopping: when `fit` ends before its duration is over.
+        listeners: anything callable with one event; called on the leader.
+        init_from: weights to begin with: a snapshot, a run directory, a `.safetensors` or a `.pt` file.
+        seed: behind the order of the samples, augmentation, dropout, and a model that is made by a callable.
+        virtual_workers: cut each batch into so many parts, whoever computes them: no bit depends on the workers.
+        on_bad_step: what to do about a loss or gradient that is NaN or infinite: `"stop"`, `"skip"` that update, or
+            `"rewind"`: go back to the last snapshot, and leave those samples out.
+        batch_norm: `"global"`: BatchNorm sees the batch of all workers; `"local"`: each worker's own part.
+        lr_scaling, warmup: what the learning rate does when `batch_size_per_worker` lets the batch grow.
+        compile: run the model through `torch.compile`.
+        backend: `"gloo"` or `"nccl"`; by the device where it is not given.
+        record_samples: write which samples each step took to `logs/samples-<rank>.jsonl`.
+        run_dir: where everything of the run goes; `manyhosts run --run-dir` overrules it.
+
+    Every one that is a plain value can be changed by `manyhosts run --set key=value`.
+
+    Raises:
+        ConfigError: settings that make no sense, alone or together.
+    """
+
+    def __init__(  # noqa: PLR0913  # the user's whole vocabulary, by name only
+        self,
+        *,
+        model: ModelOrMaker,
+        optimizer: MakeOptimizer,
+        data: Data,
+        loss: Loss | None = None,
+        step: UserStep | None = None,
+        metrics: Mapping[str, Metric | MetricCollection] | None = None,
+        schedule: MakeSchedule | None = None,
+        strategy: str | Strategy | None = None,
+        precision: Literal["fp32", "bf16", "fp16"] = "fp32",
+        micro_batch_size: int | None = None,
+        clip_gradients: float | None = None,
+        snapshots: Snapshots | None = None,
+        validate_every: str = "1 epoch",
+        early_stopping: EarlyStopping | None = None,
+        listeners: Sequence[Listener] = (),
+        init_from: str | Path | None = None,
+        seed: int = 0,
+        virtual_workers: int | None = None,
+        on_bad_step: Literal["stop", "skip", "rewind"] = "stop",
+        batch_norm: Literal["global", "local"] = "global",
+        lr_scaling: Literal["sqrt", "linear"] | None = None,
+        warmup: str | None = None,
+        compile: bool = False,
+        backend: Literal["gloo", "nccl"] | None = None,
+        record_samples: bool = False,
+        run_dir: str | Path | None = None,
+    ) -> None:
+        self.reporter = Reporter.from_environment()
+        if self.reporter is not None:
+            self.reporter.send("trainer")
+        if (loss is None) == (step is None):
+            raise ConfigError(
+                "both loss and step are given" if loss is not None else "neither loss nor step is given",
+                where="mh.Trainer(…)",
+                fix="give loss=nn.CrossEntropyLoss() for (inputs, targets) batches, else step=function(model, batch)",
+            )
+        self.settings = overrides.apply(
+            Settings(
+                batch_size=data.batch_size,
+                batch_size_per_worker=data.batch_size_per_worker,
+                micro_batch_size=micro_batch_size,
+                evaluation_batch_size=data.evaluation_batch_size,
+                drop_last=data.drop_last,
+                shuffle=data.shuffle,
+                loader_workers=data.loader_workers,
+                lr_scaling=lr_scaling,
+                warmup=warmup,
+                strategy=DDP() if strategy is None else named(strategy),
+                precision=precision,
+                clip_gradients=clip_gradients,
+                batch_norm=batch_norm,
+                snapshots=snapshots or Snapshots(),
+                validate_every=validate_every,
+                early_stopping=early_stopping,
+                seed=seed,
+                virtual_workers=virtual_workers,
+                on_bad_step=on_bad_step,
+                compile=compile,
+                backend=backend,
+                record_samples=record_samples,
+            ),
+            overrides.from_environment(),
+        )
+        self.data = data
+        self.metrics = flattened(metrics or {})
+        self._check_watched(data)
+        self.loss, self.step = loss, step
+        self.listeners = list(listeners)
+        self.world = _world(self.settings.backend)
+        global _made_here
+        _made_here += 1
+        self._number = _made_here
+        self._run_dir = run_dir
+        self._run: Run | None = None
+
+        def make() -> Parts:
+            parts = build(
+                settings=self.settings,
+                world=self.world,
+                data=data,
+                model=model,
+                loss=loss,
+                step=step,
+                optimizer=optimizer,
+                schedule=schedule,
+            )
+            if init_from is not None:
+                load_initial(parts.model, Path(init_from))
+            return parts
+
+        self._calls = _calls(self.world)
+        # The first trainers come before the first call, when nobody has anything that could be lost.
+        self.parts: Parts = make() if not self._calls.number else self._call(make, has_outcome=False)
+        self._holder = Holder(self.parts)
+        self._calls.add(self._number, self._holder)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, as the strategy has placed it."""
+        return self.parts.model
+
+    def fit(self, duration: str | None = None) -> Result:
+        """Train until the run is `duration` long: `"20 epochs"`, `"500 steps"`, `"2h30m"`, `"20 epochs or 2h"`.
+
+        A run directory that holds snapshots is gone on with; what it has behind it counts.
+
+        Raises:
+            ManyhostsError: see `manyhosts.errors`; nothing that is on disk is lost by it.
+        """
+        settings = self._with_own_place(self.settings)
+        if duration is not None and "duration" not in overrides.from_environment():
+            settings = dataclasses.replace(settings, duration=duration)
+        if self._run is not None:
+            self._run.journal.close()
+        self._run = self._holder.run = Run(
+            calls=self._calls,
+            holder=self._holder,
+            settings=settings,
+            directory=self._directory(),
+            script=_script(),
+            validation=self._evaluation("validation"),
+            listeners=self.listeners,
+            reporter=self.reporter,
+        )
+        return self._run.fit()
+
+    def _call(self, once: Callable[[], Any], *, has_outcome: bool = True) -> Any:
+        """What all workers do together, and once more from its beginning where some are lost meanwhile."""
+        world = self.world
+        return self._calls.make(
+            once,
+            most=self.settings.virtual_workers or 0,
+            survives=world.backend == "gloo" and world.device.type == "cpu",
+            has_outcome=has_outcome,
+            run=self._run,
+        )
+
+    def _with_own_place(self, settings: Settings) -> Settings:
+        """A script may make several trainers; one address for snapshots is the first one's, and holds the others'."""
+        to = settings.snapshots.to
+        if to is None or _places.setdefault(to, self._number) == self._number:
+            return settings
+        own = dataclasses.replace(settings.snapshots, to=f"{to.rstrip('/')}/trainer-{self._number}")
+        return dataclasses.replace(settings, snapshots=own)
+
+    def validate(self) -> dict[str, float]:
+        """`loss` and every metric over the whole validation set, with the weights as they are now.
+
+        Raises:
+            ConfigError: there is no validation set.
+        """
+        evaluation = self._evaluation("validation")
+        if evaluation is None:
+            raise ConfigError("there is no validation set", where="mh.Data(validation=…)", fix="give one")
+        values: dict[str, float] = self._call(lambda: evaluation(self.model))
+        return values
+
+    def test(self, *, weights: Literal["best", "last"] = "best") -> dict[str, float]:
+        """`loss` and every metric over the whole test set, each sample once.
+
+        `weights="best"`: those of the best validation, where `fit` has kept them; `"last"`: those of now.
+
+        Raises:
+            ConfigError: there is no test set.
+        """
+        evaluation = self._evaluation("test")
+        if evaluation is None:
+            raise ConfigError("there is no test set", where="mh.Data(test=…)", fix="give one")
+        values: dict[str, float] = self._call(lambda: self._test(evaluation, weights))
+        return values
+
+    def _test(self, evaluation: Evaluation, weights: Literal["best", "last"]) -> dict[str, float]:
+        begin = time.perf_counter()
+        best = self._run.directory.best if self._run is not None and weights == "best" else None
+        if self._run is not None and best is not None:
+            self._run.keeping.store.everywhere(best)
+        if best is not None and best.exists():
+            now = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+            load_model(self.model, load(best, same_model(fingerprint(self.model))).state["model"])
+            try:
+                values = evaluation(self.model)
+            finally:
+                load_model(self.model, now)
+        else:
+            values = evaluation(self.model)
+        if self._run is not None:
+            if self.world.is_leader and not self._calls.over:
+                self._run.journal.take_lead()  # another one may have led while it trained
+            news = TestDone(
+                step=self._run.state.step, values=values, seconds=time.perf_counter() - begin, time=time.time()
+            )
+            self._run.journal.tell(news)
+            self._run.journal.flush()
+        return values
+
+    def _evaluation(self, name: Literal["validation", "test"]) -> Evaluation | None:
+        dataset = getattr(self.data, name)
+        if dataset is None:
+            return None
+        evaluation = make_evaluation(
+            name,
+            dataset,
+            data=self.data,
+            settings=self.settings,
+            world=self.world,
+            loss=self.loss,
+            step=self.step,
+            metrics=self.metrics,
+        )
+        if (reporter := self.reporter) is not None:
+            evaluation.on_progress = lambda: reporter.send("busy")
+        return evaluation
+
+    def _check_watched(self, data: Data) -> None:
+        rule = self.settings.early_stopping
+        if rule is None:
+            return
+        if data.validation is None:
+            raise ConfigError(
+                f"early stopping watches {rule.metric!r}, but there is no validation set",
+                where="early_stopping",
+                fix="give mh.Data(validation=…), or leave early_stopping out",
+            )
+
+    def _directory(self) -> RunDirectory:
+        """The run directory, the same on every worker."""
+        asked_for = VARIABLE in os.environ and UNASKED not in os.environ
+        if self._run_dir is not None and not asked_for:
+            check_is_folder(str(self._run_dir), where="run_dir")
+            return RunDirectory(Path(self._run_dir).absolute())
+        if VARIABLE in os.environ:
+            path = RunDirectory.choose(_script()).path.absolute()
+            # A script may make several trainers; one directory from outside is the first one's.
+            return RunDirectory(path / f"trainer-{self._number}" if self._number > 1 else path)
+        chosen = str(RunDirectory.choose(_script()).path.absolute()) if self.world.is_leader else ""
+        return RunDirectory(Path(gather_words(self.world, chosen)[0]))
+
+
+def _world(backend: str | None) -> World:
+    """The workers that this process belongs to."""
+    global _shared_world
+    if _shared_world is not None:
+        return _shared_world
+    world = World(Place.from_environment(), backend=backend, membership=Membership.from_environment())
+    atexit.register(world.leave)
+    if world.membership is not None:
+        _shared_world = world
+    return world
+
+
+def _calls(world: World) -> Calls:
+    """Those of this process; where its workers never change, nobody counts them."""
+    global _shared_calls
+    if _shared_calls is None or _shared_calls.world is not world:
+        _shared_calls = Calls(world)
+    return _shared_calls
+
+
+def _script() -> Path:
+    """The script that the user started."""
+    main = sys.modules.get("__main__")
+    return Path(getattr(main, "__file__", None) or sys.argv[0] or "interactive")

@@ -1,0 +1,67 @@
+"""Weights to begin with, from a file or a snapshot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from manyhosts.errors import ConfigError
+from manyhosts.snapshot.fingerprint import difference, fingerprint
+from manyhosts.snapshot.load import load
+from manyhosts.training.keeping import load_model
+
+_FIX = (
+    "give a snapshot folder, a run directory with a best/ or snapshots/, a .safetensors file, or a .pt of a state_dict"
+)
+
+
+def load_initial(model: nn.Module, path: Path) -> None:
+    """Put the weights at `path` into `model`. Nothing is unpickled but tensors.
+
+    Raises:
+        ConfigError: there are none, they cannot be read, or they are of another model.
+    """
+    weights = _read(path)
+    found = {name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in weights.items()}
+    if found.keys() != (wanted := fingerprint(model)).keys() or any(
+        found[name][1] != tuple(wanted[name][1]) for name in found
+    ):
+        raise ConfigError(
+            f"these weights are of another model: {difference(found, wanted)}",
+            where=f"init_from={str(path)!r}",
+            fix="give the model that they were saved from",
+        )
+    load_model(model, weights)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if path.is_dir():
+        return _from_snapshot(path)
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        weights = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as cause:  # of many kinds: no file, no access, torn, or more than tensors in it
+        raise _unreadable(path, cause) from cause
+    inner = weights.get("state_dict", weights) if isinstance(weights, dict) else None
+    if not isinstance(inner, dict) or not all(isinstance(value, torch.Tensor) for value in inner.values()):
+        raise ConfigError("the file holds no state_dict", where=f"init_from={str(path)!r}", fix=_FIX)
+    return inner
+
+
+def _from_snapshot(path: Path) -> dict[str, Any]:
+    candidates = [path, path / "best", *sorted((path / "snapshots").glob("step-*"), reverse=True)]
+    for candidate in candidates:
+        if (candidate / "manifest.json").exists():
+            weights: dict[str, Any] = load(candidate).state["model"]
+            return weights
+    raise ConfigError("there is no snapshot here", where=f"init_from={str(path)!r}", fix=_FIX)
+
+
+def _unreadable(path: Path, cause: Exception) -> ConfigError:
+    reason = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
+    return ConfigError(f"cannot read the weights: {reason}", where=f"init_from={str(path)!r}", fix=_FIX)

@@ -6,13 +6,14 @@
     python benchmarks/faults.py --workers 2,4,8 --faults 4 --kinds agent --pause 0.3   # processors mostly idle
     python benchmarks/faults.py --table
 
-A digits ConvNet (BatchNorm, dropout, augmentation, AdamW) trains on practice hosts that share one disk, with 8 virtual
-workers and a snapshot every 50 steps. Chapter by chapter, faults drawn from the seed happen to it at random steps, each
-when the one before is healed; at the end of a chapter it is asked to stop, and one process here, to which nothing
-happens, trains as many steps. Samples, losses and weights of the two must be the same. Every fault is a line in
-`faults.jsonl`, to which runs add; the table in `faults.md` is made from all of them. A chapter that fails keeps its
-line, says why, and is counted. The hosts and their disk are in a mount namespace of this program's own, so that
-nothing of them is left, however it ends.
+A digits ConvNet (BatchNorm, dropout, augmentation, AdamW), or another `--model` of faults_train.py, trains on practice
+hosts that share one disk, with 8 virtual workers and a snapshot every 50 steps. Chapter by chapter, faults drawn from
+the seed happen to it at random steps, each when the one before is healed; at the end of a chapter it is asked to stop,
+and one process here, to which nothing happens, trains as many steps. Samples, losses and weights of the two must be the
+same. Every fault is a line in `faults.jsonl`, to which runs add; the table in `faults.md` is made from all of them. A
+chapter that fails keeps its line, says why, and is counted. The hosts and their disk are in a mount namespace of this
+program's own, so that nothing of them is left, however it ends. Kills of every moment of a run, start and end included,
+and of eleven models: `kills.py`.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from typing import Any
 
 from faults_kinds import ENDS_THE_COMMAND, KINDS, Scene, workers
 from faults_table import MOST_HOSTS, publish, table
+from faults_train import MODELS
 
 from manyhosts.lab import Lab, lab
 from manyhosts.records.line_file import read_lines
@@ -54,53 +56,7 @@ WAIT_S = 240.0
 MOST_TYPED = 6
 SETTLED_S = 15.0
 """How long a run has trained before a worker or an agent is killed: its template has loaded what the script imports."""
-SCRIPT = """
-import os, socket, time
-from pathlib import Path
-
-import torch
-from sklearn.datasets import load_digits
-from torch import nn
-from torch.utils.data import Dataset
-
-import manyhosts as mh
-
-if "PIDS" in os.environ:
-    Path(os.environ["PIDS"], f"{socket.gethostname()}-{os.getpid()}").touch()
-
-
-class Noisy(Dataset):
-    def __init__(self):
-        digits = load_digits()
-        self.images = torch.tensor(digits.images[:1000], dtype=torch.float32)[:, None] / 16
-        self.labels = torch.tensor(digits.target[:1000])
-
-    def __len__(self):
-        return len(self.labels)
-
-    def __getitem__(self, index):
-        return self.images[index] + 0.1 * torch.randn(1, 8, 8), self.labels[index]
-
-
-def network():
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
-        nn.Dropout(0.2), nn.Linear(256, 10),
-    )
-
-
-trainer = mh.Trainer(
-    model=network,
-    loss=nn.CrossEntropyLoss(),
-    optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3),
-    data=mh.Data(train=Noisy(), batch_size=64),
-    snapshots=mh.Snapshots(every="50 steps"),
-    virtual_workers=8,
-    record_samples=True,
-    listeners=[lambda _: time.sleep(float(os.environ.get("PAUSE", "0")))],
-)
-trainer.fit(os.environ["DURATION"])
-"""
+SCRIPT = HERE / "faults_train.py"
 
 
 class Broken(Exception):
@@ -110,7 +66,7 @@ class Broken(Exception):
 class Run:
     """The command that a user types, and types again where it has ended."""
 
-    def __init__(self, hosts: Lab, shared: Path, workers: int, draw: random.Random, pause_s: float) -> None:
+    def __init__(self, hosts: Lab, shared: Path, workers: int, draw: random.Random, pause_s: float, model: str) -> None:
         self.hosts, self.shared = hosts, shared
         self.run_dir = shared / f"run-{time.time_ns()}"
         (shared / "pids").mkdir(exist_ok=True)
@@ -118,6 +74,7 @@ class Run:
         self.words = [sys.executable, "-P", "-m", "manyhosts.cli.main", "run", "--hosts", ",".join(hosts.names)]
         self.words += ["--workers-per-node", str(each), "--restarts", "20", "--run-dir", str(self.run_dir)]
         variables = {"OMP_NUM_THREADS": 1, "PIDS": shared / "pids", "DURATION": "1000000 steps", "PAUSE": pause_s}
+        variables |= {"MODEL": model}
         for name, value in variables.items():
             self.words += ["--env", f"{name}={value}"]
         self.log = (shared.parent / "output.log").open("a")
@@ -250,16 +207,13 @@ def _next_step(lines: Sequence[dict[str, Any]], after: float) -> float:
     return min(line["time"] for line in lines if line["event"] == "step" and line["time"] > after)
 
 
-def undisturbed(shared: Path, steps: int) -> Path:
+def undisturbed(shared: Path, steps: int, model: str) -> Path:
     """A run of one process here that nothing happens to."""
     folder = shared.parent / "undisturbed"
     variables = {**os.environ, "DURATION": f"{steps} steps", "OMP_NUM_THREADS": "1", "MANYHOSTS_RUN_DIR": str(folder)}
-    with tempfile.TemporaryDirectory() as place:
-        script = Path(place, "train.py")
-        script.write_text(SCRIPT)
-        done = subprocess.run(
-            [sys.executable, str(script)], env=variables, cwd=place, capture_output=True, text=True, check=False
-        )
+    variables |= {"MODEL": model}
+    script = shared / "train.py"  # the same file, or the run directory would be another script's
+    done = subprocess.run([sys.executable, str(script)], env=variables, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stderr[-3000:])
     return folder
@@ -294,7 +248,7 @@ def stage(hosts: int) -> Iterator[tuple[Lab, Path]]:
         # what Python looks through is shown to every host
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [before, str(shared)]))
         try:
-            (shared / "train.py").write_text(SCRIPT)
+            (shared / "train.py").write_text(SCRIPT.read_text())
             with lab(hosts) as made:
                 for host in made:
                     host.run(["mount", "-o", "remount,bind,rw", str(shared)])
@@ -308,11 +262,13 @@ def chapter(workers: int, kinds: Sequence[str], seed: int, until: float, asked: 
     """One run and its faults, each written down when it is over; none begins after `until`. Whether all was well."""
     draw = random.Random(seed)
     output = Path(tempfile.gettempdir(), f"faults-{seed}.log")
-    paused = {"pause_s": asked.pause} if asked.pause else {}
-    ended: dict[str, Any] = {"chapter": seed, "workers": workers, "faults": 0, "version": VERSION, **paused}
+    told = {"pause_s": asked.pause} if asked.pause else {}
+    if asked.model != "digits":
+        told["model"] = asked.model
+    ended: dict[str, Any] = {"chapter": seed, "workers": workers, "faults": 0, "version": VERSION, **told}
     with stage(min(workers, MOST_HOSTS)) as (hosts, shared):
         ended["import_torch_s"] = import_seconds(hosts)
-        run = Run(hosts, shared, workers, draw, asked.pause)
+        run = Run(hosts, shared, workers, draw, asked.pause, asked.model)
         try:
             run.wait_for(5)
             ended["import_torch_busy_s"] = import_seconds(hosts)
@@ -321,14 +277,14 @@ def chapter(workers: int, kinds: Sequence[str], seed: int, until: float, asked: 
                     break
                 ended["trouble"] = f"in the middle of {kind}"
                 found = one_fault(run, kind, draw.randint(5, 60), asked.settled)
-                write(asked.record, {"chapter": seed, "workers": workers, **found, **paused})
+                write(asked.record, {"chapter": seed, "workers": workers, **found, **told})
                 ended["faults"] += 1
                 whole = "" if found["whole_s"] is None else f", all train after {found['whole_s']:.2f} s"
                 say(f"{workers} workers, {kind:>9} at step {found['step']}: {found['next_step_s']:.2f} s{whole}")
             del ended["trouble"]
             run.stop()
             steps = json.loads((run.run_dir / "summary.json").read_text())["steps"]
-            ended |= compare(run.run_dir, undisturbed(shared, steps))
+            ended |= compare(run.run_dir, undisturbed(shared, steps, asked.model))
         except BaseException as trouble:
             ended["trouble"] = f"{ended.get('trouble', 'at the end')}: {type(trouble).__name__}: {trouble}"
             if not isinstance(trouble, Exception):  # somebody has stopped this program
@@ -392,6 +348,7 @@ def main() -> int:
         metavar="SECONDS",
         help="let each step take so much longer, so that the host that is hurt finds idle processors  [default: 0]",
     )
+    parser.add_argument("--model", default="digits", choices=MODELS, help="which model trains")
     parser.add_argument("--minutes", type=float, default=1e6, help="begin no fault after so many minutes")
     parser.add_argument("--table", action="store_true", help="only make the table from what is recorded")
     asked = parser.parse_args()

@@ -11,7 +11,10 @@ OLD = "many" + "hands"  # in two parts, or this file would be the first to be fo
 
 def test_old_name_is_in_no_file_but_the_changelog() -> None:
     listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, check=True
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
     )
     names = [name for name in listed.stdout.decode().split("\0") if name and (ROOT / name).is_file()]
     assert len(names) > 400, f"git lists {len(names)} files here"

@@ -27,17 +27,51 @@ settings.register_profile("manyhosts", deadline=None, suppress_health_check=[Hea
 settings.load_profile("manyhosts")
 
 
+PROCESS_FOLDERS = ("multiprocess", "cluster", "docs")
+
+
 @pytest.fixture(autouse=True)
-def leaves_nothing_behind() -> Iterator[None]:
-    """Compare what there is before a test with what there is after it, take down the rest, and say what it was."""
-    variables, ports, processes = dict(os.environ), listening_ports(), living_processes()
+def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compare what there is before a test with what there is after it, take down the rest, and say what it was.
+
+    Processes and ports are looked for after each test of the folders that start some, elsewhere after each file: a look
+    at every process of the machine takes longer than most unit tests.
+    """
+    variables = dict(os.environ)
+    before = processes_and_ports() if starts_processes(request) else None
     yield
     left = [*variables_changed_since(variables), *process_groups_open()]
+    left += left_since(before) if before is not None else []
+    assert not left, "left behind: " + "; ".join(left)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def file_leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The same for the processes and ports of a whole file of tests."""
+    before = None if starts_processes(request) else processes_and_ports()
+    yield
+    left = left_since(before) if before is not None else []
+    assert not left, "left behind: " + "; ".join(left)
+
+
+def starts_processes(request: pytest.FixtureRequest) -> bool:
+    """Whether the test stands in a folder whose tests start processes."""
+    return request.path.parent.name in PROCESS_FOLDERS
+
+
+def processes_and_ports() -> tuple[dict[int, str], set[int]]:
+    """What there is now."""
+    return living_processes(), listening_ports()
+
+
+def left_since(before: tuple[dict[int, str], set[int]]) -> list[str]:
+    """Processes, ended now, and ports that were not there before."""
+    processes, ports = before
+    left = []
     for pid, words in still_there(lambda: living_processes().items() - processes.items()):
         left.append(f"process {pid}: {words}")
         psutil.Process(pid).kill()
-    left += [f"listening port {port}" for port in still_there(lambda: listening_ports() - ports)]
-    assert not left, "left behind: " + "; ".join(left)
+    return [*left, *(f"listening port {port}" for port in still_there(lambda: listening_ports() - ports))]
 
 
 def variables_changed_since(before: dict[str, str]) -> list[str]:

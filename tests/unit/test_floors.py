@@ -83,16 +83,22 @@ def in_package(path: Path) -> str:
     return str(path.relative_to(PACKAGE))
 
 
-@pytest.mark.parametrize("path", FILES, ids=in_package)
-def test_every_file_imports_downward_only(path: Path) -> None:
+def test_every_file_imports_downward_only() -> None:
+    assert not {in_package(path): wrong for path in FILES if (wrong := upward(path))}
+
+
+def upward(path: Path) -> str:
+    """What is wrong with the imports of a file; empty where nothing is."""
     part = part_of(path)
     if part == "__init__":
-        return  # the face: it names everything, and imports it when asked
-    assert part in FLOOR_OF, f"{part} stands on no floor: give it one, or a place in a folder that has one"
+        return ""  # the face: it names everything, and imports it when asked
+    if part not in FLOOR_OF:
+        return f"{part} stands on no floor: give it one, or a place in a folder that has one"
     others = parts_named_in(path.read_text(), module_of(path)) - {part}
-    assert others <= FLOOR_OF.keys(), f"{part} names {sorted(others - FLOOR_OF.keys())}, which stand on no floor"
-    upward = {other for other in others if FLOOR_OF[other] >= FLOOR_OF[part]}
-    assert not upward, f"{part} (floor {FLOOR_OF[part]}) may not import {sorted(upward)}"
+    if unknown := sorted(others - FLOOR_OF.keys()):
+        return f"{part} names {unknown}, which stand on no floor"
+    above = sorted(other for other in others if FLOOR_OF[other] >= FLOOR_OF[part])
+    return f"{part} (floor {FLOOR_OF[part]}) may not import {above}" if above else ""
 
 
 @pytest.mark.parametrize(
@@ -120,34 +126,37 @@ def test_light_parts_start_without_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("path", sorted((PACKAGE / "launchers").rglob("*.py")), ids=in_package)
-def test_launchers_never_import_torch_not_even_late(path: Path) -> None:
-    if in_package(path) == TEMPLATE:
-        return
-    names = list(_names_in(ast.parse(path.read_text()), module_of(path)))
-    assert not [name for name in names if name.split(".")[0] == "torch"]
+def test_launchers_never_import_torch_not_even_late() -> None:
+    for path in FILES:
+        if part_of(path) == "launchers" and in_package(path) != TEMPLATE:
+            names = _names_in(ast.parse(path.read_text()), module_of(path))
+            assert "torch" not in {name.split(".")[0] for name in names}, in_package(path)
 
 
-@pytest.mark.parametrize("path", FILES + OTHER_FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_first_line_says_what_the_file_is(path: Path) -> None:
-    first = path.read_text().partition("\n")[0]
-    assert first.startswith('"""'), "the first line is no docstring"
-    assert first.removesuffix('"""').endswith((".", ":", "?")), "the first line is no whole sentence"
-    assert not re.match(r'"""this (module|file)', first, re.IGNORECASE)
+def test_first_line_says_what_the_file_is() -> None:
+    for path in FILES + OTHER_FILES:
+        first = path.read_text().partition("\n")[0]
+        assert first.startswith('"""'), f"{path}: the first line is no docstring"
+        assert first.removesuffix('"""').endswith((".", ":", "?")), f"{path}: the first line is no whole sentence"
+        assert not re.match(r'"""this (module|file)', first, re.IGNORECASE), path
 
 
-@pytest.mark.parametrize("path", FILES + OTHER_FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_asserts_and_exemptions_give_their_reason(path: Path) -> None:
-    source = path.read_text()
-    if path in FILES:
-        mute = [node.lineno for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Assert) and not node.msg]
-        assert not mute, f"asserts without words in lines {mute}"
-    for number, line in enumerate(source.splitlines(), start=1):
+def test_asserts_give_their_reason() -> None:
+    for path in FILES:
+        tree = ast.parse(path.read_text())
+        mute = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Assert) and not node.msg]
+        assert not mute, f"{in_package(path)}: asserts without words in lines {mute}"
+
+
+def test_exemptions_name_their_code_and_nothing_is_unfinished() -> None:
+    for path in FILES + OTHER_FILES:
         if path == Path(__file__):
-            break
-        assert not re.search(r"\b(TODO|FIXME|XXX)\b", line), f"line {number}: an unfinished thing"
-        for exemption in re.findall(r"#\s*(type: ignore\S*|noqa\S*( [A-Z]+\d+)?)", line):
-            assert re.search(r"type: ignore\[|noqa: ?", exemption[0]), f"line {number}: {exemption[0]} without its code"
+            continue
+        for number, line in enumerate(path.read_text().splitlines(), start=1):
+            assert not re.search(r"\b(TODO|FIXME|XXX)\b", line), f"{path}:{number}: an unfinished thing"
+            for exemption in re.findall(r"#\s*(type: ignore\S*|noqa\S*( [A-Z]+\d+)?)", line):
+                has_code = re.search(r"type: ignore\[|noqa: ?", exemption[0])
+                assert has_code, f"{path}:{number}: {exemption[0]} without its code"
 
 
 def test_no_file_is_named_after_nothing() -> None:

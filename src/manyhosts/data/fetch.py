@@ -1,4 +1,4 @@
-"""Samples by index, collated, with the random numbers of each sample drawn from its own address.
+"""Samples by index, collated, with the random numbers of each sample and of each batch drawn from an address of its own.
 
 Three ways, the fastest that gives the same samples: tensors are indexed at once; a dataset with `__getitems__` is asked
 for all indices at once, unless it draws random numbers in there; every other dataset is read sample by sample, each
@@ -8,6 +8,7 @@ under its own seed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -43,9 +44,14 @@ class Fetcher:
             tensors, subset = self.tensors
             chosen = chosen if subset is None else subset[chosen]
             return [tensor[chosen] for tensor in tensors]
-        samples = self._at_once(epoch, indices) if self.at_once else self._one_by_one(epoch, indices)
+        samples = self._at_once(indices) if self.at_once else None
+        draws = samples is None or self.collate is not default_collate
+        with randomness.kept() if draws else nullcontext():
+            return self._collated(epoch, indices, self._one_by_one(epoch, indices) if samples is None else samples)
+
+    def _collated(self, epoch: int, indices: Indices, samples: list[Any]) -> Any:
         try:
-            return self.collate(samples)
+            return collated(self.collate, samples, self.seed, epoch, int(indices[0]))
         except Exception as cause:
             raise DataError(
                 f"samples {_few(indices)} of the {self.name} set cannot be put into one batch: {cause}",
@@ -53,7 +59,8 @@ class Fetcher:
                 fix="make every sample the same shape and type, or pass mh.Data(collate=…)",
             ) from cause
 
-    def _at_once(self, epoch: int, indices: Indices) -> list[Any]:
+    def _at_once(self, indices: Indices) -> list[Any] | None:
+        """The samples, or None where the dataset drew random numbers for them."""
         before = randomness.states()
         try:
             samples: list[Any] = self.dataset.__getitems__(indices.tolist())  # type: ignore[attr-defined]
@@ -62,18 +69,17 @@ class Fetcher:
         if randomness.drawn_since(before):
             # Its random numbers would depend on which samples are fetched together, so on the number of workers.
             self.at_once = False
-            return self._one_by_one(epoch, indices)
+            return None
         return samples
 
     def _one_by_one(self, epoch: int, indices: Indices) -> list[Any]:
         samples = []
-        with randomness.kept():
-            for index in indices.tolist():
-                randomness.seed_all(self.seed, randomness.SAMPLE, epoch, index)
-                try:
-                    samples.append(self.dataset[index])
-                except Exception as cause:
-                    raise self._unreadable(f"sample {index}", cause) from cause
+        for index in indices.tolist():
+            randomness.seed_all(self.seed, randomness.SAMPLE, epoch, index)
+            try:
+                samples.append(self.dataset[index])
+            except Exception as cause:
+                raise self._unreadable(f"sample {index}", cause) from cause
         return samples
 
     def _unreadable(self, which: str, cause: Exception) -> ManyhostsError:
@@ -84,6 +90,17 @@ class Fetcher:
             where=f"{type(self.dataset).__name__}.__getitem__",
             fix="read that sample alone to see the whole error",
         )
+
+
+def collated(collate: Collate, samples: list[Any], seed: int, epoch: int, first: int) -> Any:
+    """`samples` as one batch. What `collate` draws has the address of the batch: `first`, its first sample's number.
+
+    A sample comes once in an epoch, so no two batches have the same first one. PyTorch's own `default_collate` draws
+    nothing, and goes without.
+    """
+    if collate is not default_collate:
+        randomness.seed_all(seed, randomness.COLLATE, epoch, first)
+    return collate(samples)
 
 
 def _as_tensors(dataset: Dataset[Any]) -> tuple[Sequence[torch.Tensor], torch.Tensor | None] | None:

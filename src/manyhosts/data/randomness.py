@@ -1,7 +1,9 @@
 """Random numbers that have an address: drawn from where they are used, not from how many were drawn before.
 
-Augmentation draws from (seed, epoch, sample), dropout from (seed, step, part, micro-batch). So they are the same on any
-number of workers and loader processes, and after a resume.
+Augmentation draws from (seed, epoch, sample), `collate` from (seed, epoch, first sample of the batch), the forward pass,
+the loss and the user's step from (seed, step, part, micro-batch), the update from (seed, step). So they are the same on
+any number of workers and loader processes, and after a resume. torch, NumPy's global generator and Python's `random` are
+treated alike; a generator that a script has made itself is not ours to set.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-SAMPLE, COMPUTE, MODEL, EVALUATION = range(4)
+SAMPLE, COMPUTE, MODEL, EVALUATION, COLLATE, UPDATE = range(6)
 """What a random number is for: the first part of its address, so that no two purposes share a stream."""
 
 
@@ -25,17 +27,20 @@ def seed_at(*address: int) -> int:
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
 
 
-def seed_torch(*address: int) -> None:
-    """Set torch's generators, of the CPU and of the current GPU, to `address`."""
+def seed_all(*address: int) -> None:
+    """Set the generators of torch (CPU), NumPy and Python to `address`."""
+    _seed_host(seed_at(*address))
+
+
+def seed_compute(*address: int) -> None:
+    """Set the generators of torch (CPU and the current GPU), NumPy and Python to `address`."""
     seed = seed_at(*address)
-    torch.default_generator.manual_seed(seed)
+    _seed_host(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(seed)
 
 
-def seed_all(*address: int) -> None:
-    """Set the generators of torch (CPU), NumPy and Python to `address`."""
-    seed = seed_at(*address)
+def _seed_host(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)
@@ -51,6 +56,18 @@ def kept() -> Iterator[None]:
         torch.set_rng_state(before[0])
         np.random.set_state(before[1])
         random.setstate(before[2])
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Give every generator that we set back as it was, that of the current GPU included."""
+    on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    try:
+        with kept():
+            yield
+    finally:
+        if on_gpu is not None:
+            torch.cuda.set_rng_state(on_gpu)
 
 
 def states() -> tuple[torch.Tensor, tuple[str, np.ndarray, int, int, float], tuple[object, ...]]:

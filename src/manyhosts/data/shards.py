@@ -128,7 +128,7 @@ class ShardReader:
             samples = self._begin(self._dataset(shard, shards), epoch, shard, shards).take(1)
             if samples:
                 plan = PiecePlan(self.cut.first, 0, np.zeros(1, dtype=np.int64), 0.0)
-                return LoadedPiece(plan, self.stream.batch_of(samples, plan))
+                return self.stream.piece(epoch, samples, plan, plan.indices)
         raise self.stream.no_sample(epoch)
 
     def _shares(self, epoch: int, standing: Standing) -> Iterator[Share]:
@@ -155,8 +155,8 @@ class ShardReader:
                 if shard.state is not None:
                     states[str(shard.number)] = shard.state
             for plan in plan_pieces(np.arange(len(samples)), Cut(1, 0, 1, self.cut.micro_batch)):
-                named = replace(plan, part=part, indices=np.concatenate(numbers)[plan.indices])
-                pieces.append(LoadedPiece(named, self.stream.batch_of(samples, plan)))
+                named = np.concatenate(numbers)[plan.indices]
+                pieces.append(self.stream.piece(epoch, samples, replace(plan, part=part), named))
         left = [shard.number for own in parts.values() for shard in own if shard.ahead]
         return Share(epoch, given, left, pieces, states)
 

@@ -8,6 +8,7 @@ what was read, or uses the dataset's `state_dict` and `load_state_dict` where it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -16,9 +17,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from manyhosts.data.fetch import Collate
+from manyhosts.data import randomness
+from manyhosts.data.fetch import Collate, collated
 from manyhosts.data.one_pass import Pass
-from manyhosts.data.order import Position
+from manyhosts.data.order import Indices, Position
 from manyhosts.data.steps import Cut, LoadedPiece, PiecePlan, Step, plan_pieces
 from manyhosts.errors import DataError
 
@@ -79,16 +81,19 @@ class Stream:
             ends = len(following) < (self.batch if self.drop_last else 1)
             after = Position(position.epoch + 1) if ends else Position(position.epoch, begin + len(samples))
             pieces = [
-                LoadedPiece(replace(plan, indices=plan.indices + begin), self.batch_of(samples, plan))
+                self.piece(position.epoch, samples, plan, plan.indices + begin)
                 for plan in plan_pieces(np.arange(len(samples)), cut)
             ]
             taken = np.arange(begin, begin + len(samples))
             yield Step(position.epoch, len(samples), after, ends, pieces, taken, {} if ends else left_at)
             begin, samples = begin + len(samples), following
 
-    def batch_of(self, samples: list[Any], plan: PiecePlan) -> Any:
-        """The batch of the `samples` that `plan` names by their places."""
-        return self.collate([samples[row] for row in plan.indices.tolist()])
+    def piece(self, epoch: int, samples: list[Any], plan: PiecePlan, numbers: Indices) -> LoadedPiece:
+        """The piece of the `samples` that `plan` names by their places; `numbers` are theirs in the epoch."""
+        chosen = [samples[row] for row in plan.indices.tolist()]
+        with randomness.kept() if self.collate is not default_collate else nullcontext():
+            batch = collated(self.collate, chosen, self.seed, epoch, int(numbers[0]))
+        return LoadedPiece(replace(plan, indices=numbers), batch)
 
     def no_sample(self, epoch: int) -> DataError:
         """The error of an epoch that is over before it has begun."""

@@ -65,7 +65,7 @@ class ForwardPass:
 
     def __call__(self, model: nn.Module, piece: Piece) -> Mapping[str, Tensor]:
         """The means over the piece's samples: `loss`, and what the user's step returned beside it."""
-        randomness.seed_torch(self.seed, randomness.COMPUTE, *piece.address)
+        randomness.seed_compute(self.seed, randomness.COMPUTE, *piece.address)
         if self.membership is None:
             return self._values(model, piece.batch)
         with self.membership.as_ghost(piece.weight == 0):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from manyhosts.communication.gathering import gather_lists
 from manyhosts.communication.world import World
+from manyhosts.data import randomness
 from manyhosts.data.fetch import Fetcher
 from manyhosts.data.order import Indices, bounds
 from manyhosts.data.steps import Loader, mapped
@@ -52,6 +53,7 @@ class Evaluation:
         context: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         self.samples, self.batch, self.world = samples, batch, world
+        self.seed = fetcher.seed
         self.loader = Loader(fetcher, processes=loader_workers, pin=world.device.type == "cuda")
         self.loss, self.step, self.context = loss, step, context
         self.metrics = {name: alone(metric).to(world.device) for name, metric in metrics.items()}
@@ -88,6 +90,7 @@ class Evaluation:
         sums: dict[str, Tensor] = {}
         for piece in pieces:
             batch = mapped(next(batches), lambda tensor: tensor.to(self.world.device, non_blocking=True))
+            randomness.seed_compute(self.seed, randomness.COMPUTE, int(piece[0]))  # a model may sample here, too
             for name, value in self._values(model, batch).items():
                 weighted = value.double() * len(piece)
                 sums[name] = sums[name] + weighted if name in sums else weighted

@@ -12,6 +12,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from manyhosts.config.settings import Settings
+from manyhosts.data import randomness
 from manyhosts.data.steps import Step, mapped
 from manyhosts.events import ValidationDone
 from manyhosts.strategies.alone import Drifting, together
@@ -231,6 +232,9 @@ class Loop:
         """Change the model by the gradient, and move the schedule."""
         parts = self.parts
         self.keeping.before_update()
+        if may_draw(parts.optimizer):
+            # The noise of a Langevin sampler, say: the same on every worker, and after a resume.
+            randomness.seed_compute(self.settings.seed, randomness.UPDATE, self.state.step)
         self.torn = True
         if self.state.step < parts.warmup.steps:
             with parts.warmup.over(parts.optimizer, self.state.step):
@@ -343,6 +347,12 @@ class Loop:
             self.keeping.leave_out(self.state, "a disk does not take the records of its steps")
         else:
             self.keeping.save(self.state)
+
+
+def may_draw(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step of `optimizer` could draw random numbers. PyTorch's own draw none, so they go without a seed."""
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return bool(hooks) or not type(optimizer).__module__.startswith("torch.optim.")
 
 
 def advance(schedule: LRScheduler | None) -> None:

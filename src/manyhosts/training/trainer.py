@@ -23,6 +23,7 @@ from manyhosts.config.settings import Settings
 from manyhosts.config.snapshots import Snapshots
 from manyhosts.config.stopping import EarlyStopping
 from manyhosts.config.strategies import DDP, Strategy, named
+from manyhosts.data import randomness
 from manyhosts.data.data import Data
 from manyhosts.errors import ConfigError
 from manyhosts.events import Listener, TestDone
@@ -197,7 +198,8 @@ class Trainer:
     def fit(self, duration: str | None = None) -> Result:
         """Train until the run is `duration` long: `"20 epochs"`, `"500 steps"`, `"2h30m"`, `"20 epochs or 2h"`.
 
-        A run directory that holds snapshots is gone on with; what it has behind it counts.
+        A run directory that holds snapshots is gone on with; what it has behind it counts. The random generators of
+        the script (torch, NumPy, Python) are afterwards as they were before, here and in `validate` and `test`.
 
         Raises:
             ManyhostsError: see `manyhosts.errors`; nothing that is on disk is lost by it.
@@ -217,7 +219,8 @@ class Trainer:
             listeners=self.listeners,
             reporter=self.reporter,
         )
-        return self._run.fit()
+        with randomness.undisturbed():
+            return self._run.fit()
 
     def _call(self, once: Callable[[], Any], *, has_outcome: bool = True) -> Any:
         """What all workers do together, and once more from its beginning where some are lost meanwhile."""
@@ -247,7 +250,8 @@ class Trainer:
         evaluation = self._evaluation("validation")
         if evaluation is None:
             raise ConfigError("there is no validation set", where="mh.Data(validation=…)", fix="give one")
-        values: dict[str, float] = self._call(lambda: evaluation(self.model))
+        with randomness.undisturbed():
+            values: dict[str, float] = self._call(lambda: evaluation(self.model))
         return values
 
     def test(self, *, weights: Literal["best", "last"] = "best") -> dict[str, float]:
@@ -261,7 +265,8 @@ class Trainer:
         evaluation = self._evaluation("test")
         if evaluation is None:
             raise ConfigError("there is no test set", where="mh.Data(test=…)", fix="give one")
-        values: dict[str, float] = self._call(lambda: self._test(evaluation, weights))
+        with randomness.undisturbed():
+            values: dict[str, float] = self._call(lambda: self._test(evaluation, weights))
         return values
 
     def _test(self, evaluation: Evaluation, weights: Literal["best", "last"]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Samples by index, collated, with the random numbers of each sample and of each batch drawn from an address of its own.
+"""Samples by index, collated, with random numbers of each sample and of each batch from an address of its own.
 
 Three ways, the fastest that gives the same samples: tensors are indexed at once; a dataset with `__getitems__` is asked
 for all indices at once, unless it draws random numbers in there; every other dataset is read sample by sample, each

@@ -1,9 +1,9 @@
 """Random numbers that have an address: drawn from where they are used, not from how many were drawn before.
 
-Augmentation draws from (seed, epoch, sample), `collate` from (seed, epoch, first sample of the batch), the forward pass,
-the loss and the user's step from (seed, step, part, micro-batch), the update from (seed, step). So they are the same on
-any number of workers and loader processes, and after a resume. torch, NumPy's global generator and Python's `random` are
-treated alike; a generator that a script has made itself is not ours to set.
+Augmentation draws from (seed, epoch, sample), `collate` from (seed, epoch, first sample of the batch), the forward
+pass, the loss and the user's step from (seed, step, part, micro-batch), the update from (seed, step). So they are the
+same on any number of workers and loader processes, and after a resume. torch, NumPy's global generator and Python's
+`random` are treated alike; a generator that a script has made itself is not ours to set.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class BadSteps:
         self.leave_out, self.rewinds = choice == "skip", choice == "rewind"
         self.scaled = parts.precision.scaler is not None
         """Whether fp16's scaler looks for overflows, which are nothing unusual there, and leaves those steps out."""
-        self.buffers = list(parts.model.buffers()) if self.leave_out else []
+        self.buffers = list(parts.trained.buffers()) if self.leave_out else []
         self.before = [buffer.clone() for buffer in self.buffers]
         self.bad_norms: dict[int, float] = {}
         """Of steps that were left out, until they are told."""
@@ -64,7 +64,7 @@ class BadSteps:
         return not good and not self.scaled
 
     def _norm(self) -> Tensor:
-        gradients = [parameter.grad for parameter in self.parts.model.parameters() if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in self.parts.trained.parameters() if parameter.grad is not None]
         return torch.nn.utils.get_total_norm(gradients)
 
     def trouble(self, numbers: StepNumbers) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -36,6 +37,7 @@ from manyhosts.training.compute import ForwardPass, Loss, UserStep
 from manyhosts.training.evaluate import Evaluation
 from manyhosts.training.precision import Precision
 from manyhosts.training.source import Source, make_source
+from manyhosts.training.trained import check_optimized, model_of, trained, twice
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -51,7 +53,8 @@ class Parts:
 
     world: World
     strategy: Strategy
-    model: nn.Module
+    trained: nn.Module
+    """What the strategy has placed: the model, and with it a loss that has a state."""
     membership: Membership | None
     """What the BatchNorm layers over the global batch share; None where there are none."""
     optimizer: Optimizer
@@ -65,6 +68,11 @@ class Parts:
     make_source: Callable[[int], Source]
     """The source for a global batch and this worker's present place."""
     make_warmup: Callable[[Source], learning_rate.WarmUp]
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's model, as the strategy has placed it."""
+        return model_of(self.trained)
 
     def recut(self, batch: int) -> None:
         """Read from now on what this worker's present place is to read of each global batch."""
@@ -201,14 +209,14 @@ def build(  # the one place where everything the user gave comes together
     """Make everything that `fit` needs."""
     strategy = make_strategy(settings, world)
     choose_kernels(settings, world)
-    made = make_model(model, settings)
+    made = trained(make_model(model, settings), loss)
     # One worker is its own global batch: its BatchNorm layers stay PyTorch's.
     across = settings.batch_norm == "global" and world.is_shared and settings.virtual_workers is None
     membership = make_global(made, world) if across else None
     placed = strategy.place(made)
     if settings.compile:
-        placed.compile()  # in place, so that names in snapshots stay the same
-    made_optimizer = make_optimizer(placed, optimizer, settings, world)
+        model_of(placed).compile()  # in place, so that names in snapshots stay the same
+    made_optimizer = make_optimizer(placed, optimizer, settings, world, has_step=step is not None)
     if isinstance(strategy, Drifting):
         strategy.hold(made_optimizer)
     precision = Precision(settings.precision, world.device)
@@ -227,7 +235,7 @@ def build(  # the one place where everything the user gave comes together
     return Parts(
         world=world,
         strategy=strategy,
-        model=placed,
+        trained=placed,
         membership=membership,
         optimizer=made_optimizer,
         schedule=None if schedule is None else schedule(made_optimizer),
@@ -241,19 +249,29 @@ def build(  # the one place where everything the user gave comes together
     )
 
 
-def make_optimizer(model: nn.Module, make: MakeOptimizer, settings: Settings, world: World) -> Optimizer:
+def make_optimizer(
+    module: nn.Module, make: MakeOptimizer, settings: Settings, world: World, *, has_step: bool
+) -> Optimizer:
     """The user's optimizer over the placed parameters, with the learning rate that `settings` ask for.
 
     Raises:
-        ConfigError: `make` gave something else.
+        ConfigError: `make` gave something else, or an optimizer of other parameters than those.
     """
-    made = make([parameter for parameter in model.parameters() if parameter.requires_grad])
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="optimizer contains a parameter group with duplicate")  # refused
+            made = make([parameter for parameter in module.parameters() if parameter.requires_grad])
+    except ValueError as cause:
+        if "more than one parameter group" in str(cause):
+            raise twice(str(cause)) from cause
+        raise
     if not isinstance(made, Optimizer):
         raise ConfigError(
             f"optimizer gave a {type(made).__name__}, not a torch.optim.Optimizer",
             where="mh.Trainer(optimizer=…)",
             fix="write optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)",
         )
+    check_optimized(made.param_groups, module, has_step=has_step)
     factor = learning_rate.scale(settings.lr_scaling, counted_workers(settings, world))
     for group in made.param_groups:
         group["lr"] = (group["lr"] if settings.lr is None else settings.lr) * factor

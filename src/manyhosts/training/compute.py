@@ -13,6 +13,7 @@ from manyhosts.communication.batch_norm import Membership
 from manyhosts.data import randomness
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.strategy import Piece
+from manyhosts.training.trained import model_of
 
 Loss = Callable[[Any, Any], Tensor]
 """`loss(model(inputs), targets)`: the mean over the samples it is given, shape ()."""
@@ -66,6 +67,7 @@ class ForwardPass:
     def __call__(self, model: nn.Module, piece: Piece) -> Mapping[str, Tensor]:
         """The means over the piece's samples: `loss`, and what the user's step returned beside it."""
         randomness.seed_compute(self.seed, randomness.COMPUTE, *piece.address)
+        model = model_of(model)
         if self.membership is None:
             return self._values(model, piece.batch)
         with self.membership.as_ghost(piece.weight == 0):

@@ -8,7 +8,7 @@ worker and merged in the order of the parts by the metrics' own reduction, so no
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -68,7 +68,7 @@ class Evaluation:
         requests = [list(self._pieces(part)) for part in range(first, last)]
         batches = self.loader.batches((0, piece) for part in requests for piece in part)
         merged = _Merged(list(self.metrics.values()))
-        with in_evaluation(model):
+        with in_evaluation(model), in_evaluation(self.loss) if isinstance(self.loss, nn.Module) else nullcontext():
             for part in requests:
                 merged.add(self._part(model, part, batches))
         sums = merged.gather(self.world)

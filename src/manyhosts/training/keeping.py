@@ -22,6 +22,7 @@ from manyhosts.strategies.alone import Drifting, together
 from manyhosts.training.build import Parts
 from manyhosts.training.second_place import SecondPlace
 from manyhosts.training.state import RunState
+from manyhosts.training.trained import load_loss, loss_state
 
 
 class Keeping:
@@ -76,7 +77,7 @@ class Keeping:
         Where models drift apart, theirs is the mean, for which all must call this; with `own` it is this worker's.
         """
         held = held_by(self.parts)
-        return {**held, "model": held["model"] if own else self._model(), "run": state.to_dict()}
+        return {**held, **({} if own else self._weights()), "run": state.to_dict()}
 
     def take_up(self, kept: dict[str, Any], *, own: bool = False) -> None:
         """Put what `everything` gave, here or on another worker, into the parts of this one.
@@ -94,7 +95,7 @@ class Keeping:
             self.everything(state),
             self._facts(state),
             own=own if any(own.values()) else None,
-            unchanged_until_update=[*parts.model.parameters(), *_tensors(parts.optimizer.state)],
+            unchanged_until_update=[*parts.trained.parameters(), *_tensors(parts.optimizer.state)],
         )
         self.listen()
 
@@ -109,18 +110,18 @@ class Keeping:
         self.best_saved_at = state.best_step
         self.store.save_as(
             self.directory.best,
-            {"model": self._model()},
+            self._weights(),
             self._facts(state),
-            unchanged_until_update=self.parts.model.parameters(),
+            unchanged_until_update=self.parts.trained.parameters(),
         )
 
-    def _model(self) -> dict[str, Any]:
-        """The model as all workers hold it: a copy of the mean, where they drift apart."""
+    def _weights(self) -> dict[str, Any]:
+        """The model, and the loss's state, as all workers hold them: a copy of the mean, where they drift apart."""
         parts = self.parts
         if not isinstance(parts.strategy, Drifting):
-            return dict(parts.model.state_dict())
-        with together(parts.strategy, parts.model):
-            return {name: tensor.clone() for name, tensor in parts.model.state_dict().items()}
+            return weights_of(parts)
+        with together(parts.strategy, parts.trained):
+            return copied(weights_of(parts))
 
     def before_update(self) -> None:
         """Wait until a snapshot under way has copied what the update will change."""
@@ -231,7 +232,7 @@ class Keeping:
 def held_by(parts: Parts) -> dict[str, Any]:
     """Model, optimizer and what goes with them; the tensors are those in use."""
     return {
-        "model": dict(parts.model.state_dict()),
+        **weights_of(parts),
         "optimizer": parts.optimizer.state_dict(),
         "schedule": {} if parts.schedule is None else _plain(parts.schedule.state_dict()),
         "scaler": parts.precision.state_dict(),
@@ -242,12 +243,36 @@ def held_by(parts: Parts) -> dict[str, Any]:
 def take_up(parts: Parts, kept: dict[str, Any], *, own: bool = False) -> None:
     """Put what `held_by` gave, here or on another worker, into `parts`; model and optimizer not where `own`."""
     if not own:
-        load_model(parts.model, kept["model"])
+        put_weights(parts, kept)
         parts.optimizer.load_state_dict(kept["optimizer"])
     if parts.schedule is not None:
         parts.schedule.load_state_dict(kept["schedule"])
     parts.precision.load_state_dict(kept["scaler"])
     torch.set_rng_state(kept["random"]["torch"])
+
+
+def weights_of(parts: Parts) -> dict[str, Any]:
+    """The model's `state_dict`, and that of a loss which has a state; the tensors are those in use."""
+    loss = loss_state(parts.trained)
+    return {"model": dict(parts.model.state_dict()), **({"loss": loss} if loss else {})}
+
+
+def copied(weights: dict[str, Any]) -> dict[str, Any]:
+    """What `weights_of` gave, with tensors of its own."""
+    return {
+        part: {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
+        for part, values in weights.items()
+    }
+
+
+def put_weights(parts: Parts, kept: dict[str, Any]) -> None:
+    """Put what `weights_of` gave, here or elsewhere, into the model and the loss.
+
+    Raises:
+        SnapshotError: it is of another loss.
+    """
+    load_loss(parts.trained, kept.get("loss", {}))
+    load_model(parts.model, kept["model"])
 
 
 @torch.no_grad()

@@ -85,7 +85,7 @@ class Loop:
         """Whether a snapshot is lost that was being written when workers went."""
         self.since = time.time()
         """When what is being done now was begun."""
-        self.buffers = list(parts.model.buffers()) if keep_buffers else []
+        self.buffers = list(parts.trained.buffers()) if keep_buffers else []
         self.buffers_before = [buffer.clone() for buffer in self.buffers]
 
     def run(self) -> str:
@@ -95,7 +95,7 @@ class Loop:
             WorkersChange: somebody waits to join, and all have finished the same step.
             BadStep: a step went wrong, and all are to go back behind it.
         """
-        self.parts.model.train()
+        self.parts.trained.train()
         steps: Iterator[Step] | None = None
         while True:
             self.finish_step()
@@ -196,7 +196,7 @@ class Loop:
         world, strategy = self.parts.world, self.parts.strategy
         assert isinstance(strategy, Drifting), "no other has such a duty"
         begin, exposed, sent, exchanged = time.perf_counter(), world.exposed_s, world.bytes_sent, world.exchange_s
-        strategy.exchange(self.parts.model)
+        strategy.exchange(self.parts.trained)
         self.numbers.lengthen(
             time.perf_counter() - begin,
             exposed_s=world.exposed_s - exposed,
@@ -211,7 +211,7 @@ class Loop:
         parts = self.parts
         self.bad_steps.begin()
         outcome = parts.strategy.forward_backward(
-            parts.model, self.pieces(step), parts.compute, parts.precision.scale, self.riders()
+            parts.trained, self.pieces(step), parts.compute, parts.precision.scale, self.riders()
         )
         norm = self.bad_steps.watched(self.clip())
         if self.bad_steps.must_go(self.state.step + 1, outcome.values["loss"], norm):
@@ -226,7 +226,7 @@ class Loop:
         if self.settings.clip_gradients is None:
             return None
         parts.precision.unscale(parts.optimizer)
-        return parts.strategy.clip_gradients(parts.model, self.settings.clip_gradients)
+        return parts.strategy.clip_gradients(parts.trained, self.settings.clip_gradients)
 
     def update(self) -> None:
         """Change the model by the gradient, and move the schedule."""
@@ -238,9 +238,9 @@ class Loop:
         self.torn = True
         if self.state.step < parts.warmup.steps:
             with parts.warmup.over(parts.optimizer, self.state.step):
-                parts.strategy.update(parts.model, parts.precision.stepper(parts.optimizer))
+                parts.strategy.update(parts.trained, parts.precision.stepper(parts.optimizer))
         else:
-            parts.strategy.update(parts.model, parts.precision.stepper(parts.optimizer))
+            parts.strategy.update(parts.trained, parts.precision.stepper(parts.optimizer))
         advance(parts.schedule)
         self.torn = False
 
@@ -310,7 +310,7 @@ class Loop:
         self.read_numbers(all_of_them=True)
         begin, self.since = time.perf_counter(), time.time()
         state, rule = self.state, self.keeping.rule
-        with together(self.parts.strategy, self.parts.model):
+        with together(self.parts.strategy, self.parts.trained):
             state.validation = self.validation(self.parts.model)
         state.validated_at = state.step
         value = self.keeping.watched(state.validation)

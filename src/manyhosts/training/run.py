@@ -245,7 +245,7 @@ class Run:
         self.keeping.finish()
         self.keeping.finish_copies(self.journal.say_busy)
         if isinstance(self.parts.strategy, Drifting):
-            self.parts.strategy.average(self.parts.model)  # a run ends with one model
+            self.parts.strategy.average(self.parts.trained)  # a run ends with one model
         return reason
 
     def end(self, status: str, reason: str) -> str:

@@ -34,7 +34,7 @@ from manyhosts.training.build import MakeOptimizer, MakeSchedule, ModelOrMaker, 
 from manyhosts.training.calls import Calls, Holder
 from manyhosts.training.compute import Loss, UserStep
 from manyhosts.training.evaluate import Evaluation, flattened
-from manyhosts.training.keeping import load_model
+from manyhosts.training.keeping import copied, put_weights, weights_of
 from manyhosts.training.result import Result
 from manyhosts.training.run import Run
 from manyhosts.training.weights import load_initial
@@ -58,7 +58,8 @@ class Trainer:
     Args:
         model: a module, whose weights are the script's own affair, or a callable that makes one under the run's seed,
             so that every run begins with the same weights.
-        loss: `loss(model(inputs), targets)`, the mean over the samples it is given.
+        loss: `loss(model(inputs), targets)`, the mean over the samples it is given. Parameters and buffers of a module
+            are treated as the model's: `optimizer` is given them, workers agree on them, snapshots have them.
         optimizer: makes the optimizer of a list of parameters; called after the strategy has placed the model.
         data: the datasets and the size of the batch.
         metrics: names and torchmetrics metrics, computed over the whole validation or test set.
@@ -275,12 +276,12 @@ class Trainer:
         if self._run is not None and best is not None:
             self._run.keeping.store.everywhere(best)
         if best is not None and best.exists():
-            now = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-            load_model(self.model, load(best, same_model(fingerprint(self.model))).state["model"])
+            now = copied(weights_of(self.parts))
+            put_weights(self.parts, load(best, same_model(fingerprint(self.model))).state)
             try:
                 values = evaluation(self.model)
             finally:
-                load_model(self.model, now)
+                put_weights(self.parts, now)
         else:
             values = evaluation(self.model)
         if self._run is not None:

@@ -20,12 +20,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from manyhosts.communication.compression.feedback import Compressor
+from manyhosts.communication.gradient_hooks import came_late, check_dense, move, watch
+from manyhosts.communication.layout import gradient_view, real_dtype, real_numbers
 from manyhosts.communication.packing import Members, ReadyOrder, packed
 from manyhosts.communication.passengers import arrived, board, seats_for
 from manyhosts.communication.world import Work
@@ -40,7 +41,7 @@ class Bucket:
 
     number: int
     places: list[tuple[nn.Parameter, Tensor]]
-    """Each parameter, and where its gradient goes: a view of `buffer`, in its shape."""
+    """Each parameter, and where its gradient goes: a view of `buffer`, in its shape and strides."""
     buffer: Tensor
     """Shape (elements of all parameters + number of parameters + elements of the seats,)."""
     compressible: int
@@ -68,7 +69,7 @@ class Bucket:
                 gradients.append(gradient)
                 parameter.grad = view
         if views:
-            torch._foreach_copy_(views, gradients)
+            move(views, gradients)
         self.all_here = not absent
         if self.all_here:
             self.used.fill_(1)
@@ -107,8 +108,7 @@ class GradientBuckets:
         """Whether a gradient moves into its bucket as it comes: it is in the cache yet, and the next one can have its
         memory. On a GPU all of a bucket move in one kernel."""
         self.order = ReadyOrder(self.parameters, world)
-        for number, parameter in enumerate(self.parameters):
-            parameter.register_post_accumulate_grad_hook(partial(self._ready, number))
+        watch(self, self.parameters)
         self._pack(self.order.guess)
 
     def _pack(self, order: Sequence[int]) -> None:
@@ -135,13 +135,14 @@ class GradientBuckets:
     def _made(self, group: list[nn.Parameter]) -> Bucket:
         """The next bucket, of the parameters in `group`."""
         group = sorted(group, key=lambda parameter: not self._compressed(parameter))
-        elements = sum(parameter.numel() for parameter in group)
+        sizes = [real_numbers(parameter) for parameter in group]
+        elements = sum(sizes)
         seats = 0 if self.buckets else seats_for(self.numbers_aboard, self.world.size)
-        buffer = torch.zeros(elements + len(group) + seats, dtype=group[0].dtype, device=group[0].device)
-        parts = buffer[:elements].split([parameter.numel() for parameter in group])
+        buffer = torch.zeros(elements + len(group) + seats, dtype=real_dtype(group[0]), device=group[0].device)
+        parts = buffer[:elements].split(sizes)
         return Bucket(
             number=len(self.buckets),
-            places=[(parameter, part.view_as(parameter)) for parameter, part in zip(group, parts, strict=True)],
+            places=[(each, gradient_view(part, each)) for each, part in zip(group, parts, strict=True)],
             buffer=buffer,
             compressible=sum(parameter.numel() for parameter in group if self._compressed(parameter)),
             used=buffer[elements : elements + len(group)],
@@ -194,15 +195,23 @@ class GradientBuckets:
         """When the first bucket was sent, by the host's clock."""
         self.armed = True
 
-    def _ready(self, number: int, parameter: Tensor) -> None:
-        """Called by autograd when the gradient of `parameter`, which has this number, is complete for one pass."""
+    def ready(self, number: int, parameter: Tensor) -> None:
+        """Called by autograd when there is a gradient of `parameter`, which has this number: mostly the whole one."""
         if not self.armed:
             return
         self.order.note(number)
         bucket, view = self.place_of[number]
-        if self.moves_at_once and parameter.grad is not None:
-            view.copy_(parameter.grad)
+        if bucket.number < self.sent:
+            raise came_late(parameter)
+        if self.moves_at_once and parameter.grad is not None and parameter.grad is not view:
+            try:
+                view.copy_(parameter.grad)
+            except RuntimeError:
+                check_dense(parameter.grad)
+                raise
             parameter.grad = view
+        if self.order.seen is not None or number in self.order.in_parts:
+            return  # it is not known to be whole before the pass is over
         bucket.missing -= 1
         while self.sent < len(self.buckets) and self.buckets[self.sent].missing <= 0:
             self._send(self.buckets[self.sent])

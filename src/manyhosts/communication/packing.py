@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
 
@@ -65,6 +66,9 @@ class ReadyOrder:
         self.seen: list[int] | None = []
         """Parameters by number as their gradients came, while that is being found out; None afterwards."""
         self.present = self.guess
+        self.in_parts: set[int] = set()
+        """Parameters whose gradient came several times in that pass, each time with more in it: whoever sees it come
+        does not know whether it is whole before the pass is over. Reentrant checkpoints of a shared layer do that."""
 
     def note(self, number: int) -> None:
         """The gradient of the parameter of this number is ready."""
@@ -77,14 +81,22 @@ class ReadyOrder:
             return None
         first = list(dict.fromkeys(self.seen))
         order = torch.tensor([*first, *(number for number in self.guess if number not in set(first))])
-        self.present = [int(number) for number in self.world.broadcast(order.to(self.world.device)).tolist()]
+        present = [int(number) for number in self.world.broadcast(order.to(self.world.device)).tolist()]
+        counts = Counter(self.seen)
+        often = torch.tensor([counts[number] > 1 for number in range(len(present))], dtype=torch.int64)
+        often = often.to(self.world.device)
+        self.world.wait(self.world.start_all_reduce(often))
+        self.in_parts = {number for number, workers in enumerate(often.tolist()) if workers}
+        self.present = present
         self.seen = None  # not before: if the exchange breaks, the step is done again
         return self.present
 
     def meet(self, source: int) -> list[int]:
         """What worker `source` uses, on every worker: those that were not there when it was found out follow it."""
-        own = torch.tensor([self.seen is None, *self.present], device=self.world.device, dtype=torch.int64)
-        known, *order = (int(number) for number in self.world.broadcast(own, source).tolist())
+        in_parts = [number in self.in_parts for number in range(len(self.present))]
+        own = torch.tensor([self.seen is None, *self.present, *in_parts], device=self.world.device, dtype=torch.int64)
+        known, *rest = (int(number) for number in self.world.broadcast(own, source).tolist())
         self.seen = None if known else []
-        self.present = order
-        return order
+        self.present = rest[: len(in_parts)]
+        self.in_parts = {number for number, flag in enumerate(rest[len(in_parts) :]) if flag}
+        return self.present

@@ -13,42 +13,31 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-_KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-
-
-class PartBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """A BatchNorm layer whose batch is that of a part."""
-
-    statistics: PartStatistics
-
-    def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(f"expected an input of at least 2 dims, got {input.dim()}")
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalise `input` of shape `(N, C, …)`. One value per channel is normalised to 0."""
-        self._check_input_dim(input)
-        if not self.training and self.running_mean is not None:
-            return super().forward(input)
-        # PyTorch's kernel leaves the statistics of this batch in what it takes for running values.
-        mean = torch.zeros(input.shape[1], dtype=torch.float32, device=input.device)
-        variance = torch.zeros_like(mean)
-        output = torch.batch_norm(
-            input, self.weight, self.bias, mean, variance, True, 1.0, self.eps, torch.backends.cudnn.enabled
-        )
-        if self.training and self.track_running_stats:
-            self.statistics.note(self, input.numel() // input.shape[1], mean, variance)
-        return output
+from manyhosts.communication.shared_norm import prepare
 
 
 class PartStatistics:
     """What the layers of one model saw in a step, by part."""
 
-    def __init__(self, layers: Sequence[PartBatchNorm]) -> None:
+    def __init__(self, layers: Sequence[_BatchNorm]) -> None:
         self.layers = layers
         self.paused = False
-        self.seen: dict[PartBatchNorm, Tensor] = {}
+        self.seen: dict[_BatchNorm, Tensor] = {}
+
+    def normalise(self, layer: _BatchNorm, input: Tensor, *, track: bool) -> Tensor:
+        """See `shared_norm.Batch`. One value per channel is normalised to 0."""
+        # PyTorch's kernel leaves the statistics of this batch in what it takes for running values.
+        dtype = torch.promote_types(input.dtype, torch.float32)
+        mean = torch.zeros(input.shape[1], dtype=dtype, device=input.device)
+        variance = torch.zeros_like(mean)
+        output = torch.batch_norm(
+            input, layer.weight, layer.bias, mean, variance, True, 1.0, layer.eps, torch.backends.cudnn.enabled
+        )
+        if track:
+            self.note(layer, input.numel() // input.shape[1], mean, variance)
+        return output
 
     @property
     def length(self) -> int:
@@ -65,7 +54,7 @@ class PartStatistics:
             self.paused = False
 
     @torch.no_grad()
-    def note(self, layer: PartBatchNorm, count: int, mean: Tensor, variance: Tensor) -> None:
+    def note(self, layer: _BatchNorm, count: int, mean: Tensor, variance: Tensor) -> None:
         """One layer has seen `count` values per channel, of this mean and unbiased variance."""
         if self.paused:
             return
@@ -99,7 +88,7 @@ class PartStatistics:
             _track(layer, count, sums, squares)
 
 
-def _track(layer: PartBatchNorm, count: Tensor, sums: Tensor, squares: Tensor) -> None:
+def _track(layer: _BatchNorm, count: Tensor, sums: Tensor, squares: Tensor) -> None:
     running_mean, running_var, steps = layer.running_mean, layer.running_var, layer.num_batches_tracked
     assert running_mean is not None, "track_running_stats without running_mean"
     assert running_var is not None, "track_running_stats without running_var"
@@ -114,19 +103,11 @@ def _track(layer: PartBatchNorm, count: Tensor, sums: Tensor, squares: Tensor) -
         running.copy_(torch.where(seen, moved, running.double()))
 
 
-def _device(layer: PartBatchNorm) -> torch.device:
+def _device(layer: _BatchNorm) -> torch.device:
     assert layer.running_mean is not None, "a layer that keeps no running values leaves nothing to sum"
     return layer.running_mean.device
 
 
 def normalise_by_part(model: nn.Module) -> PartStatistics:
-    """Let every BatchNorm layer of `model` see the part that is being computed, and nothing else.
-
-    The layers stay the objects that they are, with their parameters, hooks and names: only their class changes.
-    """
-    layers = [module for module in model.modules() if type(module) in _KINDS]
-    statistics = PartStatistics([layer for layer in layers if layer.track_running_stats])  # type: ignore[misc]  # below
-    for layer in layers:
-        layer.__class__ = PartBatchNorm
-        layer.statistics = statistics  # type: ignore[assignment]  # a plain attribute, no submodule
-    return statistics
+    """Let every BatchNorm layer of `model` see the part that is being computed, and nothing else."""
+    return PartStatistics([layer for layer in prepare(model) if layer.track_running_stats])

@@ -7,11 +7,14 @@ the pass still runs.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from manyhosts.communication.gradient_hooks import came_late, move, watch
+from manyhosts.communication.layout import gradient_view, real_dtype, real_numbers
 from manyhosts.communication.packing import packed
 from manyhosts.communication.tree_sum import Exchange, TreeSum
 from manyhosts.communication.world import World
@@ -25,13 +28,13 @@ class TreeBucket:
 
     def __init__(self, parameters: Sequence[nn.Parameter], world: World, *, stretch_bytes: int) -> None:
         self.parameters = parameters
-        dtype = parameters[0].dtype
+        dtype = real_dtype(parameters[0])
         step = _ALIGNED_BYTES // dtype.itemsize
         self.begins: list[int] = []
         length = 0
         for parameter in parameters:
             self.begins.append(length)
-            length += -(-parameter.numel() // step) * step
+            length += -(-real_numbers(parameter) // step) * step
         self.counts_at = length
         self.total = TreeSum(length + len(parameters), dtype=dtype, world=world, stretch_bytes=stretch_bytes)
         self.missing = 0
@@ -47,7 +50,7 @@ class TreeBucket:
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Where the gradient of each parameter is in `buffer`."""
         return [
-            buffer[begin : begin + parameter.numel()].view(parameter.shape)
+            gradient_view(buffer[begin : begin + real_numbers(parameter)], parameter)
             for begin, parameter in zip(self.begins, self.parameters, strict=True)
         ]
 
@@ -74,7 +77,7 @@ class TreeBucket:
             if absent:
                 torch._foreach_zero_(absent)
             if there:
-                torch._foreach_copy_(views, there)
+                move(views, there)
         for parameter in self.parameters:
             parameter.grad = None
         self.total.close(part, buffer, added=adding)
@@ -110,14 +113,20 @@ class TreeBuckets:
         self.world, self.exchange = world, exchange
         self.armed: int | None = None
         """The part whose gradients leave as they come."""
-        for parameter in self.parameters:
-            parameter.register_post_accumulate_grad_hook(self._ready)
+        watch(self, self.parameters)
+        self.seen: list[int] | None = []
+        """Parameters by number as their gradients came, in the first pass whose gradients may leave as they come."""
+        self.in_parts: set[int] = set()
+        """Those of them whose gradient came several times, each time with more in it: see `ReadyOrder`. Every worker
+        finds them by itself: the order in which buckets are sent does not depend on it."""
         # The last layer's gradient mostly comes first. An order found by watching would have to be told to workers that
         # join later; this one every worker knows.
         backward = range(len(self.parameters) - 1, -1, -1)
         groups = packed(self.parameters, backward, bucket_bytes=bucket_bytes)
         self.buckets = [TreeBucket(group, world, stretch_bytes=exchange.pace.stretch_bytes) for group in groups]
-        self.bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.parameters}
+        place_of = {each: place for place, bucket in enumerate(self.buckets) for each in bucket.parameters}
+        self.place_of = [place_of[parameter] for parameter in self.parameters]
+        """The number of each parameter's bucket."""
         self.sent = 0
 
     def begin(self, held: Sequence[range]) -> None:
@@ -133,11 +142,23 @@ class TreeBuckets:
         """From now on a bucket is sent as soon as the backward pass of `part` has filled it."""
         self.armed = part
 
-    def _ready(self, parameter: Tensor) -> None:
-        """Called by autograd when the gradient of `parameter` is complete for one backward pass."""
+    def rest(self) -> None:
+        """A step has broken off: nothing is sent before the next `arm`."""
+        self.armed = None
+
+    def ready(self, number: int, parameter: Tensor) -> None:
+        """Called by autograd when there is a gradient of `parameter`, which has this number: mostly the whole one."""
         if self.armed is None:
             return
-        self.bucket_of[parameter].missing -= 1  # type: ignore[index]  # the hook gives the parameter
+        place = self.place_of[number]
+        if place < self.sent:
+            raise came_late(parameter)
+        if self.seen is not None:
+            self.seen.append(number)
+            return
+        if number in self.in_parts:
+            return
+        self.buckets[place].missing -= 1
         while self.sent < len(self.buckets) and self.buckets[self.sent].missing <= 0:
             self._send(self.armed)
 
@@ -149,6 +170,9 @@ class TreeBuckets:
 
     def take(self, part: int, *, last: bool) -> None:
         """The backward passes of `part` are over. After the worker's last part everything is sent."""
+        if self.armed is not None and self.seen:
+            counts = Counter(self.seen)
+            self.in_parts, self.seen = {number for number in counts if counts[number] > 1}, None
         self.armed = None
         if not last:
             for bucket in self.buckets:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhosts.communication.buckets import GradientBuckets
+from manyhosts.communication.layout import as_real, without_repeats
 from manyhosts.communication.nodes import Levels, Node, find_levels
 from manyhosts.communication.packing import Members, packed
 from manyhosts.communication.world import World
@@ -60,7 +61,7 @@ def drifting(model: nn.Module) -> list[Tensor]:
     """The parameters and buffers that differ from worker to worker."""
     return [
         *(parameter for parameter in model.parameters() if parameter.requires_grad),
-        *(buffer for buffer in model.buffers() if buffer.is_floating_point()),
+        *(without_repeats(buffer) for buffer in model.buffers() if buffer.is_floating_point() or buffer.is_complex()),
     ]
 
 
@@ -79,6 +80,7 @@ def weighted_mean(tensors: Sequence[Tensor], weight: float, world: World) -> Non
     or, where the exchange breaks off, none.
     """
     begin = time.perf_counter()
+    tensors = [as_real(tensor) for tensor in tensors]
     under_way = []
     for group in packed(tensors, range(len(tensors)), bucket_bytes=BUCKET_BYTES):
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in group]).mul_(weight)
@@ -226,7 +228,11 @@ class Alone:
         last = tally.add(compute(model, pieces[-1]), pieces[-1].weight) if pieces else None
         buckets.arm()
         if last is not None:
-            last.backward()
+            try:
+                last.backward()
+            except BaseException:
+                buckets.rest()
+                raise
         buckets.finish()
 
     def state_dict(self) -> dict[str, Any]:

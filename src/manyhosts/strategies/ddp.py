@@ -17,6 +17,7 @@ from manyhosts.communication.compression.feedback import Compressor
 from manyhosts.communication.compression.table import make_compression
 from manyhosts.communication.gathering import gather_words
 from manyhosts.communication.lanes import Lanes
+from manyhosts.communication.layout import spread
 from manyhosts.communication.world import World
 from manyhosts.config.strategies import DDP
 from manyhosts.events import CompressionChosen
@@ -48,9 +49,7 @@ class DataParallel:
     def place(self, model: nn.Module) -> nn.Module:
         """Move `model` to this worker's device and make it equal to the leader's."""
         model = model.to(self.world.device)
-        with torch.no_grad():
-            for tensor in [*model.parameters(), *model.buffers()]:
-                self.world.broadcast(tensor)
+        spread([*model.parameters(), *model.buffers()], self.world)
         parameters = [parameter for _, parameter in _trained(model)]
         self.names = {number: name for number, (name, _) in enumerate(_trained(model))}
         self.buckets = GradientBuckets(
@@ -145,7 +144,11 @@ class DataParallel:
         rides = self.world.size > 1 and not last_word
         buckets.arm(tally.packed(self.world.device) if rides else None)
         if last is not None:
-            last.backward()
+            try:
+                last.backward()
+            except BaseException:
+                buckets.rest()  # the model may be trained by another trainer, whose gradients are not for these buckets
+                raise
         if watch is not None:
             watch.computed()
         summed = buckets.finish()

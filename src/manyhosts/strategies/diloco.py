@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from manyhosts.communication.compression.exchange import Compression, Parcel
 from manyhosts.communication.compression.table import make_compression
 from manyhosts.communication.lanes import Lanes, Ticket
+from manyhosts.communication.layout import as_real, real_numbers
 from manyhosts.communication.link import Link
 from manyhosts.communication.world import World
 from manyhosts.config.local_steps import DiLoCo
@@ -58,14 +59,14 @@ class Fragment:
 
     def now(self) -> Tensor:
         """This worker's own parameters, one behind the other."""
-        return torch.cat([parameter.detach().reshape(-1) for parameter in self.parameters])
+        return torch.cat([as_real(parameter.detach()).reshape(-1) for parameter in self.parameters])
 
     @torch.no_grad()
     def put(self, flat: Tensor) -> None:
         """Set this worker's own parameters."""
-        parts = flat.split([parameter.numel() for parameter in self.parameters])
-        for parameter, part in zip(self.parameters, parts, strict=True):
-            parameter.copy_(part.view_as(parameter))
+        parts = flat.split([real_numbers(parameter) for parameter in self.parameters])
+        for own, part in zip(map(as_real, self.parameters), parts, strict=True):
+            own.copy_(part.view_as(own))
 
 
 class OuterSteps(SteppingAlone):
@@ -88,7 +89,7 @@ class OuterSteps(SteppingAlone):
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         count = min(self.config.fragments, len(trained))
         for number, parameters in enumerate(even_parts(trained, count)):
-            flat = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
+            flat = torch.cat([as_real(parameter.detach()).reshape(-1) for parameter in parameters])
             momentum, kept, next_kept, moved = (torch.zeros_like(flat) for _ in range(4))
             self.fragments.append(Fragment(parameters, number, flat, momentum, kept, next_kept, moved))
         return placed
@@ -135,7 +136,7 @@ class OuterSteps(SteppingAlone):
         """The way of an outer gradient, in a lane."""
         whole = fragment.moved + fragment.kept
         fragment.moved.copy_(whole)
-        parcel = Parcel(fragment.moved, [parameter.shape for parameter in fragment.parameters], [fragment.number])
+        parcel = Parcel(fragment.moved, [as_real(each).shape for each in fragment.parameters], [fragment.number])
         sent = self.compression(parcel, link)
         fragment.next_kept.copy_(torch.zeros_like(whole) if sent is None else whole - sent)
 

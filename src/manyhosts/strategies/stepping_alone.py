@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from manyhosts.communication.layout import spread
 from manyhosts.communication.nodes import Levels
 from manyhosts.communication.world import World
 from manyhosts.config.local_steps import DiLoCo, LocalSGD
@@ -128,8 +129,7 @@ class SteppingAlone:
     def place(self, model: nn.Module) -> nn.Module:
         """Move `model` to this worker's device and make it equal to the leader's."""
         self.model = model.to(self.world.device)
-        for tensor in [*model.parameters(), *model.buffers()]:
-            self.world.broadcast(tensor.data)
+        spread([*model.parameters(), *model.buffers()], self.world)
         self.alone.place(self.model, exact=self.is_exact)
         return self.model
 
@@ -236,8 +236,7 @@ class SteppingAlone:
         if not have_met:
             self.lost = what_is_lost(stood, alone.node_of)
         if have_met or not any(each.trained for each in stood):
-            for tensor in drifting(self.model):
-                world.broadcast(tensor.data, have_met[0] if have_met else source)
+            spread(drifting(self.model), world, have_met[0] if have_met else source)
         else:
             weighted_mean(drifting(self.model), parts_of_mean(stood, alike=self.counts_alike)[world.rank], world)
         alone.met()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from manyhosts.communication.layout import spread
 from manyhosts.communication.part_norm import PartStatistics, normalise_by_part
 from manyhosts.communication.tree_buckets import TreeBuckets
 from manyhosts.communication.tree_sum import Exchange, Pace, TreeSum, pace_on
@@ -55,9 +56,7 @@ class VirtualWorkers:
     def place(self, model: nn.Module) -> nn.Module:
         """Move `model` to this worker's device, make it equal to the leader's, let BatchNorm see parts."""
         model = model.to(self.world.device)
-        with torch.no_grad():
-            for tensor in [*model.parameters(), *model.buffers()]:
-                self.world.broadcast(tensor)
+        spread([*model.parameters(), *model.buffers()], self.world)
         self.statistics = normalise_by_part(model)
         self.gradients = TreeBuckets(
             model.parameters(), self.world, self.exchange, bucket_bytes=int(self.bucket_mb * 1e6)
@@ -112,7 +111,11 @@ class VirtualWorkers:
                 loss = scale(self.news.add(compute(model, piece), piece.weight))
                 if piece is computed[-1]:
                     self._close(part, last=last)
-                loss.backward()
+                try:
+                    loss.backward()
+                except BaseException:
+                    gradients.rest()  # another trainer may train this model, with buckets of its own
+                    raise
             gradients.take(part, last=last)
             self._check_buffers(model)
         self.exchange.finish()

@@ -13,7 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from manyhosts.communication.batch_norm import Membership, make_global
+from manyhosts.communication.batch_norm import GlobalBatch, make_global
+from manyhosts.communication.shared_norm import Batch, OwnBatch, prepare
 from manyhosts.communication.world import World
 from manyhosts.config.local_steps import DiLoCo, LocalSGD
 from manyhosts.config.settings import Settings
@@ -55,8 +56,8 @@ class Parts:
     strategy: Strategy
     trained: nn.Module
     """What the strategy has placed: the model, and with it a loss that has a state."""
-    membership: Membership | None
-    """What the BatchNorm layers over the global batch share; None where there are none."""
+    batch_norm: Batch | None
+    """What BatchNorm layers take for their batch in a step; None where there are none, or they are PyTorch's own."""
     optimizer: Optimizer
     schedule: LRScheduler | None
     warmup: learning_rate.WarmUp
@@ -195,6 +196,16 @@ def make_model(model: ModelOrMaker, settings: Settings) -> nn.Module:
     return model
 
 
+def batch_for_norm(model: nn.Module, strategy: Strategy, settings: Settings, world: World) -> Batch | None:
+    """What the BatchNorm layers of `model` take for their batch."""
+    if isinstance(strategy, VirtualWorkers):
+        return strategy.statistics
+    if settings.batch_norm == "global" and world.is_shared:
+        return make_global(model, world)
+    # One worker is its own global batch. What is compiled is left as it is: the compiler knows PyTorch's own class.
+    return OwnBatch() if not settings.compile and prepare(model) else None
+
+
 def build(  # the one place where everything the user gave comes together
     *,
     settings: Settings,
@@ -210,17 +221,16 @@ def build(  # the one place where everything the user gave comes together
     strategy = make_strategy(settings, world)
     choose_kernels(settings, world)
     made = trained(make_model(model, settings), loss)
-    # One worker is its own global batch: its BatchNorm layers stay PyTorch's.
-    across = settings.batch_norm == "global" and world.is_shared and settings.virtual_workers is None
-    membership = make_global(made, world) if across else None
     placed = strategy.place(made)
+    norm = batch_for_norm(placed, strategy, settings, world)
+    global_batch = norm if isinstance(norm, GlobalBatch) else None
     if settings.compile:
         model_of(placed).compile()  # in place, so that names in snapshots stay the same
     made_optimizer = make_optimizer(placed, optimizer, settings, world, has_step=step is not None)
     if isinstance(strategy, Drifting):
         strategy.hold(made_optimizer)
     precision = Precision(settings.precision, world.device)
-    level = membership is not None or step is not None
+    level = global_batch is not None or step is not None
 
     def cut_source(batch: int) -> Source:
         # A user's step may return values whose names a worker learns only by computing one piece.
@@ -236,12 +246,12 @@ def build(  # the one place where everything the user gave comes together
         world=world,
         strategy=strategy,
         trained=placed,
-        membership=membership,
+        batch_norm=norm,
         optimizer=made_optimizer,
         schedule=None if schedule is None else schedule(made_optimizer),
         warmup=warm(source),
         precision=precision,
-        compute=ForwardPass(loss, step, seed=settings.seed, context=precision.context, membership=membership),
+        compute=ForwardPass(loss, step, seed=settings.seed, context=precision.context, global_batch=global_batch),
         source=source,
         batch=batch,
         make_source=cut_source,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from manyhosts.communication.batch_norm import Membership
+from manyhosts.communication.batch_norm import GlobalBatch
 from manyhosts.data import randomness
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.strategy import Piece
@@ -56,22 +56,22 @@ class ForwardPass:
         *,
         seed: int,
         context: Callable[[], AbstractContextManager[Any]],
-        membership: Membership | None,
+        global_batch: GlobalBatch | None,
     ) -> None:
         self.loss = loss
         self.step = step
         self.seed = seed
         self.context = context
-        self.membership = membership
+        self.global_batch = global_batch
 
     def __call__(self, model: nn.Module, piece: Piece) -> Mapping[str, Tensor]:
         """The means over the piece's samples: `loss`, and what the user's step returned beside it."""
         randomness.seed_compute(self.seed, randomness.COMPUTE, *piece.address)
         model = model_of(model)
-        if self.membership is None:
-            return self._values(model, piece.batch)
-        with self.membership.as_ghost(piece.weight == 0):
-            return self._values(model, piece.batch)
+        if self.global_batch is not None:
+            # In the backward pass, too, where a checkpoint computes again.
+            self.global_batch.ghost = piece.weight == 0
+        return self._values(model, piece.batch)
 
     def _values(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
         with self.context():

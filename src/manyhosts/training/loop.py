@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from manyhosts.communication.shared_norm import acting
 from manyhosts.config.settings import Settings
 from manyhosts.data import randomness
 from manyhosts.data.steps import Step, mapped
@@ -210,9 +211,10 @@ class Loop:
         """The arithmetic of one optimizer step. Returns what it found, and the gradient's norm where it is clipped."""
         parts = self.parts
         self.bad_steps.begin()
-        outcome = parts.strategy.forward_backward(
-            parts.trained, self.pieces(step), parts.compute, parts.precision.scale, self.riders()
-        )
+        with acting(parts.batch_norm):
+            outcome = parts.strategy.forward_backward(
+                parts.trained, self.pieces(step), parts.compute, parts.precision.scale, self.riders()
+            )
         norm = self.bad_steps.watched(self.clip())
         if self.bad_steps.must_go(self.state.step + 1, outcome.values["loss"], norm):
             advance(parts.schedule)

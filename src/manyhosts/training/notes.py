@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from manyhosts.communication.batch_norm import GlobalBatch
 from manyhosts.events import Note, RunStarted
 from manyhosts.strategies.alone import Drifting
 from manyhosts.training.loop import Loop
@@ -52,7 +53,7 @@ def notes(run: Run, loop: Loop) -> list[str]:
             f"each batch is cut into {virtual} parts (threads: {threads}), for the same bits on 1 to {virtual} "
             "workers; BatchNorm sees one part"
         )
-    elif parts.membership is not None:
+    elif isinstance(parts.batch_norm, GlobalBatch):
         found.append("BatchNorm sees the batch of all workers; batch_norm='local' is faster and another model")
     elif world.size > 1 and settings.batch_norm == "local":
         found.append("BatchNorm sees each worker's own samples, so the number of workers changes the model")

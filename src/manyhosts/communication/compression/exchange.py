@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from manyhosts.communication.layout import memory_shape
 from manyhosts.communication.link import Link
 
 
@@ -44,7 +45,7 @@ def worth_it(compression: Compression, parameter: nn.Parameter, *, above: int) -
     if not parameter.is_floating_point() or parameter.numel() < above:
         return False
     judge = getattr(compression, "worth_it", None)
-    return True if judge is None else bool(judge(parameter.shape))
+    return True if judge is None else bool(judge(memory_shape(parameter)))
 
 
 def takes_whole_tensors(compression: Compression) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from manyhosts.communication.compression.exchange import Compression, Parcel, takes_whole_tensors, worth_it
 from manyhosts.communication.lanes import Lanes, Ticket
+from manyhosts.communication.layout import gradient_view, memory_shape
 from manyhosts.communication.link import Link
 
 PARCEL_BYTES = 8 << 20
@@ -108,7 +109,7 @@ class Compressor:
     def _parcels(self, freight: _Freight) -> list[tuple[Parcel, slice]]:
         values = freight.values
         if takes_whole_tensors(self.compression):
-            shapes = [parameter.shape for parameter in freight.parameters]
+            shapes = [memory_shape(parameter) for parameter in freight.parameters]
             return [(Parcel(values, shapes, freight.keys), slice(0, values.numel()))] if values.numel() else []
         length = max(1, PARCEL_BYTES // values.element_size())
         places = [slice(begin, min(begin + length, values.numel())) for begin in range(0, values.numel(), length)]
@@ -170,7 +171,7 @@ class Compressor:
 
     def _by_key(self, memory: Literal["kept", "next_kept"]) -> dict[int, Tensor]:
         return {
-            key: part.view(parameter.shape)
+            key: gradient_view(part, parameter)
             for freight in self.freights
             if freight.kept.numel()
             for key, parameter, part in zip(

@@ -11,6 +11,7 @@ running values are left alone.
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol
@@ -55,8 +56,7 @@ class _Shared(nn.modules.batchnorm._BatchNorm):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)
-        made, (_, *arguments), *rest = reduced  # the class comes first
-        return (made, (self.plain, *arguments), *rest)
+        return (copyreg._reconstructor, (self.plain, object, None), *reduced[2:])  # type: ignore[attr-defined]
 
 
 def _computed_again() -> bool:

@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any, Literal
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader
 
 from manyhosts.data.fetch import Fetcher
@@ -185,6 +186,9 @@ def mapped(batch: Any, change: Any) -> Any:
     """`batch` with `change` applied to every tensor in its lists, tuples, mappings and named tuples."""
     if isinstance(batch, torch.Tensor):
         return change(batch)
+    if isinstance(batch, PackedSequence):  # its lengths stay on the CPU, where an RNN wants them
+        orders = (None if order is None else change(order) for order in (batch.sorted_indices, batch.unsorted_indices))
+        return PackedSequence(change(batch.data), batch.batch_sizes, *orders)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(mapped(item, change) for item in batch))
     if isinstance(batch, list | tuple):

@@ -142,7 +142,7 @@ class VirtualWorkers:
     def _look_at_ghost(self, model: nn.Module, pieces: Sequence[Piece], compute: Compute) -> None:
         """Learn the names of the values where a part has no sample to learn them by."""
         for ghost in pieces[:1]:
-            with torch.no_grad(), self.statistics.ignored():
+            with self.statistics.ignored():  # with gradients: the user's step may differentiate by itself
                 self.news.add(compute(model, ghost), 0.0)
 
     def _close(self, part: int, *, last: bool) -> None:

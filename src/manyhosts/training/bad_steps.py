@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from manyhosts.data.order import Indices
+from manyhosts.training.buffers import BufferCopies
 from manyhosts.training.build import Parts
 from manyhosts.training.numbers import StepNumbers
 
@@ -33,15 +34,14 @@ class BadSteps:
         self.leave_out, self.rewinds = choice == "skip", choice == "rewind"
         self.scaled = parts.precision.scaler is not None
         """Whether fp16's scaler looks for overflows, which are nothing unusual there, and leaves those steps out."""
-        self.buffers = list(parts.trained.buffers()) if self.leave_out else []
-        self.before = [buffer.clone() for buffer in self.buffers]
+        self.buffers = BufferCopies(parts.trained) if self.leave_out else None
         self.bad_norms: dict[int, float] = {}
         """Of steps that were left out, until they are told."""
 
     def begin(self) -> None:
         """Before a step: remember what its forward pass changes."""
         if self.buffers:
-            torch._foreach_copy_(self.before, self.buffers)
+            self.buffers.keep()
 
     @torch.no_grad()
     def watched(self, norm: Tensor | None) -> Tensor | None:
@@ -60,7 +60,7 @@ class BadSteps:
             if not good:
                 self.bad_norms[step] = found.item()
         if not good and self.buffers:
-            torch._foreach_copy_(self.buffers, self.before)
+            self.buffers.put_back()
         return not good and not self.scaled
 
     def _norm(self) -> Tensor:

@@ -34,10 +34,11 @@ from manyhosts.strategies.single import SingleProcess
 from manyhosts.strategies.strategy import Shard, Strategy
 from manyhosts.strategies.virtual import VirtualWorkers
 from manyhosts.training import learning_rate
-from manyhosts.training.compute import ForwardPass, Loss, UserStep
+from manyhosts.training.compute import ForwardPass, Loss, UserStep, pair
 from manyhosts.training.evaluate import Evaluation
 from manyhosts.training.precision import Precision
 from manyhosts.training.source import Source, make_source
+from manyhosts.training.suitable import check_optimizer, check_tensors, is_lazy, make_whole
 from manyhosts.training.trained import check_optimized, model_of, trained, twice
 
 if TYPE_CHECKING:
@@ -220,7 +221,12 @@ def build(  # the one place where everything the user gave comes together
     """Make everything that `fit` needs."""
     strategy = make_strategy(settings, world)
     choose_kernels(settings, world)
-    made = trained(make_model(model, settings), loss)
+    bare = make_model(model, settings)
+    if is_lazy(bare):
+        make_whole(bare, data, step or (lambda model, batch: model(pair(batch)[0])), seed=settings.seed)
+    made = trained(bare, loss)
+    if world.is_shared or settings.virtual_workers is not None:
+        check_tensors(made)
     placed = strategy.place(made)
     norm = batch_for_norm(placed, strategy, settings, world)
     global_batch = norm if isinstance(norm, GlobalBatch) else None
@@ -281,6 +287,7 @@ def make_optimizer(
             where="mh.Trainer(optimizer=…)",
             fix="write optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)",
         )
+    check_optimizer(made, world)
     check_optimized(made.param_groups, module, has_step=has_step)
     factor = learning_rate.scale(settings.lr_scaling, counted_workers(settings, world))
     for group in made.param_groups:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from manyhosts.communication.layout import without_repeats, write
 from manyhosts.config.stopping import EarlyStopping
 from manyhosts.data import randomness
 from manyhosts.errors import ConfigError, SnapshotError
@@ -19,6 +20,7 @@ from manyhosts.snapshot.fingerprint import fingerprint
 from manyhosts.snapshot.load import Loaded, load, same_model
 from manyhosts.snapshot.store import Store
 from manyhosts.strategies.alone import Drifting, together
+from manyhosts.training.buffers import put_transient, transient
 from manyhosts.training.build import Parts
 from manyhosts.training.second_place import SecondPlace
 from manyhosts.training.state import RunState
@@ -233,6 +235,7 @@ def held_by(parts: Parts) -> dict[str, Any]:
     """Model, optimizer and what goes with them; the tensors are those in use."""
     return {
         **weights_of(parts),
+        "buffers": transient(parts.trained),
         "optimizer": parts.optimizer.state_dict(),
         "schedule": {} if parts.schedule is None else _plain(parts.schedule.state_dict()),
         "scaler": parts.precision.state_dict(),
@@ -244,6 +247,7 @@ def take_up(parts: Parts, kept: dict[str, Any], *, own: bool = False) -> None:
     """Put what `held_by` gave, here or on another worker, into `parts`; model and optimizer not where `own`."""
     if not own:
         put_weights(parts, kept)
+        put_transient(parts.trained, kept.get("buffers", {}))  # snapshots of before have none: the script made them
         parts.optimizer.load_state_dict(kept["optimizer"])
     if parts.schedule is not None:
         parts.schedule.load_state_dict(kept["schedule"])
@@ -278,7 +282,17 @@ def put_weights(parts: Parts, kept: dict[str, Any]) -> None:
 @torch.no_grad()
 def load_model(model: nn.Module, weights: dict[str, Any]) -> None:
     """Put `weights` into `model`, in place, so that whoever holds its tensors sees them."""
-    model.load_state_dict(weights)
+    own = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
+    expanded = {name for name in weights if name in own and without_repeats(own[name]) is not own[name]}
+    if not expanded:
+        model.load_state_dict(weights)
+        return
+    # PyTorch does not write into expanded tensors.
+    found = model.load_state_dict({name: weights[name] for name in weights if name not in expanded}, strict=False)
+    if found.unexpected_keys or set(found.missing_keys) != expanded:
+        model.load_state_dict(weights)  # says what is wrong
+    for name in expanded:
+        write(own[name], weights[name])
 
 
 def _tensors(state: Any) -> list[torch.Tensor]:

@@ -19,6 +19,7 @@ from manyhosts.events import ValidationDone
 from manyhosts.strategies.alone import Drifting, together
 from manyhosts.strategies.strategy import Piece, StepOutcome, Survivable
 from manyhosts.training.bad_steps import BadSteps
+from manyhosts.training.buffers import BufferCopies
 from manyhosts.training.build import Parts
 from manyhosts.training.evaluate import Evaluation
 from manyhosts.training.keeping import Keeping
@@ -86,8 +87,7 @@ class Loop:
         """Whether a snapshot is lost that was being written when workers went."""
         self.since = time.time()
         """When what is being done now was begun."""
-        self.buffers = list(parts.trained.buffers()) if keep_buffers else []
-        self.buffers_before = [buffer.clone() for buffer in self.buffers]
+        self.buffers = BufferCopies(parts.trained) if keep_buffers else None
 
     def run(self) -> str:
         """Train from where the state stands, after what is still due there. Returns why it ended.
@@ -122,9 +122,8 @@ class Loop:
         strategy = self.parts.strategy
         if self.under_way and not self.torn and isinstance(strategy, Survivable):
             if not finished or not strategy.whole:
-                with torch.no_grad():
-                    for buffer, before in zip(self.buffers, self.buffers_before, strict=True):
-                        buffer.copy_(before)
+                if self.buffers:
+                    self.buffers.put_back()
                 strategy.step_back()
             elif self.exchanges and self.taken is not None:
                 self.clip()
@@ -161,7 +160,7 @@ class Loop:
         if self.note_samples is not None and not left_out:
             self.note_samples(state.step + 1, _indices(step))
         if self.buffers:
-            torch._foreach_copy_(self.buffers_before, self.buffers)
+            self.buffers.keep()
         lr = self.parts.optimizer.param_groups[0]["lr"] * self.parts.warmup.factor(state.step)
         outcome, norm = self.pass_over() if left_out else self.train_step(step)
         end = time.perf_counter()

@@ -6,10 +6,12 @@ import time
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from manyhosts.communication.batch_norm import GlobalBatch
 from manyhosts.events import Note, RunStarted
 from manyhosts.strategies.alone import Drifting
+from manyhosts.training.build import counted_workers
 from manyhosts.training.loop import Loop
 from manyhosts.training.marks import reached
 from manyhosts.training.recover import why_not_survive
@@ -57,6 +59,13 @@ def notes(run: Run, loop: Loop) -> list[str]:
         found.append("BatchNorm sees the batch of all workers; batch_norm='local' is faster and another model")
     elif world.size > 1 and settings.batch_norm == "local":
         found.append("BatchNorm sees each worker's own samples, so the number of workers changes the model")
+    if (most := settings.micro_batch_size) is not None and most * counted_workers(settings, world) < parts.batch:
+        layers = [name for name, each in parts.model.named_modules() if isinstance(each, _BatchNorm)]
+        if layers:
+            found.append(
+                f"BatchNorm ({layers[0]!r}) sees micro-batches and not the whole batch, so micro_batch_size={most} "
+                "changes the model"
+            )
     if isinstance(parts.strategy, Drifting) and (about_rate := parts.strategy.about_rate(parts.optimizer)):
         found.append(about_rate)
     if run.recovery is None and world.membership is not None:

@@ -1,0 +1,96 @@
+"""The buffers of a model beside its state_dict: those that are not persistent, and what a step has changed of all.
+
+A forward pass may write into a buffer, or put another tensor in its place. So a buffer is known by the module that
+holds it and its name there, and not by the tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from manyhosts.communication.layout import without_repeats, write
+from manyhosts.snapshot.tensors import can_keep
+
+
+def transient(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that are in no state_dict, by name: what another worker lacks to compute the same.
+
+    One of a kind that a snapshot has no word for is left out.
+    """
+    return {
+        f"{path}.{name}" if path else name: tensor
+        for path, module in model.named_modules()
+        for name, tensor in module._buffers.items()
+        if tensor is not None and name in module._non_persistent_buffers_set
+        if tensor.layout is torch.strided and not tensor.is_quantized and can_keep(tensor.dtype)
+    }
+
+
+@torch.no_grad()
+def put_transient(model: nn.Module, given: Mapping[str, Tensor]) -> None:
+    """Have what `transient` gave. A buffer of another shape, or yet without a tensor, is replaced.
+
+    One that `model` has not, or no longer, is left out: what it holds beside its state_dict is its own affair.
+    """
+    modules = dict(model.named_modules())
+    for name, tensor in given.items():
+        path, _, key = name.rpartition(".")
+        module = modules.get(path)
+        if module is None or key not in module._buffers:
+            continue
+        present = module._buffers[key]
+        if present is not None and (present.shape, present.dtype) == (tensor.shape, tensor.dtype):
+            write(present, tensor)
+        else:
+            device = next(model.parameters()).device if present is None else present.device
+            module._buffers[key] = tensor.to(device, copy=True)
+
+
+class BufferCopies:
+    """The buffers of one model as they were before a step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.places = [
+            (module._buffers, name)
+            for module in model.modules()
+            for name, each in module._buffers.items()
+            if each is not None
+        ]
+        self.tensors: list[Tensor] = []
+        """Those that the modules held then."""
+        self.memory: list[Tensor] = []
+        """What can be written into of each."""
+        self.copies: list[Tensor] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.places)
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Remember them as they are now."""
+        now = [held[name] for held, name in self.places]
+        if len(now) != len(self.tensors) or any(one is not other for one, other in zip(now, self.tensors, strict=True)):
+            self.places = [place for place, tensor in zip(self.places, now, strict=True) if tensor is not None]
+            self.tensors = [tensor for tensor in now if tensor is not None]
+            self.memory = [_memory(tensor.detach()) for tensor in self.tensors]
+            self.copies = [tensor.clone() for tensor in self.memory]
+        elif self.tensors:
+            torch._foreach_copy_(self.copies, self.memory)
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Have them as they were remembered: the same tensors, with the same values."""
+        for (held, name), tensor in zip(self.places, self.tensors, strict=True):
+            held[name] = tensor
+        if self.tensors:
+            torch._foreach_copy_(self.memory, self.copies)
+
+
+def _memory(tensor: Tensor) -> Tensor:
+    """What lies in the memory of `tensor`, each element once: of a lazy conjugate what it is the conjugate of."""
+    tensor = tensor.conj() if tensor.is_conj() else tensor
+    return without_repeats(tensor._neg_view() if tensor.is_neg() else tensor)

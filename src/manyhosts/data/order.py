@@ -53,6 +53,8 @@ class Order:
         self.used = length // batch * batch if drop_last else length
         """Samples of an epoch that are taken."""
         self.steps_per_epoch = -(-self.used // batch)
+        self._behind = length - batch + 1 if drop_last else length
+        """No step begins at this sample or behind it."""
         self._epoch = -1
         self._permutation: Indices = np.empty(0, dtype=np.int64)
 
@@ -61,9 +63,16 @@ class Order:
         if position.epoch != self._epoch:
             self._permutation = permutation(self.length, seed=self.seed, epoch=position.epoch, shuffle=self.shuffle)
             self._epoch = position.epoch
-        return self._permutation[position.sample : min(position.sample + self.batch, self.used)]
+        return self._permutation[position.sample : position.sample + self.batch]
 
     def after(self, position: Position) -> Position:
         """Where the step that begins at `position` ends; the end of an epoch is the beginning of the next."""
         sample = position.sample + self.batch
-        return Position(position.epoch, sample) if sample < self.used else Position(position.epoch + 1, 0)
+        return self.begin(Position(position.epoch, sample))
+
+    def begin(self, position: Position) -> Position:
+        """Where the next step begins: there, or with the next epoch where too few samples are left for one.
+
+        A position may be one that steps of another size have led to.
+        """
+        return position if position.sample < self._behind else Position(position.epoch + 1, 0)

@@ -20,7 +20,8 @@ from typing import Any, Literal, Protocol
 
 from manyhosts.errors import SnapshotError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""1: nothing in `Facts.run`. 2: what the run was asked, which a resume is held against."""
 NAME = "manifest.json"
 _HASH_KEY = ',\n "sha256": "'
 _CHUNK_BYTES = 4 << 20
@@ -45,7 +46,7 @@ class Facts:
     model: Mapping[str, tuple[str, tuple[int, ...]]]
     """The fingerprint of the model: name → (dtype, shape) of every parameter and buffer."""
     run: Mapping[str, Any] = field(default_factory=dict)
-    """Whatever else the run wants to have on record: seed, versions, script."""
+    """What the run was asked, to be held against what it is asked when it goes on; empty in format 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

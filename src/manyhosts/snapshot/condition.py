@@ -155,7 +155,7 @@ def describe(condition: Condition) -> str:
         ("written", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.time))),
         ("workers", f"{manifest.world_size}, strategy {facts.strategy}"),
         ("format", str(manifest.format_version)),
-        *((key, str(value)) for key, value in facts.run.items()),
+        *((key, str(value)) for key, value in facts.run.items() if not isinstance(value, dict | list)),
     ]
     text = "\n".join(f"{key:<10} {value}" for key, value in lines if value)
     model = [(name, f"{dtype} {list(shape)}") for name, (dtype, shape) in facts.model.items()]

@@ -23,6 +23,7 @@ from manyhosts.config.strategies import Strategy as Asked
 from manyhosts.data import randomness
 from manyhosts.data.data import Data
 from manyhosts.data.fetch import Fetcher
+from manyhosts.data.identity import DataIdentity
 from manyhosts.data.order import bounds
 from manyhosts.data.steps import Cut
 from manyhosts.errors import ConfigError
@@ -34,6 +35,7 @@ from manyhosts.strategies.single import SingleProcess
 from manyhosts.strategies.strategy import Shard, Strategy
 from manyhosts.strategies.virtual import VirtualWorkers
 from manyhosts.training import learning_rate
+from manyhosts.training.as_made import AsMade, options_of
 from manyhosts.training.compute import ForwardPass, Loss, UserStep, pair
 from manyhosts.training.evaluate import Evaluation
 from manyhosts.training.precision import Precision
@@ -65,6 +67,9 @@ class Parts:
     precision: Precision
     compute: ForwardPass
     source: Source
+    as_made: AsMade
+    """Optimizer and schedule before the first step."""
+    data_identity: DataIdentity
     batch: int
     """The global batch: that of the beginning, however many workers there are later."""
     make_source: Callable[[int], Source]
@@ -248,17 +253,23 @@ def build(  # the one place where everything the user gave comes together
 
     batch = batch_of(settings, world)
     source = cut_source(batch)
+    options = options_of(made_optimizer)
+    made_schedule = None if schedule is None else schedule(made_optimizer)
     return Parts(
         world=world,
         strategy=strategy,
         trained=placed,
         batch_norm=norm,
         optimizer=made_optimizer,
-        schedule=None if schedule is None else schedule(made_optimizer),
+        schedule=made_schedule,
         warmup=warm(source),
         precision=precision,
         compute=ForwardPass(loss, step, seed=settings.seed, context=precision.context, global_batch=global_batch),
         source=source,
+        as_made=AsMade.of(made_optimizer, made_schedule, options=options, model=placed),
+        data_identity=DataIdentity(
+            data.train, seed=settings.seed, elsewhere=settings.loader_workers not in (0, "auto")
+        ),
         batch=batch,
         make_source=cut_source,
         make_warmup=warm,

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from manyhosts.communication.layout import without_repeats, write
+from manyhosts.config.settings import Settings
 from manyhosts.config.stopping import EarlyStopping
 from manyhosts.data import randomness
 from manyhosts.errors import ConfigError, SnapshotError
@@ -22,6 +23,7 @@ from manyhosts.snapshot.store import Store
 from manyhosts.strategies.alone import Drifting, together
 from manyhosts.training.buffers import put_transient, transient
 from manyhosts.training.build import Parts
+from manyhosts.training.resuming import Changes, asked_of, compare
 from manyhosts.training.second_place import SecondPlace
 from manyhosts.training.state import RunState
 from manyhosts.training.trained import load_loss, loss_state
@@ -37,13 +39,14 @@ class Keeping:
         *,
         keep: int,
         strategy: str,
-        rule: EarlyStopping,
+        settings: Settings,
         tell: Callable[[SnapshotSaved | SnapshotSkipped | SnapshotCopied | Note], None],
         second: SecondPlace | None = None,
     ) -> None:
         """`second`: where each snapshot is copied to, beside the run directory."""
         self.parts, self.directory, self.strategy, self.tell = parts, directory, strategy, tell
-        self.rule = rule
+        self.settings = settings
+        self.rule = settings.early_stopping or EarlyStopping()
         """Which metric is watched, and what is better."""
         self.second = second
         holds = second.holds if second is not None else lambda _: False
@@ -53,6 +56,8 @@ class Keeping:
         """The step of the best model that was begun to be written last."""
         self.saved_at = -1
         """The step of the last snapshot that was begun or restored."""
+        self.changes = Changes()
+        """What is other than when the snapshot was made that was restored last."""
 
     @property
     def stalled_s(self) -> float:
@@ -166,9 +171,11 @@ class Keeping:
         """Look in the second place, then do as `restore`. Every worker calls this before the first step.
 
         Raises:
-            ConfigError: the second place cannot be used.
+            ConfigError, DataError: the second place cannot be used, or something has changed that must not.
             SnapshotError: there are snapshots, and none can be gone on from.
         """
+        if self.parts.world.is_leader:
+            self.parts.data_identity()  # now, and not when the first snapshot is made
         if self.second is None:
             return self.restore()
         self.store.gather()
@@ -186,16 +193,22 @@ class Keeping:
         """Take up the newest snapshot that fits; a fresh state where there is none.
 
         Raises:
+            ConfigError, DataError: something has changed that must not.
             SnapshotError: there are snapshots, and none can be gone on from.
         """
         loaded = self.store.latest(same_model(fingerprint(self.parts.model)))
         if loaded is None:
             return RunState(), None
-        parts, kept = self.parts, loaded.state
-        self.take_up(kept)
-        owns = [own or {} for own in loaded.owns]
-        parts.strategy.load_state_dict([own.get("strategy", {}) for own in owns])
+        parts, kept, asked = self.parts, loaded.state, loaded.facts.run
+        self.changes = compare(asked, lambda: asked_of(self.settings, parts), parts.world, str(loaded.path))
         state = RunState.from_dict(kept["run"], {})
+        take_up(parts, kept, schedule=not self.changes.optimizer)
+        if self.changes.optimizer:
+            parts.as_made.stand(parts.optimizer, parts.schedule, steps=state.step, kept=kept, asked=asked)
+        owns = [own or {} for own in loaded.owns]
+        if "kept back" not in self.changes.keys:
+            parts.strategy.load_state_dict([own.get("strategy", {}) for own in owns])
+        self._change(state)
         streams = [own.get("stream", {}) for own in owns]
         state.stream = parts.source.of_snapshot(streams, parts.world.rank, state.position)
         self.saved_at = loaded.facts.step
@@ -208,6 +221,19 @@ class Keeping:
             time=loaded.manifest.time,
         )
         return state, loaded
+
+    def _change(self, state: RunState) -> None:
+        """Have in `state` what follows from the changes."""
+        begin = self.parts.source.begin(state.position)
+        if begin != state.position:
+            state.position, state.epoch_loss, state.epoch_samples, state.epoch_seconds = begin, 0.0, 0, 0.0
+        if "watched" in self.changes.keys:
+            state.best, state.best_step, state.validations_without_gain = None, -1, 0
+        stops_early = self.settings.early_stopping is not None
+        if "early_stopping" in self.changes.keys and not (
+            stops_early and state.validations_without_gain >= self.rule.patience
+        ):
+            state.ended = ""
 
     def take_end(self, step: int) -> bool:
         """Take up the snapshot of `step`, as this worker finds it on the disk. Whether it was there, and whole."""
@@ -228,6 +254,8 @@ class Keeping:
             position={"epoch": position.epoch, "sample": position.sample},
             strategy=self.strategy,
             model=fingerprint(self.parts.model),
+            # Others write no manifest, and need not look at the data for it.
+            run=asked_of(self.settings, self.parts) if self.parts.world.is_leader or self.store.apart else {},
         )
 
 
@@ -243,13 +271,16 @@ def held_by(parts: Parts) -> dict[str, Any]:
     }
 
 
-def take_up(parts: Parts, kept: dict[str, Any], *, own: bool = False) -> None:
-    """Put what `held_by` gave, here or on another worker, into `parts`; model and optimizer not where `own`."""
+def take_up(parts: Parts, kept: dict[str, Any], *, own: bool = False, schedule: bool = True) -> None:
+    """Put what `held_by` gave, here or on another worker, into `parts`; model and optimizer not where `own`.
+
+    `schedule`: whether it is of the schedule of `parts`.
+    """
     if not own:
         put_weights(parts, kept)
         put_transient(parts.trained, kept.get("buffers", {}))  # snapshots of before have none: the script made them
         parts.optimizer.load_state_dict(kept["optimizer"])
-    if parts.schedule is not None:
+    if parts.schedule is not None and schedule:
         parts.schedule.load_state_dict(kept["schedule"])
     parts.precision.load_state_dict(kept["scaler"])
     torch.set_rng_state(kept["random"]["torch"])

@@ -49,6 +49,10 @@ def notes(run: Run, loop: Loop) -> list[str]:
     """One sentence for each thing that the person who started `run` may not expect."""
     settings, parts, world = run.settings, run.parts, run.world
     found = [] if run.keeping.second is None else list(run.keeping.second.notes)
+    if run.loaded is not None:
+        found += run.keeping.changes.told()
+    if world.is_leader and (unknown := parts.data_identity().get("unknown")):
+        found.append(f"no sample of the training set is compared when the run goes on: {unknown}")
     if (virtual := settings.virtual_workers) is not None:
         threads = torch.get_num_threads()
         found.append(

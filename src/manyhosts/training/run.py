@@ -12,7 +12,6 @@ from manyhosts.cluster.membership import Passed
 from manyhosts.cluster.reports import Reporter
 from manyhosts.communication.world import is_break
 from manyhosts.config.settings import Settings
-from manyhosts.config.stopping import EarlyStopping
 from manyhosts.config.strategies import Single
 from manyhosts.errors import ManyhostsError
 from manyhosts.events import Listener, RunEnded
@@ -61,7 +60,7 @@ class Run:
             directory,
             keep=keep,
             strategy=settings.strategy.name if self.world.is_shared else Single.name,
-            rule=settings.early_stopping or EarlyStopping(),
+            settings=settings,
             tell=lambda news: self.journal.tell(news),
             second=second,
         )
@@ -84,7 +83,7 @@ class Run:
         Every worker calls this; where it breaks off, once more.
 
         Raises:
-            ConfigError: the directory is that of another script.
+            ConfigError, DataError: the directory is that of another script, or something has changed that must not.
             SnapshotError: there are snapshots, and none can be gone on from.
         """
         self.journal.lay_down()

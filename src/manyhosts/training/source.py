@@ -40,6 +40,9 @@ class Source(Protocol):
     def of_snapshot(self, kept: Sequence[Mapping[str, Any]], rank: int, position: Position) -> Mapping[str, Any]:
         """What the worker of this rank goes on from, of what each of a snapshot's workers has `kept` of its stream."""
 
+    def begin(self, position: Position) -> Position:
+        """Where the next step begins, from a position that steps of another size may have led to."""
+
     def met(self, stream: Mapping[str, Any], before: Mapping[str, Any]) -> Mapping[str, Any]:
         """Called on every worker when the workers have changed: what this one goes on from.
 
@@ -71,6 +74,10 @@ class IndexedSource:
     def of_snapshot(self, kept: Sequence[Mapping[str, Any]], rank: int, position: Position) -> Mapping[str, Any]:
         """Nothing: the position says it."""
         return {}
+
+    def begin(self, position: Position) -> Position:
+        """There, or with the next epoch where too few samples are left for a step."""
+        return self.order.begin(position)
 
     def met(self, stream: Mapping[str, Any], before: Mapping[str, Any]) -> Mapping[str, Any]:
         """Nothing: the position says it."""
@@ -106,6 +113,10 @@ class StreamSource:
                 fix="let the dataset have its shard(index, count) again, at least until the epoch is over",
             )
         return kept[rank] if rank < len(kept) else {}
+
+    def begin(self, position: Position) -> Position:
+        """There."""
+        return position
 
     def met(self, stream: Mapping[str, Any], before: Mapping[str, Any]) -> Mapping[str, Any]:
         """The same: all have read the same."""
@@ -179,6 +190,10 @@ class ShardedSource:
     def of_snapshot(self, kept: Sequence[Mapping[str, Any]], rank: int, position: Position) -> Mapping[str, Any]:
         """How far every shard was read, with what all workers kept of theirs: any may be read by another now."""
         return Standing.of_all(kept, position.sample).to_stream() if position.sample else {}
+
+    def begin(self, position: Position) -> Position:
+        """There."""
+        return position
 
     def met(self, stream: Mapping[str, Any], before: Mapping[str, Any]) -> Mapping[str, Any]:
         """How far every shard was read, with what each worker knows of its own."""

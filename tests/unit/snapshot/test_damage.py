@@ -45,7 +45,7 @@ def cut(path: Path) -> None:
 
 
 def of_newer_format(path: Path) -> None:
-    path.write_text(path.read_text().replace('"format_version": 1', '"format_version": 2'))
+    path.write_text(path.read_text().replace('"format_version": 2', '"format_version": 3'))
 
 
 DAMAGES: list[tuple[str, Callable[[Path], None], str]] = [
@@ -56,7 +56,7 @@ DAMAGES: list[tuple[str, Callable[[Path], None], str]] = [
     (TENSORS, Path.unlink, f"{TENSORS} is missing"),
     ("manifest.json", Path.unlink, "it has no manifest.json"),
     ("manifest.json", cut, "manifest.json is damaged: "),
-    ("manifest.json", of_newer_format, "it has format 2, and this manyhosts reads formats up to 1"),
+    ("manifest.json", of_newer_format, "it has format 3, and this manyhosts reads formats up to 2"),
     ("manifest.json", lambda path: path.write_text("[]"), "manifest.json is damaged: "),
     ("manifest.json", lambda path: path.write_bytes(b"\xff\xfe"), "manifest.json cannot be read: "),
 ]

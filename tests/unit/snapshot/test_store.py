@@ -263,7 +263,7 @@ def test_manifest_is_readable_by_any_tool(tmp_path: Path) -> None:
     store.save({"model": model.state_dict()}, facts(4, model), own={"residual": torch.ones(2)})
     store.wait()
     content = json.loads((tmp_path / "step-00000004" / "manifest.json").read_text())
-    assert content["format_version"] == 1
+    assert content["format_version"] == 2
     assert (content["step"], content["epoch"], content["position"]) == (4, 1, {"samples": 28})
     assert (content["world_size"], content["strategy"], content["run"]) == (1, "single", {"seed": 3})
     assert content["model"] == {"weight": "float32[2, 3]", "bias": "float32[2]"}

@@ -54,7 +54,7 @@ def lose_the_manifest(snapshot: Path) -> None:
 
 def come_from_the_future(snapshot: Path) -> None:
     manifest = snapshot / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"format_version": 1', '"format_version": 99'))
+    manifest.write_text(manifest.read_text().replace('"format_version": 2', '"format_version": 99'))
 
 
 def be_of_another_model(snapshot: Path) -> None:

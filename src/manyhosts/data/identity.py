@@ -1,0 +1,215 @@
+"""What tells one training set from another: its length, and what a few of its samples hold.
+
+A snapshot keeps this, so that a run is not gone on with on other data unseen. Each sample is read under its own random
+address, so augmentation does not matter. Floating-point numbers and pictures are compared by a few sums and not by
+their bits: another processor, or another version of a decoder, may round otherwise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from manyhosts.data import randomness
+
+SAMPLES = 8
+"""Samples that are looked at."""
+AT_LEAST = 2
+BUDGET_S = 0.1
+"""Behind the first `AT_LEAST` samples no further one is read when this has passed."""
+_MOST_NUMBERS = 1 << 16
+_EXACT_NUMBERS = 16
+_TOLERANCE = 0.02
+_SCALAR_TOLERANCE = 1e-4
+
+Print = list[str | list[float]]
+"""Of a sample: words that must be equal, and sums of numbers that must be near each other."""
+
+
+class _Unknown(Exception):
+    """A value of a kind that cannot be compared."""
+
+
+class DataIdentity:
+    """That of one training set, found when somebody first asks."""
+
+    def __init__(self, dataset: Dataset[Any] | None, *, seed: int, elsewhere: bool) -> None:
+        """`elsewhere`: read the samples in another process: this one has never opened the dataset, whose loader
+        processes might not bear to share what it has open."""
+        self._dataset, self._seed, self._elsewhere = dataset, seed, elsewhere
+        self._found: dict[str, Any] | None = None
+
+    def __call__(self) -> dict[str, Any]:
+        """In plain values. `unknown` says why no sample is in it, where none is."""
+        if self._found is None:
+            self._found = self._look()
+        return self._found
+
+    def _look(self) -> dict[str, Any]:
+        dataset = self._dataset
+        if dataset is None:
+            return {}
+        if isinstance(dataset, IterableDataset):
+            return {"stream": type(dataset).__qualname__}
+        length = len(cast(Any, dataset))
+        if not self._elsewhere:
+            return {"length": length, **_look_at_samples(dataset, length, self._seed)}
+        looking = _Looking(dataset, length, self._seed)
+        [found] = DataLoader(looking, batch_size=None, num_workers=1, generator=torch.Generator())
+        return {"length": length, **found}
+
+
+def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Why the data of `now` is not that of `before`, in a sentence; nothing where it may well be."""
+    if "stream" in before or "stream" in now:
+        kinds = [f"a stream of class {each['stream']}" if "stream" in each else "no stream" for each in (before, now)]
+        return "" if kinds[0] == kinds[1] else f"the training set is {kinds[1]}, and the run began with {kinds[0]}"
+    if before.get("length") != now.get("length"):
+        return f"the training set has {now.get('length')} samples, and the run began with {before.get('length')}"
+    kept, found = before.get("samples", {}), now.get("samples", {})
+    for index in kept.keys() & found.keys():
+        if not _alike(kept[index], found[index]):
+            return f"sample {index} of the training set is not what it was when the run began"
+    return ""
+
+
+def _look_at_samples(dataset: Dataset[Any], length: int, seed: int) -> dict[str, Any]:
+    chosen = dict.fromkeys([*(randomness.seed_at(length, k) % length for k in range(SAMPLES - 2)), 0, length - 1])
+    samples: dict[str, Print] = {}
+    begin = time.perf_counter()
+    try:
+        with randomness.kept():
+            for index in chosen:
+                first, again = (_read(dataset, index, seed) for _ in range(2))
+                if first != again:
+                    # A generator of the dataset's own: no two looks at it are the same.
+                    return {"samples": {}, "unknown": "a sample that is read twice differs"}
+                samples[str(index)] = first
+                if len(samples) >= AT_LEAST and time.perf_counter() - begin > BUDGET_S:
+                    break
+    except _Unknown as kind:
+        return {"samples": {}, "unknown": f"samples hold a {kind}"}
+    except Exception as trouble:  # who trains on it will say more
+        return {"samples": {}, "unknown": f"a sample cannot be read ({type(trouble).__name__})"}
+    return {"samples": samples}
+
+
+def _read(dataset: Dataset[Any], index: int, seed: int) -> Print:
+    randomness.seed_all(seed, randomness.SAMPLE, 0, index)
+    return list(_print(dataset[index]))
+
+
+class _Looking(IterableDataset[dict[str, Any]]):
+    """Looks at the samples where it is iterated over: in a loader process."""
+
+    def __init__(self, dataset: Dataset[Any], length: int, seed: int) -> None:
+        self.dataset, self.length, self.seed = dataset, length, seed
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        yield _look_at_samples(self.dataset, self.length, self.seed)
+
+
+# What a sample holds.
+
+
+def _print(value: Any) -> Iterator[str | list[float]]:
+    if isinstance(value, torch.Tensor):
+        yield from _tensor_print(value)
+    elif isinstance(value, np.ndarray | np.generic):
+        yield from _array_print(np.asarray(value))
+    elif value is None or isinstance(value, bool | int | float | str | bytes):
+        yield _scalar_print(value)
+    elif isinstance(value, Mapping):
+        for key in value:
+            yield str(key)
+            yield from _print(value[key])
+    elif isinstance(value, list | tuple):
+        yield from _list_print(value)
+    elif dataclasses.is_dataclass(value):
+        for entry in dataclasses.fields(value):
+            yield from _print(getattr(value, entry.name))
+    elif hasattr(value, "__array_interface__"):  # a picture of PIL
+        yield from _array_print(np.asarray(value))
+    else:
+        raise _Unknown(type(value).__qualname__)
+
+
+def _scalar_print(value: bool | float | str | bytes | None) -> str | list[float]:
+    if isinstance(value, float):
+        return [value if np.isfinite(value) else 0.0]
+    if isinstance(value, str | bytes):
+        return hashlib.sha256(value.encode() if isinstance(value, str) else value).hexdigest()[:16]
+    return repr(value)
+
+
+def _list_print(value: Sequence[Any]) -> Iterator[str | list[float]]:
+    yield f"{len(value)} items"
+    if len(value) > _EXACT_NUMBERS and all(type(item) is int for item in value):
+        yield hashlib.sha256(repr(list(value)).encode()).hexdigest()[:16]
+        return
+    for item in value:
+        yield from _print(item)
+
+
+def _tensor_print(tensor: torch.Tensor) -> Iterator[str | list[float]]:
+    plain = tensor.detach().cpu()
+    if plain.layout is not torch.strided or plain.is_quantized:
+        raise _Unknown(f"tensor of layout {plain.layout}")
+    plain = plain.resolve_conj().resolve_neg()
+    yield from _array_print((plain.float() if plain.dtype is torch.bfloat16 else plain).numpy())
+
+
+def _array_print(array: NDArray[Any]) -> Iterator[str | list[float]]:
+    if array.dtype.kind not in "biufc":
+        raise _Unknown(f"numpy array of {array.dtype}")
+    yield f"{array.dtype}{list(array.shape)}"
+    flat = array.reshape(-1)
+    if array.dtype.kind in "biu" and flat.size <= _EXACT_NUMBERS:
+        yield repr(flat.tolist())
+        return
+    flat = flat[:: max(1, -(-flat.size // _MOST_NUMBERS))]
+    if array.dtype.kind == "c":
+        flat = np.concatenate([flat.real, flat.imag])
+    yield _sums(np.nan_to_num(flat.astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0))
+
+
+def _sums(numbers: NDArray[np.float64]) -> list[float]:
+    """The root mean square of `numbers`, and their sums under some signs, of about the same size."""
+    if not numbers.size:
+        return []
+    root = float(np.sqrt(numbers.size))
+    sums = [np.linalg.norm(numbers) / root, *(_signs(numbers.size) @ numbers) / root]
+    return [float(f"{each:.6g}") for each in sums]  # the manifest is read by people, too
+
+
+@lru_cache(maxsize=16)
+def _signs(size: int) -> NDArray[np.float64]:
+    """Shape (4, size): -1 and 1, the same on every machine."""
+    drawn = np.frombuffer(np.random.RandomState(size).bytes(4 * size), dtype=np.uint8) & 1
+    return (drawn.astype(np.float64) * 2 - 1).reshape(4, size)
+
+
+def _alike(before: Sequence[Any], now: Sequence[Any]) -> bool:
+    if len(before) != len(now):
+        return False
+    for old, new in zip(before, now, strict=True):
+        if isinstance(old, str) or isinstance(new, str):
+            if old != new:
+                return False
+        elif len(old) != len(new):
+            return False
+        elif old:
+            tolerance = _SCALAR_TOLERANCE if len(old) == 1 else _TOLERANCE
+            allowed = tolerance * max(abs(old[0]), abs(new[0]))
+            if any(abs(one - other) > allowed for one, other in zip(old, new, strict=True)):
+                return False
+    return True

@@ -49,10 +49,7 @@ def notes(run: Run, loop: Loop) -> list[str]:
     """One sentence for each thing that the person who started `run` may not expect."""
     settings, parts, world = run.settings, run.parts, run.world
     found = [] if run.keeping.second is None else list(run.keeping.second.notes)
-    if run.loaded is not None:
-        found += run.keeping.changes.told()
-    if world.is_leader and (unknown := parts.data_identity().get("unknown")):
-        found.append(f"no sample of the training set is compared when the run goes on: {unknown}")
+    found += about_resume(run)
     if (virtual := settings.virtual_workers) is not None:
         threads = torch.get_num_threads()
         found.append(
@@ -78,4 +75,12 @@ def notes(run: Run, loop: Loop) -> list[str]:
     if run.loaded is not None and (reached(loop.limit, loop.mark()) or run.state.ended):
         why = run.state.ended or f"it is {Duration.parse(settings.duration)} long already"
         found.append(f"this run is finished ({why}); ask for a longer one, or choose another run directory")
+    return found
+
+
+def about_resume(run: Run) -> list[str]:
+    """What has changed since the snapshot that `run` goes on from, and what will not be noticed when it goes on."""
+    found = run.keeping.changes.told()
+    if run.world.is_leader and (unknown := run.parts.data_identity().get("unknown")):
+        found.append(f"no sample of the training set is compared when the run goes on: {unknown}")
     return found

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,7 +53,7 @@ def python_of(host: Host, *lines: str) -> None:
     """Give a host a Python at /opt/python in which `lines` have run first: one that is not like the others."""
     host.run(["mkdir", "-p", "/opt/own"])
     host.path("/opt/own/sitecustomize.py").write_text("\n".join(lines))
-    start = f'PYTHONPATH=/opt/own${{PYTHONPATH:+:$PYTHONPATH}} exec {os.sys.executable} "$@"'
+    start = f'PYTHONPATH=/opt/own${{PYTHONPATH:+:$PYTHONPATH}} exec {shlex.quote(sys.executable)} "$@"'
     host.path("/opt/python").write_text(f"#!/bin/sh\n{start}\n")
     host.run(["chmod", "+x", "/opt/python"])
 

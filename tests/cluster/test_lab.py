@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -47,7 +48,7 @@ def test_hosts_have_this_python_with_its_packages(four: Lab) -> None:
     code = 'import sys, importlib.util, manyhosts; print(sys.prefix, importlib.util.find_spec("torch").origin)'
     here = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True).stdout
     assert four[0].run([sys.executable, "-P", "-c", code]).stdout == here
-    assert four[1].run(["ssh", "lab3", f"{sys.executable} -P -c '{code}'"]).stdout == here
+    assert four[1].run(["ssh", "lab3", shlex.join([sys.executable, "-P", "-c", code])]).stdout == here
 
 
 def test_desk_has_this_machines_disk_and_reaches_every_host_by_ssh(four: Lab, tmp_path: Path) -> None:

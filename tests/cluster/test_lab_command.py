@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from launching import MANYHOSTS
 
 from manyhosts.lab.folder import PLACE
 
-COMMAND = " ".join(MANYHOSTS)
+COMMAND = shlex.join(MANYHOSTS)
 
 
 def lab(folder: Path, *words: str) -> subprocess.CompletedProcess:

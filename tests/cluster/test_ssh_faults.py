@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -88,10 +90,10 @@ told, found = importlib.metadata.version, importlib.util.find_spec
 importlib.metadata.version = lambda name: "{version}" if name == "{package}" else told(name)
 importlib.util.find_spec = lambda name: None if name == "{package}" and not "{version}" else found(name)
 END
-shift; exec {os.sys.executable} -c "exec(open('/tmp/other.py').read()); $1"
+shift; exec {shlex.quote(sys.executable)} -c "exec(open('/tmp/other.py').read()); $1"
 """
     for host in hosts:
-        text = wrapper if host.name == "lab2" else f'#!/bin/sh\nexec {os.sys.executable} "$@"\n'
+        text = wrapper if host.name == "lab2" else f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n'
         host.path("/opt/python").write_text(text)
         host.run(["chmod", "+x", "/opt/python"])
     ended = run(hosts, tmp_path, QUICK, "--hosts", "lab1,lab2", "-o", "python=/opt/python")

@@ -37,6 +37,8 @@ class Wishes:
     """Whether it is where the user sits: with this machine's disk, and no ssh server."""
     empty: tuple[str, ...] = ()
     """Folders, without the leading slash, that it has empty beside the usual ones."""
+    shown: tuple[str, ...] = ()
+    """Folders that it sees as they are on this machine, also below one that is its own."""
 
 
 class Host:
@@ -189,6 +191,7 @@ class Host:
             "folder": str(wishes.folder),
             "is_desk": wishes.is_desk,
             "empty": list(wishes.empty),
+            "shown": list(wishes.shown),
         }
         self._machine = subprocess.Popen(
             ["unshare", *_NAMESPACES, "--fork", "--kill-child", *_FIRST_PROCESS, json.dumps(description)],

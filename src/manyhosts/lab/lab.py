@@ -63,10 +63,18 @@ class Lab:
 
 
 @contextmanager
-def lab(hosts: int = 4, *, bandwidth: str = "1gbit", prefix: str = "lab", empty: tuple[str, ...] = ()) -> Iterator[Lab]:
+def lab(
+    hosts: int = 4,
+    *,
+    bandwidth: str = "1gbit",
+    prefix: str = "lab",
+    empty: tuple[str, ...] = (),
+    shown: tuple[str, ...] = (),
+) -> Iterator[Lab]:
     """Make `hosts` hosts named `prefix`1, `prefix`2, …, each on a cable of `bandwidth` in each direction.
 
-    `empty` are more folders, without the leading slash, that are every host's own and empty. Everything is gone when
+    `empty` are more folders, without the leading slash, that are every host's own and empty; `shown` are folders that
+    hosts see as they are here, read-only, wherever they lie. Everything is gone when
     the block ends, and also when this process is killed.
 
     Raises:
@@ -94,6 +102,7 @@ def lab(hosts: int = 4, *, bandwidth: str = "1gbit", prefix: str = "lab", empty:
                 folder=folder.path,
                 is_desk=name == DESK,
                 empty=empty,
+                shown=shown,
             )
             made.append(Host(wishes, switch))
             undo.callback(made[-1].kill)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,7 +63,7 @@ def test_batch_script_is_this_text() -> None:
         "#SBATCH --gpus-per-node=a100:4\n"
         "#SBATCH --mem=0\n"
         "#SBATCH --requeue\n"
-        f"exec {sys.executable} -P -m manyhosts.launchers.slurm.batch /work/run/job.json\n"
+        f"exec {shlex.quote(sys.executable)} -P -m manyhosts.launchers.slurm.batch /work/run/job.json\n"
     )
 
 

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, Protocol
 
+from manyhosts.records.json_text import parsed
+
 Message = dict[str, Any]
 """One JSON object on one line; `message` says which kind."""
 
@@ -224,7 +226,7 @@ class Channel:
         self._came = bytearray(rest)
         for line in lines:
             try:
-                message = json.loads(line)
+                message = parsed(line)
             except ValueError:
                 message = None
             if not isinstance(message, dict):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from manyhosts.records.aside import Aside
+from manyhosts.records.json_text import parsed
 
 Line = dict[str, Any]
 T = TypeVar("T")
@@ -130,7 +131,7 @@ def _parse(text: bytes) -> Line | None:
     if not text.endswith(b"\n"):
         return None
     try:
-        line = json.loads(text)
+        line = parsed(text)
     except ValueError:
         return None  # a disk that was full, or a host that lost power, can leave zeros in the middle
     return line if isinstance(line, dict) else None

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from manyhosts.errors import SnapshotError
+from manyhosts.records.json_text import parsed
 
 FORMAT_VERSION = 2
 """1: nothing in `Facts.run`. 2: what the run was asked, which a resume is held against."""
@@ -100,7 +101,7 @@ class Manifest:
             SnapshotError: it is damaged, or of a newer format.
         """
         try:
-            content = json.loads(text)
+            content = parsed(text)
             if not isinstance(content, dict) or not isinstance(content["format_version"], int):
                 raise ValueError("it holds no format_version")
         except (ValueError, KeyError) as cause:

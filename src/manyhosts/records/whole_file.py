@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhosts.errors import ConfigError
+from manyhosts.records.json_text import parsed
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -36,7 +37,7 @@ def read_json(path: Path) -> dict[str, Any]:
         ConfigError: there is no such file, or it holds something else.
     """
     try:
-        value = json.loads(path.read_bytes())
+        value = parsed(path.read_bytes())
     except FileNotFoundError as cause:
         raise ConfigError(
             f"there is no {path.name}", where=str(path.parent), fix="give the directory of a run, such as runs/train-…"

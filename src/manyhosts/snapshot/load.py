@@ -79,7 +79,7 @@ def load(path: Path, fits: Fits = everything_fits) -> Loaded:
 def _assemble(path: Path, tensors: dict[str, Any]) -> Any:
     try:
         return put_together(json.loads(path.read_text(encoding="utf-8")), tensors)
-    except (OSError, ValueError, KeyError, TypeError) as cause:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as cause:
         raise SnapshotError(
             f"{path.name} cannot be read: {type(cause).__name__}: {cause}",
             where=str(path.parent),

@@ -57,6 +57,10 @@ def come_from_the_future(snapshot: Path) -> None:
     manifest.write_text(manifest.read_text().replace('"format_version": 2', '"format_version": 99'))
 
 
+def nest_brackets(snapshot: Path) -> None:
+    (snapshot / "manifest.json").write_text("[" * 100_000)
+
+
 def be_of_another_model(snapshot: Path) -> None:
     other = snapshot.parents[2] / "other"
     images = torch.zeros(12, 3)
@@ -77,6 +81,7 @@ DAMAGES: dict[Callable[[Path], None], str] = {
     truncate: "bytes",
     lose_the_manifest: "no manifest.json",
     come_from_the_future: "format 99",
+    nest_brackets: "nested",
     be_of_another_model: "of another model",
 }
 

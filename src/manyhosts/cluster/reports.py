@@ -12,6 +12,7 @@ Kinds that the agent and the head know:
     busy        something goes on that takes long and is no step (an evaluation, a snapshot): no hang
     rest        no steps are to be expected any more: training has ended
     trainer     a Trainer was made, so the settings of `--set` were heard
+    directory   a Trainer's run has begun in a run directory, and can be gone on with: path
 """
 
 from __future__ import annotations
@@ -51,6 +52,23 @@ def step_on(board: Path) -> int | None:
         return int.from_bytes(board.read_bytes()[:8], sys.byteorder) or None
     except OSError:
         return None
+
+
+def leave_cause(address: str | os.PathLike[str], number: int) -> None:
+    """Leave word beside the agent's socket of which signal the head was sent, before workers are sent theirs."""
+    _cause_at(address).write_text(str(number))
+
+
+def cause() -> int:
+    """The signal that the head was sent, before this worker was sent one; 0 where no head has left word of one."""
+    try:
+        return int(_cause_at(os.environ.get(VARIABLE, "")).read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def _cause_at(address: str | os.PathLike[str]) -> Path:
+    return Path(f"{os.fspath(address)}-asked")
 
 
 class Reporter:

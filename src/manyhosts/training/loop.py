@@ -267,12 +267,12 @@ class Loop:
             for loaded in step.pieces
         ]
 
-    def riders(self) -> tuple[float, float, float]:
-        """The leader's clock, whether this worker was asked to stop, and whether it knows of one that wants to join."""
+    def riders(self) -> tuple[float, ...]:
+        """The leader's clock, whether this worker knows of one that wants to join, and what asked it to stop."""
         world = self.parts.world
         clock = time.perf_counter() - self.began if world.is_leader else 0.0
         joining = world.membership is not None and world.membership.change_asked
-        return clock, float(self.wishes.asked), float(joining)
+        return clock, float(joining), *self.wishes.riders
 
     def read_numbers(self, *, all_of_them: bool = False) -> None:
         """Tell the steps whose numbers have come, and take from them what the workers decide together."""
@@ -345,7 +345,7 @@ class Loop:
         """Make a snapshot of everything, unless a disk does not take the records of the steps that it would count."""
         self.read_numbers(all_of_them=True)
         if self.parts.world.any(not self.flush()):
-            self.keeping.leave_out(self.state, "a disk does not take the records of its steps")
+            self.keeping.leave_out(self.state)
         else:
             self.keeping.save(self.state)
 

@@ -39,7 +39,7 @@ class Telling:
             TrainingError: its numbers are none, and that ends the run.
         """
         good = self.check(numbers)
-        clock, asked, joining = numbers.riders
+        clock, joining, *asked = numbers.riders
         state, facts = self.state, numbers.facts
         state.seconds = clock
         self.wishes.hear(asked)

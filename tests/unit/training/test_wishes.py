@@ -5,9 +5,11 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from manyhosts.cluster import reports
 from manyhosts.training.wishes import Wishes
 
 
@@ -17,7 +19,7 @@ def test_first_signal_is_a_wish_and_its_echo_the_same_one() -> None:
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
         assert wishes.asked == signal.SIGTERM
-    wishes.hear(signal.SIGTERM)
+    wishes.hear(wishes.riders)
     assert wishes.granted == "asked to stop by SIGTERM"
 
 
@@ -48,5 +50,37 @@ def test_handlers_are_given_back() -> None:
 
 def test_wishes_of_several_workers_add_up_to_one() -> None:
     wishes = Wishes()
-    wishes.hear(2 * signal.SIGTERM)
-    assert wishes.granted == "asked to stop by SIGTERM"
+    wishes.hear([0, 2, 0, 0])
+    assert (wishes.granted, wishes.number) == ("asked to stop by SIGTERM", 15)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+def test_ctrl_c_heard_by_all_workers_is_ctrl_c(workers: int) -> None:
+    asked = []
+    for _ in range(workers):
+        with (wishes := Wishes()).listening():
+            signal.raise_signal(signal.SIGINT)
+        asked.append(wishes.riders)
+    everybody = Wishes()
+    everybody.hear([sum(counts) for counts in zip(*asked, strict=True)])
+    assert (everybody.granted, everybody.number) == ("asked to stop by SIGINT (Ctrl-C)", 2)
+
+
+def test_several_signals_have_one_order_and_nobody_asked_is_no_wish() -> None:
+    wishes = Wishes()
+    wishes.hear([0, 0, 0, 0])
+    assert not wishes.granted
+    wishes.hear([0, 1, 1, 1])
+    assert wishes.number == signal.SIGTERM
+
+
+def test_what_the_head_was_sent_is_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    address = tmp_path / "agent"
+    monkeypatch.setenv(reports.VARIABLE, str(address))
+    assert reports.cause() == 0
+    reports.leave_cause(address, signal.SIGINT)
+    for sent, reason in ((signal.SIGTERM, "SIGINT (Ctrl-C)"), (signal.SIGUSR1, "SIGUSR1")):
+        with (wishes := Wishes(reports.cause)).listening():
+            signal.raise_signal(sent)
+        wishes.hear(wishes.riders)
+        assert wishes.granted == f"asked to stop by {reason}"

@@ -18,7 +18,7 @@ from manyhosts.launchers.loop import Message
 
 _FIRST_CAUSE_S = 2.0
 """How long a failure that looks like the consequence of another one waits for that other one to be heard of."""
-_ASKED_TO_STOP = tuple(128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
+_ASKED_TO_STOP = tuple(128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP))
 """How a worker of ours ends when one of them was asked to stop by a signal."""
 _ONE_WISH_S = 0.3
 
@@ -226,5 +226,9 @@ class Ending:
             return
         course.display.say(f"manyhosts: {signal_name(number)}: the workers are ending; once more ends them at once")
         self._agents.tell_all(
-            "signal", generation=course.generation, signal=int(signal.SIGTERM), farewell_s=course.job.farewell_s
+            "signal",
+            generation=course.generation,
+            signal=int(signal.SIGTERM),  # what torchrun sends: scripts that know nothing of us end in silence
+            cause=int(number),
+            farewell_s=course.job.farewell_s,
         )

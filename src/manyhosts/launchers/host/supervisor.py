@@ -31,7 +31,7 @@ From the head:
     look        round                         say of all workers what they are doing, by `seen`
     close_store generation                        so that whoever waits for it waits no more
     end         generation, grace_s              SIGTERM to all the workers have started, SIGKILL when the time is over
-    signal      generation, signal, farewell_s   to the workers themselves; SIGKILL when the time is over
+    signal      generation, signal, cause, farewell_s   to the workers themselves; SIGKILL when the time is over
     leave       code                             end everything; code is what the run ends with
 
 When the head is gone, everything this host runs is ended.
@@ -39,6 +39,7 @@ When the head is gone, everything this host runs is ended.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -154,6 +155,8 @@ class Supervisor:
                 self._signal(message["generation"], signal.SIGTERM, group=True)
                 self._kill_later(message["generation"], message["grace_s"])
             case "signal":
+                with contextlib.suppress(OSError):  # then the workers say which signal they were sent
+                    reports.leave_cause(self._desk.address, message["cause"])
                 self._signal(message["generation"], message["signal"], group=False)
                 self._kill_later(message["generation"], message["farewell_s"])
             case "leave":

@@ -104,7 +104,7 @@ class Shards(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         return sorted(place * shards + shard for shard, length in enumerate(lengths) for place in range(length))
 
 
-def make_trainer(recipe: Recipe, run_dir: Path, **more: Any) -> mh.Trainer:
+def make_trainer(recipe: Recipe, run_dir: Path | None, **more: Any) -> mh.Trainer:
     torch.set_num_threads(recipe.threads)
     train: Dataset[Any] = TensorDataset(*images_and_labels(recipe.samples))
     if recipe.augment or recipe.stream:

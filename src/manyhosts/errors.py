@@ -26,7 +26,7 @@ class ManyhostsError(Exception):
     """Base of every error raised on purpose.
 
     `what` states the fact with its values, `where` names the key, file, host or rank,
-    `fix` is the next thing the reader can do. Printed as up to three lines.
+    `fix` is the next thing the reader can do, `go_on` the command that goes on with a run. Each has a line of its own.
     """
 
     exit_code: ClassVar[int] = 1
@@ -34,6 +34,8 @@ class ManyhostsError(Exception):
     def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
         super().__init__(what)
         self.what, self.where, self.fix = what, where, fix
+        self.go_on = ""
+        """The command that goes on with the run that this has ended, where there is one."""
 
     def __str__(self) -> str:
         lines = [self.what]
@@ -41,6 +43,8 @@ class ManyhostsError(Exception):
             lines.append(f"  where: {self.where}")
         if self.fix:
             lines.append(f"  fix:   {self.fix}")
+        if self.go_on:
+            lines.append(f"  go on: {self.go_on}")
         return "\n".join(lines)
 
     def __reduce__(self) -> tuple[Any, ...]:

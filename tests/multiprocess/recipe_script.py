@@ -9,7 +9,7 @@ from runs import make_trainer, recipe_in_environment
 
 if __name__ == "__main__":
     if pids := os.environ.get("PIDS"):
-        Path(pids, f"{os.environ['RANK']}-{os.getpid()}").touch()  # for whoever wants to kill a certain worker
+        Path(pids, f"{os.environ.get('RANK', 0)}-{os.getpid()}").touch()  # for whoever wants to kill a certain worker
     recipe = recipe_in_environment()
-    trainer = make_trainer(recipe, Path(os.environ.get("MANYHOSTS_RUN_DIR", "run")))
+    trainer = make_trainer(recipe, None)
     trainer.fit(recipe.duration)

@@ -65,7 +65,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run one verb. Returns the exit code; errors have been printed."""
     words = list(sys.argv[1:] if words is None else words)
     try:
-        result = cli.main(words, prog_name="manyhosts", standalone_mode=False)
+        result = cli.main(words, prog_name="manyhosts", standalone_mode=False, obj=words)
     except BaseException as error:
         return exit_code_of(error, trace="--trace" in words)
     finally:

@@ -22,7 +22,7 @@ from manyhosts.launchers.host import gpus
 from manyhosts.launchers.job import Job
 from manyhosts.launchers.launch import new_run_dir
 from manyhosts.launchers.launcher import LAUNCHERS
-from manyhosts.records import run_directory
+from manyhosts.records import run_directory, run_lock
 
 _TRAINING = ("manyhosts.training.trainer", "manyhosts.data.data")
 """Loaded once per host for scripts that import manyhosts."""
@@ -101,6 +101,9 @@ class _Run(click.Command):
     help="A setting of mh.Trainer or mh.Data, overridden.",
 )
 @click.option("--run-dir", metavar="DIR", help="Where the record is kept.  [default: runs/SCRIPT-TIME]")
+@click.option(
+    "--resume", type=click.Choice(["last"]), metavar="last", help="Go on with the newest run of SCRIPT in runs."
+)
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as in `python -m`.")
 @click.option("--no-python", is_flag=True, help="SCRIPT is an executable, started as it is.")
 @click.option("--rehearse", is_flag=True, help="Run a script that was written for CUDA and NCCL on CPU and Gloo.")
@@ -128,6 +131,7 @@ def run(**options: Any) -> int:
     if asked.dry_run:
         print(plan)
         return 0
+    run_lock.see_that_free(job.run_dir)
     if jobs is not None:
         for note in plan.notes:
             print(f"manyhosts: {note}", file=sys.stderr)
@@ -159,6 +163,7 @@ class _Asked:
     env: Sequence[str]
     settings: Sequence[str]
     run_dir: str | None
+    resume: str | None
     module: bool
     no_python: bool
     rehearse: bool
@@ -177,6 +182,12 @@ def _job(asked: _Asked) -> Job:
     changed = overrides.parse(asked.settings)
     if asked.run_dir:
         run_directory.check_is_folder(asked.run_dir, where="--run-dir")
+    if asked.resume and asked.run_dir:
+        raise ConfigError(
+            "both --resume last and --run-dir are given",
+            where="--resume",
+            fix="give one: a run directory that holds a run is gone on with",
+        )
     where = Where(
         target=asked.target, hosts=asked.hosts, hostfile=asked.hostfile, nodes=asked.nodes, options=asked.options
     )
@@ -197,7 +208,9 @@ def _job(asked: _Asked) -> Job:
         kind=kind,
         arguments=tuple(asked.arguments),
         folder=Path.cwd(),
-        run_dir=Path(asked.run_dir).absolute() if asked.run_dir else new_run_dir(asked.script),
+        run_dir=_run_dir(asked, kind),
+        words=tuple(click.get_current_context().find_root().obj or ()),
+        run_dir_is_chosen=bool(asked.run_dir or asked.resume),
         nodes=len(hosts) or (1 if most is None else most),
         nodes_are_chosen=bool(hosts) or most is not None,
         least_nodes=least,
@@ -214,7 +227,7 @@ def _job(asked: _Asked) -> Job:
         environment={
             **pairs(asked.env, "--env"),
             **overrides.to_environment(changed),
-            **({} if asked.run_dir else {run_directory.UNASKED: "1"}),
+            **({} if asked.run_dir or asked.resume else {run_directory.UNASKED: "1"}),
             **({variables.FIRST: _REHEARSAL, "CUDA_VISIBLE_DEVICES": ""} if asked.rehearse else {}),
         },
         overrides=changed,
@@ -222,6 +235,13 @@ def _job(asked: _Asked) -> Job:
     )
     scripts.check_run_dir(job)
     return job
+
+
+def _run_dir(asked: _Asked, kind: scripts.Kind) -> Path:
+    """Where the record is kept: what was asked for, the newest of this script, or a new one."""
+    if asked.resume:
+        return scripts.last_run_dir(asked.script, kind)
+    return Path(asked.run_dir).absolute() if asked.run_dir else new_run_dir(asked.script)
 
 
 def _behind_the_script(asked: _Asked) -> list[str]:

@@ -27,6 +27,7 @@ from manyhosts.launchers.detached import Status
 from manyhosts.launchers.display import PlainDisplay
 from manyhosts.launchers.job import Plan
 from manyhosts.launchers.launcher import LAUNCHERS, Launcher
+from manyhosts.records import run_lock
 from manyhosts.records.whole_file import read_json, write_json_whole
 
 _READY = b"ready\n"
@@ -50,6 +51,7 @@ class Background:
             LaunchError: the process did not start.
         """
         folder, log = plan.job.run_dir / "detached", _log(plan.job.run_dir)
+        run_lock.see_that_free(plan.job.run_dir)
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
             folder.mkdir(mode=0o700, exist_ok=True)
@@ -60,12 +62,6 @@ class Background:
                 where=str(plan.job.run_dir),
                 fix="give another --run-dir, on a disk that is writable and not full",
             ) from cause
-        if _is_held(folder):
-            raise ConfigError(
-                "a run in this directory is going on",
-                where=str(plan.job.run_dir),
-                fix=f"see `manyhosts status {self._target}://{plan.job.run_dir}`, or give another --run-dir",
-            )
         words = [sys.executable, "-P", "-m", "manyhosts.launchers.background", self._target, str(folder / "job.json")]
         with log.open("ab") as out:
             head = subprocess.Popen(

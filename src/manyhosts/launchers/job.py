@@ -63,6 +63,10 @@ class Job:
     """Whether the working directory is brought to hosts that do not share it."""
     encrypt: bool = False
     """Whether hosts may only talk over encrypted links."""
+    words: tuple[str, ...] = ()
+    """What was typed after `manyhosts`, where it was; the last of them are the program and its arguments."""
+    run_dir_is_chosen: bool = True
+    """Whether the user has named the run directory."""
     in_place: str = ""
     """A module whose `be_node` the nodes of an engine's job call in place of a run."""
     farewell_s: float = 30

@@ -40,6 +40,7 @@ def of_text(text: str, *, where: str) -> Job:
             found[name] = Path(found[name])
         for name in ("arguments", "preload", "hosts"):
             found[name] = tuple(found[name])
+        found["words"] = tuple(found.get("words", ()))
         found["workers_of"] = {int(node): count for node, count in found["workers_of"].items()}
         return Job(**found)
     except (ValueError, KeyError, TypeError) as cause:

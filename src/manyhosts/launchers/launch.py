@@ -59,4 +59,9 @@ def run(  # noqa: PLR0913  # what `manyhosts run` takes
 def new_run_dir(program: str) -> Path:
     """`runs/SCRIPT-TIME` under the working directory."""
     stem = Path(program).stem.rpartition(".")[2] or "run"
-    return Path.cwd() / "runs" / f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"
+    base = Path.cwd() / "runs" / f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"
+    count, path = 1, base
+    while path.exists():  # two runs may start in the same second
+        count += 1
+        path = base.with_name(f"{base.name}-{count}")
+    return path

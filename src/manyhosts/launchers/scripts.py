@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import json
+import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ from typing import Literal
 
 from manyhosts.errors import ConfigError
 from manyhosts.launchers.job import Job
+from manyhosts.records.json_text import parsed
 
 Kind = Literal["script", "module", "executable"]
 
@@ -62,7 +63,7 @@ def check_run_dir(job: Job) -> None:
         raise ConfigError("the run directory is a file", where=str(job.run_dir), fix="give another --run-dir")
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         try:
-            recorded = str(json.loads((job.run_dir / "run.json").read_text())["script"])
+            recorded = str(parsed((job.run_dir / "run.json").read_bytes())["script"])
         except (ValueError, KeyError, TypeError) as cause:
             raise ConfigError(
                 "the record of this run cannot be read",
@@ -75,6 +76,36 @@ def check_run_dir(job: Job) -> None:
                 where=str(job.run_dir),
                 fix="give another --run-dir, or leave it out",
             )
+
+
+def last_run_dir(program: str, kind: Kind) -> Path:
+    """The run directory below `runs` in which a run of `program` was begun last.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    runs = Path.cwd() / "runs"
+    begun: list[tuple[float, Path]] = []
+    for record in runs.glob("*/run.json"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            found = parsed(record.read_bytes())
+            if _is_of(str(found["script"]), record.parent, program, kind):
+                begun.append((float(found["started"]), record.parent))
+    if not begun:
+        raise ConfigError(
+            f"there is no run of {program} to go on with",
+            where=str(runs),
+            fix="leave --resume out to begin one, or name its directory with --run-dir",
+        )
+    return max(begun)[1]
+
+
+def _is_of(recorded: str, run_dir: Path, program: str, kind: Kind) -> bool:
+    """Whether the run in `run_dir` is one of `program`; a module is known by the name of its directory."""
+    if kind == "script":
+        return _same_script(Path(recorded), Path.cwd() / program)
+    stem = Path(program).stem.rpartition(".")[2]
+    return re.fullmatch(rf"{re.escape(stem)}-\d{{8}}-\d{{6}}(-\d+)?", run_dir.name) is not None
 
 
 def _same_script(recorded: Path, asked: Path) -> bool:

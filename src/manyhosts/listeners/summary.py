@@ -24,9 +24,18 @@ class WriteSummary:
     def __call__(self, event: Event) -> None:
         """Take note of `event`."""
         if isinstance(event, RunEnded | TestDone):
-            self.file.flush()
+            trouble: OSError | None = None
+            try:
+                self.file.flush()
+            except OSError as refused:
+                trouble = refused  # the lines wait in memory, and what the disk has is told all the same
             # the metrics file may have been told of the event or not: a line that stands twice changes nothing
             lines = chain(metrics.stream(self.file.path), [metrics.line_of(event)])
             summary = summarise(lines, self.record)
-            summary.write(self.path)
+            try:
+                summary.write(self.path)
+            except OSError as refused:
+                trouble = refused
             self.show(summary, event)
+            if trouble is not None:
+                raise trouble

@@ -105,16 +105,8 @@ class RunDirectory:
         """Make the directory, for a run of `script`. One that is there already is gone on with.
 
         Raises:
-            ConfigError: it is the run of another script, or cannot be made.
+            ConfigError: it is the run of another script, something stands where its folders go, or it cannot be made.
         """
-        try:
-            self.logs.mkdir(parents=True, exist_ok=True)
-        except OSError as cause:
-            raise ConfigError(
-                f"cannot make the run directory: {cause.strerror or cause}",
-                where=str(self.path),
-                fix="choose another with --run-dir DIR",
-            ) from cause
         if self.run_json.exists():
             before = str(read_json(self.run_json).get("script", ""))
             if Path(before).name != script.name:
@@ -123,4 +115,19 @@ class RunDirectory:
                     where=str(self.path),
                     fix="choose another with --run-dir DIR, or leave that out to begin a new run",
                 )
+        for folder in (self.snapshots, self.best, self.tensorboard, self.logs):
+            if os.path.lexists(folder) and not folder.is_dir():
+                raise ConfigError(
+                    f"{folder.name} in the run directory is a file, and the run keeps a folder of that name there",
+                    where=str(folder),
+                    fix="move it away, or choose another run directory with --run-dir DIR",
+                )
+        try:
+            self.logs.mkdir(parents=True, exist_ok=True)
+        except OSError as cause:
+            raise ConfigError(
+                f"cannot make the run directory: {cause.strerror or cause}",
+                where=str(self.path),
+                fix="choose another with --run-dir DIR",
+            ) from cause
         return self

@@ -27,13 +27,13 @@ from manyhosts.communication.world import World
 from manyhosts.errors import SnapshotError
 from manyhosts.events import SnapshotSaved, SnapshotSkipped
 from manyhosts.records import run_directory
-from manyhosts.records.manifest import NAME, Facts, FileRecord, Manifest
+from manyhosts.records.manifest import NAME, Facts, FileRecord, Manifest, found_in
 from manyhosts.snapshot import tensors as tensor_files
 from manyhosts.snapshot.apart import bring_best, bring_newest, gather_own, keeps
 from manyhosts.snapshot.commit import Part, discard, hear, put_in_place, remove_halves, remove_words, tell
 from manyhosts.snapshot.copy import Copying, CopySpace
 from manyhosts.snapshot.disk import Disk
-from manyhosts.snapshot.load import Fits, Loaded, everything_fits, newest
+from manyhosts.snapshot.load import Fits, Loaded, everything_fits, newest, newest_whole
 from manyhosts.snapshot.prune import surplus
 from manyhosts.snapshot.share import share_out
 from manyhosts.snapshot.skeleton import take_apart
@@ -246,6 +246,23 @@ class Store:
     def abandon(self) -> None:
         """Give up what is being written: the workers changed, and the parts of those that went will not come."""
         self._gave_up = "the workers changed while it was being written"
+
+    def drop_oldest(self) -> Path | None:
+        """Remove the oldest snapshot of this worker's disk, where it leads or keeps everything. Returns which.
+
+        The newest whole one stays, and what somebody still needs. Every worker calls this.
+        """
+        self.wait()
+        keeps_all = self.keeps_copy()
+        if not (self._world.is_leader or keeps_all):
+            return None
+        kept = newest_whole(self.folder)
+        for found in reversed(found_in(self.folder)):
+            if found.step >= 0 and found.how != "half" and found != kept and not self._holds(found.path):
+                with suppress(OSError):
+                    discard(found.path, self._disk)
+                    return found.path
+        return None
 
     def latest(self, fits: Fits = everything_fits) -> Loaded | None:
         """The newest snapshot that is whole and fits, the same on every worker; None where there never was one.

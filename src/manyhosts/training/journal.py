@@ -21,6 +21,7 @@ from manyhosts.events import Event, Listener, RunStarted, StepDone
 from manyhosts.listeners.broadcast import Broadcast
 from manyhosts.listeners.metrics_file import WriteMetrics
 from manyhosts.listeners.standard import standard
+from manyhosts.records import run_lock
 from manyhosts.records.metrics import MetricsFile
 from manyhosts.records.run_directory import RunDirectory
 from manyhosts.records.run_record import RunRecord, plain_settings, versions_for
@@ -55,10 +56,25 @@ class Journal:
         self.started: RunStarted | None = None
         self.samples: SamplesFile | None = None
         self.led = False
+        self._lock: run_lock.RunLock | None = None
         self.copies = False
         """Whether this worker writes a copy of the leader's records, on a disk that others do not see."""
 
     # The files, and who writes them.
+
+    def lock(self) -> None:
+        """Take the lock of the run directory, for the leader. Where the disk takes none, that is said, and no more.
+
+        Raises:
+            ConfigError: another run is going on in it.
+        """
+        run_dir = self.directory.path
+        try:
+            self._lock = run_lock.take(run_dir, run_lock.token_of_this_run())
+        except OSError as cause:
+            run_lock.see_that_free(run_dir)
+            words = f"manyhosts: no lock can be kept in {run_dir} ({cause.strerror}): a second run there is not refused"
+            sys.stderr.write(f"{words}\n")
 
     def open_records(self) -> None:
         """Record what was asked, and let the leader have its listeners."""
@@ -98,6 +114,7 @@ class Journal:
         if self.led:
             return None
         self.led = True
+        self.lock()
         self.news.close()
         metrics = MetricsFile(self.directory.metrics)
         was_told = metrics.take_over()
@@ -125,7 +142,12 @@ class Journal:
         """Have everything that was told on the disk: a snapshot must not be ahead of the records. Whether it is there.
 
         Where the disk is full the lines wait, and training goes on.
+
+        Raises:
+            ConfigError: another run has taken the run directory, while this one stood still for long.
         """
+        if self._lock is not None:
+            self._lock.check()
         written = self.news.flush()
         if self.samples is not None:
             try:

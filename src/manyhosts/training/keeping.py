@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +30,8 @@ from manyhosts.training.second_place import SecondPlace
 from manyhosts.training.state import RunState
 from manyhosts.training.trained import load_loss, loss_state
 
+_NO_RECORDS = "a disk does not take the records of its steps"
+
 
 class Keeping:
     """Saves and restores the parts of a run."""
@@ -52,6 +56,8 @@ class Keeping:
         holds = second.holds if second is not None else lambda _: False
         self.store = Store(directory.snapshots, keep=keep, world=parts.world, holds=holds)
         self.newest: SnapshotSaved | None = None
+        self.trouble = ""
+        """Why the last snapshot that was not written was not, as far as this worker knows."""
         self.best_saved_at = -1
         """The step of the best model that was begun to be written last."""
         self.saved_at = -1
@@ -106,11 +112,12 @@ class Keeping:
         )
         self.listen()
 
-    def leave_out(self, state: RunState, reason: str) -> None:
-        """Make no snapshot here, and say why."""
+    def leave_out(self, state: RunState) -> None:
+        """Make no snapshot here, for a disk does not take the records of the steps that it would count."""
         self.saved_at = state.step
         path = self.store.folder / f"step-{state.step:08d}"
-        self.tell(SnapshotSkipped(step=state.step, path=path, reason=reason, time=time.time()))
+        self.trouble = _NO_RECORDS
+        self.tell(SnapshotSkipped(step=state.step, path=path, reason=_NO_RECORDS, time=time.time()))
 
     def save_best(self, state: RunState) -> None:
         """Begin to write the model as the best one."""
@@ -140,6 +147,8 @@ class Keeping:
         for news in self.store.finished():
             if isinstance(news, SnapshotSaved) and news.path.parent == self.directory.snapshots:
                 self.newest = news
+            if isinstance(news, SnapshotSkipped):
+                self.trouble = news.reason
             if isinstance(news, SnapshotSaved) and self.second is not None:
                 self.second.offer(news.path)
             self.tell(news)
@@ -181,6 +190,26 @@ class Keeping:
         self.store.gather()
         self.second.prepare(same_model(fingerprint(self.parts.model)))
         return self.restore()
+
+    def has_whole(self, step: int) -> bool:
+        """Whether the snapshot of `step` is on the leader's disk, whole. Every worker calls this, after `finish`."""
+        newest = self.newest
+        return not self.parts.world.any(self.parts.world.is_leader and (newest is None or newest.step != step))
+
+    def is_short_of_room(self) -> bool:
+        """Whether the leader could not write the last snapshot for want of room. Every worker calls this."""
+        words = (_NO_RECORDS, *(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT)))
+        return self.parts.world.any(self.parts.world.is_leader and any(word in self.trouble for word in words))
+
+    def drop_oldest(self) -> bool:
+        """Make room: remove the oldest snapshot, on every disk. Never the newest whole one, nor the best.
+
+        Every worker calls this. Returns whether the leader's disk had one.
+        """
+        dropped = self.store.drop_oldest()
+        if dropped is not None:
+            self.tell(Note(text=f"the disk is full: {dropped.name} was removed", step=self.saved_at, time=time.time()))
+        return self.parts.world.any(self.parts.world.is_leader and dropped is not None)
 
     def last_good(self) -> str:
         """The newest snapshot, in a sentence."""

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from manyhosts.cluster.membership import Passed
-from manyhosts.cluster.reports import Reporter
+from manyhosts.cluster.reports import Reporter, cause
+from manyhosts.communication.gathering import gather_words
 from manyhosts.communication.world import is_break
 from manyhosts.config.settings import Settings
 from manyhosts.config.strategies import Single
-from manyhosts.errors import ManyhostsError
+from manyhosts.errors import ConfigError, ManyhostsError, TrainingError
 from manyhosts.events import Listener, RunEnded
 from manyhosts.records.run_directory import RunDirectory
 from manyhosts.snapshot.fingerprint import weights_sha256
 from manyhosts.snapshot.load import Loaded
 from manyhosts.strategies.alone import Drifting
+from manyhosts.training import go_on
 from manyhosts.training.bad_steps import BadStep
 from manyhosts.training.calls import Calls, Holder
 from manyhosts.training.evaluate import Evaluation
@@ -37,7 +41,7 @@ from manyhosts.training.wishes import Wishes
 class Run:
     """What `fit` does around the loop."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # made in one place, by name
         self,
         *,
         calls: Calls,
@@ -48,8 +52,13 @@ class Run:
         validation: Evaluation | None,
         listeners: Sequence[Listener],
         reporter: Reporter | None,
+        go_on_with: str = "",
     ) -> None:
-        """Nothing is opened, and no other worker met, before `fit`."""
+        """Nothing is opened, and no other worker met, before `fit`.
+
+        `go_on_with`: the command that goes on with this run, where nobody else tells it.
+        """
+        self.go_on_with = go_on_with
         self.calls, self.holder = calls, holder
         self.parts, self.settings, self.directory, self.validation = holder.parts, settings, directory, validation
         self.world, self.script = self.parts.world, script
@@ -88,9 +97,7 @@ class Run:
         """
         self.journal.lay_down()
         self.holder.refresh()
-        if self.world.is_leader:
-            self.directory.open_for(self.script)
-        self.world.barrier()  # nobody looks into the directory before the leader has made it
+        self._open_directory()  # nobody looks into it before the leader has made it
         found, self.loaded = self.keeping.begin()
         self.state.become(found)
         loop.stand()
@@ -99,6 +106,25 @@ class Run:
         if self.keeping.second is not None:
             self.keeping.second.catch_up()
         announce(self, loop)
+
+    def _open_directory(self) -> None:
+        """Have the leader lock the run directory and make it. Where it cannot, every worker raises.
+
+        Raises:
+            ConfigError: another run is going on in it, or it is that of another script.
+        """
+        refused = {}
+        if self.world.is_leader:
+            try:
+                self.journal.lock()
+                self.directory.open_for(self.script)
+            except ConfigError as error:
+                refused = {"what": error.what, "where": error.where, "fix": error.fix}
+        told = json.loads(gather_words(self.world, json.dumps(refused))[0])
+        if told:
+            raise ConfigError(told["what"], where=told["where"], fix=told["fix"])
+        if self.journal.reporter is not None and self.world.is_leader:
+            self.journal.reporter.send("directory", path=str(self.directory.path))
 
     def fit(self) -> Result:
         """Train until the run is as long as was asked, and record how it ended."""
@@ -113,13 +139,17 @@ class Run:
         except Passed as passed:
             outcome = passed.outcome
             self.take_end(outcome, replaces=passed.replaces)
-        except BaseException:
+        except BaseException as error:
             self.calls.fail()
+            if self.world.is_leader:
+                go_on.add_to(error, self.go_on_with)
             raise
         finally:
             self.journal.say_rest()
         self.calls.done(outcome)
         if outcome["asked_by"]:
+            if self.go_on_with and self.world.is_leader:
+                sys.stderr.write(f"manyhosts: go on with: {self.go_on_with}\n")
             raise SystemExit(128 + outcome["asked_by"])
         return Result(**outcome["result"], run_dir=self.directory.path)
 
@@ -135,7 +165,7 @@ class Run:
 
     def train_and_end(self) -> dict[str, Any]:
         """Train, and record how it ended. Returns what came out, in plain values."""
-        wishes, recovery = Wishes(), self.recovery
+        wishes, recovery = Wishes(cause), self.recovery
         loop = Loop(
             self.parts,
             settings=self.settings,
@@ -239,13 +269,35 @@ class Run:
         if self.validation is not None and state.step and state.validated_at != state.step and not loop.wishes.granted:
             loop.validate()
         loop.keep_best()
-        if self.keeping.saved_at != state.step:
-            loop.save()
-        self.keeping.finish()
+        self.save_end(loop)
         self.keeping.finish_copies(self.journal.say_busy)
         if isinstance(self.parts.strategy, Drifting):
             self.parts.strategy.average(self.parts.trained)  # a run ends with one model
         return reason
+
+    def save_end(self, loop: Loop) -> None:
+        """See that the snapshot of the last step is whole. Where the disk has no room, older ones go, one by one.
+
+        Raises:
+            TrainingError: it is not, and there is none left that may go.
+        """
+        keeping, step = self.keeping, self.state.step
+        if keeping.saved_at != step:
+            loop.save()
+        keeping.finish()
+        tried_again = False
+        while not keeping.has_whole(step):
+            if tried_again and not (keeping.is_short_of_room() and keeping.drop_oldest()):
+                told = json.dumps([keeping.trouble, keeping.last_good()])  # the leader alone knows all of it
+                trouble, last_good = json.loads(gather_words(self.world, told)[0])
+                raise TrainingError(
+                    f"the snapshot of the last step, {step}, could not be written: {trouble}",
+                    where=str(self.directory.snapshots),
+                    fix=f"make room on that disk and start again. {last_good}",
+                )
+            tried_again = True
+            loop.save()
+            keeping.finish()
 
     def end(self, status: str, reason: str) -> str:
         """Record how the run ended. Returns the hash of the weights."""

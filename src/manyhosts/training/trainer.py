@@ -30,6 +30,7 @@ from manyhosts.events import Listener, TestDone
 from manyhosts.records.run_directory import UNASKED, VARIABLE, RunDirectory, check_is_folder
 from manyhosts.snapshot.fingerprint import fingerprint
 from manyhosts.snapshot.load import load, same_model
+from manyhosts.training import go_on
 from manyhosts.training.build import MakeOptimizer, MakeSchedule, ModelOrMaker, Parts, build, make_evaluation
 from manyhosts.training.calls import Calls, Holder
 from manyhosts.training.compute import Loss, UserStep
@@ -46,6 +47,8 @@ _made_here = 0
 """Trainers made in this process: each has a run directory of its own."""
 _places: dict[str, int] = {}
 """Address for snapshots → the number of the trainer that had it first."""
+_directories: dict[Path, Path] = {}
+"""Working directory → the run directory that this process has made below it, where nobody has named one."""
 _shared_world: World | None = None
 """The workers that may change: all trainers of a process see the same."""
 _shared_calls: Calls | None = None
@@ -210,15 +213,17 @@ class Trainer:
             settings = dataclasses.replace(settings, duration=duration)
         if self._run is not None:
             self._run.journal.close()
+        directory = self._directory()
         self._run = self._holder.run = Run(
             calls=self._calls,
             holder=self._holder,
             settings=settings,
-            directory=self._directory(),
+            directory=directory,
             script=_script(),
             validation=self._evaluation("validation"),
             listeners=self.listeners,
             reporter=self.reporter,
+            go_on_with=self._go_on_with(directory),
         )
         with randomness.undisturbed():
             return self._run.fit()
@@ -323,18 +328,44 @@ class Trainer:
                 fix="give mh.Data(validation=…), or leave early_stopping out",
             )
 
+    @property
+    def _names_directory(self) -> bool:
+        """Whether the script's own word for the run directory counts."""
+        return self._run_dir is not None and (VARIABLE not in os.environ or UNASKED in os.environ)
+
     def _directory(self) -> RunDirectory:
         """The run directory, the same on every worker."""
-        asked_for = VARIABLE in os.environ and UNASKED not in os.environ
-        if self._run_dir is not None and not asked_for:
+        if self._run_dir is not None and self._names_directory:
             check_is_folder(str(self._run_dir), where="run_dir")
             return RunDirectory(Path(self._run_dir).absolute())
         if VARIABLE in os.environ:
-            path = RunDirectory.choose(_script()).path.absolute()
-            # A script may make several trainers; one directory from outside is the first one's.
-            return RunDirectory(path / f"trainer-{self._number}" if self._number > 1 else path)
-        chosen = str(RunDirectory.choose(_script()).path.absolute()) if self.world.is_leader else ""
+            return RunDirectory(self._below(RunDirectory.choose(_script()).path.absolute()))
+        chosen = str(self._below(_new_directory())) if self.world.is_leader else ""
         return RunDirectory(Path(gather_words(self.world, chosen)[0]))
+
+    def _below(self, path: Path) -> Path:
+        """A script may make several trainers; the directory of a run is the first one's, and holds the others'."""
+        return path / f"trainer-{self._number}" if self._number > 1 and _is_command() else path
+
+    def _go_on_with(self, directory: RunDirectory) -> str:
+        """The command that goes on with this script; empty where a launcher tells it, or nobody typed any."""
+        if self.reporter is not None or not _is_command():
+            return ""
+        run_dir = directory.path if self._number == 1 else directory.path.parent
+        return go_on.command(None if self._names_directory else run_dir)
+
+
+def _is_command() -> bool:
+    """Whether this is a script that runs from its beginning to its end, no notebook."""
+    return hasattr(sys.modules.get("__main__"), "__file__")
+
+
+def _new_directory() -> Path:
+    """A directory for this run of the script, where nobody has named one."""
+    here = Path.cwd()
+    if here not in _directories or not _is_command():
+        _directories[here] = RunDirectory.choose(_script()).path.absolute()
+    return _directories[here]
 
 
 def _world(backend: str | None) -> World:

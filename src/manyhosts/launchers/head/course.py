@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from manyhosts.errors import ManyhostsError
 from manyhosts.launchers.display import Display
@@ -25,6 +26,8 @@ class Course:
     """When the first signal came, on the monotonic clock; 0 before."""
     trainer_seen: bool = False
     """Whether a worker has said that it made a Trainer."""
+    directories: set[Path] = field(default_factory=set)
+    """The run directories in which a Trainer's run has begun, as workers name them."""
     warm: tuple[str, ...] = ()
     """What a host has loaded because the script imports it: one that comes later need not find that out."""
     result: int | ManyhostsError | None = None

@@ -17,6 +17,7 @@ from manyhosts.launchers.head.agents import SEE_ABOVE, Agents, Node, StartAgent
 from manyhosts.launchers.head.course import Course
 from manyhosts.launchers.head.ending import Ending
 from manyhosts.launchers.head.failures import Failure
+from manyhosts.launchers.head.hold import Hold
 from manyhosts.launchers.head.meeting import Meeting
 from manyhosts.launchers.head.news import News
 from manyhosts.launchers.head.precheck import Precheck
@@ -24,6 +25,7 @@ from manyhosts.launchers.head.vigil import Vigil
 from manyhosts.launchers.host import gpus
 from manyhosts.launchers.job import Job
 from manyhosts.launchers.loop import Message
+from manyhosts.records import run_lock
 
 
 class Head:
@@ -46,6 +48,22 @@ class Head:
         that all hosts reach each other.
         """
         self._course = Course(job, display)
+        self._hold = Hold(self._course)
+        try:
+            self._begin(hosts, start_agent, address, meeting, ways_are_known=ways_are_known)
+        except BaseException:
+            self._hold.release()
+            raise
+
+    def _begin(
+        self,
+        hosts: Sequence[str],
+        start_agent: StartAgent,
+        address: str,
+        meeting: Meeting | None,
+        *,
+        ways_are_known: bool,
+    ) -> None:
         self._news = News(self._course, len(hosts))
         self._agents = Agents(self._course, hosts, start_agent, address, self, meeting)
         self._ending = Ending(self._course, self._agents, self._news)
@@ -66,6 +84,7 @@ class Head:
         """Returns 0, 130 if it was interrupted, or 128 + the signal that asked a worker to stop.
 
         Raises:
+            ConfigError: another run has taken the run directory.
             LaunchError: an agent did not start.
             ManyhostsError: workers failed; the error is that of the worker that failed first.
         """
@@ -73,13 +92,19 @@ class Head:
         with contextlib.suppress(ValueError):  # outside the main thread whoever called this hears of signals
             course.loop.on_signals([signal.SIGINT, signal.SIGTERM, signal.SIGHUP], self._ending.interrupt)
         try:
+            course.loop.every(run_lock.BEAT_S, self._hold.check)
             course.loop.run(until=lambda: course.is_over)
         finally:
             self._agents.say_goodbye()
+            self._hold.release()
         if isinstance(course.result, ManyhostsError):
+            if course.result.exit_code != 2:
+                course.result.go_on = self._hold.command_to_go_on()
             raise course.result
         if course.result == 0:
             self._news.tell_end()
+        elif command := self._hold.command_to_go_on():
+            course.display.say(f"manyhosts: go on with: {command}")
         return course.result or 0
 
     # What agents ask of their owner.
@@ -111,7 +136,11 @@ class Head:
             host=node.name,
             command={"kind": job.kind, "program": job.program, "arguments": job.arguments, "folder": str(job.folder)},
             preload=[*job.preload, *self._course.warm],
-            environment={**job.environment, variables.RUN_DIR: str(job.run_dir)},
+            environment={
+                **job.environment,
+                variables.RUN_DIR: str(job.run_dir),
+                run_lock.VARIABLE: self._hold.token,
+            },
             run_dir=str(job.run_dir),
             workers=job.workers_on(node.number),
             **self._precheck.wishes(node),

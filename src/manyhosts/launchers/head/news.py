@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from manyhosts.launchers.head.agents import Node
@@ -42,6 +43,8 @@ class News:
             self._course.display.say(str(fields.get("text", "")))
         elif kind == "trainer":
             self._course.trainer_seen = True
+        elif kind == "directory":
+            self._course.directories.add(Path(str(fields["path"])))
         elif kind == "witness":
             self._notices.hear(self._course.generation, rank, fields)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from manyhosts.errors import ConfigError, LaunchError
 from manyhosts.launchers.ssh.connection import Connection
+from manyhosts.records import run_lock
 
 IGNORE_FILE = ".manyhostsignore"
 _IGNORED = (".git", "runs", ".venv", "venv", "__pycache__", "*.pyc", ".mypy_cache", ".ruff_cache", ".pytest_cache")
@@ -134,10 +135,12 @@ def fetch(connection: Connection, folder: Path, *, only: str = ".", with_rsync: 
         return
     source.mkdir(parents=True, exist_ok=True)
     if with_rsync:
-        words = ["rsync", "--archive", "--rsh", connection.shell]
+        words = ["rsync", "--archive", f"--exclude=/{run_lock.NAME}", "--rsh", connection.shell]
         _run(connection, [*words, f"{connection.host}:{source}/", f"{source}/"], b"")
         return
-    words = connection.command(shlex.join(["tar", "--create", "--directory", str(source), "."]))
+    words = connection.command(
+        shlex.join(["tar", "--create", "--directory", str(source), f"--exclude=./{run_lock.NAME}", "."])
+    )
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True) as there:
         with tarfile.open(fileobj=there.stdout, mode="r|") as archive:
             archive.extractall(source, filter="data")

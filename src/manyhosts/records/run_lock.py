@@ -1,0 +1,315 @@
+"""One run at a time in a run directory: `lock.json` names the process that runs in it, for as long as it lives.
+
+Whoever starts a run takes the lock before it writes anything else: the head of `manyhosts run`, or the leader of a
+script that nobody launched. All processes of one start know its token: its workers, restarts and next leaders pass.
+
+An owner of this machine lives as long as its process does. One of another machine, or of another container, shows that
+it lives by touching the file every second: whoever wants the directory watches the file, by its own clock alone,
+because the clocks of two machines differ. `docs/decisions/0028` says why.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from manyhosts.errors import ConfigError
+from manyhosts.records.json_text import parsed
+
+NAME = "lock.json"
+VARIABLE = "MANYHOSTS_RUN_TOKEN"
+"""The token of a run, in the environment of its workers. It is no secret."""
+BEAT_S = 1.0
+"""How often an owner shows that it lives."""
+SILENT_S = 10.0
+"""An owner elsewhere that has shown nothing for so long is dead."""
+_SETTLE_S = 0.5
+"""On a disk without locks: how long two that came at the same moment wait to see which of them wrote last."""
+_NO_LOCKS = (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL, errno.EBADF)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Owner:
+    """Who runs in a run directory: what `lock.json` holds."""
+
+    token: str
+    """The same for all processes of one start."""
+    host: str
+    process: int
+    launches: bool
+    """Whether it is the head of a launch, which outlives its workers."""
+    machine: str
+    """This start of the kernel: process numbers mean something within it only."""
+    processes: str
+    """The name space of process numbers: a container has its own."""
+    began: str
+    """When the process began, in the kernel's words: its number may be another's by now. Empty where nothing tells."""
+    since: float
+    """Seconds since the Unix epoch."""
+
+    @classmethod
+    def here(cls, token: str, *, launches: bool) -> Owner:
+        """This process."""
+        return cls(
+            token=token,
+            host=socket.gethostname(),
+            process=os.getpid(),
+            launches=launches,
+            machine=_words("/proc/sys/kernel/random/boot_id") or socket.gethostname(),
+            processes=_process_names(),
+            began=_began(os.getpid()) or "",
+            since=time.time(),
+        )
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its process number means the same here."""
+        here = Owner.here("", launches=False)
+        return (self.machine, self.processes) == (here.machine, here.processes)
+
+    @property
+    def is_this_process(self) -> bool:
+        """Whether it is the process that asks."""
+        return self.is_here and self.process == os.getpid() and self.began == (_began(os.getpid()) or "")
+
+    @property
+    def may_live(self) -> bool:
+        """Whether its process is there, as far as that is known here."""
+        return not self.is_here or _began(self.process) == self.began
+
+    def refusal(self, run_dir: Path) -> ConfigError:
+        """That this owner runs in `run_dir`."""
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
+        return ConfigError(
+            f"a run in this directory is going on: process {self.process} on host {self.host}, since {since}",
+            where=str(run_dir),
+            fix="wait for its end or end it, or give another directory with --run-dir DIR",
+        )
+
+
+class RunLock:
+    """The lock of one run directory, held by this process until `release`, or until the process ends."""
+
+    def __init__(self, path: Path, owner: Owner) -> None:
+        """`take` makes it."""
+        self.path, self.owner = path, owner
+        self.lost: Owner | None = None
+        """Who has taken the directory while this process stood still for long, and was taken for dead."""
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="manyhosts-run-lock", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """See that the directory is still this run's.
+
+        Raises:
+            ConfigError: another run has it.
+        """
+        if self.lost is not None:
+            raise self.lost.refusal(self.path.parent)
+
+    def release(self) -> None:
+        """Let others run in the directory. Safe to call twice; a forked process lets go of nothing."""
+        if self._over.is_set() or not self.owner.is_this_process:
+            return
+        self._over.set()
+        self._thread.join()
+        _held.pop(self.path, None)
+        with contextlib.suppress(OSError), _guarded(self.path, create=False):
+            found = _read(self.path)
+            if found is not None and found.is_this_process:
+                self.path.unlink()
+
+    def _beat(self) -> None:
+        while not self._over.wait(BEAT_S):
+            with contextlib.suppress(OSError):
+                found = _read(self.path)
+                if found is not None and found.token != self.owner.token:
+                    self.lost = found
+                    return
+                os.utime(self.path)
+
+
+_held: dict[Path, RunLock] = {}
+_tokens: dict[int, str] = {}
+"""By process: what is forked is no part of the run."""
+
+
+def new_token() -> str:
+    """A token for one more start."""
+    return os.urandom(8).hex()
+
+
+def token_of_this_run() -> str:
+    """What all processes of one start know: given by a launcher, else drawn by this process, once."""
+    return os.environ.get(VARIABLE) or _tokens.setdefault(os.getpid(), new_token())
+
+
+def take(run_dir: Path, token: str, *, launches: bool = False) -> RunLock | None:
+    """Take the lock of `run_dir`, which is made where it is not there; None where another of this start holds it.
+
+    Raises:
+        ConfigError: another run is going on in it.
+        OSError: the disk takes no lock.
+    """
+    path = run_dir.absolute() / NAME
+    held = _held.get(path)
+    if held is not None and held.owner.is_this_process and held.lost is None:
+        if launches:
+            raise held.owner.refusal(run_dir)
+        return held
+    silent = None
+    mine = Owner.here(token, launches=launches)
+    while True:
+        with _guarded(path) as is_guarded:
+            found = _read(path)
+            if found is not None and found.token == token and found.launches and found.may_live:
+                return None
+            if found is None or found.token == token or found == silent or not found.may_live:
+                path.write_text(json.dumps(asdict(mine), indent=1) + "\n")
+                break
+        _see_silent(path, found)
+        silent = found
+    if not is_guarded:
+        time.sleep(_SETTLE_S)
+        found = _read(path)
+        if found is not None and found.token != token:
+            raise found.refusal(run_dir)
+    _held[path] = RunLock(path, mine)
+    return _held[path]
+
+
+def see_that_free(run_dir: Path) -> None:
+    """See that no run is going on in `run_dir`, without a trace.
+
+    Raises:
+        ConfigError: one is.
+    """
+    path = run_dir.absolute() / NAME
+    try:
+        found = _read(path)
+    except OSError:
+        return
+    if found is None or found.token == os.environ.get(VARIABLE):
+        return
+    if found.may_live:
+        _see_silent(path, found)
+
+
+def _see_silent(path: Path, owner: Owner) -> None:
+    """Return when `owner`, if it is on another machine, has given no sign of life for `SILENT_S`.
+
+    Raises:
+        ConfigError: it has given one, or it is here.
+    """
+    if owner.is_here:
+        raise owner.refusal(path.parent)
+    before, deadline = _touched(path), time.monotonic() + SILENT_S
+    while time.monotonic() < deadline:
+        time.sleep(BEAT_S / 4)
+        now = _touched(path)
+        if now is None or _read(path) != owner:
+            return  # it has ended, or another one was quicker: whoever asks looks again
+        if now != before:
+            raise owner.refusal(path.parent)
+
+
+def _touched(path: Path) -> int | None:
+    """When the file was touched last. It is opened, for a disk of a network tells what is new only then."""
+    try:
+        with path.open("rb") as file:
+            return os.fstat(file.fileno()).st_mtime_ns
+    except FileNotFoundError:
+        return None
+
+
+@contextlib.contextmanager
+def _guarded(path: Path, *, create: bool = True) -> Iterator[bool]:
+    """Within, nobody else reads or writes the file who guards it, too. Gives False on a disk without locks.
+
+    Raises:
+        OSError: there is no such file, or none can be made.
+    """
+    if create:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o644)
+        try:
+            is_guarded = _locked(file)
+            if is_guarded and not _is_at(file, path):
+                continue  # its owner has removed it meanwhile
+            yield is_guarded
+            return
+        finally:
+            with contextlib.suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_UN)  # a process that was forked meanwhile would keep it
+            os.close(file)
+
+
+def _locked(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError as cause:
+        if cause.errno not in _NO_LOCKS:
+            raise
+        return False
+    return True
+
+
+def _is_at(file: int, path: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(file), path.stat())
+    return False
+
+
+def _read(path: Path) -> Owner | None:
+    """Who the file names; None where there is none, or it was never written to its end."""
+    try:
+        found = parsed(path.read_bytes())
+        return Owner(**{entry.name: found[entry.name] for entry in fields(Owner)})
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _began(process: int) -> str | None:
+    """When a process of this machine began; None where there is none, or it has ended and was not buried yet."""
+    if not Path("/proc/self/stat").exists():
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return None
+        except PermissionError:
+            pass
+        return ""
+    words = _words(f"/proc/{process}/stat").rpartition(")")[2].split()
+    return words[19] if len(words) > 19 and words[0] not in "ZX" else None
+
+
+def _words(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
+
+
+def _process_names() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+@atexit.register
+def _release_all() -> None:
+    for lock in list(_held.values()):
+        lock.release()

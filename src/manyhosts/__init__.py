@@ -20,6 +20,8 @@ _PUBLIC = {
     "Single": "manyhosts.config.strategies",
     "Snapshots": "manyhosts.config.snapshots",
     "Trainer": "manyhosts.training.trainer",
+    "load": "manyhosts.snapshot.weights",
+    "print": "manyhosts.cluster.printing",
 }
 
 __all__ = [
@@ -33,6 +35,8 @@ __all__ = [
     "Trainer",
     "__version__",
     "launch",
+    "load",
+    "print",
 ]
 
 

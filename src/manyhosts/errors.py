@@ -14,12 +14,17 @@ ManyhostsError                exit code 1
 from __future__ import annotations
 
 import os
+import re
 import sys
 from types import TracebackType
 from typing import Any, ClassVar
 
 TRACE = "MANYHOSTS_TRACE"
 """Set in the environment, it has a script that nobody launched show where in it an error of ours was raised."""
+
+
+_IN_CPP = re.compile(r"\[/\S*\.(?:cc|cpp|cu|h|hpp):\d+\]")
+"""Where in its source a library below PyTorch was, as Gloo and NCCL begin their messages with."""
 
 
 class ManyhostsError(Exception):
@@ -96,6 +101,12 @@ class CommunicationError(ManyhostsError):
 
 class RankLost(CommunicationError):
     """A worker or its host went away."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line, without the C++ frames and file names of the libraries below PyTorch."""
+    lines = [_IN_CPP.sub("", line).strip() for line in str(error).splitlines()]
+    return next((line for line in lines if line), type(error).__name__)
 
 
 def speak_plainly() -> None:

@@ -51,14 +51,21 @@ class _Verbs(click.Group):
             formatter.write_dl([(verb, line) for verb, (_, line) in VERBS.items()])
 
 
-@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(
+    cls=_Verbs,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
 @click.version_option(__version__, prog_name="manyhosts")
-def cli() -> None:
+@click.pass_context
+def cli(context: click.Context) -> None:
     """Train a PyTorch model on as many ordinary machines as there are.
 
     Exit codes: 0 done, 1 the script failed, 2 the request was wrong, 3 a host or scheduler refused,
     4 communication failed or hung, 130 interrupted.
     """
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -21,7 +21,7 @@ from torch import Tensor
 from manyhosts.cluster.membership import Group, Membership
 from manyhosts.cluster.place import REHEARSING, Place
 from manyhosts.communication import sockets, volume
-from manyhosts.errors import CommunicationError, ConfigError
+from manyhosts.errors import CommunicationError, ConfigError, first_line
 from manyhosts.events import Event
 
 
@@ -349,12 +349,6 @@ def _variables(place: Place, group: Group) -> dict[str, str]:
         "MASTER_PORT": place.head_port,
     }
     return {name: str(word) for name, word in words.items()}
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, without the C++ frames that PyTorch appends."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def _device(place: Place) -> torch.device:

@@ -46,6 +46,8 @@ class Settings:
     snapshots: Snapshots = field(default_factory=Snapshots)
     validate_every: str = "1 epoch"
     early_stopping: EarlyStopping | None = None
+    schedule_every: Literal["step", "epoch"] = "step"
+    """How often the learning-rate schedule moves on."""
     seed: int = 0
     virtual_workers: int | None = None
     """Cut each batch into so many parts, whoever computes them: the same bits on 1 to that many workers."""
@@ -80,6 +82,7 @@ class Settings:
         _one_of("batch_norm", self.batch_norm, ("global", "local"))
         _one_of("lr_scaling", self.lr_scaling, ("sqrt", "linear", None))
         _one_of("on_bad_step", self.on_bad_step, ("stop", "skip", "rewind"))
+        _one_of("schedule_every", self.schedule_every, ("step", "epoch"))
         _one_of("backend", self.backend, ("gloo", "nccl", None))
         for key in ("lr", "clip_gradients"):
             value = getattr(self, key)

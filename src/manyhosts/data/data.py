@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sized
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from manyhosts.config.arguments import OF_DATA, check_by_name
 from manyhosts.data.fetch import Collate
 from manyhosts.errors import ConfigError, DataError
 
@@ -27,6 +28,11 @@ class Data:
         drop_last: leave out the last batch of an epoch where it is smaller than the others.
         collate: makes a batch of a list of samples; PyTorch's `default_collate` where it is not given.
     """
+
+    def __new__(cls, *given: Any, **named: Any) -> Self:
+        """Answer arguments that only loaders have with a sentence, before Python does."""
+        check_by_name(cls.__init__, "mh.Data", OF_DATA, given, named)
+        return super().__new__(cls)
 
     def __init__(  # noqa: PLR0913  # the user's whole vocabulary for data, by name only
         self,
@@ -59,6 +65,12 @@ class Data:
 
 def _check(name: str, dataset: Dataset[Any]) -> None:
     """Raise where `dataset` is no dataset, or has no samples."""
+    if isinstance(dataset, DataLoader):
+        raise ConfigError(
+            f"the {name} set is a DataLoader, whose order and batches would depend on the number of workers",
+            where=f"mh.Data({name}=…)",
+            fix=f"give its dataset: mh.Data({name}=loader.dataset, batch_size={dataset.batch_size or 64})",
+        )
     if isinstance(dataset, IterableDataset):
         if name != "train":
             raise ConfigError(
@@ -71,7 +83,7 @@ def _check(name: str, dataset: Dataset[Any]) -> None:
         raise ConfigError(
             f"the {name} set is a {type(dataset).__name__}, which has no __getitem__ and __len__",
             where=f"mh.Data({name}=…)",
-            fix="give a torch.utils.data.Dataset (not a DataLoader: manyhosts reads the samples itself)",
+            fix="give a torch.utils.data.Dataset",
         )
     if len(dataset) == 0:
         raise DataError(

@@ -11,6 +11,7 @@ shards, plus that of the shard.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -185,7 +186,7 @@ class ShardReader:
 
     def _dataset(self, shard: int, shards: int, others: Sequence[Any] = ()) -> Any:
         """The dataset of one shard, and none of the `others` that are read beside it."""
-        made = self.stream.dataset.shard(shard, shards)  # type: ignore[attr-defined]
+        made = shard_of(self.stream.dataset, shard, shards)
         if not isinstance(made, IterableDataset) or any(made is other for other in others):
             what = "the same dataset again" if isinstance(made, IterableDataset) else type(made).__name__
             raise DataError(
@@ -194,6 +195,20 @@ class ShardReader:
                 fix="let shard(index, count) return an IterableDataset of its own, which may be a copy of this one",
             )
         return made
+
+
+def shard_of(dataset: Any, index: int, count: int) -> Any:
+    """What `dataset.shard` gives for shard `index` of `count`, by name where its parameters are those of Hugging Face.
+
+    Its `shard(num_shards, index)` has them the other way round.
+    """
+    try:
+        names = set(inspect.signature(dataset.shard).parameters)
+    except (TypeError, ValueError):  # written in C, or no function
+        names = set()
+    if "num_shards" in names:
+        return dataset.shard(num_shards=count, index=index)
+    return dataset.shard(index=index, count=count) if {"index", "count"} <= names else dataset.shard(index, count)
 
 
 class _Shard:

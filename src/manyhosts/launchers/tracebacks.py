@@ -6,6 +6,8 @@ import re
 import traceback
 from pathlib import Path
 
+from manyhosts.errors import first_line
+
 _OURS = (str(Path(__file__).parent), "<frozen runpy>", "<frozen importlib._bootstrap>")
 _NOTICES = re.compile(r"^\[W\S* .*\] \[c10d\] The hostname of the client socket cannot be retrieved\.")
 """What torch says of itself and nobody can do anything about: hosts need no names that can be looked up backwards."""
@@ -28,8 +30,7 @@ def summary(error: BaseException) -> str:
     name = (
         kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
     )
-    said = next((line for line in str(error).splitlines() if line.strip()), "")
-    return f"{name}: {said}" if said else name
+    return f"{name}: {first_line(error)}" if str(error).strip() else name
 
 
 def without_native_frames(text: str) -> str:

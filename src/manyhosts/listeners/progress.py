@@ -149,6 +149,7 @@ class ShowProgress:
             "step": last.step,
             "total_steps": self._start.total_steps if self._start else None,
             "loss": sum(step.loss * step.samples for step in new_steps) / samples if samples else last.loss,
+            "lr": last.lr,
             "samples_per_second": recent_samples / recent_seconds if recent_seconds > 0 else None,
             "seconds_left": left,
             "fraction": self._fraction(last, left),

@@ -152,10 +152,10 @@ class _Guarded:
 
 
 def live_line(fields: Fields, width: int, with_bar: bool = True) -> str:
-    """The line for `epoch` (from 1), `epochs`, `step`, `total_steps`, `loss`, `samples_per_second`, `seconds_left`,
-    `waiting` (the share of the last steps that went on waiting for other workers), `fraction` (of the run, 0 to 1) and
-    `restarts`, in at most `width` columns. What is not known is left out. Before there is anything to know: `awaited`,
-    for so many `seconds`.
+    """The line for `epoch` (from 1), `epochs`, `step`, `total_steps`, `loss`, `lr`, `samples_per_second`,
+    `seconds_left`, `waiting` (the share of the last steps that went on waiting for other workers), `fraction` (of the
+    run, 0 to 1) and `restarts`, in at most `width` columns. What is not known is left out. Before there is anything to
+    know: `awaited`, for so many `seconds`.
     """
     if "awaited" in fields:
         return paint(f"{fields['awaited']}  {clock(fields['seconds'])}"[:width], "dim")
@@ -167,10 +167,7 @@ def live_line(fields: Fields, width: int, with_bar: bool = True) -> str:
     bar_at = len(parts)
     if step is not None:
         parts.append((_STEP, f"step {step}/{total}" if total else f"step {step}"))
-    if fields.get("loss") is not None:
-        parts.append((1, f"loss {number(fields['loss'])}"))
-    if fields.get("samples_per_second"):
-        parts.append((4, rate(fields["samples_per_second"])))
+    parts += _figures(fields)
     parts += _troubles(fields)
     if fields.get("seconds_left") is not None:
         parts.append((2, paint(f"{clock(fields['seconds_left'])} left", "dim")))
@@ -182,6 +179,18 @@ def live_line(fields: Fields, width: int, with_bar: bool = True) -> str:
     if with_bar and fields.get("fraction") is not None and room >= _SHORTEST_BAR:
         parts.insert(min(bar_at, len(parts)), (0, _progress_bar(fields["fraction"], min(room, _LONGEST_BAR))))
     return "  ".join(text for _, text in parts)
+
+
+def _figures(fields: Fields) -> list[tuple[int, str]]:
+    """Loss, learning rate and speed, as far as they are known."""
+    parts = []
+    if fields.get("loss") is not None:
+        parts.append((1, f"loss {number(fields['loss'])}"))
+    if fields.get("lr") is not None:
+        parts.append((7, f"lr {number(fields['lr'])}"))
+    if fields.get("samples_per_second"):
+        parts.append((4, rate(fields["samples_per_second"])))
+    return parts
 
 
 def _troubles(fields: Fields) -> list[tuple[int, str]]:

@@ -277,13 +277,20 @@ def build(  # the one place where everything the user gave comes together
 
 
 def make_optimizer(
-    module: nn.Module, make: MakeOptimizer, settings: Settings, world: World, *, has_step: bool
+    module: nn.Module, make: MakeOptimizer | Optimizer, settings: Settings, world: World, *, has_step: bool
 ) -> Optimizer:
     """The user's optimizer over the placed parameters, with the learning rate that `settings` ask for.
 
     Raises:
         ConfigError: `make` gave something else, or an optimizer of other parameters than those.
     """
+    if isinstance(make, Optimizer):
+        kind = type(make).__name__
+        raise ConfigError(
+            f"optimizer is the {kind} of a model, made before the workers share the model",
+            where="mh.Trainer(optimizer=…)",
+            fix=f"write optimizer=lambda params: torch.optim.{kind}(params, lr={make.param_groups[0]['lr']:g})",
+        )
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="optimizer contains a parameter group with duplicate")  # refused

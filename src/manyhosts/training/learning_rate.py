@@ -46,6 +46,33 @@ def warmup_steps(warmup: str | None, steps_per_epoch: int | None) -> int:
     return round((duration.epochs or 0) * steps_per_epoch)
 
 
+class VanishedRate:
+    """Notices when a schedule that moves on after every step has taken the learning rate to next to nothing."""
+
+    SHARE = 1e-6
+    """Of the highest rate so far: below it, weights in float32 hardly move any more."""
+    LATE = 0.9
+    """The share of a run after which a vanishing rate is what most schedules intend."""
+
+    def __init__(self, total_steps: int | None) -> None:
+        self.total_steps = total_steps
+        self.highest = 0.0
+        self.noticed = False
+
+    def note(self, lr: float, step: int) -> str:
+        """What to say of the rate of a step, once; empty where it is as expected."""
+        if lr >= self.SHARE * self.highest or self.noticed:
+            self.highest = max(self.highest, lr)
+            return ""
+        if self.total_steps is not None and step > self.LATE * self.total_steps:
+            return ""
+        self.noticed = True
+        return (
+            f"the learning rate has fallen from {self.highest:g} to {lr:.1g} by step {step}: the schedule moves on "
+            'after every step; for one that is written for epochs, give mh.Trainer(schedule_every="epoch")'
+        )
+
+
 class WarmUp:
     """The learning rate rises linearly to its full value over the first `steps` steps."""
 

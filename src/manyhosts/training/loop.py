@@ -23,7 +23,8 @@ from manyhosts.training.buffers import BufferCopies
 from manyhosts.training.build import Parts
 from manyhosts.training.evaluate import Evaluation
 from manyhosts.training.keeping import Keeping
-from manyhosts.training.marks import Mark, due, reached
+from manyhosts.training.learning_rate import VanishedRate
+from manyhosts.training.marks import Mark, due, reached, total_steps
 from manyhosts.training.numbers import HostTiming, Numbers, StepFacts
 from manyhosts.training.state import RunState
 from manyhosts.training.telling import Tell, Telling
@@ -61,14 +62,23 @@ class Loop:
         self.snapshot_every = Duration.parse(settings.snapshots.every, where="snapshots.every")
         self.numbers = Numbers(parts.world.device)
         self.bad_steps = BadSteps(parts, settings.on_bad_step)
-        self.telling = Telling(parts, state, self.bad_steps, wishes, keeping, tell)
+        follows_steps = parts.schedule is not None and settings.schedule_every == "step"
+        rate = VanishedRate(total_steps(self.limit, parts.source.steps_per_epoch)) if follows_steps else None
+        self.telling = Telling(parts, state, self.bad_steps, wishes, keeping, tell, rate)
         self.before = self.mark()
         self.began = time.perf_counter() - state.seconds
         self.on_cpu = parts.world.device.type == "cpu"
         self.exchanges = isinstance(parts.strategy, Drifting)
         """Whether workers step alone, and exchange something after a step."""
         exchange = (self.exchange,) if self.exchanges else ()
-        self.duties = (*exchange, self.end_epoch, self.validate_if_due, self.keep_best, self.save_if_due)
+        self.duties = (
+            *exchange,
+            self.end_epoch,
+            self.schedule_epoch,
+            self.validate_if_due,
+            self.keep_best,
+            self.save_if_due,
+        )
         """What may be due after a step, in order."""
         self.duties_done = len(self.duties)
         self.ends_epoch = False
@@ -216,7 +226,7 @@ class Loop:
             )
         norm = self.bad_steps.watched(self.clip())
         if self.bad_steps.must_go(self.state.step + 1, outcome.values["loss"], norm):
-            advance(parts.schedule)
+            self.schedule_step()
             return outcome, norm
         self.update()
         return outcome, norm
@@ -242,14 +252,14 @@ class Loop:
                 parts.strategy.update(parts.trained, parts.precision.stepper(parts.optimizer))
         else:
             parts.strategy.update(parts.trained, parts.precision.stepper(parts.optimizer))
-        advance(parts.schedule)
+        self.schedule_step()
         self.torn = False
 
     def pass_over(self) -> tuple[StepOutcome, Any]:
         """A step that went wrong before: nothing is computed, and the schedule moves on."""
         world = self.parts.world
         riders = world.all_reduce(torch.tensor(self.riders(), dtype=torch.float64, device=world.device))
-        advance(self.parts.schedule)
+        self.schedule_step()
         return StepOutcome({"loss": torch.full((), math.nan, device=world.device)}, riders), None
 
     def pieces(self, step: Step) -> list[Piece]:
@@ -286,6 +296,16 @@ class Loop:
         if self.ends_epoch:
             self.read_numbers(all_of_them=True)
             self.telling.of_epoch()
+
+    def schedule_step(self) -> None:
+        """Move the schedule on after an optimizer step, where it follows steps."""
+        if self.settings.schedule_every == "step":
+            advance(self.parts.schedule)
+
+    def schedule_epoch(self) -> None:
+        """Move the schedule on where the last step ended an epoch and the schedule follows those."""
+        if self.ends_epoch and self.settings.schedule_every == "epoch":
+            advance(self.parts.schedule)
 
     def validate_if_due(self) -> None:
         """Validate where that is due after the last step."""

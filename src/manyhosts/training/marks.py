@@ -36,6 +36,14 @@ def reached(limit: Duration, mark: Mark) -> str:
     return ""
 
 
+def total_steps(limit: Duration, steps_per_epoch: int | None) -> int | None:
+    """The optimizer steps that a run of this duration has; None where only time or the end of a stream tells."""
+    ends = [] if limit.steps is None else [limit.steps]
+    if limit.epochs is not None and steps_per_epoch is not None:
+        ends.append(round(limit.epochs * steps_per_epoch))
+    return min(ends) if ends else None
+
+
 def due(every: Duration, before: Mark, now: Mark) -> bool:
     """Whether something that is done `every` so often falls between `before` and `now`."""
     return (

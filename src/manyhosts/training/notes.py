@@ -13,7 +13,7 @@ from manyhosts.events import Note, RunStarted
 from manyhosts.strategies.alone import Drifting
 from manyhosts.training.build import counted_workers
 from manyhosts.training.loop import Loop
-from manyhosts.training.marks import reached
+from manyhosts.training.marks import reached, total_steps
 from manyhosts.training.recover import why_not_survive
 from manyhosts.units import Duration
 
@@ -25,16 +25,13 @@ def announce(run: Run, loop: Loop) -> None:
     """Tell where `run` begins, and with what."""
     state, limit, loaded, journal = run.state, loop.limit, run.loaded, run.journal
     per_epoch = run.parts.source.steps_per_epoch
-    ends = [] if limit.steps is None else [limit.steps]
-    if limit.epochs is not None and per_epoch is not None:
-        ends.append(round(limit.epochs * per_epoch))
     now = time.time()
     journal.resume_samples(state.step)
     journal.started = RunStarted(
         step=state.step,
         epoch=state.position.epoch,
         steps_per_epoch=per_epoch,
-        total_steps=min(ends) if ends else None,
+        total_steps=total_steps(limit, per_epoch),
         time=now,
         resumed_from="" if loaded is None else str(loaded.path),
     )

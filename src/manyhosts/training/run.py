@@ -16,7 +16,7 @@ from manyhosts.communication.gathering import gather_words
 from manyhosts.communication.world import is_break
 from manyhosts.config.settings import Settings
 from manyhosts.config.strategies import Single
-from manyhosts.errors import ConfigError, ManyhostsError, TrainingError
+from manyhosts.errors import ConfigError, ManyhostsError, TrainingError, first_line
 from manyhosts.events import Listener, RunEnded
 from manyhosts.records.run_directory import RunDirectory
 from manyhosts.snapshot.fingerprint import weights_sha256
@@ -193,7 +193,7 @@ class Run:
             self.end("failed", error.what)
             raise
         except Exception as error:
-            self.end("failed", f"{type(error).__name__}: {error}")
+            self.end("failed", f"{type(error).__name__}: {first_line(error)}" if str(error) else type(error).__name__)
             raise
         except KeyboardInterrupt:
             self.end("interrupted", "a second signal, obeyed at once")

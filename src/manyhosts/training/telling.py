@@ -15,6 +15,7 @@ from manyhosts.events import EpochDone, Event, Note, StepDone, StepTiming
 from manyhosts.training.bad_steps import BadStep, BadSteps, named
 from manyhosts.training.build import Parts
 from manyhosts.training.keeping import Keeping
+from manyhosts.training.learning_rate import VanishedRate
 from manyhosts.training.numbers import StepNumbers
 from manyhosts.training.state import RunState
 from manyhosts.training.wishes import Wishes
@@ -26,10 +27,17 @@ class Telling:
     """Tells the steps of one loop, its epochs, and what its workers have found out on the way."""
 
     def __init__(
-        self, parts: Parts, state: RunState, bad_steps: BadSteps, wishes: Wishes, keeping: Keeping, tell: Tell
+        self,
+        parts: Parts,
+        state: RunState,
+        bad_steps: BadSteps,
+        wishes: Wishes,
+        keeping: Keeping,
+        tell: Tell,
+        rate: VanishedRate | None,
     ) -> None:
         self.parts, self.state, self.bad_steps = parts, state, bad_steps
-        self.wishes, self.keeping, self.tell = wishes, keeping, tell
+        self.wishes, self.keeping, self.tell, self.rate = wishes, keeping, tell, rate
 
     def of_step(self, numbers: StepNumbers) -> bool:
         """Tell a step, add it to its epoch's sums, and hear wishes. Returns whether somebody waits to join.
@@ -48,6 +56,8 @@ class Telling:
             state.epoch_samples += facts.samples
         state.epoch_seconds += facts.timing.total
         self.tell(step_done(numbers))
+        if self.rate is not None and (text := self.rate.note(facts.lr, facts.step)):
+            self.tell(Note(text=text, step=facts.step, time=time.time()))
         return joining > 0
 
     def of_world(self) -> None:

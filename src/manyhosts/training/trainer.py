@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from torch import nn
 
@@ -19,6 +19,7 @@ from manyhosts.cluster.reports import Reporter
 from manyhosts.communication.gathering import gather_words
 from manyhosts.communication.world import World
 from manyhosts.config import overrides
+from manyhosts.config.arguments import OF_TRAINER, check_by_name
 from manyhosts.config.settings import Settings
 from manyhosts.config.snapshots import Snapshots
 from manyhosts.config.stopping import EarlyStopping
@@ -30,6 +31,8 @@ from manyhosts.events import Listener, TestDone
 from manyhosts.records.run_directory import UNASKED, VARIABLE, RunDirectory, check_is_folder
 from manyhosts.snapshot.fingerprint import fingerprint
 from manyhosts.snapshot.load import load, same_model
+from manyhosts.snapshot.weights import check_path
+from manyhosts.snapshot.weights import save as save_weights
 from manyhosts.training import go_on
 from manyhosts.training.build import MakeOptimizer, MakeSchedule, ModelOrMaker, Parts, build, make_evaluation
 from manyhosts.training.calls import Calls, Holder
@@ -68,7 +71,9 @@ class Trainer:
         metrics: names and torchmetrics metrics, computed over the whole validation or test set.
         step: in place of `loss`: `step(model, batch) -> loss`, or a mapping with `loss` and values to log. With metrics
             it also gives `outputs` and `targets`.
-        schedule: makes a learning-rate scheduler of the optimizer; stepped once per optimizer step.
+        schedule: makes a learning-rate scheduler of the optimizer.
+        schedule_every: when the schedule moves on: after each optimizer `"step"`, or at the end of each `"epoch"`, for
+            which a schedule such as `StepLR(optimizer, step_size=1)` is mostly written.
         strategy: how a step is spread over the workers: a name, or a value such as `mh.DDP()`.
         precision: `"fp32"`, `"bf16"` or `"fp16"`, by autocast.
         micro_batch_size: most samples in one forward pass; gradients add up.
@@ -95,6 +100,11 @@ class Trainer:
         ConfigError: settings that make no sense, alone or together.
     """
 
+    def __new__(cls, *given: Any, **named: Any) -> Self:
+        """Answer arguments that only other trainers have with a sentence, before Python does."""
+        check_by_name(cls.__init__, "mh.Trainer", OF_TRAINER, given, named)
+        return super().__new__(cls)
+
     def __init__(  # noqa: PLR0913  # the user's whole vocabulary, by name only
         self,
         *,
@@ -105,6 +115,7 @@ class Trainer:
         step: UserStep | None = None,
         metrics: Mapping[str, Metric | MetricCollection] | None = None,
         schedule: MakeSchedule | None = None,
+        schedule_every: Literal["step", "epoch"] = "step",
         strategy: str | Strategy | None = None,
         precision: Literal["fp32", "bf16", "fp16"] = "fp32",
         micro_batch_size: int | None = None,
@@ -134,6 +145,12 @@ class Trainer:
                 where="mh.Trainer(…)",
                 fix="give loss=nn.CrossEntropyLoss() for (inputs, targets) batches, else step=function(model, batch)",
             )
+        if not isinstance(data, Data):
+            raise ConfigError(
+                f"data is a {type(data).__name__}",
+                where="mh.Trainer(data=…)",
+                fix="write data=mh.Data(train=train_set, batch_size=64), with datasets: it makes the batches itself",
+            )
         self.settings = overrides.apply(
             Settings(
                 batch_size=data.batch_size,
@@ -152,6 +169,7 @@ class Trainer:
                 snapshots=snapshots or Snapshots(),
                 validate_every=validate_every,
                 early_stopping=early_stopping,
+                schedule_every=schedule_every,
                 seed=seed,
                 virtual_workers=virtual_workers,
                 on_bad_step=on_bad_step,
@@ -275,12 +293,46 @@ class Trainer:
             values: dict[str, float] = self._call(lambda: self._test(evaluation, weights))
         return values
 
+    @property
+    def is_main(self) -> bool:
+        """Whether this worker is the one that does what is to be done once: rank 0."""
+        return Place.from_environment().rank == 0
+
+    def save(self, path: str | Path, *, weights: Literal["best", "last"] = "best") -> None:
+        """Write the model's weights to one file, once: `.safetensors`, or `.pt` with a `state_dict`.
+
+        `weights` as in `test`. All workers call it; the file is there when it returns.
+
+        Raises:
+            ConfigError: it cannot be written there.
+        """
+        file = Path(path)
+        check_path(file)
+        self._call(lambda: self._save(file, weights))
+
+    def _save(self, file: Path, weights: Literal["best", "last"]) -> None:
+        best = self._best() if weights == "best" else None
+        error: ConfigError | None = None
+        if self.world.is_leader:
+            try:
+                save_weights(file, load(best).state["model"] if best is not None else self.model.state_dict())
+            except ConfigError as found:
+                error = found
+        if self.world.any(error is not None):
+            raise error or ConfigError("rank 0 could not write the weights", where=str(file), fix="see what it says")
+
+    def _best(self) -> Path | None:
+        """The best model's folder, here on every worker; None where the run has none."""
+        if self._run is None:
+            return None
+        best = self._run.directory.best
+        self._run.keeping.store.everywhere(best)
+        return best if best.exists() else None
+
     def _test(self, evaluation: Evaluation, weights: Literal["best", "last"]) -> dict[str, float]:
         begin = time.perf_counter()
-        best = self._run.directory.best if self._run is not None and weights == "best" else None
-        if self._run is not None and best is not None:
-            self._run.keeping.store.everywhere(best)
-        if best is not None and best.exists():
+        best = self._best() if weights == "best" else None
+        if best is not None:
             now = copied(weights_of(self.parts))
             put_weights(self.parts, load(best, same_model(fingerprint(self.model))).state)
             try:

@@ -11,7 +11,7 @@ from torch import nn
 
 from manyhosts.errors import ConfigError
 from manyhosts.snapshot.fingerprint import difference, fingerprint
-from manyhosts.snapshot.load import load
+from manyhosts.snapshot.weights import load
 from manyhosts.training.keeping import load_model
 
 _FIX = (
@@ -40,7 +40,11 @@ def load_initial(model: nn.Module, path: Path) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     if path.is_dir():
-        return _from_snapshot(path)
+        return load(path)
+    if not path.exists():
+        raise ConfigError(
+            "cannot read the weights: there is no such file or folder", where=f"init_from={str(path)!r}", fix=_FIX
+        )
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
@@ -51,15 +55,6 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(inner, dict) or not all(isinstance(value, torch.Tensor) for value in inner.values()):
         raise ConfigError("the file holds no state_dict", where=f"init_from={str(path)!r}", fix=_FIX)
     return inner
-
-
-def _from_snapshot(path: Path) -> dict[str, Any]:
-    candidates = [path, path / "best", *sorted((path / "snapshots").glob("step-*"), reverse=True)]
-    for candidate in candidates:
-        if (candidate / "manifest.json").exists():
-            weights: dict[str, Any] = load(candidate).state["model"]
-            return weights
-    raise ConfigError("there is no snapshot here", where=f"init_from={str(path)!r}", fix=_FIX)
 
 
 def _unreadable(path: Path, cause: Exception) -> ConfigError:

@@ -159,3 +159,10 @@ def test_workers_are_as_many_as_there_are_gpus(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     main(["run", "--dry-run", str(tmp_path / "train.py")])
     assert "WORLD_SIZE=1" in capsys.readouterr().out
+
+
+def test_bare_command_shows_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    captured = capsys.readouterr()
+    assert "Verbs" in captured.out
+    assert captured.err == ""

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from manyhosts.data.order import Position
+from manyhosts.data.shards import shard_of
 from manyhosts.data.steps import Cut, Step
 from manyhosts.data.stream import Stream
 from manyhosts.errors import DataError
@@ -112,3 +113,24 @@ def test_stream_that_is_empty_the_second_time_is_an_error() -> None:
     next(steps)
     with pytest.raises(DataError, match="gave no sample in epoch 1"):
         next(steps)
+
+
+class OfDatasets:
+    """A stream with the method of Hugging Face's `datasets`, whose arguments stand the other way round."""
+
+    def shard(self, num_shards: int, index: int, contiguous: bool = True) -> tuple[int, int]:
+        return index, num_shards
+
+
+class Ours:
+    def shard(self, index: int, count: int) -> tuple[int, int]:
+        return index, count
+
+
+class Positional:
+    def shard(self, part: int, parts: int) -> tuple[int, int]:
+        return part, parts
+
+
+def test_shard_is_asked_for_by_the_names_of_its_arguments() -> None:
+    assert [shard_of(each(), 1, 4) for each in (OfDatasets, Ours, Positional)] == [(1, 4)] * 3

@@ -102,6 +102,7 @@ def test_live_line_says_how_far_how_fast_and_how_long() -> None:
         "step": 3,
         "total_steps": 12,
         "loss": 2.0,
+        "lr": 0.1,
         "samples_per_second": 8.0,
         "seconds_left": 9.0,  # nine steps, a second each
         "fraction": 0.25,

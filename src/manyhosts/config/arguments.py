@@ -1,0 +1,97 @@
+"""Arguments that other trainers have and ours has not: each is answered with what to write here."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from manyhosts.errors import ConfigError
+from manyhosts.table import nearest
+
+_EPOCHS = 'the length of a run is said when it starts: trainer.fit("20 epochs")'
+_STEPS = 'the length of a run is said when it starts: trainer.fit("5000 steps")'
+_WORKERS = "the script says nothing of machines: manyhosts run --workers 2, or --hosts a,b,c"
+_DATA = "data=mh.Data(train=train_set, validation=val_set, batch_size=64): datasets, no loaders"
+_OPTIMIZER = "optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)"
+_PIECES = "micro_batch_size=32: the most samples in one forward pass; batch_size stays the whole"
+_ORDER = "the order is made here, the same on any number of workers; shuffle=False keeps that of the dataset"
+
+OF_TRAINER = {
+    "epochs": _EPOCHS,
+    "max_epochs": _EPOCHS,
+    "num_epochs": _EPOCHS,
+    "num_train_epochs": _EPOCHS,
+    "max_steps": _STEPS,
+    "max_time": 'the length of a run is said when it starts: trainer.fit("2h30m")',
+    "accelerator": _WORKERS,
+    "device": "model and batches are moved to each worker's device by themselves; leave it out",
+    "devices": _WORKERS,
+    "gpus": _WORKERS,
+    "num_nodes": _WORKERS,
+    "world_size": _WORKERS,
+    "train_dataset": _DATA,
+    "eval_dataset": _DATA,
+    "train_dataloader": _DATA,
+    "train_dataloaders": _DATA,
+    "train_loader": _DATA,
+    "val_dataloaders": _DATA,
+    "dataset": _DATA,
+    "batch_size": _DATA,
+    "lr": _OPTIMIZER,
+    "learning_rate": _OPTIMIZER,
+    "optimizers": _OPTIMIZER,
+    "criterion": "loss=nn.CrossEntropyLoss()",
+    "loss_fn": "loss=nn.CrossEntropyLoss()",
+    "scheduler": "schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10)",
+    "lr_scheduler": "schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10)",
+    "gradient_clip_val": "clip_gradients=1.0",
+    "max_grad_norm": "clip_gradients=1.0",
+    "accumulate_grad_batches": _PIECES,
+    "gradient_accumulation_steps": _PIECES,
+    "callbacks": "listeners=[function]: each is called with every event",
+    "logger": "everything is written to the run directory; listeners=[function] is called with every event",
+    "default_root_dir": 'run_dir="runs/mine"',
+    "output_dir": 'run_dir="runs/mine"',
+    "resume_from_checkpoint": "a run directory that holds snapshots is resumed: run_dir=…, or manyhosts run --run-dir",
+    "ckpt_path": "a run directory that holds snapshots is resumed: run_dir=…, or manyhosts run --run-dir",
+    "mixed_precision": 'precision="bf16"',
+    "fp16": 'precision="fp16"',
+    "bf16": 'precision="bf16"',
+    "check_val_every_n_epoch": 'validate_every="2 epochs"',
+    "val_check_interval": 'validate_every="500 steps"',
+}
+"""Of `mh.Trainer`: the name elsewhere, and what to write in its place."""
+OF_DATA = {
+    "num_workers": "loader_workers=4: processes per worker that fetch samples ahead",
+    "collate_fn": "collate=function",
+    "val": "validation=val_set",
+    "valid": "validation=val_set",
+    "sampler": _ORDER,
+    "batch_sampler": _ORDER,
+    "pin_memory": "batches are pinned where there is a GPU; leave it out",
+    "persistent_workers": "loader processes stay for the whole run; leave it out",
+    "prefetch_factor": 'loader_workers="auto" measures how many are needed; leave it out',
+}
+"""Of `mh.Data`, likewise."""
+
+
+def check_by_name(
+    function: Callable[..., Any], who: str, elsewhere: Mapping[str, str], given: Sequence[Any], named: Mapping[str, Any]
+) -> None:
+    """See that `function` knows every argument: `given` without a name, and `named`.
+
+    Raises:
+        ConfigError: it does not; with what to write instead, where that is known from other libraries.
+    """
+    known = [each for each in inspect.signature(function).parameters.values() if each.name != "self"]
+    places = sum(each.kind is not inspect.Parameter.KEYWORD_ONLY for each in known)
+    if len(given) > places:
+        kind = type(given[places]).__name__
+        fix = f"write {who}({'model=…, data=…, optimizer=…' if who == 'mh.Trainer' else 'train=…, batch_size=…'})"
+        raise ConfigError(f"{who} takes its arguments by name, but a {kind} comes without one", where=who, fix=fix)
+    names = [each.name for each in known]
+    for name in named:
+        if name not in names:
+            fix = elsewhere.get(name) or f"{nearest(name, names)}known: {', '.join(names)}"
+            raise ConfigError(f"{who} has no argument {name!r}", where=f"{who}({name}=…)", fix=fix)

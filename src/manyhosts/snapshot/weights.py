@@ -1,0 +1,96 @@
+"""The weights of a run: out of its directory, and into a file of their own."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from manyhosts.errors import ConfigError, SnapshotError
+from manyhosts.records.manifest import NAME, found_in
+from manyhosts.records.run_directory import RunDirectory
+from manyhosts.snapshot import load as snapshots
+
+SUFFIXES = (".safetensors", ".pt", ".pth")
+
+
+def load(run_dir: str | Path, *, weights: Literal["best", "last"] = "best") -> dict[str, Tensor]:
+    """The `state_dict` of a run's model, on the CPU, with the names that the model itself has.
+
+    `run_dir` is a run directory, or one snapshot. `weights="best"`: those of the best validation, or the newest where
+    the run has no best; `"last"`: the newest. Every byte is checked against its hash; a damaged snapshot is named in a
+    warning, and the one before it is taken.
+
+    Raises:
+        ConfigError: there are no weights.
+        SnapshotError: there are, and all are damaged.
+    """
+    path = Path(run_dir)
+    if weights not in ("best", "last"):
+        raise ConfigError(f"weights is {weights!r}", where="mh.load(…)", fix='choose "best" or "last"')
+    directory = RunDirectory(path)
+    found = [path] if (path / NAME).exists() else []
+    if not found and weights == "best" and (directory.best / NAME).exists():
+        found.append(directory.best)
+    if not found:
+        found = [each.path for each in found_in(directory.snapshots) if each.how != "half" and each.step >= 0]
+    if not found:
+        what = "there is no such folder" if not path.exists() else "there is no best model and no snapshot here"
+        raise ConfigError(what, where=str(path), fix="give the directory of a run that has saved, or one snapshot")
+    for number, each in enumerate(found, start=1):
+        try:
+            state: dict[str, Tensor] = snapshots.load(each).state["model"]
+        except SnapshotError as error:
+            if number == len(found):
+                raise
+            warnings.warn(f"{each} is left out: {error.what}", stacklevel=2)
+        else:
+            return state
+    raise AssertionError("the last one either was given back or has raised")
+
+
+def check_path(path: Path) -> None:
+    """See that `save` knows what to write to `path`.
+
+    Raises:
+        ConfigError: by its name it is neither a safetensors file nor one of torch.
+    """
+    if path.suffix not in SUFFIXES:
+        raise ConfigError(
+            f"cannot tell what to write from the name {path.name!r}",
+            where="trainer.save(…)",
+            fix='end it in .safetensors (such as "model.safetensors"), or in .pt for torch.load',
+        )
+
+
+def save(path: Path, state: Mapping[str, Any]) -> None:
+    """Write a `state_dict` to one file, whole or not at all.
+
+    Raises:
+        ConfigError: it cannot be written there.
+    """
+    half = path.with_name(f".{path.name}.{os.getpid()}.half")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".safetensors":
+            # Memory of its own for each: the format has no word for two names of one tensor.
+            tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in state.items()}
+            save_file(tensors, half, metadata={"format": "pt"})
+        else:
+            torch.save({name: tensor.detach().cpu() for name, tensor in state.items()}, half)
+        os.replace(half, path)
+    except Exception as cause:  # of many kinds: the disk, a dtype that the format does not know
+        said = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
+        raise ConfigError(
+            f"cannot write the weights: {said}", where=str(path), fix="choose another place, or a .pt file"
+        ) from cause
+    finally:
+        with suppress(OSError):
+            half.unlink(missing_ok=True)

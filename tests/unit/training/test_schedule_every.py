@@ -1,0 +1,73 @@
+"""What moves a learning-rate schedule on, and what is said where it takes the rate to next to nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import images_and_labels, network
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import manyhosts as mh
+from manyhosts.errors import ConfigError
+from manyhosts.events import Note, StepDone
+
+BATCH, SAMPLES, EPOCHS = 10, 25, 3  # three steps an epoch
+
+
+def rates(folder: Path, *, fit: str = f"{EPOCHS} epochs", **more: Any) -> tuple[list[float], list[str]]:
+    """The learning rate of each step, and the notes."""
+    heard: list[Any] = []
+    trainer = mh.Trainer(
+        model=network,
+        loss=nn.CrossEntropyLoss(),
+        optimizer=lambda params: torch.optim.SGD(params, lr=1.0),
+        data=mh.Data(train=TensorDataset(*images_and_labels(SAMPLES)), batch_size=BATCH),
+        listeners=[heard.append],
+        run_dir=folder,
+        **more,
+    )
+    trainer.fit(fit)
+    told = [event for event in heard if isinstance(event, StepDone)]
+    return [event.lr for event in told], [event.text for event in heard if isinstance(event, Note)]
+
+
+def tenth(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.1)
+
+
+def test_schedule_follows_epochs_or_steps(tmp_path: Path) -> None:
+    by_epoch, _ = rates(tmp_path / "epoch", schedule=tenth, schedule_every="epoch")
+    assert by_epoch == pytest.approx([1.0] * 3 + [0.1] * 3 + [0.01] * 3)
+    by_step, _ = rates(tmp_path / "step", schedule=tenth)
+    assert by_step == pytest.approx([0.1**step for step in range(9)])
+
+
+def test_schedule_by_epochs_goes_on_in_the_middle_of_one(tmp_path: Path) -> None:
+    whole, _ = rates(tmp_path / "whole", schedule=tenth, schedule_every="epoch")
+    first, _ = rates(tmp_path / "cut", schedule=tenth, schedule_every="epoch", fit="4 steps")
+    rest, _ = rates(tmp_path / "cut", schedule=tenth, schedule_every="epoch")
+    assert first + rest == whole
+
+
+def test_rate_that_vanishes_is_noticed_once(tmp_path: Path) -> None:
+    _, notes = rates(tmp_path / "falls", schedule=tenth)
+    [said] = [note for note in notes if "learning rate has fallen" in note]
+    assert 'schedule_every="epoch"' in said
+
+
+def test_schedules_that_end_at_nothing_or_begin_there_are_not(tmp_path: Path) -> None:
+    def linear(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(step / 3, (9 - step) / 6, 1.0))
+
+    for name, more in {"linear": {"schedule": linear}, "epoch": {"schedule": tenth, "schedule_every": "epoch"}}.items():
+        _, notes = rates(tmp_path / name, **more)
+        assert not [note for note in notes if "learning rate has fallen" in note], name
+
+
+def test_unknown_period_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="schedule_every is 'batch'"):
+        rates(tmp_path, schedule_every="batch")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ParamSpec
 
 from manyhosts.errors import ConfigError
 from manyhosts.table import nearest
+
+P = ParamSpec("P")
 
 _EPOCHS = 'the length of a run is said when it starts: trainer.fit("20 epochs")'
 _STEPS = 'the length of a run is said when it starts: trainer.fit("5000 steps")'
@@ -74,6 +77,20 @@ OF_DATA = {
     "prefetch_factor": 'loader_workers="auto" measures how many are needed; leave it out',
 }
 """Of `mh.Data`, likewise."""
+
+
+def answers(who: str, elsewhere: Mapping[str, str]) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Have an `__init__` answer arguments that it does not know with a sentence, before Python does."""
+
+    def around(init: Callable[P, None]) -> Callable[P, None]:
+        @functools.wraps(init)
+        def checked(*given: P.args, **named: P.kwargs) -> None:
+            check_by_name(init, who, elsewhere, given[1:], named)
+            init(*given, **named)
+
+        return checked
+
+    return around
 
 
 def check_by_name(

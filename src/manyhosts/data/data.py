@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sized
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from manyhosts.config.arguments import OF_DATA, check_by_name
+from manyhosts.config.arguments import OF_DATA, answers
 from manyhosts.data.fetch import Collate
 from manyhosts.errors import ConfigError, DataError
 
@@ -29,11 +29,7 @@ class Data:
         collate: makes a batch of a list of samples; PyTorch's `default_collate` where it is not given.
     """
 
-    def __new__(cls, *given: Any, **named: Any) -> Self:
-        """Answer arguments that only loaders have with a sentence, before Python does."""
-        check_by_name(cls.__init__, "mh.Data", OF_DATA, given, named)
-        return super().__new__(cls)
-
+    @answers("mh.Data", OF_DATA)
     def __init__(  # noqa: PLR0913  # the user's whole vocabulary for data, by name only
         self,
         train: Dataset[Any] | None = None,

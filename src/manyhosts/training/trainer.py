@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
@@ -19,7 +19,7 @@ from manyhosts.cluster.reports import Reporter
 from manyhosts.communication.gathering import gather_words
 from manyhosts.communication.world import World
 from manyhosts.config import overrides
-from manyhosts.config.arguments import OF_TRAINER, check_by_name
+from manyhosts.config.arguments import OF_TRAINER, answers
 from manyhosts.config.settings import Settings
 from manyhosts.config.snapshots import Snapshots
 from manyhosts.config.stopping import EarlyStopping
@@ -100,11 +100,7 @@ class Trainer:
         ConfigError: settings that make no sense, alone or together.
     """
 
-    def __new__(cls, *given: Any, **named: Any) -> Self:
-        """Answer arguments that only other trainers have with a sentence, before Python does."""
-        check_by_name(cls.__init__, "mh.Trainer", OF_TRAINER, given, named)
-        return super().__new__(cls)
-
+    @answers("mh.Trainer", OF_TRAINER)
     def __init__(  # noqa: PLR0913  # the user's whole vocabulary, by name only
         self,
         *,

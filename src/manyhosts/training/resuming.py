@@ -95,18 +95,22 @@ TABLE = (
         ("seed", "shuffle", "drop_last"), refused=True),
     Row("`virtual_workers`", "refused: the bits depend on their number", ("virtual_workers",), refused=True),
     Row("`batch_norm`", "refused: it would be another model", ("batch_norm",), refused=True),
+    Row("`schedule_every`", "refused: the schedule has counted the other way until now",
+        ("schedule_every",), refused=True),
 )  # fmt: skip
 """What a resume may change. `docs/resuming.md` has it as a table, and a test compares the two."""
 
 _SETTINGS = (
     "seed", "shuffle", "drop_last", "virtual_workers", "batch_norm", "micro_batch_size", "warmup", "clip_gradients",
-    "precision", "strategy", "on_bad_step",
+    "precision", "strategy", "on_bad_step", "schedule_every",
 )  # fmt: skip
 _STRUCTURE = {
     "name", "compression", "powersgd_rank", "topk_fraction", "error_feedback", "compress_above", "inside_node",
     "fragments", "outer_compression",
 }  # fmt: skip
 """Options of a strategy that say what it keeps."""
+_ABSENT = {"schedule_every": "step"}
+"""What a snapshot means that was made before the key was known."""
 _WATCHED = ("metric", "mode")
 
 
@@ -176,8 +180,8 @@ def _refusals(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tup
     """Each thing that must not have changed: the kind of error, and the sentence."""
     plain = [key for row in TABLE if row.refused for key in row.keys if key not in ("model", "groups", "data")]
     for key in plain:
-        if before[key] != now[key]:
-            yield ConfigError.__name__, f"{key} is {_word(now[key])}, and the run began with {_word(before[key])}"
+        if (begun := before.get(key, _ABSENT.get(key))) != now[key]:
+            yield ConfigError.__name__, f"{key} is {_word(now[key])}, and the run began with {_word(begun)}"
     if len(before["groups"]) != len(now["groups"]):
         counts = len(now["groups"]), len(before["groups"])
         yield (
@@ -198,8 +202,8 @@ def _refusals(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tup
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Each thing that has changed and may: its key, and what it was and is; no words where it goes without saying."""
     for key in ("batch_size", *_SETTINGS):
-        if key != "strategy" and before[key] != now[key]:
-            yield key, f"{key} {_word(before[key])} → {_word(now[key])}"
+        if key != "strategy" and (begun := before.get(key, _ABSENT.get(key))) != now[key]:
+            yield key, f"{key} {_word(begun)} → {_word(now[key])}"
     for number, (old, new) in enumerate(zip(before["options"], now["options"], strict=True)):
         of_group = f" of parameter group {number}" if len(now["options"]) > 1 else ""
         for key in _others(old, new):

@@ -68,6 +68,12 @@ def test_schedules_that_end_at_nothing_or_begin_there_are_not(tmp_path: Path) ->
         assert not [note for note in notes if "learning rate has fallen" in note], name
 
 
+def test_resume_by_the_other_count_is_refused(tmp_path: Path) -> None:
+    rates(tmp_path, schedule=tenth, schedule_every="epoch", fit="4 steps")
+    with pytest.raises(ConfigError, match="schedule_every is step, and the run began with epoch"):
+        rates(tmp_path, schedule=tenth)
+
+
 def test_unknown_period_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="schedule_every is 'batch'"):
         rates(tmp_path, schedule_every="batch")

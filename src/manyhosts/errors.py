@@ -105,8 +105,13 @@ class RankLost(CommunicationError):
 
 def first_line(error: BaseException) -> str:
     """What an error says, in one line, without the C++ frames and file names of the libraries below PyTorch."""
-    lines = [_IN_CPP.sub("", line).strip() for line in str(error).splitlines()]
-    return next((line for line in lines if line), type(error).__name__)
+    return next(iter(plain_lines(str(error))), type(error).__name__)
+
+
+def plain_lines(said: str) -> list[str]:
+    """The lines of what an error says that are not empty, without the file names of libraries below PyTorch."""
+    lines = (_IN_CPP.sub("", line).strip() for line in said.splitlines())
+    return [line for line in lines if line]
 
 
 def speak_plainly() -> None:

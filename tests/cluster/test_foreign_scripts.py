@@ -20,4 +20,4 @@ def test_script_of_a_library_trains_on_hosts_that_share_nothing(name: str, four:
     ended = run(four, tmp_path, source, "--hosts", "lab1,lab2", "--run-dir", "run", timeout_s=200, arguments=["w.pt"])
     assert ended.code == 0, ended.err
     assert equal_hashes(ended.out, workers=2), ended.out
-    assert "trains alone" not in ended.out
+    assert "trains alone" not in ended.err

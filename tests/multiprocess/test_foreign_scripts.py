@@ -41,7 +41,7 @@ def test_workers_of_a_script_with_a_library_train_together(
     hashes = re.findall(r"rank \d of 2 on cpu: (\w{64})", done.out)
     assert len(hashes) == 2, done.out
     assert len(set(hashes)) == 1, "the same bits on all workers"
-    assert "manyhosts: " not in done.out, "nothing is wrong"
+    assert "manyhosts: " not in done.err, "nothing is wrong"
 
 
 @pytest.mark.slow
@@ -74,5 +74,5 @@ def test_script_that_fabric_takes_for_alone_is_told_so(tmp_path: Path) -> None:
     """
     done = run_words(tmp_path, "--workers", "2", "--run-dir", "run", str(write_script(tmp_path, source)))
     assert done.code == 0, done.err
-    assert "manyhosts: each of the 2 workers trains alone" in done.out
-    assert "fix: give Fabric, or the Trainer, devices=" in done.out
+    assert "manyhosts: each of the 2 workers trains alone" in done.err
+    assert "fix: give Fabric, or the Trainer, devices=" in done.err

@@ -58,7 +58,8 @@ def hung(folder: Path, what: str, *options: str, code: int = 4) -> Ended:
     begin = time.monotonic()
     options = ("--workers", "2", "--hang-timeout", str(PATIENCE_S), "--env", "OMP_NUM_THREADS=1", *options)
     ended = run(folder, SCRIPT, *options, arguments=[what])
-    assert (ended.code, ended.err.count("manyhosts: ")) == (code, int(code != 0)), ended.err
+    assert ended.code == code, ended.err
+    assert code == 0 or ended.err.count("manyhosts: ") == 1, ended.err
     assert time.monotonic() - begin < 20 * PATIENCE_S
     return ended
 
@@ -109,8 +110,8 @@ def test_worker_that_leaves_early_is_named_and_not_those_that_still_waited_for_i
 
 def test_run_that_hangs_is_started_again_where_that_was_asked_for(tmp_path: Path) -> None:
     ended = hung(tmp_path, "spin", "--restarts", "1", code=0)
-    assert "computes without end" in ended.out
-    assert "starting all workers again (restart 1 of 1)" in ended.out
+    assert "computes without end" in ended.err
+    assert "starting all workers again (restart 1 of 1)" in ended.err
 
 
 TRAINER = """

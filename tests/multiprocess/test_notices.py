@@ -49,7 +49,7 @@ def notices(folder: Path, source: str, *options: str, workers: int = 2) -> list[
 def told(ended: Ended) -> list[str]:
     """What the launcher has said; the script has done its work all the same."""
     assert ended.code == 0, ended.err
-    return [line for line in ended.out.splitlines() if line.startswith("manyhosts: ")]
+    return [line for line in ended.err.splitlines() if line.startswith("manyhosts: ")]
 
 
 def test_workers_without_a_process_group_are_told_that_each_trains_alone(tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from launching import run_words
 
 pytestmark = pytest.mark.multiprocess
 SCRIPT = Path(__file__).with_name("cuda_script.py")
@@ -35,6 +37,55 @@ def test_what_no_cpu_has_is_refused_with_a_sentence(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "torch.cuda.CUDAGraph cannot be rehearsed on a CPU" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+LIBRARY = """
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+class Runner:
+    graph: torch.cuda.CUDAGraph | None = None
+    pool: torch.cuda.MemPool | None = None
+
+class OnGpu(Dataset):
+    def __len__(self):
+        return 2
+    def __getitem__(self, index):
+        return torch.full((1,), index, device="cuda", dtype=torch.float32)
+
+def train(rank, count):
+    torch.cuda.set_device(rank)
+    torch.distributed.init_process_group("nccl", rank=rank, world_size=count, init_method="tcp://127.0.0.1:" + PORT)
+    total = torch.full((1,), rank + 1.0).cuda()
+    torch.distributed.all_reduce(total)
+    print("rank", rank, "of", count, "sum", int(total), flush=True)
+
+import os
+PORT = os.environ["PORT"]
+if __name__ == "__main__":
+    for thing in (torch.ones(1), torch.cuda.Event(), torch.cuda.Stream()):
+        asked = [isinstance(thing, kind) for kind in (torch.cuda.Event, torch.cuda.Stream, torch.cuda.CUDAGraph)]
+        print(type(thing).__name__, asked.index(True) if any(asked) else None)
+    for method in ("spawn", "forkserver"):
+        loader = DataLoader(OnGpu(), num_workers=1, multiprocessing_context=method)
+        print(method, sum(float(each) for each in loader))
+    count = torch.cuda.device_count()
+    torch.multiprocessing.spawn(train, args=(count,), nprocs=count)
+"""
+
+
+def test_classes_stay_classes_and_processes_of_the_script_are_mapped_too(tmp_path: Path) -> None:
+    script = tmp_path / "library.py"
+    script.write_text(LIBRARY)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = ["--workers", "1", "--rehearse", "--env", "CUDA_VISIBLE_DEVICES=0,1", "--env", f"PORT={port}"]
+    done = run_words(tmp_path, *words, str(script))
+    assert done.code == 0, done.err
+    *first, one, two = done.out.splitlines()
+    assert first == ["Tensor None", "Event 0", "Stream 1", "spawn 1.0", "forkserver 1.0"]
+    assert sorted([one, two]) == ["rank 0 of 2 sum 3", "rank 1 of 2 sum 3"]
 
 
 def test_gpu_that_the_machine_would_not_have_is_an_error(tmp_path: Path) -> None:

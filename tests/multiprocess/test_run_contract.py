@@ -128,8 +128,8 @@ def test_all_workers_start_again_after_a_failure_and_are_told_so(tmp_path: Path)
     assert sorted(line for line in ended.out.splitlines() if line.startswith("[")) == [
         "[0] start 0", "[0] start 1", "[1] start 0", "[1] start 1",
     ]  # fmt: skip
-    assert "rank 1" in ended.out
-    assert "restart 1 of 2" in ended.out
+    assert "rank 1" in ended.err
+    assert "restart 1 of 2" in ended.err
 
 
 def test_store_of_a_restart_knows_nothing_of_the_one_before(tmp_path: Path) -> None:

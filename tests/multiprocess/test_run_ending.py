@@ -199,7 +199,7 @@ def test_what_a_worker_has_started_ends_with_it_while_others_go_on(tmp_path: Pat
 def test_one_of_two_agents_lost_ends_the_workers_of_the_other(tmp_path: Path) -> None:
     head = start_and_wait(tmp_path, SLEEP, "--nodes", "2", "--workers", "1")
     processes = family(head)
-    [agent] = [each for each in agents(processes) if each.cmdline()[-1] == "1"]
+    [agent] = [each for each in agents(processes) if "node 1:" in " ".join(each.cmdline())]
     agent.kill()
     _, err = head.communicate(timeout=60)
     assert (head.returncode, alive(processes)) == (4, [])

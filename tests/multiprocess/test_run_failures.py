@@ -172,7 +172,7 @@ def test_worker_that_ignores_sigterm_is_ended_too(tmp_path: Path) -> None:
 def test_last_restart_that_fails_is_the_end(tmp_path: Path) -> None:
     ended = run(tmp_path, "raise ValueError('always')", "--restarts", "2")
     assert ended.code == 1
-    assert ended.out.count("starting all workers again") == 2
+    assert ended.err.count("starting all workers again") == 2
     assert ended.err.count("Traceback") == 3, "one for each start"
 
 

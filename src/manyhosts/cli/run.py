@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,11 +13,13 @@ from typing import Any
 
 import click
 
+from manyhosts.cli import torchrun_options
 from manyhosts.cli.cluster import beside_table, cluster_option
 from manyhosts.cli.where import Where, pairs
+from manyhosts.cluster.place import REHEARSED_GPUS
 from manyhosts.config import overrides
 from manyhosts.errors import ConfigError
-from manyhosts.launchers import handles, scripts, variables
+from manyhosts.launchers import handles, scripts, titles, variables
 from manyhosts.launchers.display import Display, PlainDisplay
 from manyhosts.launchers.host import gpus
 from manyhosts.launchers.job import Job
@@ -30,7 +33,18 @@ _REHEARSAL = "manyhosts.rehearsal"
 
 
 class _Run(click.Command):
-    """`run`, whose help lists the options of the target that `--on` named before it."""
+    """`run`, whose help lists the options of the target that `--on` named before it. It understands torchrun's, too."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        options = [option for option in self.params if isinstance(option, click.Option)]
+        flags = {word for option in options if option.is_flag for word in option.opts} | {"--help"}
+        with_value = {word for option in options if not option.is_flag for word in option.opts}
+        read = torchrun_options.translate(args, flags, with_value)
+        if read.left_out or read.is_other:
+            left_out = f"; left out, since it need not be said: {', '.join(read.left_out)}" if read.left_out else ""
+            words = shlex.join(["manyhosts", "run", *read.words])
+            print(f"manyhosts: torchrun's options are read as: {words}{left_out}", file=sys.stderr, flush=True)
+        return super().parse_args(ctx, read.words)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         target = ctx.params.get("target")
@@ -91,6 +105,8 @@ class _Run(click.Command):
     callback=beside_table,
     help="An option of the target; `run --on TARGET --help` lists them.",
 )
+@click.option("--show", metavar="RANK", help="Show the output of this rank alone, or of several: 0,3; logs keep all.")
+@click.option("--no-prefix", is_flag=True, help="Show lines as they are, without the rank before them.")
 @click.option("--env", multiple=True, metavar="K=V", callback=beside_table, help="A variable that all workers get.")
 @click.option(
     "--set",
@@ -122,6 +138,7 @@ def run(**options: Any) -> int:
     """
     asked = _Asked(**options)
     job = _job(asked)
+    titles.set_title(f"manyhosts {shlex.join(sys.argv[1:])}", "manyhosts run")
     for note in _behind_the_script(asked):
         print(f"manyhosts: {note}", file=sys.stderr, flush=True)
     target = asked.target or ("ssh" if job.hosts else "local")
@@ -160,6 +177,8 @@ class _Asked:
     workers_per_node: int | None
     restarts: int
     hang_timeout: float | None
+    show: str | None
+    no_prefix: bool
     env: Sequence[str]
     settings: Sequence[str]
     run_dir: str | None
@@ -218,6 +237,8 @@ def _job(asked: _Asked) -> Job:
         workers_are_chosen=chosen is not None or here,
         workers_of=dict(enumerate(slots)) if asked.workers_per_node is None else {},
         restarts=asked.restarts,
+        show=_ranks(asked.show),
+        prefix=not asked.no_prefix,
         hang_timeout_s=asked.hang_timeout,
         hosts=hosts,
         options=pairs(asked.options, "-o"),
@@ -225,10 +246,10 @@ def _job(asked: _Asked) -> Job:
         check=not asked.no_check,
         encrypt=asked.encrypt is not None,
         environment={
-            **pairs(asked.env, "--env"),
+            **_variables(asked.env),
             **overrides.to_environment(changed),
             **({} if asked.run_dir or asked.resume else {run_directory.UNASKED: "1"}),
-            **({variables.FIRST: _REHEARSAL, "CUDA_VISIBLE_DEVICES": ""} if asked.rehearse else {}),
+            **(_rehearsed(asked.env) if asked.rehearse else {}),
         },
         overrides=changed,
         preload=scripts.preload(asked.script, kind, own=_TRAINING),
@@ -242,6 +263,30 @@ def _run_dir(asked: _Asked, kind: scripts.Kind) -> Path:
     if asked.resume:
         return scripts.last_run_dir(asked.script, kind)
     return Path(asked.run_dir).absolute() if asked.run_dir else new_run_dir(asked.script)
+
+
+def _ranks(words: str | None) -> tuple[int, ...]:
+    """The ranks that `--show` names, or none."""
+    numbers = [] if words is None else words.split(",")
+    if not all(number.strip().isdecimal() for number in numbers):
+        fix = "give ranks, as in --show 0 or --show 0,3"
+        raise ConfigError(f"cannot read {words!r} as ranks", where="--show", fix=fix)
+    return tuple(int(number) for number in numbers)
+
+
+def _variables(words: Sequence[str]) -> dict[str, str]:
+    """What `--env` gives to all workers."""
+    given = pairs(words, "--env")
+    if own := [name for name in variables.OF_ONE_WORKER if name in given]:
+        what = f"{own[0]} differs from worker to worker, and --env gives all of them {given[own[0]]!r}"
+        raise ConfigError(what, where="--env", fix="leave it out; ranks go by the order of the hosts")
+    return given
+
+
+def _rehearsed(words: Sequence[str]) -> dict[str, str]:
+    """What a rehearsal adds to the environment: the GPUs that it is to have, and none of the real ones."""
+    gpus_to_have = pairs(words, "--env").get("CUDA_VISIBLE_DEVICES", "")
+    return {variables.FIRST: _REHEARSAL, REHEARSED_GPUS: gpus_to_have, "CUDA_VISIBLE_DEVICES": ""}
 
 
 def _behind_the_script(asked: _Asked) -> list[str]:

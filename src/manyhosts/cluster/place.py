@@ -12,6 +12,8 @@ from manyhosts.errors import ConfigError
 
 REHEARSING = "MANYHOSTS_REHEARSING"
 """Set where a script for GPUs runs without them: `torch.cuda` then answers for some that are not there."""
+REHEARSED_GPUS = "MANYHOSTS_REHEARSED_GPUS"
+"""What `CUDA_VISIBLE_DEVICES` is to say in a rehearsal; without it each worker of a host has a GPU of its own."""
 _LOOPBACK = "127.0.0.1"
 
 

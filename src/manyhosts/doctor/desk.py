@@ -169,6 +169,9 @@ class _Quiet:
     def say(self, text: str) -> None:
         pass
 
+    def warn(self, text: str) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

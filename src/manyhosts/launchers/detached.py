@@ -90,7 +90,7 @@ def send_and_follow(
         LaunchError: the engine refused, or was not reached.
     """
     for note in plan.notes:
-        display.say(f"manyhosts: {note}")
+        display.warn(f"manyhosts: {note}")
     name = jobs.send(plan)
     display.say(f"manyhosts: sent as {target}://{name}")
     return follow(jobs, name, display, wait=wait)
@@ -106,11 +106,13 @@ def follow(jobs: Engine, name: str, display: Display, *, wait: Callable[[float],
         while not (status := jobs.status(name)).over:
             wait(_LOOK_S)
     except KeyboardInterrupt:
-        display.say("manyhosts: the job is being cancelled")
+        display.warn("manyhosts: the job is being cancelled")
         jobs.cancel(name)
         return 130
     if status.state != "done":
-        display.say(f"manyhosts: the job {'has ' if status.state == 'failed' else 'is '}{status.state} {status.reason}")
+        display.warn(
+            f"manyhosts: the job {'has ' if status.state == 'failed' else 'is '}{status.state} {status.reason}"
+        )
     return status.exit_code
 
 

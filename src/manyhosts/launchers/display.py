@@ -19,6 +19,9 @@ class Display(Protocol):
     def say(self, text: str) -> None:
         """Show lines that belong to the run as a whole, and stay."""
 
+    def warn(self, text: str) -> None:
+        """Show lines of the launcher's own, which are not part of what the script prints; on stderr."""
+
     def close(self) -> None:
         """Leave the terminal as it was found."""
 
@@ -39,6 +42,10 @@ class PlainDisplay:
     def say(self, text: str) -> None:
         """Print `text`."""
         self._print(self._out, text)
+
+    def warn(self, text: str) -> None:
+        """Print `text` on stderr."""
+        self._print(self._err, text)
 
     def close(self) -> None:
         """Nothing to undo."""

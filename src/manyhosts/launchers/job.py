@@ -45,6 +45,10 @@ class Job:
     """How long workers may get no further. 0: for ever. None: long, and only where they tell how they get on."""
     restarts: int = 0
     """How often all workers are started anew after a failure."""
+    show: tuple[int, ...] = ()
+    """The ranks whose output is shown; all where it is empty. Logs are kept of all."""
+    prefix: bool = True
+    """Whether a line that is shown begins with its rank, where there are several."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that the workers get beside those of their host."""
     overrides: Mapping[str, str] = field(default_factory=dict)
@@ -80,6 +84,12 @@ class Job:
         ):
             if count < least:
                 raise ConfigError(f"{name} is {count}", where=name, fix=f"give {least} or more")
+        if wrong := [rank for rank in self.show if not 0 <= rank < self.workers and self.workers_are_chosen]:
+            raise ConfigError(
+                f"there is no rank {wrong[0]} among {self.workers} workers",
+                where="--show",
+                fix=f"give ranks from 0 to {self.workers - 1}, as in --show 0 or --show 0,1",
+            )
         if self.hang_timeout_s is not None and not (
             self.hang_timeout_s == 0 or LEAST_HANG_TIMEOUT_S <= self.hang_timeout_s < math.inf
         ):

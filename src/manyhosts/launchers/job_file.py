@@ -38,7 +38,7 @@ def of_text(text: str, *, where: str) -> Job:
         found: dict[str, Any] = json.loads(text)
         for name in ("folder", "run_dir"):
             found[name] = Path(found[name])
-        for name in ("arguments", "preload", "hosts"):
+        for name in ("arguments", "preload", "hosts", "show"):
             found[name] = tuple(found[name])
         found["words"] = tuple(found.get("words", ()))
         found["workers_of"] = {int(node): count for node, count in found["workers_of"].items()}

@@ -72,13 +72,14 @@ def run(job: Job, display: Display) -> int:
 
 
 def _agent_command(node: int, head: str) -> tuple[str, ...]:
-    return (sys.executable, "-P", "-m", "manyhosts.launchers.host.agent", "--head", head, "--node", str(node))
+    words = (sys.executable, "-P", "-m", "manyhosts.launchers.host.agent", "--head", head, "--node", str(node))
+    return (*words, "--stdin") if node == 0 else words
 
 
 def _start_agent(node: int, head: str, token: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         _agent_command(node, head),
         env={**os.environ, **variables.of_one_machine(os.environ), TOKEN: token},
-        stdin=subprocess.DEVNULL,
+        stdin=None if node == 0 else subprocess.DEVNULL,  # the first worker reads what this process was given
         start_new_session=True,  # Ctrl-C reaches the head alone, which then asks the workers
     )

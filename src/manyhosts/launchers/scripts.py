@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from manyhosts.errors import ConfigError
+from manyhosts.launchers import early_variables
 from manyhosts.launchers.job import Job
 from manyhosts.records.json_text import parsed
 
@@ -119,9 +120,10 @@ def _same_script(recorded: Path, asked: Path) -> bool:
 def preload(program: str, kind: Kind, own: Sequence[str] = ()) -> tuple[str, ...]:
     """The modules that a host should load once for all workers of `program`: torch, and `own` if it uses manyhosts.
 
-    Nothing for an executable, and for a script that imports the standard library alone.
+    Nothing for an executable, for a script that imports the standard library alone, and for one that sets variables
+    which torch reads when it is loaded: each worker then loads it by itself.
     """
-    if kind == "executable":
+    if kind == "executable" or early_variables.set_before_torch(_file_of(program, kind)):
         return ()
     try:
         imported = _imports(Path(program).read_text()) if kind == "script" else {program.partition(".")[0]}
@@ -131,6 +133,14 @@ def preload(program: str, kind: Kind, own: Sequence[str] = ()) -> tuple[str, ...
         return ()
     metrics = ["torchmetrics"] if "torchmetrics" in imported else []  # a second, for everybody at once
     return (*TORCH, *metrics, *own) if "manyhosts" in imported else (*TORCH, *metrics)
+
+
+def _file_of(program: str, kind: Kind) -> Path:
+    """Where the source of `program` is, if it is in the working directory; a path that is not there, if not."""
+    path = Path(*program.split(".")) if kind == "module" else Path(program)
+    if path.is_dir():
+        return path / "__main__.py"
+    return path.with_suffix(".py") if kind == "module" else path
 
 
 def _imports(source: str) -> set[str]:

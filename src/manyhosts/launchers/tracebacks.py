@@ -6,11 +6,14 @@ import re
 import traceback
 from pathlib import Path
 
-from manyhosts.errors import first_line
+from manyhosts.errors import plain_lines
 
 _OURS = (str(Path(__file__).parent), "<frozen runpy>", "<frozen importlib._bootstrap>")
 _NOTICES = re.compile(r"^\[W\S* .*\] \[c10d\] The hostname of the client socket cannot be retrieved\.")
 """What torch says of itself and nobody can do anything about: hosts need no names that can be looked up backwards."""
+_TRACEBACK = "Traceback (most recent call last):"
+_LONGEST_SUMMARY = 400
+_GAP = " … "
 _NATIVE = re.compile(
     r"^\s*(frame #\d+: .*|Exception raised from .*\(most recent call first\):|C\+\+ CapturedTraceback:"
     r"|#\d+ .* from .*:\d+)$"
@@ -25,12 +28,31 @@ def text(error: BaseException) -> str:
 
 
 def summary(error: BaseException) -> str:
-    """`ValueError: what it says`, one line."""
+    """`ValueError: what it says`, in one line of at most some hundred characters.
+
+    Of an error that quotes the traceback of another process, the first words and those of that process's error.
+    """
     kind = type(error)
     name = (
         kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
     )
-    return f"{name}: {first_line(error)}" if str(error).strip() else name
+    said = " ".join(plain_lines(without_native_frames(_without_frames(str(error)))))
+    if len(said) > _LONGEST_SUMMARY:
+        half = (_LONGEST_SUMMARY - len(_GAP)) // 2
+        said = f"{said[:half]}{_GAP}{said[-half:]}"
+    return f"{name}: {said}" if said else name
+
+
+def _without_frames(said: str) -> str:
+    """What an error says without the frames of a traceback that it quotes: the words before, and the last error's."""
+    begin, mark, quoted = said.partition(_TRACEBACK)
+    if not mark:
+        return said
+    rest = quoted.rpartition(_TRACEBACK)[2] or quoted
+    lines = rest.splitlines()
+    frames = [number for number, line in enumerate(lines) if line.startswith("  ")]
+    error = lines[frames[-1] + 1 :] if frames else lines
+    return "\n".join([begin.rstrip().removesuffix("Original").rstrip(), *error])
 
 
 def without_native_frames(text: str) -> str:

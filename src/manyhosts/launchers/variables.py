@@ -12,7 +12,17 @@ from manyhosts.launchers.job import Job
 RUN_DIR = "MANYHOSTS_RUN_DIR"
 FIRST = "MANYHOSTS_FIRST"
 """Names modules whose `begin()` a worker calls before its script."""
+STORE = "MANYHOSTS_STORE"
+"""The port of the store that the workers meet at, also where a script has chosen another one for its own processes."""
 CHOSEN_AT_START = "(chosen at the start)"
+
+OF_ONE_WORKER = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK")
+"""Variables in which workers differ: one value for all of them would be wrong."""
+OVERRULED = (
+    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "ROLE_NAME"),
+)
+"""What a worker is told unless the user has said otherwise (`--env`)."""
 
 
 def of_worker(
@@ -37,6 +47,8 @@ def of_worker(
         "TORCHELASTIC_MAX_RESTARTS": str(job.restarts),
         "TORCHELASTIC_RUN_ID": job.run_id,
         "TORCHELASTIC_USE_AGENT_STORE": str(agent_store),
+        STORE: str(port),
+        **{name: value for name, value in job.environment.items() if name in OVERRULED},
     }
 
 

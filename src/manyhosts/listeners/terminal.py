@@ -59,6 +59,10 @@ class Display:
         self._next_plain = time.monotonic() + _PLAIN_EVERY_S
         self._above(self._fit(fitted(text, _columns(self._stream)) if self._live else text))
 
+    def warn(self, text: str) -> None:
+        """Lines of the launcher's own that stay, on stderr."""
+        self._above(self._fit(fitted(text, _columns(self._stream)) if self._live else text), to_errors=True)
+
     def progress(self, fields: Fields) -> None:
         """Show how far the run is: see `live_line` for the fields. `ended` takes the live line away."""
         with self._lock:

@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from manyhosts.cluster.place import REHEARSED_GPUS
 from manyhosts.rehearsal.mapping import note, refuse, replace
 
 _MEMORY_BYTES = 16 << 30
@@ -23,7 +24,7 @@ _NOTHING = (
     *("reset_max_memory_allocated", "reset_max_memory_cached", "reset_accumulated_memory_stats"),
     *("set_per_process_memory_fraction", "set_sync_debug_mode"),
 )
-_REFUSED = ("CUDAGraph", "graph", "make_graphed_callables", "MemPool", "CUDAPluggableAllocator", "jiterator")
+_REFUSED = ("CUDAGraph", "graph", "make_graphed_callables", "MemPool", "CUDAPluggableAllocator", "MemPoolContext")
 
 
 class Stream:
@@ -99,8 +100,9 @@ class _Device:
 
 def put_in_place() -> None:
     """Let `torch.cuda` and `torch.accelerator` answer for GPUs that are not there."""
-    gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    current = [int(os.environ.get("LOCAL_RANK", "0"))]
+    named = os.environ.get(REHEARSED_GPUS, "")
+    gpus = len(named.split(",")) if named else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    current = [0]  # as on a machine with GPUs, until the script chooses one
 
     def set_device(device: Any = 0) -> None:
         note("GPUs become this machine's CPU")
@@ -126,7 +128,7 @@ def put_in_place() -> None:
         "current_device": lambda: current[0],
         "set_device": set_device,
         "device": _Device,
-        "device_of": lambda _: nullcontext(),
+        "device_of": _Device,
         "get_device_name": lambda *_: "rehearsal",
         "get_device_capability": lambda *_: (8, 0),
         "get_device_properties": lambda *_: properties,
@@ -152,8 +154,10 @@ def put_in_place() -> None:
         "set_rng_state_all": lambda states: torch.set_rng_state(states[current[0]]),
     }
     answers |= {name: _zero for name in _ZERO} | {name: _nothing for name in _NOTHING}
-    answers |= {name: _refusing(f"torch.cuda.{name}") for name in _REFUSED}
+    answers |= {name: _refusing(name) for name in _REFUSED if hasattr(torch.cuda, name)}
     replace(torch.cuda, **answers)
+    for module in (torch.cuda.streams, torch.cuda.graphs, torch.cuda.memory):  # some code takes them from there
+        replace(module, **{name: answer for name, answer in answers.items() if hasattr(module, name)})
     replace(torch.cuda.nccl, version=lambda: (2, 27, 0))  # some scripts ask before they begin
     replace(torch.cuda.nvtx, range_push=_nothing, range_pop=_nothing, mark=_nothing)
     torch.version.cuda = torch.version.cuda or "12.8"
@@ -186,4 +190,11 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def _refusing(name: str) -> Callable[..., Any]:
-    return lambda *_, **__: refuse(name)
+    """What refuses to be called, and is a class where torch's is one: libraries name it in types, and ask by it."""
+
+    def refuse_it(*_: Any, **__: Any) -> NoReturn:
+        refuse(f"torch.cuda.{name}")
+
+    if not isinstance(getattr(torch.cuda, name), type):
+        return refuse_it
+    return type(name, (), {"__module__": "torch.cuda", "__new__": refuse_it})

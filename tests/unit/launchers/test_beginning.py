@@ -34,6 +34,9 @@ class Shown:
     def say(self, text: str) -> None:
         raise AssertionError(text)
 
+    def warn(self, text: str) -> None:
+        raise AssertionError(text)
+
     def close(self) -> None:
         """Nothing to undo."""
 

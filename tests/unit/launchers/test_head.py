@@ -41,6 +41,9 @@ class HeardDisplay:
     def say(self, text: str) -> None:
         self.said.append(text)
 
+    def warn(self, text: str) -> None:
+        self.said.append(text)
+
     def close(self) -> None:
         pass
 

@@ -27,6 +27,9 @@ class Display:
     def say(self, text: str) -> None:
         self.said.append(text)
 
+    def warn(self, text: str) -> None:
+        self.said.append(text)
+
 
 class Node:
     """A host whose agent is here."""

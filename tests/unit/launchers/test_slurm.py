@@ -183,9 +183,9 @@ def test_waiting_for_a_batch_job_shows_its_words_and_ends_with_its_code(
     over = RUNNING.format(log=tmp_path / "log").replace("RUNNING", "FAILED").replace("0:0", "4:0")
     engine = slurm(sbatch="4711\n", scontrol=["JobState=PENDING StdOut=\n", over])
     assert engine.submit(engine.plan(job(tmp_path)), PlainDisplay(sys.stdout, sys.stderr)) == 4
-    said = capsys.readouterr().out.splitlines()
-    assert said[:2] == ["manyhosts: queued as slurm://4711", "epoch 1"]
-    assert said[-1].startswith("manyhosts: the job has failed FAILED")
+    out, err = capsys.readouterr()
+    assert out.splitlines() == ["manyhosts: queued as slurm://4711", "epoch 1"]
+    assert err.splitlines()[-1].startswith("manyhosts: the job has failed FAILED")
 
 
 @pytest.mark.parametrize(

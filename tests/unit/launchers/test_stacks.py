@@ -37,6 +37,22 @@ def test_frames_that_start_the_script_are_left_out() -> None:
     assert stacks.parse(TWO_THREADS + start) == stacks.parse(TWO_THREADS)
 
 
+def test_what_watches_a_script_does_not_hide_the_line_that_it_stands_in() -> None:
+    folder = Path(stacks.__file__).parents[1] / "host"
+    stack = f"""\
+Current thread 0x00007f2 (most recent call first):
+  File "/venv/site-packages/torch/nn/parallel/distributed.py", line 1600 in _pre_forward
+  File "{folder}/witness.py", line 9 in look_and_prepare
+  File "/home/me/train.py", line 14 in <module>
+  File "{folder}/worker.py", line 50 in _run_main
+  File "{folder}/worker.py", line 40 in be
+  File "<string>", line 1 in <module>
+"""
+    found = stacks.parse(stack)
+    assert [frame.function for frame in found] == ["_pre_forward", "<module>"]
+    assert str(stacks.in_script(found)) == "train.py:14"
+
+
 def test_place_is_the_innermost_line_of_the_users_own() -> None:
     library = Frame("/venv/lib/python3.11/site-packages/torch/nn/modules/linear.py", 125, "forward")
     ours = Frame(str(Path(stacks.__file__).parents[2] / "training" / "loop.py"), 9, "take")

@@ -51,9 +51,41 @@ def test_error_behind_the_error_is_told_too() -> None:
     assert text.index("KeyError: 'first'") < text.index("direct cause") < text.index("ValueError: second")
 
 
-def test_summary_is_the_first_line_that_says_something() -> None:
-    assert tracebacks.summary(ValueError("\nboom\nmore")) == "ValueError: boom"
+def test_summary_has_all_that_an_error_says_in_one_line() -> None:
+    said = '\nError(s) in loading state_dict for Net:\n\tMissing key(s): "bias".\n'
+    assert (
+        tracebacks.summary(ValueError(said))
+        == 'ValueError: Error(s) in loading state_dict for Net: Missing key(s): "bias".'
+    )
     assert tracebacks.summary(ValueError()) == "ValueError"
+
+
+def test_summary_of_a_long_error_keeps_its_beginning_and_its_end() -> None:
+    said = tracebacks.summary(ValueError("begin " + "x" * 5000 + " end"))
+    assert said.startswith("ValueError: begin xxx")
+    assert said.endswith("xxx end")
+    assert len(said) < 500
+
+
+QUOTED = """
+
+-- Process 1 terminated with the following error:
+Traceback (most recent call last):
+  File "/venv/torch/multiprocessing/spawn.py", line 90, in _wrap
+    fn(i, *args)
+  File "/home/me/train.py", line 3, in main
+    raise KeyError("no such column")
+KeyError: 'no such column'
+"""
+
+
+def test_summary_of_an_error_that_quotes_another_process_has_that_ones_cause() -> None:
+    said = tracebacks.summary(RuntimeError(QUOTED))
+    assert said == "RuntimeError: -- Process 1 terminated with the following error: KeyError: 'no such column'"
+    chained = f"Caught ValueError in DataLoader worker process 0.\nOriginal {QUOTED.strip().partition(chr(10))[2]}"
+    assert tracebacks.summary(ValueError(chained)) == (
+        "ValueError: Caught ValueError in DataLoader worker process 0. KeyError: 'no such column'"
+    )
 
 
 def test_summary_names_the_module_of_errors_that_are_not_pythons() -> None:

@@ -40,6 +40,8 @@ class Ending:
         self._exit_code = 0
         self.ended_well: list[str] = []
         """The workers of this start that have come to their end, as the user calls them."""
+        self._exchanges_of_ended: list[int | None] = []
+        """How many exchanges each of these had begun."""
         self._given_up: set[int] = set()
         """Members that were killed because they hung: how they end is told already."""
 
@@ -57,6 +59,7 @@ class Ending:
         self._went_on.clear()
         self._trouble.clear()
         self.ended_well.clear()
+        self._exchanges_of_ended.clear()
         self._culprit = None
         self._crew.start_all(address, port)
 
@@ -71,7 +74,7 @@ class Ending:
         if not self._crew.do_without(node):
             self._course.result = error
         elif text != told:
-            self._course.display.say(f"manyhosts: {error}\nmanyhosts: the run goes on without host {node.name}")
+            self._course.display.warn(f"manyhosts: {error}\nmanyhosts: the run goes on without host {node.name}")
 
     def note_end(self, node: Node, message: Message) -> None:
         """A worker has ended, in one way or another."""
@@ -86,6 +89,7 @@ class Ending:
         if message["finished"] or (code == 0 and number == 0) or asked:
             # A script whose main module came to its end has succeeded, whatever its destructors do then.
             self.ended_well.append(f"rank {self._crew.rank(message)} on host {node.name}")
+            self._exchanges_of_ended.append(message.get("exchanges"))
             self._crew.drop(message["member"])
             if not course.running and not self._failures:
                 course.result = 130 if course.interrupted else self._exit_code
@@ -99,6 +103,7 @@ class Ending:
             signal=number,
             error=message["error"],
             out_of_memory=message["out_of_memory"],
+            last_words=message.get("last_words", ""),
             lost=self._trouble.get(node.name, ""),
             log=str(course.job.run_dir / "logs" / f"{node.name}-{message['rank']}.log"),
         )
@@ -181,7 +186,7 @@ class Ending:
             return
         self._culprit = first(self._failures)
         if self.ended_well and self._culprit.may_be_consequence:
-            self._culprit = self._culprit.caused_by_end_of(self.ended_well[0])
+            self._culprit = self._culprit.caused_by_end_of(self.ended_well[0], self._exchanges_of_ended[0])
         self._others_ended = len(course.running) + len(self._failures) - 1
         self._agents.tell_all("end", generation=generation, grace_s=course.job.grace_s)
         if not course.running:
@@ -200,7 +205,7 @@ class Ending:
             course.result = error
             return
         course.generation += 1
-        course.display.say(
+        course.display.warn(
             f"manyhosts: {error.what}\nmanyhosts: starting all workers again"
             f" (restart {course.generation} of {course.job.restarts})"
         )
@@ -224,7 +229,7 @@ class Ending:
         if not course.running:
             course.result = 130
             return
-        course.display.say(f"manyhosts: {signal_name(number)}: the workers are ending; once more ends them at once")
+        course.display.warn(f"manyhosts: {signal_name(number)}: the workers are ending; once more ends them at once")
         self._agents.tell_all(
             "signal",
             generation=course.generation,

@@ -29,6 +29,9 @@ _CAUSES = {
     "SIGTERM": "a person or a scheduler asked it to end; start the same command again to go on",
     "SIGINT": "somebody interrupted it; start the same command again to go on",
 }
+_OTHER_SIZE = "op.preamble.length"
+"""In what Gloo says when it is sent more than it has room for."""
+SAME_SHAPES = "the ranks gave one exchange tensors of different shapes or kinds: see the traceback, and compare by rank"
 _POLITE = ("SIGINT", "SIGTERM", "SIGHUP")
 _OUT_OF_MEMORY = "the kernel ended a process of this host for want of memory just then; use a smaller batch, fewer"
 _OUT_OF_MEMORY += " workers or fewer DataLoader workers there"
@@ -45,6 +48,8 @@ class Failure:
     error: Mapping[str, Any] | None = None
     """What the worker said about it: `summary`, `text` (the traceback), `words` (of an error raised on purpose)."""
     out_of_memory: bool = False
+    last_words: str = ""
+    """What C++ has said before it gave up."""
     log: str = ""
     lost: str = ""
     """Why nothing is known of its end, where its host is the reason."""
@@ -67,11 +72,16 @@ class Failure:
             return False
         return _CONSEQUENCE.search(str(self.error.get("summary", ""))) is not None
 
-    def caused_by_end_of(self, who: str) -> Failure:
-        """The same, where it failed because another one had left."""
+    def caused_by_end_of(self, who: str, exchanges: int | None = None) -> Failure:
+        """The same, where it failed because another one had left, which had begun so many exchanges.
+
+        Where that is as many as this one had begun, the last was the same, and they differed in what they gave it.
+        """
         summary = str((self.error or {}).get("summary", "an error"))
         what = f"{who} came to its end while others still waited for it: rank {self.rank} on host {self.host} then"
-        words = {"type": "ScriptError", "what": f"{what} failed with {summary}", "where": self.log, "fix": EVERY_RANK}
+        same = exchanges is not None and exchanges == (self.error or {}).get("exchanges")
+        fix = SAME_SHAPES if same else EVERY_RANK
+        words = {"type": "ScriptError", "what": f"{what} failed with {summary}", "where": self.log, "fix": fix}
         return replace(self, error={**words, "words": words})
 
     @property
@@ -105,6 +115,8 @@ class Failure:
         if self.signal:
             name = signal_name(self.signal)
             cause = _OUT_OF_MEMORY if self.out_of_memory and name == "SIGKILL" else _CAUSES.get(name, "")
+            if name == "SIGABRT" and _OTHER_SIZE in self.last_words:
+                cause = SAME_SHAPES
             return ScriptError(f"{who} was killed by {name}{rest}", where=self.log, fix=cause)
         return ScriptError(
             f"{who} ended with exit code {self.code}{rest}", where=self.log, fix="its last lines, above, may say why"

@@ -104,7 +104,7 @@ class Head:
         if course.result == 0:
             self._news.tell_end()
         elif command := self._hold.command_to_go_on():
-            course.display.say(f"manyhosts: go on with: {command}")
+            course.display.warn(f"manyhosts: go on with: {command}")
         return course.result or 0
 
     # What agents ask of their owner.

@@ -18,18 +18,21 @@ class News:
     def __init__(self, course: Course, nodes: int) -> None:
         """`nodes` is the number of hosts: a prefix names the host only where there are several."""
         self._course, self._nodes = course, nodes
-        self._notices = Notices(course.display.say)
+        self._notices = Notices(course.display.warn)
         self.beginning = Beginning(course.display, course.loop.after)
 
     def show(self, node: Node, rank: int, lines: list[str], *, is_error: bool) -> None:
         """Lines that a worker has printed."""
         self.beginning.end()
+        if self._course.job.show and rank not in self._course.job.show:
+            return
         for line in lines:
             if not is_native_frame(line) and not is_idle_notice(line):
                 self._course.display.line(line, self._prefix(node, rank), is_error)
 
     def _prefix(self, node: Node, rank: int) -> str:
-        if self._course.job.workers == 1:
+        job = self._course.job
+        if job.workers == 1 or not job.prefix:
             return ""
         return f"[{rank}] " if self._nodes == 1 else f"[{node.name} {rank}] "
 
@@ -52,11 +55,11 @@ class News:
         """The run has ended well: what is to be told of it?"""
         self._notices.tell_end()
         if self._course.job.overrides and not self._course.trainer_seen:
-            self._course.display.say("manyhosts: --set had no effect, because the script made no mh.Trainer")
+            self._course.display.warn("manyhosts: --set had no effect, because the script made no mh.Trainer")
 
     def tell_of_gaps(self, node: Node, rank: int, why: str) -> None:
         """The log of a worker cannot be written. What it prints is shown all the same."""
-        self._course.display.say(f"manyhosts: the log of rank {rank} on host {node.name} is not whole: {why}")
+        self._course.display.warn(f"manyhosts: the log of rank {rank} on host {node.name} is not whole: {why}")
 
     def show_traceback(self, text: str) -> None:
         """The traceback of the worker that failed first."""

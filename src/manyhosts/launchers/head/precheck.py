@@ -105,7 +105,7 @@ class Precheck:
         errors = [finding for finding in self._findings if finding.level == "error"]
         for finding in worst_first(self._findings):
             if finding.level == "warning":
-                self._course.display.say(f"manyhosts: warning: {finding.what} ({finding.fix})")
+                self._course.display.warn(f"manyhosts: warning: {finding.what} ({finding.fix})")
         if not errors:
             then()
             return

@@ -23,7 +23,7 @@ _LOADERS = ("/torch/utils/data/", "/manyhosts/data/")
 _BACKWARD = "_engine_run_backward"
 """The last Python frame of a backward pass: DistributedDataParallel exchanges gradients below it."""
 _FOUNDATION = "/manyhosts/launchers/"
-"""The frames of what starts the script: of no interest to anybody."""
+"""What starts the script and watches it: its frames are of no interest to anybody."""
 _WRAPPERS = ("wrapper", "<lambda>", "wait")
 
 
@@ -56,8 +56,13 @@ def parse(text: str) -> tuple[Frame, ...]:
                 frames = []
         elif listening and (found := _FRAME.match(line)):
             frames.append(Frame(found["file"], int(found["line"]), found["function"]))
-    started = next((number for number, frame in enumerate(frames) if _FOUNDATION in frame.file), None)
-    return tuple(frames[:started])
+    started = next((number for number, frame in enumerate(frames) if _starts_script(frame)), None)
+    return tuple(frame for frame in frames[:started] if _FOUNDATION not in frame.file)
+
+
+def _starts_script(frame: Frame) -> bool:
+    """Whether what starts the script begins here; what watches it stands in the middle of the stack."""
+    return _FOUNDATION in frame.file and frame.function in ("be", "_run_main")
 
 
 def in_script(stack: Sequence[Frame]) -> Frame | None:

@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 
-from manyhosts.launchers import interfaces
+from manyhosts.launchers import interfaces, titles
 from manyhosts.launchers.host.processes import adopt_orphans
 from manyhosts.launchers.host.supervisor import Supervisor
 from manyhosts.launchers.loop import Loop, notice_loss
@@ -30,6 +30,9 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--head", required=True, help="host:port")
     parser.add_argument("--node", type=int, required=True, help="this host's number, from 0")
     parser.add_argument("--address", default="", help="where other hosts reach this one")
+    parser.add_argument(
+        "--stdin", action="store_true", help="its first worker reads the standard input of this process"
+    )
     parser.add_argument("--interface", default="", help="the interface that has that address")
     asked = parser.parse_args(words)
     for name in interfaces.VARIABLES if asked.interface else ():
@@ -40,7 +43,7 @@ def main(words: list[str] | None = None) -> int:
     except OSError as error:
         sys.stderr.write(f"manyhosts: this host cannot reach the head at {asked.head}: {error}\n")
         return 3
-    serve(connection, node=asked.node, token=token, address=asked.address)
+    serve(connection, node=asked.node, token=token, address=asked.address, stdin=asked.stdin)
     return 0
 
 
@@ -54,18 +57,19 @@ def connect(head: str) -> socket.socket:
     return socket.create_connection((host, int(port)), timeout=30)
 
 
-def serve(connection: socket.socket, *, node: int, token: str, address: str) -> int | None:
+def serve(connection: socket.socket, *, node: int, token: str, address: str, stdin: bool = False) -> int | None:
     """Be the agent of this host until the head has said that all is over, or is lost.
 
     Returns:
         The exit code of the run, or None if the head was lost before it has said one.
     """
+    titles.set_title(f"manyhosts agent of node {node}", "manyhosts agent")
     adopt_orphans()
     loop = Loop()
     notice_loss(connection)
     # First the signals, which the loop hears when it runs: what the supervisor makes on this host must be taken away.
     loop.on_signals([signal.SIGTERM, signal.SIGINT, signal.SIGHUP], lambda number: agent.ask_to_leave(number))
-    agent = Supervisor(loop, connection, node=node, token=token, address=address)
+    agent = Supervisor(loop, connection, node=node, token=token, address=address, stdin=stdin)
     try:
         loop.run(until=lambda: agent.done)
     finally:

@@ -68,7 +68,7 @@ def run(job: Job, station: Station, *, patience_s: float = PATIENCE_S) -> int:
     head = Head(job, station.hosts, _starter(station), display, address=station.address, meeting=meeting)
     code = head.run()
     if code >= 128:  # signals: the engine wants the node back
-        display.say("manyhosts: this node was asked to end; started again, the run goes on from its last snapshot")
+        display.warn("manyhosts: this node was asked to end; started again, the run goes on from its last snapshot")
         return AGAIN
     return code
 

@@ -30,7 +30,7 @@ _SETTLED_S = 5.0
 class Nursery:
     """The template process of one host."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # each is a fact of its own
         self,
         loop: Loop,
         *,
@@ -38,12 +38,14 @@ class Nursery:
         environment: Mapping[str, str],
         folder: str,
         scratch: Path,
+        stdin: bool,
         on_event: Callable[[dict[str, Any]], None],
         on_warm: Callable[[list[str]], None],
         on_end: Callable[[], None],
     ) -> None:
         """Start it. Requests wait while it loads `preload`; `on_end` is called if it ends unasked.
 
+        `stdin`: workers may read what comes on the standard input of this process.
         `on_warm` hears what it has loaded beside that, because workers have imported it.
         """
         self._loop, self._on_event, self._on_warm, self._on_end = loop, on_event, on_warm, on_end
@@ -57,7 +59,7 @@ class Nursery:
             pass_fds=[theirs.fileno()],
             env=dict(environment),
             cwd=folder,
-            stdin=subprocess.DEVNULL,
+            stdin=None if stdin else subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
         )
@@ -80,8 +82,10 @@ class Nursery:
             self._is_warming = True
             self._loop.after(_SETTLED_S, lambda: self.ask("warm", modules=list(modules)))
 
-    def close(self) -> None:
-        """End it, and with it every worker."""
+    def close(self, *, spare: bool = False) -> None:
+        """End it, and with it every worker. `spare`: what workers that ended well have left behind goes on."""
+        if spare:
+            self.ask("spare")
         self._loop.unwatch(self._socket)
         self._socket.close()
         try:

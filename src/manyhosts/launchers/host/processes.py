@@ -38,6 +38,14 @@ def descendants(of: int) -> list[int]:
     return found
 
 
+def command_of(process: int) -> str:
+    """What a process was started as; empty where it has ended, or where that cannot be told. Linux only."""
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()[:200]
+    except OSError:
+        return ""
+
+
 def kill_descendants() -> None:
     """End whatever this process has started and not seen end, by SIGKILL."""
     for process in descendants(os.getpid()):

@@ -12,7 +12,8 @@ From the agent:
     unlogged  rank, generation, member, why                its log has gaps: its disk is full, say
     report    rank, generation, member, kind, fields       what a worker said through `cluster.reports`
     member    member, kind, fields                         what a worker said through `cluster.membership`
-    ended     rank, generation, member, code, signal, finished, error, out_of_memory
+    ended     rank, generation, member, code, signal, finished, error, out_of_memory, exchanges (how many it had begun),
+              last_words (of C++)
     warm      modules                                      loaded here because the script imports them; elsewhere too?
     seen      round, workers: [{rank, generation, member, step, state, cpu_s, busy, stack, loader}]
     trouble   text, where, early                           this host can start no worker; early: and has started none
@@ -47,6 +48,7 @@ import platform
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -55,12 +57,12 @@ from typing import Any
 
 from manyhosts import __version__
 from manyhosts.cluster import reports
-from manyhosts.launchers import variables
+from manyhosts.launchers import titles, variables
 from manyhosts.launchers.host import gpus
 from manyhosts.launchers.host.door import Door
 from manyhosts.launchers.host.inspection import Look, Seen
 from manyhosts.launchers.host.nursery import Nursery
-from manyhosts.launchers.host.processes import kill_descendants
+from manyhosts.launchers.host.processes import command_of, descendants, kill_descendants
 from manyhosts.launchers.host.watch import ReportDesk, Seat, WatchedWorker
 from manyhosts.launchers.loop import Channel, Loop, Message
 
@@ -75,8 +77,14 @@ _ONE_WISH_S = 0.3
 class Supervisor:
     """Everything of a run that happens on this host."""
 
-    def __init__(self, loop: Loop, connection: socket.socket, *, node: int, token: str, address: str = "") -> None:
-        """`address` is where other hosts reach this one; by default, where the head is talked to from."""
+    def __init__(
+        self, loop: Loop, connection: socket.socket, *, node: int, token: str, address: str = "", stdin: bool = False
+    ) -> None:
+        """`address` is where other hosts reach this one; by default, where the head is talked to from.
+
+        `stdin`: the first worker reads what comes on the standard input of this process.
+        """
+        self._stdin = stdin
         self._loop = loop
         self._head = Channel(loop, connection, self._obey, self.leave)
         self._workers: dict[str, WatchedWorker] = {}
@@ -119,12 +127,25 @@ class Supervisor:
         if self.done:
             return
         self.done = True
+        is_well = self.verdict == 0
         if self._nursery is not None:
-            self._nursery.close()
-        kill_descendants()
+            self._nursery.close(spare=is_well)
+        if is_well:
+            self._tell_of_those_left()
+        else:
+            kill_descendants()
         self._desk.close()
         shutil.rmtree(self._scratch, ignore_errors=True)
         self._head.close()
+
+    def _tell_of_those_left(self) -> None:
+        """Name what workers have started and left behind: it goes on, as under torchrun."""
+        keepers = {keeper for worker in self._workers.values() for keeper in worker.keepers}
+        left = [process for process in descendants(os.getpid()) if process not in keepers]
+        below = {process for parent in left for process in descendants(parent)}
+        for process in [process for process in left if process not in below]:
+            if words := command_of(process):
+                sys.stderr.write(f"manyhosts: {words} (process {process}) was left behind by the script, and goes on\n")
 
     def ask_to_leave(self, number: signal.Signals) -> None:
         """Somebody asks this agent to end (a scheduler, say): the first time it is for the head to see to that.
@@ -184,6 +205,9 @@ class Supervisor:
     def _prepare(self, message: Message) -> None:
         """Start the template, so that it loads torch while the head still waits for other hosts."""
         self._command: dict[str, Any] = message["command"]
+        titles.set_title(
+            f"manyhosts agent of node {self._node}: {Path(self._command['program']).name}", "manyhosts agent"
+        )
         self._host = message.get("host") or self._host
         self._logs = Path(message["run_dir"]) / "logs"
         if missing := _missing(self._command):
@@ -214,6 +238,7 @@ class Supervisor:
                 environment=self._environment,
                 folder=self._command["folder"],
                 scratch=self._scratch,
+                stdin=self._stdin,
                 on_event=self._hear_of_process,
                 on_warm=lambda modules: self._head.send("warm", modules=modules),
                 on_end=self._lose_nursery,
@@ -250,12 +275,15 @@ class Supervisor:
         )
         self._workers[seat.name] = watched
         environment = {
+            "TORCHELASTIC_ERROR_FILE": str(error_file),
             **worker["environment"],
             reports.VARIABLE: str(self._desk.address),
-            "TORCHELASTIC_ERROR_FILE": str(error_file),
         }
+        has_stdin = self._stdin and seat.local_rank == 0
         ends = watched.open_pipes()
-        self._open_nursery().ask("worker", ends, name=seat.name, environment=environment, **self._command)
+        self._open_nursery().ask(
+            "worker", ends, name=seat.name, environment=environment, stdin=has_stdin, **self._command
+        )
         for end in ends:
             os.close(end)
 
@@ -293,7 +321,7 @@ class Supervisor:
 
     def _warm(self, modules: list[str]) -> None:
         """A worker has imported `modules`: those to come are to find them loaded."""
-        if self._nursery is not None:
+        if self._nursery is not None and self._preload:  # else each worker is to load everything by itself
             self._nursery.warm(modules)
 
     def _kill_member(self, number: int) -> None:

@@ -7,6 +7,7 @@ it over a socket, one JSON line per request, with the descriptors that a request
     store     fork the process that keeps the store; descriptor: the socket it listens on
     signal    send a signal to a worker, or to all that it has started
     warm      load what a worker has imported, as far as that may be done for all (`host.warmth`)
+    spare     leave alone what workers have left behind: all of them have ended well
 
 and hears `ready`, once, then `started` and `ended` of each fork, and `warm` with what was loaded. When the agent is
 gone, everything is killed.
@@ -26,26 +27,29 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from manyhosts.launchers import titles
 from manyhosts.launchers.host import warmth, worker
 from manyhosts.launchers.host.processes import adopt_orphans, die_with_parent, kill_descendants, kill_group
 
-_DESCRIPTORS = {"worker": 4, "store": 1, "signal": 0, "warm": 0}
+_DESCRIPTORS = {"worker": 4, "store": 1, "signal": 0, "warm": 0, "spare": 0}
 _QUIET = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """The agent alone decides when the template ends."""
 
 
 def main() -> None:
     """Load what `sys.argv` names, then fork on request until the agent is gone."""
+    titles.set_title("manyhosts template of the workers")
     die_with_parent(signal.SIGKILL)
     parent = os.getppid()
     adopt_orphans()
     agent = socket.socket(fileno=int(sys.argv[1]))
     _load(json.loads(sys.argv[2]))
     die_with_parent(0)  # from here on the end of the agent is noticed, and the workers' children are ended too
+    template = Template(agent)
     try:
-        Template(agent).serve()
+        template.serve()
     finally:
-        kill_descendants()
+        template.end_all()
         if os.getppid() != parent:
             shutil.rmtree(sys.argv[3], ignore_errors=True)  # the scratch folder of an agent that was killed
 
@@ -75,6 +79,8 @@ class Template:
         """Whether an import is under way: the end of a worker is told all the same, others wait for it to go on."""
         self._warm: list[str] = []
         """What was loaded for the workers to come."""
+        self._spares = False
+        """Whether what workers have left behind goes on when this process ends."""
         self._wake, self._woken = os.pipe()
         for end in (self._wake, self._woken):
             os.set_blocking(end, False)
@@ -88,6 +94,13 @@ class Template:
         self._tell("ready")
         while self._wait():
             pass
+
+    def end_all(self) -> None:
+        """End what is left: everything that comes from this process, or what it has forked itself."""
+        if not self._spares:
+            kill_descendants()
+        for process in self._names:
+            kill_group(process, signal.SIGKILL)
 
     def _wait(self) -> bool:
         """Do what there is to do; False when the agent is gone."""
@@ -128,6 +141,9 @@ class Template:
                     kill_group(process, request["signal"])
                 elif name == request["name"]:
                     os.kill(process, request["signal"])
+            return
+        if request["do"] == "spare":
+            self._spares = True
             return
         if request["do"] == "warm":
             self._try_out(request["modules"])
@@ -216,7 +232,8 @@ class Template:
         """Find who has ended. The group is ended first, while its number still belongs to it."""
         with contextlib.suppress(ChildProcessError):
             while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                if found.si_pid in self._names:
+                ended_well = found.si_code == os.CLD_EXITED and found.si_status == 0
+                if found.si_pid in self._names and not ended_well:
                     kill_group(found.si_pid, signal.SIGKILL)
                 _, status = os.waitpid(found.si_pid, 0)
                 name = self._names.pop(found.si_pid, None)  # else an orphan that we have adopted
@@ -234,6 +251,7 @@ def keep_store(listening: int) -> int:
 
     torch is loaded when the first worker knocks, if it is not there yet: a program that never asks costs nothing.
     """
+    titles.set_title("manyhosts store")
     select.select([listening], [], [])
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch names it public all the same
 

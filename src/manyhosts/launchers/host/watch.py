@@ -8,6 +8,7 @@ import io
 import json
 import os
 import socket
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from manyhosts.launchers.loop import Channel, Loop, Message
 _DRAIN_S = 1.0
 """How long the pipes of a worker that has ended may stay open: something that it started may have left its group."""
 _GLIMPSE_S = 10.0
+_LAST_WORDS = "  what():"
+"""Before what C++ says of an error that nobody has caught."""
 
 
 class Tell(Protocol):
@@ -77,11 +80,16 @@ class WatchedWorker:
         self.ended = False
         self._status: tuple[int, int] | None = None
         self._finished = False
+        self._exchanges: int | None = None
+        self._last_words = ""
         self._error: dict[str, Any] | None = None
         self._lines = {"out": Lines(), "err": Lines()}
         self._records = b""
         self._pipes: dict[str, int] = {}
         self._stack_pipe = -1
+        self._log_path = log
+        self.keepers: list[int] = []
+        """Processes that write to the log what something prints that the worker has left behind."""
         self._out_of_memory_before = out_of_memory_kills()
         try:
             self._log: io.FileIO | None = io.FileIO(log, "a")
@@ -143,6 +151,7 @@ class WatchedWorker:
     def _note(self, record: dict[str, Any]) -> None:
         if record["record"] == "finished":
             self._finished = record["code"] == 0
+            self._exchanges = record.get("exchanges")
             if not self._finished:
                 self._on_failure(self)
         elif record["record"] == "failed":
@@ -153,6 +162,7 @@ class WatchedWorker:
 
     def _show(self, stream: str, lines: list[str]) -> None:
         if lines:
+            self._last_words = next((line.strip() for line in lines if _LAST_WORDS in line), self._last_words)
             self._keep(lines)
             self._tell("output", **self.seat.to_json(), stream=stream, lines=lines)
 
@@ -181,9 +191,19 @@ class WatchedWorker:
                 self._show(stream, self._lines[stream].end())
 
     def _close_pipes(self) -> None:
+        for stream in ("out", "err"):
+            if stream in self._pipes and self._status == (0, 0):
+                self._hand_over(self._pipes[stream])
         for stream in ("out", "err", "line"):
             self._close(stream)
         self._conclude()
+
+    def _hand_over(self, pipe: int) -> None:
+        """Something goes on behind a worker that has ended well: a closed pipe would end it at its next word."""
+        with contextlib.suppress(OSError), self._log_path.open("ab") as log:
+            words = ["cat"]
+            keeper = subprocess.Popen(words, stdin=pipe, stdout=log, stderr=subprocess.DEVNULL, start_new_session=True)
+            self.keepers.append(keeper.pid)
 
     def _conclude(self) -> None:
         if self._pipes or self._status is None or self.ended:
@@ -202,6 +222,8 @@ class WatchedWorker:
             code=code,
             signal=number,
             finished=self._finished,
+            exchanges=self._exchanges,
+            last_words=self._last_words,
             error=self._error or self._error_in_file(),
             out_of_memory=out_of_memory_kills() > self._out_of_memory_before,
         )

@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
-import functools
 import gc
 import importlib.machinery
 import io
@@ -17,14 +16,16 @@ import runpy
 import sys
 import threading
 import time
+import traceback
 import types
 from pathlib import Path
 from typing import Any
 
 from manyhosts.cluster import reports
 from manyhosts.errors import ManyhostsError
-from manyhosts.launchers import tracebacks, variables
-from manyhosts.launchers.host import inspection, libraries, warmth, witness
+from manyhosts.imports import when_imported
+from manyhosts.launchers import titles, tracebacks
+from manyhosts.launchers.host import children, exchanges, inspection, libraries, warmth, witness
 
 Request = dict[str, Any]
 
@@ -36,8 +37,9 @@ def be(request: Request, descriptors: list[int]) -> int:
     `failed` with the error where the main module raised one, `finished` when it has ended. On the fourth the worker
     says where it stands, when it is asked by a signal.
     """
-    line = _take_streams(descriptors[:3])
+    line = _take_streams(descriptors[:3], has_stdin=request["stdin"])
     os.environ.update(request["environment"])
+    _name_process(request["program"])
     os.chdir(request["folder"])
     if request["kind"] == "executable":
         return _execute(request, line)
@@ -45,10 +47,9 @@ def be(request: Request, descriptors: list[int]) -> int:
     sys.orig_argv = [sys.executable, *(["-m"] if request["kind"] == "module" else []), *sys.argv]
     _freshen()
     inspection.answer_on(descriptors[3])
-    code, watching = 0, None
+    own, code, watching = os.getpid(), 0, None
     try:
-        for name in filter(None, os.environ.get(variables.FIRST, "").split(",")):
-            importlib.import_module(name).begin()
+        children.begin()
         libraries.begin()
         watching = witness.begin()
         _tell_of_imports(line)
@@ -57,10 +58,16 @@ def be(request: Request, descriptors: list[int]) -> int:
         code = _exit_code(ended)
     except BaseException as error:
         code = 1
-        _tell(line, "failed", **_account(error))
+        if os.getpid() == own:
+            _tell(line, "failed", **_account(error))
+        else:
+            traceback.print_exception(error)
+    if os.getpid() != own:  # a process that the script has forked: its end is not the worker's
+        _wind_up()
+        return code
     if code == 0:
         faulthandler.disable()  # the work is done: an abort on the way out is no news
-    _tell(line, "finished", code=code)
+    _tell(line, "finished", code=code, exchanges=exchanges.made())
     _wind_up()
     if watching is not None and code == 0:
         watching.tell_end()
@@ -79,10 +86,15 @@ def _tell_of_imports(line: int) -> None:
     reports.when_told("trainer", lambda: reports.when_told("step", tell))
 
 
-def _take_streams(descriptors: list[int]) -> int:
-    """Make the descriptors stdin, stdout and stderr. Returns the line to the agent."""
+def _name_process(program: str) -> None:
+    rank, workers = (int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE"))
+    titles.of_worker(rank, workers, program)
+
+
+def _take_streams(descriptors: list[int], *, has_stdin: bool) -> int:
+    """Make the descriptors stdin, unless it has one, stdout and stderr. Returns the line to the agent."""
     out, err, line = descriptors
-    nothing = os.open(os.devnull, os.O_RDONLY)
+    nothing = 0 if has_stdin else os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (out, 1), (err, 2)):
         os.dup2(source, target)
         if source > 2:
@@ -116,26 +128,8 @@ def _freshen() -> None:
         torch.default_generator.seed()
         if threads.isdigit() and int(threads) > 0:
             torch.set_num_threads(int(threads))
-    if distributed := sys.modules.get("torch.distributed.distributed_c10d"):
-        _spare_groups(distributed)
+    when_imported("torch.distributed.distributed_c10d", exchanges.begin)
     faulthandler.enable()  # a crash in C code shows the Python line it came from
-
-
-def _spare_groups(distributed: Any) -> None:
-    """Let no group of processes that the script takes down run its destructor: Gloo's hung in 7 of 14 runs.
-
-    It waits for threads that wait for peers which are gone. What is left of the group ends with the process.
-    """
-    take_down = distributed.destroy_process_group
-    spared: list[Any] = []
-
-    @functools.wraps(take_down)
-    def destroy_process_group(group: Any = None) -> None:
-        spared.extend(distributed._world.pg_map)
-        take_down(group)
-
-    for module in (distributed, sys.modules["torch.distributed"]):
-        vars(module)["destroy_process_group"] = destroy_process_group
 
 
 def _run_main(program: str, kind: str) -> None:
@@ -150,6 +144,7 @@ def _run_main(program: str, kind: str) -> None:
         return
     if not sys.flags.safe_path:
         sys.path.insert(0, os.path.dirname(os.path.realpath(program)))
+    program = os.path.abspath(program)  # as `python` says it since 3.9
     loader = importlib.machinery.SourceFileLoader("__main__", program)
     module = types.ModuleType("__main__")
     module.__dict__.update(__file__=program, __cached__=None, __loader__=loader, __builtins__=sys.modules["builtins"])
@@ -172,6 +167,7 @@ def _exit_code(ended: SystemExit) -> int:
 def _account(error: BaseException) -> dict[str, Any]:
     """Everything the head needs to tell of `error`."""
     account: dict[str, Any] = {"summary": tracebacks.summary(error), "monotonic_s": time.monotonic()}
+    account["exchanges"] = exchanges.made()
     if isinstance(error, ManyhostsError):
         words = {"what": error.what, "where": error.where, "fix": error.fix}
         account["words"] = {**words, "exit_code": error.exit_code, "type": type(error).__name__}

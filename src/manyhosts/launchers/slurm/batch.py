@@ -44,7 +44,7 @@ def main(words: list[str] | None = None) -> int:
         sys.stderr.write(f"manyhosts: {error}\n")
         return error.exit_code
     if warned and code != 0 and choices.yes(job.options, "requeue", default=True):
-        display.say("manyhosts: the time limit is near: the job is queued again, and goes on from its last snapshot")
+        display.warn("manyhosts: the time limit is near: the job is queued again, and goes on from its last snapshot")
         run_command(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]])
     return code
 

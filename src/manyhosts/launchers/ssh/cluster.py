@@ -214,7 +214,7 @@ class Cluster:
             return self._start_agent(host, head, token) if host.away is None else NotThere()
         if host.away is not None and host.away.what != host.told:
             host.told = host.away.what
-            self._display.say(f"manyhosts: {host.away}\nmanyhosts: {host.name} is called again now and then")
+            self._display.warn(f"manyhosts: {host.away}\nmanyhosts: {host.name} is called again now and then")
 
         def come() -> subprocess.Popen[bytes]:
             with host.being_called:
@@ -322,7 +322,7 @@ class Cluster:
             return ""
 
         for words in filter(None, _of_all(here, fetch)):
-            self._display.say(words)
+            self._display.warn(words)
 
 
 def _find_interface(host: Host, target: str) -> None:

@@ -46,7 +46,7 @@ class Ssh:
         with connected(plan.hosts, pythons(job)) as hosts:
             cluster = Cluster(job, hosts, display)
             cluster.survey()
-            display.say(cluster.in_words())
+            display.warn(cluster.in_words())
             cluster.bring_files()
             try:
                 return Head(

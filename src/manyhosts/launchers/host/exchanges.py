@@ -1,0 +1,74 @@
+"""The process group of a script: taken down without harm, counted in its exchanges, and refused where it cannot be."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from typing import Any
+
+from manyhosts.errors import ConfigError
+
+_made: list[int] = []
+"""The exchanges of groups that were taken down."""
+
+
+def begin(distributed: Any) -> None:
+    """Watch over the groups that `torch.distributed.distributed_c10d` makes. Once per worker, before its script."""
+    _spare_groups(distributed)
+    _refuse_mpi(distributed)
+
+
+def made() -> int | None:
+    """How many exchanges this worker has begun in the group of all; None where there was none, or it does not count."""
+    if _made:
+        return _made[-1]
+    distributed: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    with contextlib.suppress(Exception):
+        if distributed is not None and distributed.is_initialized():
+            return int(distributed._get_default_group()._get_sequence_number_for_group())
+    return None
+
+
+def _spare_groups(distributed: Any) -> None:
+    """Let no group of processes that the script takes down run its destructor: Gloo's hung in 7 of 14 runs.
+
+    It waits for threads that wait for peers which are gone. What is left of the group ends with the process.
+    """
+    take_down = distributed.destroy_process_group
+    spared: list[Any] = []
+
+    @functools.wraps(take_down)
+    def destroy_process_group(group: Any = None) -> None:
+        if group is None and (count := made()) is not None:
+            _made.append(count)
+        spared.extend(distributed._world.pg_map)
+        take_down(group)
+
+    _put(distributed, "destroy_process_group", destroy_process_group)
+
+
+def _refuse_mpi(distributed: Any) -> None:
+    """Say in a sentence why the MPI backend of torch is not to be had, before torch says it otherwise or waits."""
+    make = distributed.init_process_group
+
+    @functools.wraps(make)
+    def init_process_group(backend: Any = None, *arguments: Any, **named: Any) -> Any:
+        if str(backend or "").lower() == "mpi":
+            has_it = distributed.is_mpi_available()
+            raise ConfigError(
+                "the MPI backend takes its ranks from mpirun, and these workers have theirs from manyhosts"
+                if has_it
+                else "this torch has no MPI backend: PyTorch's wheels come without",
+                where="torch.distributed.init_process_group",
+                fix="give it 'gloo' on CPUs or 'nccl' on GPUs; `--on mpi` has mpirun start the hosts with either"
+                + ("; or start the script with mpirun itself" if has_it else ""),
+            )
+        return make(backend, *arguments, **named)
+
+    _put(distributed, "init_process_group", init_process_group)
+
+
+def _put(distributed: Any, name: str, replacement: Any) -> None:
+    for module in (distributed, sys.modules["torch.distributed"]):  # the second takes it from the first, if not yet
+        vars(module)[name] = replacement

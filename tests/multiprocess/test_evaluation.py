@@ -17,7 +17,8 @@ from manyhosts.cluster.place import Place
 from manyhosts.communication.world import World
 from manyhosts.data.fetch import Fetcher
 from manyhosts.training.compute import autocast
-from manyhosts.training.evaluate import Evaluation, flattened
+from manyhosts.training.evaluate import Evaluation
+from manyhosts.training.metrics import flattened
 
 pytestmark = pytest.mark.multiprocess
 SIZES = (1, 2, 7, 21, 150)

@@ -8,8 +8,7 @@ put into the running values once per step, as the mean and the unbiased variance
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,6 @@ class PartStatistics:
 
     def __init__(self, layers: Sequence[_BatchNorm]) -> None:
         self.layers = layers
-        self.paused = False
         self.seen: dict[_BatchNorm, Tensor] = {}
 
     def normalise(self, layer: _BatchNorm, input: Tensor, *, track: bool) -> Tensor:
@@ -44,20 +42,9 @@ class PartStatistics:
         """Elements of `take`."""
         return sum(1 + 2 * layer.num_features for layer in self.layers)
 
-    @contextmanager
-    def ignored(self) -> Iterator[None]:
-        """Within, forward passes leave no trace."""
-        self.paused = True
-        try:
-            yield
-        finally:
-            self.paused = False
-
     @torch.no_grad()
     def note(self, layer: _BatchNorm, count: int, mean: Tensor, variance: Tensor) -> None:
         """One layer has seen `count` values per channel, of this mean and unbiased variance."""
-        if self.paused:
-            return
         mean = mean.double()
         own = variance.double() * ((count - 1) / count) if count > 1 else torch.zeros_like(mean)
         sums = torch.cat([mean.new_tensor([count]), mean * count, (own + mean.square()) * count])

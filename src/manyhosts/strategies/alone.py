@@ -16,7 +16,8 @@ from manyhosts.communication.nodes import Levels, Node, find_levels
 from manyhosts.communication.packing import Members, packed
 from manyhosts.communication.world import World
 from manyhosts.errors import ConfigError
-from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome, Steppable, Tally
+from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome, Steppable
+from manyhosts.strategies.tally import Agreed, Tally
 
 BUCKET_BYTES = 25_000_000
 """Of tensors that travel together: the gradients inside a node, the models to their mean."""
@@ -105,6 +106,7 @@ class Alone:
         """`by_node`: nodes step alone and not workers, where there are several nodes of several workers each."""
         self.world, self.by_node = world, by_node
         self.parameters: list[nn.Parameter] = []
+        self.agreed = Agreed()
         self.together: Members | None = None
         """Those that sum their gradients with this worker; None where it steps by itself."""
         self.buckets: GradientBuckets | None = None
@@ -149,6 +151,7 @@ class Alone:
 
         `first`: the worker of this node, from 0, in whose order gradients travel there.
         """
+        self.agreed.forget()
         if levels is None:
             self.together = None
         else:
@@ -186,7 +189,7 @@ class Alone:
             )
         for parameter in model.parameters():
             parameter.grad = None
-        tally = Tally(riders)
+        tally = Tally(riders, self.agreed, self.world)
         self.whole, self._before = False, (self.share, self.steps)
         own = sum(piece.weight for piece in pieces)
         if self.together is None or self.buckets is None:
@@ -203,7 +206,7 @@ class Alone:
         self.share += own
         self.steps += 1
         self.whole = True
-        self.world.wait(tally.start_sum(self.world))  # last: who has it knows that every worker has its gradient
+        self.world.wait(tally.start_sum())  # last: who has it knows that every worker has its gradient
         return tally.outcome()
 
     def step_back(self) -> None:

@@ -22,7 +22,8 @@ from manyhosts.communication.world import World
 from manyhosts.config.strategies import DDP
 from manyhosts.events import CompressionChosen
 from manyhosts.strategies.auto import Stopwatch
-from manyhosts.strategies.strategy import Compute, Piece, Scale, Shard, StepOutcome, Steppable, Tally
+from manyhosts.strategies.strategy import Compute, Piece, Scale, Shard, StepOutcome, Steppable
+from manyhosts.strategies.tally import Agreed, Tally
 
 
 class DataParallel:
@@ -34,6 +35,7 @@ class DataParallel:
         self.world = world
         self.bucket_bytes = int(config.bucket_mb * 1e6)
         self.buckets: GradientBuckets | None = None
+        self.agreed = Agreed()
         self.steps = 0
         """Steps that gradients were exchanged in."""
         self.stopwatch = Stopwatch(world) if config.compression == "auto" else None
@@ -94,6 +96,7 @@ class DataParallel:
     def meet(self, source: int, *, new: bool, gone: int) -> str:
         """Exchange gradients in the order of worker `source`, by the compression that any of them has chosen."""
         assert self.buckets is not None, "place() comes before meet()"
+        self.agreed.forget()
         if self.asked == "auto":
             chosen = max(gather_words(self.world, self._chosen()))  # one name, or none
             if self.stopwatch is not None and chosen:
@@ -132,7 +135,7 @@ class DataParallel:
         """Accumulate the gradients of this worker's pieces and sum them over the workers."""
         buckets = self._begin(scale)
         watch = self.stopwatch
-        tally = Tally(riders)
+        tally = Tally(riders, self.agreed, self.world)
         for piece in pieces[:-1]:
             scale(tally.add(compute(model, piece), piece.weight)).backward()
         last = scale(tally.add(compute(model, pieces[-1]), pieces[-1].weight)) if pieces else None
@@ -156,7 +159,7 @@ class DataParallel:
             self.world.exchange_s += time.perf_counter() - buckets.first_left
         self._whole = last_word
         if summed is None:
-            self.world.wait(tally.start_sum(self.world))
+            self.world.wait(tally.start_sum())
         else:
             tally.take(summed)
         outcome = tally.outcome()

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from manyhosts.communication.world import World
-from manyhosts.strategies.strategy import Compute, Piece, Scale, Shard, StepOutcome, Steppable, Tally
+from manyhosts.strategies.strategy import Compute, Piece, Scale, Shard, StepOutcome, Steppable
+from manyhosts.strategies.tally import Agreed, Tally
 
 
 class SingleProcess:
@@ -17,6 +18,7 @@ class SingleProcess:
     def __init__(self, world: World) -> None:
         self.world = world
         self.parameters: list[nn.Parameter] = []
+        self.agreed = Agreed()
 
     def shard(self) -> Shard:
         """Everything."""
@@ -34,7 +36,7 @@ class SingleProcess:
         """Accumulate the gradients of all pieces."""
         for parameter in self.parameters:
             parameter.grad = None
-        tally = Tally(riders)
+        tally = Tally(riders, self.agreed, self.world)
         for piece in pieces:
             scale(tally.add(compute(model, piece), piece.weight)).backward()
         return tally.outcome()

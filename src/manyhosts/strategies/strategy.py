@@ -11,10 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-import torch
 from torch import Tensor, nn
-
-from manyhosts.communication.world import Work, World
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +42,16 @@ class Piece:
     """(step, part, micro-batch): where dropout's random numbers come from."""
 
 
+@dataclass(frozen=True, slots=True)
+class Unsettled:
+    """A step of a GPU, of which it is not known yet whether all workers' values have the names that were expected."""
+
+    flag: Tensor
+    """Shape (): above zero where a worker's have not."""
+    settle: Callable[[], Mapping[str, Tensor]]
+    """Gives the values then; every worker calls it, at the same place among its exchanges."""
+
+
 @dataclass(slots=True)
 class StepOutcome:
     """What `forward_backward` found, over all workers; tensors stay on their device and are not waited for."""
@@ -52,51 +59,10 @@ class StepOutcome:
     values: Mapping[str, Tensor]
     """`loss` and what else the user's step returned: means over the global batch, shape (), equal on all workers."""
     riders: Sequence[float] | Tensor
-    """The sums over all workers of the riders that each was given."""
-
-
-class Tally:
-    """Sums the weighted values of a step, over pieces and then over workers.
-
-    Riders are small numbers that travel with the loss and are summed over the workers: a clock, a wish to stop. They
-    are for decisions that all workers must take alike, and cost no exchange of their own.
-    """
-
-    def __init__(self, riders: Sequence[float]) -> None:
-        self.riders: Sequence[float] | Tensor = riders
-        self.values: dict[str, Tensor] = {}
-
-    def add(self, values: Mapping[str, Tensor], weight: float) -> Tensor:
-        """Add one piece's means. Returns its weighted loss, from which to go backward."""
-        for name, value in values.items():
-            part = value.detach() if weight == 1 else value.detach().double() * weight
-            self.values[name] = self.values[name] + part if name in self.values else part
-        return values["loss"] if weight == 1 else values["loss"] * weight
-
-    def packed(self, device: torch.device) -> Tensor:
-        """What this worker has so far, to be summed over the workers: float64, shape (values and riders,)."""
-        own = [value.double().reshape(1) for value in self.values.values()]
-        own = own or [torch.zeros(1, dtype=torch.float64, device=device)]  # without samples a worker takes part, too
-        return torch.cat([*own, torch.tensor(self.riders, dtype=torch.float64).to(device, non_blocking=True)])
-
-    def take(self, summed: Tensor) -> None:
-        """Have the sums over the workers of what `packed` gave, in place of this worker's own."""
-        names = list(self.values) or ["loss"]  # a worker without samples has no other values, by contract
-        self.values = dict(zip(names, summed, strict=False))
-        self.riders = summed[len(names) :]
-
-    def start_sum(self, world: World) -> Work:
-        """Begin to sum over the workers; nothing may be read before the wait for it is over."""
-        if world.size == 1:
-            return None
-        vector = self.packed(world.device)
-        work = world.start_all_reduce(vector)
-        self.take(vector)
-        return work
-
-    def outcome(self) -> StepOutcome:
-        """What was found."""
-        return StepOutcome(self.values, self.riders)
+    """The sums over all workers of the riders that each was given: a clock, a wish to stop. They travel with the loss,
+    for decisions that all workers must take alike, and cost no exchange of their own."""
+    unsettled: Unsettled | None = None
+    """What is to be asked when the numbers are read; None where the values are settled."""
 
 
 Compute = Callable[[nn.Module, Piece], Mapping[str, Tensor]]
@@ -167,7 +133,7 @@ class Strategy(Protocol):
         """Fill the gradients of one optimizer step: the mean over the global batch, on every worker.
 
         One call takes all pieces, not one call each: a pipeline interleaves them, and data parallelism exchanges
-        gradients once, while the last piece's backward pass runs. `riders` are summed over the workers (see `Tally`).
+        gradients once, while the last piece's backward pass runs. `riders` are summed over them: see `StepOutcome`.
         """
 
     def clip_gradients(self, model: nn.Module, max_norm: float) -> Tensor:

@@ -10,6 +10,7 @@ Anchors: EasyScale (Li et al. 2022, arXiv:2208.14228), VirtualFlow (Or, Zhang an
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from manyhosts.communication.world import World
 from manyhosts.data.order import bounds
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.strategy import Compute, Piece, Scale, Shard, StepOutcome, Steppable
+from manyhosts.strategies.tally import Agreed, Own, outcome, settled
 
 
 class VirtualWorkers:
@@ -86,6 +88,7 @@ class VirtualWorkers:
     def meet(self, source: int, *, new: bool, gone: int) -> str:
         """Nothing to agree on: every worker holds everything."""
         self.step_back()
+        self.news.agreed.forget()
         return ""
 
     def forward_backward(
@@ -105,7 +108,6 @@ class VirtualWorkers:
             last = part == own[-1]
             computed = [piece for piece in pieces if piece.address[1] == part and piece.weight]
             if not computed:
-                self._look_at_ghost(model, [piece for piece in pieces if piece.address[1] == part], compute)
                 self._close(part, last=last)
             for piece in computed:
                 loss = scale(self.news.add(compute(model, piece), piece.weight))
@@ -120,9 +122,9 @@ class VirtualWorkers:
             self._check_buffers(model)
         self.exchange.finish()
         gradients.put()
-        values, summed, statistics = self.news.split()
+        found, statistics = self.news.split()
         self.statistics.track(statistics)
-        return StepOutcome(values, summed)
+        return found
 
     def _check_buffers(self, model: nn.Module) -> None:
         """Refuse a model whose forward pass changes what the next part would see; looked at after the first part."""
@@ -138,12 +140,6 @@ class VirtualWorkers:
                 where="virtual_workers",
                 fix="leave virtual_workers out, or take the layer that keeps this buffer out of the model",
             )
-
-    def _look_at_ghost(self, model: nn.Module, pieces: Sequence[Piece], compute: Compute) -> None:
-        """Learn the names of the values where a part has no sample to learn them by."""
-        for ghost in pieces[:1]:
-            with self.statistics.ignored():  # with gradients: the user's step may differentiate by itself
-                self.news.add(compute(model, ghost), 0.0)
 
     def _close(self, part: int, *, last: bool) -> None:
         """All forward passes of `part` are done. After the last one the backward pass hides the exchange."""
@@ -179,40 +175,37 @@ class News:
     def __init__(self, world: World, pace: Pace) -> None:
         self.world, self.pace = world, pace
         self.total = self._sum_of(0)
-        self.values: dict[str, Tensor] = {}
-        """Of the part under way: means over the global batch, as far as it has come."""
-        self.names: list[str] = []
+        self.agreed = Agreed()
+        self.parts: list[Own] = []
+        """What each part that this worker has computed gave, the one under way last."""
 
     def begin(self, held: Sequence[range], riders: Sequence[float]) -> None:
         """Forget the last step."""
         self.held, self.riders = held, riders
-        self.values, self.names = {}, []
-        self.opened = False
+        self.parts, self.own = [], Own()
 
     def add(self, values: Mapping[str, Tensor], weight: float) -> Tensor:
         """Add one piece's means. Returns its weighted loss, from which to go backward."""
-        for name, value in values.items():
-            part = value.detach().double() * weight if weight else value.detach().double().new_zeros(())
-            self.values[name] = self.values[name] + part if name in self.values else part
+        self.own.add({name: value.detach().double() for name, value in values.items()}, weight)
         return values["loss"] * weight
 
     @torch.no_grad()
     def close(self, part: int, statistics: Sequence[Tensor]) -> None:
         """`part` has seen all its samples."""
-        zero = torch.zeros(1, dtype=torch.float64, device=self.world.device)
-        first = not self.opened
+        names, first = self.agreed.names, not self.parts
         if first:
-            self.names = list(self.values) or ["loss"]
-            self._open(len(self.names) + len(self.riders) + sum(len(row) for row in statistics))
+            self._open(len(names) + len(self.riders) + 1 + sum(len(row) for row in statistics))
         riders = self.riders if first else [0.0] * len(self.riders)
+        numbers = [*riders, float(not self.own.fits(names))]
         row = torch.cat(
             [
-                *(self.values[name].reshape(1) if name in self.values else zero for name in self.names),
-                torch.tensor(riders, dtype=torch.float64).to(self.world.device, non_blocking=True),
+                *self.own.in_places(names, self.world.device),
+                torch.tensor(numbers, dtype=torch.float64).to(self.world.device, non_blocking=True),
                 *statistics,
             ]
         )
-        self.values = {}
+        self.parts.append(self.own)
+        self.own = Own()
         buffer, adding = self.total.open(part)
         view = buffer[: len(row)]
         view.add_(row) if adding else view.copy_(row)
@@ -225,11 +218,12 @@ class News:
         if length != self.total.length:
             self.total = self._sum_of(length)
         self.total.begin(self.held)
-        self.opened = True
 
-    def split(self) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-        """The sums over all parts: of the values, the riders and the statistics."""
+    def split(self) -> tuple[StepOutcome, Tensor]:
+        """What was found of the values and the riders, and the sum over all parts of the statistics."""
         sums = self.total.result.clone()  # its memory is the next step's, and the numbers may be read later
-        names, riders = len(self.names), len(self.riders)
-        values = dict(zip(self.names, sums[:names], strict=True))
-        return values, sums[names : names + riders], sums[names + riders :]
+        values = len(self.agreed.names)
+        flag = values + len(self.riders)
+        known = dict(zip(self.agreed.names, sums[:values], strict=True))
+        settle = partial(settled, self.world, self.agreed, self.parts, known)
+        return outcome(self.world, known, sums[values:flag], sums[flag], settle), sums[flag + 1 :]

@@ -241,11 +241,9 @@ def build(  # the one place where everything the user gave comes together
     if isinstance(strategy, Drifting):
         strategy.hold(made_optimizer)
     precision = Precision(settings.precision, world.device)
-    level = global_batch is not None or step is not None
 
     def cut_source(batch: int) -> Source:
-        # A user's step may return values whose names a worker learns only by computing one piece.
-        cut = cut_for(settings, strategy.shard(), level=level)
+        cut = cut_for(settings, strategy.shard(), level=global_batch is not None)
         return make_source(data, settings, batch=batch, cut=cut, world=world)
 
     def warm(source: Source) -> learning_rate.WarmUp:

@@ -189,7 +189,7 @@ class Loop:
             indices=step.taken,
             shards=step.shards,
         )
-        self.numbers.add(facts, outcome.values, norm, outcome.riders, world.take_waits())
+        self.numbers.add(facts, outcome, norm, world.take_waits())
         if not self.exchanges:
             self.read_numbers()
         return step

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from manyhosts.data.order import Indices
+from manyhosts.strategies.strategy import StepOutcome
 
 LAG_ON_GPU = 2
 
@@ -68,6 +69,7 @@ class _Pending:
     names: list[str]
     has_norm: bool
     packed: Tensor
+    settle: Callable[[], Mapping[str, Tensor]] | None
     event: torch.cuda.Event | None
     waits: Sequence[tuple[torch.cuda.Event, torch.cuda.Event]]
 
@@ -83,12 +85,12 @@ class Numbers:
     def add(
         self,
         facts: StepFacts,
-        values: Mapping[str, Tensor],
+        outcome: StepOutcome,
         norm: Tensor | None,
-        riders: Sequence[float] | Tensor,
         waits: Sequence[tuple[torch.cuda.Event, torch.cuda.Event]] = (),
     ) -> None:
         """Take the numbers of one more step, without waiting for them."""
+        values, riders, unsettled = outcome.values, outcome.riders, outcome.unsettled
         if self.device.type != "cuda":
             known = riders.tolist() if isinstance(riders, Tensor) else riders
             numbers = {name: value.item() for name, value in values.items()}
@@ -97,12 +99,14 @@ class Numbers:
             )
             return
         on_device = riders if isinstance(riders, Tensor) else torch.tensor(riders, dtype=torch.float64)
-        parts = [value.double().reshape(1) for value in values.values()]
+        parts = [] if unsettled is None else [unsettled.flag.double().reshape(1)]
+        parts += [value.double().reshape(1) for value in values.values()]
         parts += [] if norm is None else [norm.double().reshape(1)]
         packed = torch.cat([*parts, on_device.to(self.device, non_blocking=True)]).to("cpu", non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        self.pending.append(_Pending(facts, list(values), norm is not None, packed, event, waits))
+        settle = None if unsettled is None else unsettled.settle
+        self.pending.append(_Pending(facts, list(values), norm is not None, packed, settle, event, waits))
 
     def lengthen(
         self,
@@ -149,8 +153,12 @@ def _known(pending: _Pending | StepNumbers) -> StepNumbers:
     if pending.event is not None:
         pending.event.synchronize()
     numbers = pending.packed.tolist()
+    flag = 0.0 if pending.settle is None else numbers.pop(0)
     values = dict(zip(pending.names, numbers, strict=False))
     left = numbers[len(pending.names) :]
     norm = left.pop(0) if pending.has_norm else None
+    if pending.settle is not None and flag:
+        # Every worker reads this step at the same place, so all of them are here.
+        values |= {name: value.item() for name, value in pending.settle().items()}
     exposed = sum(before.elapsed_time(after) for before, after in pending.waits) / 1000
     return StepNumbers(pending.facts, values, norm, left, exposed)

@@ -37,8 +37,9 @@ from manyhosts.training import go_on
 from manyhosts.training.build import MakeOptimizer, MakeSchedule, ModelOrMaker, Parts, build, make_evaluation
 from manyhosts.training.calls import Calls, Holder
 from manyhosts.training.compute import Loss, UserStep
-from manyhosts.training.evaluate import Evaluation, flattened
+from manyhosts.training.evaluate import Evaluation
 from manyhosts.training.keeping import copied, put_weights, weights_of
+from manyhosts.training.metrics import flattened
 from manyhosts.training.result import Result
 from manyhosts.training.run import Run
 from manyhosts.training.weights import load_initial

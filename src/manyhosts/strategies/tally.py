@@ -1,0 +1,185 @@
+"""The values of a step, by name: summed over the pieces of a worker and over the workers.
+
+They travel as one vector whose places are names that all workers know, `Agreed`: at the beginning `loss` alone. A
+worker whose own pieces have given other names raises a flag in that same vector, so that all learn it in the same step
+and without an exchange of its own. Then they tell each other names, sums and weights, and know them the next time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from manyhosts.communication.gathering import gather_words
+from manyhosts.communication.tree import Node, Subtrees
+from manyhosts.communication.world import Work, World
+from manyhosts.strategies.strategy import StepOutcome, Unsettled
+
+
+class Agreed:
+    """The names that have a place in what the workers sum: the same ones on all workers at every step."""
+
+    def __init__(self) -> None:
+        self.names: tuple[str, ...] = ("loss",)
+
+    def forget(self) -> None:
+        """Know what everybody knows at the beginning: other workers are there now."""
+        self.names = ("loss",)
+
+
+@dataclass(slots=True)
+class Own:
+    """What one part of a batch has given on one worker, by name. Ghosts count for nothing, whatever they give."""
+
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    """Value times weight, over the pieces that had the name."""
+    weights: dict[str, float] = field(default_factory=dict)
+    pieces: dict[str, int] = field(default_factory=dict)
+    of: int = 0
+    """Pieces with samples."""
+
+    def add(self, values: Mapping[str, Tensor], weight: float) -> None:
+        """Add the means over the samples of one piece, whose share of the global batch is `weight`."""
+        if not weight:
+            return
+        self.of += 1
+        for name, value in values.items():
+            part = value.detach() if weight == 1 else value.detach().double() * weight
+            self.sums[name] = self.sums[name] + part if name in self.sums else part
+            self.weights[name] = self.weights.get(name, 0.0) + weight
+            self.pieces[name] = self.pieces.get(name, 0) + 1
+
+    def fits(self, names: Sequence[str]) -> bool:
+        """Whether every piece has given these names and no other."""
+        if not self.of:
+            return True
+        return len(self.sums) == len(names) and all(self.pieces.get(name) == self.of for name in names)
+
+    def in_places(self, names: Sequence[str], device: torch.device) -> list[Tensor]:
+        """The sums of `names`, float64 of shape (1,) each; zero where there is none."""
+        zero = None if len(self.sums) >= len(names) and self.fits(names) else _zero(device)
+        return [self.sums[name].double().reshape(1) if name in self.sums else _given(zero) for name in names]
+
+    def told(self) -> str:
+        """In words, for the others."""
+        rows = {
+            name: [value.item(), self.weights[name], self.pieces[name]] for name, value in sorted(self.sums.items())
+        }
+        return json.dumps([self.of, rows])
+
+
+def _zero(device: torch.device) -> Tensor:
+    return torch.zeros(1, dtype=torch.float64, device=device)
+
+
+def _given(zero: Tensor | None) -> Tensor:
+    assert zero is not None, "whoever lacks a name has been given a zero for it"
+    return zero
+
+
+def settled(world: World, agreed: Agreed, parts: Sequence[Own], known: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The mean of every value over the samples that had it, from what all workers' `parts` of the batch have given.
+
+    Sums run in the tree of the parts, so that no bit depends on who has computed which. `known` are the sums of the
+    names that had a place: they count where every piece had the name. Every worker calls this.
+    """
+    found = json.loads("[" + ",".join(gather_words(world, "[" + ",".join(part.told() for part in parts) + "]")) + "]")
+    rows = [(of, values) for worker in found for of, values in worker]
+    names = sorted({name for _, values in rows for name in values}, key=lambda name: (name != "loss", name))
+    pieces = sum(of for of, _ in rows)
+    result, everywhere = {}, []
+    for name in names:
+        if sum(values[name][2] for _, values in rows if name in values) == pieces:
+            everywhere.append(name)
+            if name in known:
+                result[name] = known[name]
+                continue
+        weight = sum(values[name][1] for _, values in rows if name in values)
+        total = _in_tree([values[name][0] if name in values else 0.0 for _, values in rows])
+        mean = total if name in everywhere else total / weight
+        result[name] = torch.tensor(mean, dtype=torch.float64, device=world.device)
+    if len(everywhere) == len(names) and names:
+        agreed.names = tuple(names)
+    return result
+
+
+def _in_tree(values: Iterable[float]) -> float:
+    numbers = list(values)
+    sums: Subtrees[float] = Subtrees(len(numbers), lambda left, right: left + right)
+    for part, number in enumerate(numbers):
+        sums.put(Node(0, part), number)
+    [(_, total)] = sums.held
+    return total
+
+
+class Tally:
+    """Sums the weighted values of a step, over pieces and then over workers.
+
+    Riders are small numbers that travel with the loss and are summed over the workers: a clock, a wish to stop. They
+    are for decisions that all workers must take alike, and cost no exchange of their own.
+    """
+
+    def __init__(self, riders: Sequence[float], agreed: Agreed, world: World) -> None:
+        self.riders: Sequence[float] | Tensor = riders
+        self.agreed, self.world = agreed, world
+        self.own = Own()
+        self._summed: Tensor | None = None
+
+    def add(self, values: Mapping[str, Tensor], weight: float) -> Tensor:
+        """Add one piece's means. Returns its weighted loss, from which to go backward."""
+        self.own.add(values, weight)
+        return values["loss"] if weight == 1 else values["loss"] * weight
+
+    def packed(self, device: torch.device) -> Tensor:
+        """What this worker has so far, to be summed over the workers: float64, shape (values, riders and flag,)."""
+        names = self.agreed.names
+        numbers = [*self.riders, float(not self.own.fits(names))]
+        return torch.cat(
+            [
+                *self.own.in_places(names, device),
+                torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True),
+            ]
+        )
+
+    def take(self, summed: Tensor) -> None:
+        """Have the sums over the workers of what `packed` gave, in place of this worker's own."""
+        self._summed = summed
+        self.riders = summed[len(self.agreed.names) : -1]
+
+    def start_sum(self) -> Work:
+        """Begin to sum over the workers; nothing may be read before the wait for it is over."""
+        if self.world.size == 1:
+            return None
+        vector = self.packed(self.world.device)
+        work = self.world.start_all_reduce(vector)
+        self.take(vector)
+        return work
+
+    def outcome(self) -> StepOutcome:
+        """What was found. All workers call this, once the sums are here."""
+        names, summed = self.agreed.names, self._summed
+        if summed is not None:
+            known = dict(zip(names, summed, strict=False))
+            settle = partial(settled, self.world, self.agreed, [self.own], known)
+            return outcome(self.world, known, self.riders, summed[-1], settle)
+        fits = self.own.fits(names)
+        values = self.own.sums if fits else settled(self.world, self.agreed, [self.own], {})
+        return StepOutcome(values, self.riders)
+
+
+def outcome(
+    world: World,
+    known: Mapping[str, Tensor],
+    riders: Sequence[float] | Tensor,
+    flag: Tensor,
+    settle: Callable[[], Mapping[str, Tensor]],
+) -> StepOutcome:
+    """What was found, with the values settled where that is due; on a GPU the flag cannot be read without a wait."""
+    if world.device.type == "cuda":
+        return StepOutcome(known, riders, Unsettled(flag, settle))
+    return StepOutcome(settle() if flag.item() else known, riders)

@@ -1,0 +1,248 @@
+"""Metrics of torchmetrics over a set that is evaluated in parts, by several workers: as on one process.
+
+Where the states of the parts can be put together (sums, largest, smallest, lists) that is done, in the order of the
+parts. Other metrics keep what no rule can put together: a running mean of unequal parts, what a wrapper notes beside
+its states. They are fed once more, on every worker, with the outputs of all parts in order (`fed_again`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from manyhosts.communication.gathering import gather_lists, gather_words
+from manyhosts.communication.world import World
+from manyhosts.data import randomness
+from manyhosts.errors import ConfigError, SnapshotError
+from manyhosts.snapshot.skeleton import put_together, take_apart
+
+if TYPE_CHECKING:  # it takes a second to load, so whoever has no metrics does without it
+    from torchmetrics import Metric, MetricCollection
+
+
+class Metrics:
+    """The metrics of one evaluation. For each: `begin`; for each part `begin_part`, `update`…, `end_part`; `values`."""
+
+    def __init__(self, metrics: Mapping[str, Metric], world: World, *, seed: int) -> None:
+        """`seed` is for the random numbers that a metric draws in its update (a bootstrap, say)."""
+        self.world, self.seed = world, seed
+        self.all = {name: alone(metric).to(world.device) for name, metric in metrics.items()}
+        self.again = {name: metric for name, metric in self.all.items() if fed_again(metric)}
+        """Those that see the outputs of all parts in one go."""
+        self.merged = {name: metric for name, metric in self.all.items() if name not in self.again}
+        self.holders = [holder for metric in self.merged.values() for holder in _holders(metric)]
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the last evaluation."""
+        self.states: list[dict[str, list[Any]]] = [{name: [] for name in holder._defaults} for holder in self.holders]
+        self.outputs: list[tuple[int, Any, Any]] = []
+        for metric in self.again.values():
+            metric.reset()
+
+    def begin_part(self) -> None:
+        """A part begins."""
+        for metric in self.merged.values():
+            metric.reset()
+
+    def update(self, first: int, outputs: Any, targets: Any) -> None:
+        """Take what the model made of one forward pass, whose first sample has the number `first`."""
+        for metric in self.merged.values():
+            metric.update(outputs, targets)
+        if self.again and self.world.size == 1:
+            self._update_again(first, outputs, targets)
+        elif self.again:
+            self.outputs.append((first, outputs, targets))
+
+    def _update_again(self, first: int, outputs: Any, targets: Any) -> None:
+        with randomness.kept():
+            randomness.seed_all(self.seed, randomness.EVALUATION, first)
+            for metric in self.again.values():
+                metric.update(outputs, targets)
+
+    def end_part(self) -> None:
+        """Keep what one part found."""
+        for holder, states in zip(self.holders, self.states, strict=True):
+            for name, kept in states.items():
+                state = getattr(holder, name)
+                if isinstance(state, list):
+                    kept += [_in_a_row(state)] if state and _is_row(holder, name) else state
+                elif kept and _order_free(holder, name, state):
+                    kept[0] = kept[0] + state  # whole numbers add up alike in any order: one state to send, not many
+                else:
+                    kept.append(state.clone())
+
+    def values(self) -> dict[str, float]:
+        """Every metric over all parts, equal on all workers. All of them call this."""
+        if not self.all:
+            return {}
+        found = gathered(self.world, {"states": self.states, "outputs": self.outputs}, list(self.all))
+        for number, (holder, states) in enumerate(zip(self.holders, self.states, strict=True)):
+            for name in states:
+                _restore(holder, name, [state for each in found for state in each["states"][number][name]])
+            holder._update_count = 1
+            holder._computed = None
+        for each in found:
+            for first, outputs, targets in each["outputs"]:
+                self._update_again(first, outputs, targets)
+        values: dict[str, float] = {}
+        for name, metric in self.all.items():
+            values |= scalars(name, metric.compute())
+        self.begin()
+        return values
+
+
+def gathered(world: World, own: Mapping[str, Any], metrics: Sequence[str]) -> list[dict[str, Any]]:
+    """What every worker has, by rank, on every worker: lists, tuples, texts, numbers and tensors of any shape.
+
+    Raises:
+        ConfigError: on all workers alike: one of them has something else. `metrics` are named in it.
+    """
+    if world.size == 1:
+        return [dict(own)]
+    trouble, nodes, tensors = "", None, {}
+    try:
+        apart = take_apart(own)
+        nodes, tensors = apart.nodes, apart.tensors
+    except SnapshotError as error:
+        trouble = error.what
+    told = [json.loads(word) for word in gather_words(world, json.dumps([trouble, nodes, list(tensors)]))]
+    for rank, (what, _, _) in enumerate(told):
+        if what:
+            raise ConfigError(
+                f"the metrics keep what cannot travel from worker to worker: {what}",
+                where=f"metrics {', '.join(metrics)}, rank {rank}",
+                fix="keep tensors, numbers, texts, lists and dicts in them, or evaluate on one worker",
+            )
+    rows = gather_lists(world, list(tensors.values()))
+    return [
+        put_together(found, dict(zip(names, row, strict=True)))
+        for (_, found, names), row in zip(told, rows, strict=True)
+    ]
+
+
+def fed_again(metric: Metric) -> bool:
+    """Whether the states of `metric` over several parts cannot be put together to what one pass would have left."""
+    from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
+    from torchmetrics.wrappers.abstract import WrapperMetric
+
+    for holder in _holders(metric):
+        if isinstance(holder, WrapperMetric):
+            return True
+        for name, default in holder._defaults.items():
+            rule = holder._reductions[name]
+            if isinstance(default, list):
+                mergeable = rule is None or rule is dim_zero_cat
+            elif rule is dim_zero_sum:
+                mergeable = not default.any()  # each part begins with the default, which would be added as often
+            else:
+                mergeable = rule is dim_zero_max or rule is dim_zero_min
+            if not mergeable:
+                return True
+    return False
+
+
+def _holders(metric: Metric) -> list[Metric]:
+    """`metric` and those inside it."""
+    from torchmetrics import Metric
+
+    return [module for module in metric.modules() if isinstance(module, Metric)]
+
+
+def _is_row(holder: Metric, name: str) -> bool:
+    """Whether a list stands for its entries one behind the other; else each is something of its own: one image."""
+    from torchmetrics.utilities import dim_zero_cat
+
+    return holder._reductions[name] is dim_zero_cat and all(isinstance(each, Tensor) for each in getattr(holder, name))
+
+
+def _in_a_row(states: list[Tensor]) -> Tensor:
+    from torchmetrics.utilities import dim_zero_cat
+
+    joined: Tensor = dim_zero_cat(states)
+    return joined
+
+
+def _order_free(holder: Metric, name: str, state: Tensor) -> bool:
+    from torchmetrics.utilities import dim_zero_sum
+
+    return holder._reductions[name] is dim_zero_sum and not state.is_floating_point()
+
+
+def _restore(holder: Metric, name: str, parts: list[Any]) -> None:
+    """The state over all parts."""
+    if not isinstance(holder._defaults[name], list):
+        reduce = holder._reductions[name]
+        assert callable(reduce), "fed_again() has seen to it"
+        setattr(holder, name, reduce(torch.stack(parts)))
+    elif parts and _is_row(holder, name):
+        setattr(holder, name, [_in_a_row(parts)])
+    else:
+        setattr(holder, name, parts)
+
+
+def alone(metric: Metric) -> Metric:
+    """A copy of `metric` that never talks to other processes by itself: the evaluation does it."""
+    copy = metric.clone()
+    for holder in _holders(copy):
+        holder.sync_on_compute = False
+        holder._to_sync = False
+    return copy
+
+
+def flattened(metrics: Mapping[str, Metric | MetricCollection]) -> dict[str, Metric]:
+    """Collections taken apart: their members share states in ways that cannot be merged part by part.
+
+    A member has the name that its collection gives it; where something else has that name, too, the key of its
+    collection stands before it: `train/BinaryAccuracy`.
+
+    Raises:
+        ConfigError: something in it is no torchmetrics metric, or two of them have one name.
+    """
+    if not metrics:
+        return {}
+    from torchmetrics import Metric, MetricCollection
+
+    found: list[tuple[str, str, Metric]] = []
+    for key, metric in metrics.items():
+        if isinstance(metric, MetricCollection):
+            members = metric.items(keep_base=False, copy_state=False)
+            found += [(f"{key}/{name}", str(name), member) for name, member in members]
+        elif isinstance(metric, Metric):
+            found.append((key, key, metric))
+        else:
+            raise ConfigError(
+                f"the metric {key!r} is a {type(metric).__name__}",
+                where="mh.Trainer(metrics=…)",
+                fix="give metrics of torchmetrics, such as MulticlassAccuracy(num_classes=10)",
+            )
+    times = Counter(name for _, name, _ in found)
+    flat: dict[str, Metric] = {}
+    for long, short, metric in found:
+        name = long if times[short] > 1 else short
+        if name in flat or name == "loss":
+            raise ConfigError(
+                f"two values of an evaluation are called {name!r}",
+                where="mh.Trainer(metrics=…)",
+                fix="give the metric another key" + (": 'loss' is that of the model" if name == "loss" else ""),
+            )
+        flat[name] = metric
+    return flat
+
+
+def scalars(name: str, value: Any) -> dict[str, float]:
+    """A computed metric as numbers: `name`, or `name/part` for each part of one that has several."""
+    if isinstance(value, Mapping):
+        return {
+            key: number for inner, part in value.items() for key, number in scalars(f"{name}/{inner}", part).items()
+        }
+    if isinstance(value, Tensor) and value.dim():
+        return {key: n for i, part in enumerate(value) for key, n in scalars(f"{name}/{i}", part).items()}
+    if isinstance(value, list | tuple):
+        return {key: n for i, part in enumerate(value) for key, n in scalars(f"{name}/{i}", part).items()}
+    return {name: float(value)}

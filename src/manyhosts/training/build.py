@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -39,6 +39,7 @@ from manyhosts.training.as_made import AsMade, options_of
 from manyhosts.training.compute import ForwardPass, Loss, UserStep, pair
 from manyhosts.training.evaluate import Evaluation
 from manyhosts.training.precision import Precision
+from manyhosts.training.same_weights import compare_descriptions, described, settings_compared
 from manyhosts.training.source import Source, make_source
 from manyhosts.training.suitable import check_optimizer, check_tensors, is_lazy, make_whole
 from manyhosts.training.trained import check_optimized, model_of, trained, twice
@@ -230,6 +231,7 @@ def build(  # the one place where everything the user gave comes together
     if is_lazy(bare):
         make_whole(bare, data, step or (lambda model, batch: model(pair(batch)[0])), seed=settings.seed)
     made = trained(bare, loss)
+    compare_descriptions(world, _given(made, data, settings))  # before the first exchange, which would not end
     if world.is_shared or settings.virtual_workers is not None:
         check_tensors(made)
     placed = strategy.place(made)
@@ -272,6 +274,17 @@ def build(  # the one place where everything the user gave comes together
         make_source=cut_source,
         make_warmup=warm,
     )
+
+
+def _given(model: nn.Module, data: Data, settings: Settings) -> dict[str, dict[str, str]]:
+    """What the script has given, in words, as far as it must be the same on every worker."""
+    sets = {"train": data.train, "validation": data.validation, "test": data.test}
+    lengths = {
+        name: type(each).__qualname__ + (f" of {len(each)} samples" if isinstance(each, Sized) else "")
+        for name, each in sets.items()
+        if each is not None
+    }
+    return {"models": described(model), "data": lengths, "settings": settings_compared(settings)}
 
 
 def make_optimizer(

@@ -26,6 +26,7 @@ from manyhosts.strategies.alone import Drifting, together
 from manyhosts.training.buffers import put_transient, transient
 from manyhosts.training.build import Parts
 from manyhosts.training.resuming import Changes, asked_of, compare
+from manyhosts.training.same_weights import compare_weights
 from manyhosts.training.second_place import SecondPlace
 from manyhosts.training.state import RunState
 from manyhosts.training.trained import load_loss, loss_state
@@ -90,7 +91,7 @@ class Keeping:
         Where models drift apart, theirs is the mean, for which all must call this; with `own` it is this worker's.
         """
         held = held_by(self.parts)
-        return {**held, **({} if own else self._weights()), "run": state.to_dict()}
+        return {**held, **({} if own else self._weights(state.step)), "run": state.to_dict()}
 
     def take_up(self, kept: dict[str, Any], *, own: bool = False) -> None:
         """Put what `everything` gave, here or on another worker, into the parts of this one.
@@ -124,17 +125,23 @@ class Keeping:
         self.best_saved_at = state.best_step
         self.store.save_as(
             self.directory.best,
-            self._weights(),
+            self._weights(state.best_step),
             self._facts(state),
             unchanged_until_update=self.parts.trained.parameters(),
         )
 
-    def _weights(self) -> dict[str, Any]:
-        """The model, and the loss's state, as all workers hold them: a copy of the mean, where they drift apart."""
-        parts = self.parts
+    def _weights(self, step: int) -> dict[str, Any]:
+        """The model, and the loss's state, as all workers hold them: a copy of the mean, where they drift apart.
+
+        Raises:
+            TrainingError: they do not hold the same.
+        """
+        parts, moment = self.parts, f"before the snapshot of step {step}"
         if not isinstance(parts.strategy, Drifting):
+            compare_weights(parts.trained, parts.strategy, parts.world, moment)
             return weights_of(parts)
         with together(parts.strategy, parts.trained):
+            compare_weights(parts.trained, parts.strategy, parts.world, moment)
             return copied(weights_of(parts))
 
     def before_update(self) -> None:

@@ -26,6 +26,7 @@ from manyhosts.training.keeping import Keeping
 from manyhosts.training.learning_rate import VanishedRate
 from manyhosts.training.marks import Mark, due, reached, total_steps
 from manyhosts.training.numbers import HostTiming, Numbers, StepFacts
+from manyhosts.training.same_weights import compare_weights
 from manyhosts.training.state import RunState
 from manyhosts.training.telling import Tell, Telling
 from manyhosts.training.wishes import Wishes
@@ -331,8 +332,10 @@ class Loop:
         self.read_numbers(all_of_them=True)
         begin, self.since = time.perf_counter(), time.time()
         state, rule = self.state, self.keeping.rule
-        with together(self.parts.strategy, self.parts.trained):
-            state.validation = self.validation(self.parts.model)
+        parts = self.parts
+        with together(parts.strategy, parts.trained):
+            compare_weights(parts.trained, parts.strategy, parts.world, f"before the validation of step {state.step}")
+            state.validation = self.validation(parts.model)
         state.validated_at = state.step
         value = self.keeping.watched(state.validation)
         best = rule.better(value, state.best)

@@ -33,6 +33,7 @@ from manyhosts.training.notes import announce
 from manyhosts.training.recover import Recovery, why_not_survive
 from manyhosts.training.result import Result
 from manyhosts.training.rewind import go_back
+from manyhosts.training.same_weights import compare_descriptions, compare_weights, optimizer_described
 from manyhosts.training.second_place import SecondPlace
 from manyhosts.training.state import RunState
 from manyhosts.training.wishes import Wishes
@@ -100,6 +101,10 @@ class Run:
         self._open_directory()  # nobody looks into it before the leader has made it
         found, self.loaded = self.keeping.begin()
         self.state.become(found)
+        if not isinstance(self.parts.strategy, Drifting):
+            self.compare(f"at the beginning, at step {found.step}")
+        lengths, optimizer = {"duration": str(self.settings.duration)}, optimizer_described(self.parts.optimizer)
+        compare_descriptions(self.world, {"arguments of fit": lengths, "optimizers": optimizer})
         loop.stand()
         loop.began = time.perf_counter() - self.state.seconds
         self.journal.open_records()
@@ -273,6 +278,7 @@ class Run:
         self.keeping.finish_copies(self.journal.say_busy)
         if isinstance(self.parts.strategy, Drifting):
             self.parts.strategy.average(self.parts.trained)  # a run ends with one model
+        self.compare(f"at the end, at step {state.step}")
         return reason
 
     def save_end(self, loop: Loop) -> None:
@@ -298,6 +304,14 @@ class Run:
             tried_again = True
             loop.save()
             keeping.finish()
+
+    def compare(self, moment: str) -> None:
+        """See that all workers hold the same model.
+
+        Raises:
+            TrainingError: they do not.
+        """
+        compare_weights(self.parts.trained, self.parts.strategy, self.world, moment)
 
     def end(self, status: str, reason: str) -> str:
         """Record how the run ended. Returns the hash of the weights."""

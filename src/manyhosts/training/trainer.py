@@ -42,6 +42,7 @@ from manyhosts.training.keeping import copied, put_weights, weights_of
 from manyhosts.training.metrics import flattened
 from manyhosts.training.result import Result
 from manyhosts.training.run import Run
+from manyhosts.training.same_weights import compare_weights
 from manyhosts.training.weights import load_initial
 
 if TYPE_CHECKING:
@@ -272,7 +273,7 @@ class Trainer:
         if evaluation is None:
             raise ConfigError("there is no validation set", where="mh.Data(validation=…)", fix="give one")
         with randomness.undisturbed():
-            values: dict[str, float] = self._call(lambda: evaluation(self.model))
+            values: dict[str, float] = self._call(lambda: self._evaluated(evaluation, "the validation"))
         return values
 
     def test(self, *, weights: Literal["best", "last"] = "best") -> dict[str, float]:
@@ -326,6 +327,10 @@ class Trainer:
         self._run.keeping.store.everywhere(best)
         return best if best.exists() else None
 
+    def _evaluated(self, evaluation: Evaluation, which: str) -> dict[str, float]:
+        compare_weights(self.parts.trained, self.parts.strategy, self.world, f"before {which}")
+        return evaluation(self.model)
+
     def _test(self, evaluation: Evaluation, weights: Literal["best", "last"]) -> dict[str, float]:
         begin = time.perf_counter()
         best = self._best() if weights == "best" else None
@@ -333,11 +338,11 @@ class Trainer:
             now = copied(weights_of(self.parts))
             put_weights(self.parts, load(best, same_model(fingerprint(self.model))).state)
             try:
-                values = evaluation(self.model)
+                values = self._evaluated(evaluation, "the test of the best model")
             finally:
                 put_weights(self.parts, now)
         else:
-            values = evaluation(self.model)
+            values = self._evaluated(evaluation, "the test")
         if self._run is not None:
             if self.world.is_leader and not self._calls.over:
                 self._run.journal.take_lead()  # another one may have led while it trained

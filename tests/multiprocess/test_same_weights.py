@@ -1,0 +1,175 @@
+"""Ranks agree or the run ends: weights that differ are named before anybody relies on them, models before they meet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import manyhosts as mh
+from manyhosts.errors import ManyhostsError
+from manyhosts.records.metrics import read
+
+pytestmark = pytest.mark.multiprocess
+
+X = torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
+Y = X.sum(1, keepdim=True)
+
+
+class Remembers(nn.Module):
+    """Keeps the mean of what it has seen, each worker of its own samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen = 0.9 * self.seen + 0.1 * inputs.mean(0)
+        return self.linear(inputs - self.seen)
+
+
+def plain() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+
+
+def make(run_dir: Path, model: Any = plain, **settings: Any) -> mh.Trainer:
+    data = {"train": TensorDataset(X, Y), "batch_size": 10, **settings.pop("data", {})}
+    given = {"loss": nn.MSELoss(), "optimizer": lambda params: torch.optim.SGD(params, lr=0.1), **settings}
+    return mh.Trainer(model=model, data=mh.Data(**data), run_dir=run_dir, **given)
+
+
+def meddling(rank: int, at: int, amount: float) -> Callable[..., torch.optim.Optimizer]:
+    """An optimizer that changes one weight of rank 1 after a step, as code that acts by RANK does, or a flipped bit."""
+
+    def make_optimizer(params: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(params, lr=0.1)
+        steps = [0]
+
+        def meddle(*_: object) -> None:
+            steps[0] += 1
+            if steps[0] == at and rank == 1:
+                with torch.no_grad():
+                    optimizer.param_groups[0]["params"][2][0, 1] += amount
+
+        optimizer.register_step_post_hook(meddle)
+        return optimizer
+
+    return make_optimizer
+
+
+def attempt(act: Callable[[], Any]) -> dict[str, Any]:
+    try:
+        act()
+    except ManyhostsError as error:
+        return {"kind": type(error).__name__, "what": error.what, "where": error.where, "fix": error.fix}
+    return {"kind": "none"}
+
+
+def runs(rank: int, folder: Path) -> dict[str, dict[str, Any]]:
+    validated = {"data": {"validation": TensorDataset(X, Y)}}
+    snapshots = mh.Snapshots(every="2 steps")
+    ways: dict[str, dict[str, Any]] = {
+        "snapshot": {"optimizer": meddling(rank, 4, 0.5), "snapshots": snapshots},
+        "validation": {"optimizer": meddling(rank, 5, 0.5), **validated},
+        "end": {"optimizer": meddling(rank, 7, 1e-6)},
+        "buffer": {"model": Remembers},
+        "virtual": {"optimizer": meddling(rank, 4, 0.5), "snapshots": snapshots, "virtual_workers": 3},
+        "local-sgd": {"optimizer": meddling(rank, 4, 0.5), "strategy": "local-sgd", "snapshots": snapshots},
+        "right": {"snapshots": snapshots, **validated},
+        "batch norm": {"model": normed, "batch_norm": "local", "snapshots": snapshots, **validated},
+    }
+    return {way: attempt(lambda: make(folder / way, **given).fit("7 steps")) for way, given in ways.items()}  # noqa: B023
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, list[dict[str, Any]]]]:
+    folders = {workers: tmp_path_factory.mktemp(f"of-{workers}") for workers in (1, 2, 3)}
+    return {workers: (folder, run_ranks(workers, runs, folder)) for workers, folder in folders.items()}
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_weight_that_differs_is_named_before_anybody_relies_on_it(workers: int, found: dict[int, Any]) -> None:
+    folder, answers = found[workers]
+    assert all(answer == answers[0] for answer in answers), "all say the same"
+    who = "rank 0 holds one value, rank 1 another" if workers == 2 else "ranks 0 and 2 hold one value, rank 1 another"
+    for way, moment in (
+        ("snapshot", "before the snapshot of step 4"),
+        ("virtual", "before the snapshot of step 4"),
+        ("validation", "before the validation of step 6"),
+        ("end", "before the snapshot of step 7"),
+    ):
+        told = answers[0][way]
+        assert told["kind"] == "TrainingError", way
+        assert told["what"].startswith(f"the workers do not hold the same model: {who} of 2.weight"), told
+        assert told["where"] == moment
+    assert "rounding" in answers[0]["end"]["fix"]
+    assert "RANK" in answers[0]["snapshot"]["fix"]
+    assert [path.name for path in sorted((folder / "snapshot" / "snapshots").glob("step-*"))] == ["step-00000002"]
+    lines = {way: read(folder / way / "metrics.jsonl") for way in ("validation", "snapshot")}
+    assert [line["step"] for line in lines["validation"] if line["event"] == "validation"] == [3]
+    assert [line["status"] for line in lines["snapshot"] if line["event"] == "end"] == ["failed"]
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_buffer_that_each_worker_changes_by_its_own_samples_is_named(workers: int, found: dict[int, Any]) -> None:
+    told = found[workers][1][0]["buffer"]
+    assert "of seen (by up to" in told["what"]
+    assert "the forward pass changes seen" in told["fix"]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_run_with_nothing_wrong_hears_nothing(workers: int, found: dict[int, Any]) -> None:
+    for answer in found[workers][1]:
+        ways = {"right", "batch norm", "local-sgd"} if workers > 1 else answer.keys()
+        assert {way: answer[way]["kind"] for way in ways} == dict.fromkeys(ways, "none")
+
+
+def different(rank: int, folder: Path) -> dict[str, dict[str, Any]]:
+    odd = rank == 1
+    shorter = TensorDataset(X[:29], Y[:29])
+    ways: dict[str, dict[str, Any]] = {
+        "shape": {"model": nn.Linear(4, 1 + odd)},
+        "name": {"model": nn.Sequential(nn.Linear(4, 1)) if odd else nn.Linear(4, 1)},
+        "dtype": {"model": plain().double() if odd else plain()},
+        "depth": {"model": nn.Sequential(*plain(), nn.Linear(1, 1)) if odd else plain()},
+        "buffer": {"model": Remembers() if odd else nn.ModuleDict({"linear": nn.Linear(4, 1)})},
+        "frozen": {"model": plain()},
+        "order": {"model": nn.ModuleDict({name: nn.Linear(4, 1) for name in ("ba" if odd else "ab")})},
+        "data": {"data": {"train": shorter if odd else TensorDataset(X, Y)}},
+        "seed": {"seed": rank},
+        "optimizer": {"optimizer": lambda params: torch.optim.SGD(params, lr=0.1 + 0.1 * odd)},
+    }
+    ways["frozen"]["model"][0].requires_grad_(not odd)
+    return {way: attempt(lambda: make(folder / way, **given).fit("2 steps")) for way, given in ways.items()}  # noqa: B023
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_what_differs_from_worker_to_worker_is_named_before_anything_is_exchanged(workers: int, tmp_path: Path) -> None:
+    answers = run_ranks(workers, different, tmp_path, timeout_s=60)
+    assert all(answer == answers[0] for answer in answers)
+    assert {told["kind"] for told in answers[0].values()} == {"ConfigError"}
+    for way, words in {
+        "shape": "models differ: weight is float32 (1, 4) on rank 0 and float32 (2, 4) on rank 1",
+        "name": "models differ: weight is float32 (1, 4) on rank 0 and not there on rank 1",
+        "dtype": "models differ: 0.weight is float32 (3, 4) on rank 0 and float64 (3, 4) on rank 1",
+        "depth": "models differ: 3.weight is not there on rank 0 and float32 (1, 1) on rank 1",
+        "buffer": "models differ: seen is not there on rank 0 and a buffer of float32 (4) on rank 1",
+        "frozen": "models differ: 0.weight is float32 (3, 4) on rank 0 and float32 (3, 4), frozen on rank 1",
+        "order": "models differ: they come in another order on rank 1",
+        "data": "data differ: train is TensorDataset of 30 samples on rank 0 and TensorDataset of 29 samples on rank 1",
+        "seed": "settings differ: seed is 0 on rank 0 and 1 on rank 1",
+        "optimizer": "optimizers differ: group 0 is 4 parameters with",
+    }.items():
+        assert words in answers[0][way]["what"], answers[0][way]

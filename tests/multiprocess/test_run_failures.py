@@ -170,10 +170,19 @@ def test_worker_that_ignores_sigterm_is_ended_too(tmp_path: Path) -> None:
 
 
 def test_last_restart_that_fails_is_the_end(tmp_path: Path) -> None:
-    ended = run(tmp_path, "raise ValueError('always')", "--restarts", "2")
+    source = "import os; raise ValueError(os.environ['TORCHELASTIC_RESTART_COUNT'])"
+    ended = run(tmp_path, source, "--restarts", "2")
     assert ended.code == 1
     assert ended.err.count("starting all workers again") == 2
     assert ended.err.count("Traceback") == 3, "one for each start"
+
+
+def test_error_that_comes_again_at_the_same_step_is_not_restarted_once_more(tmp_path: Path) -> None:
+    ended = run(tmp_path, "raise ValueError('always')", "--restarts", "20")
+    assert ended.code == 1
+    assert ended.out.count("starting all workers again") == 1
+    assert "the same error at the same step as before" in ended.out
+    assert "failed with ValueError: always" in ended.err
 
 
 def test_syntax_error_is_shown_as_python_shows_it(tmp_path: Path) -> None:

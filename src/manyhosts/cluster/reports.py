@@ -34,11 +34,17 @@ VARIABLE = "MANYHOSTS_AGENT"
 _SHORTEST_PAUSE_S = {"step": 0.5, "busy": 0.5}
 _MOST_UNSENT_BYTES = 1 << 20
 _calls: dict[str, list[Callable[[], None]]] = {}
+_noted: dict[str, int] = {}
 
 
 def when_told(kind: str, call: Callable[[], None]) -> None:
     """Call `call` once, when this process first reports something of `kind`."""
     _calls.setdefault(kind, []).append(call)
+
+
+def last_step() -> int | None:
+    """The last step that this process has noted; None where it has noted none."""
+    return _noted.get("step")
 
 
 def board_of(address: str | os.PathLike[str], process: int) -> Path:
@@ -105,6 +111,7 @@ class Reporter:
 
     def note_step(self, step: int) -> None:
         """Leave the number of the last step where the agent finds it, whatever becomes of this worker."""
+        _noted["step"] = step
         if self._board is not None and os.getpid() == self._process:
             self._board[0] = step
 

@@ -270,6 +270,33 @@ def test_restart_begins_only_when_every_worker_has_ended(tmp_path: Path) -> None
     assert [worker["environment"]["TORCHELASTIC_RESTART_COUNT"] for worker in scene.agents[0].workers] == ["1", "1"]
 
 
+@pytest.mark.parametrize(
+    ("summaries", "steps", "starts"),
+    [
+        (["ValueError: boom"] * 9, [7] * 9, 2),
+        (["ValueError: boom"] * 9, [7, 9, 9, 9, 9], 3),
+        (["ValueError: 1", "ValueError: 2", "ValueError: 1", "ValueError: 2", "ValueError: 1"], [7] * 5, 5),
+        (["ConnectionResetError: [Errno 104] reset by peer"] * 5, [7] * 5, 5),
+        (["torch.OutOfMemoryError: CUDA out of memory"] * 5, [7] * 5, 5),
+    ],
+    ids=["same", "further", "others", "network", "memory"],
+)
+def test_error_that_comes_twice_at_one_step_is_the_end(
+    summaries: list[str], steps: list[int], starts: int, tmp_path: Path
+) -> None:
+    started: list[int] = []
+
+    def fail(agent: FakeAgent, message: Message) -> None:
+        if message["message"] == "start":
+            number = len(started)
+            started.append(number)
+            agent.end(0, **(FAILED | {"error": {"summary": summaries[number], "text": "", "step": steps[number]}}))
+
+    with pytest.raises(ScriptError):
+        Scene(job(tmp_path, restarts=4), fail).head.run()
+    assert len(started) == starts
+
+
 def test_news_of_workers_that_were_given_up_is_not_heard(tmp_path: Path) -> None:
     def speak_of_the_past(agent: FakeAgent, message: Message) -> None:
         if message["message"] == "start" and agent.generation == 0:

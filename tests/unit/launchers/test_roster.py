@@ -158,3 +158,20 @@ def test_replacement_that_is_lost_too_is_not_waited_for(asks_first: bool) -> Non
     who.lose(3, "it was killed, too")
     assert who.due
     assert numbers(who.form()) == [0, 2]
+
+
+def test_group_that_breaks_at_one_step_again_and_again_without_a_loss_makes_no_progress() -> None:
+    who = roster(2)
+    ask_all(who, 5)  # the first time it has come so far
+    who.form()
+    for _ in range(MOST_WITHOUT_PROGRESS):
+        assert not who.makes_no_progress
+        ask_all(who, 5)
+        who.form()
+    assert not who.makes_no_progress
+    ask_all(who, 5)
+    who.form()
+    assert who.makes_no_progress
+    ask_all(who, 6)
+    who.form()
+    assert not who.makes_no_progress, "a step was finished"

@@ -35,6 +35,8 @@ class Ending:
         self._culprit: Failure | None = None
         """Whose failure the others are being ended for. How they end then says nothing."""
         self._others_ended = 0
+        self._recurring: tuple[str, int | None] | None = None
+        """What the last restart was for, where that will come again if it comes once more."""
         self._trouble: dict[str, str] = {}
         """By host: why it can start no worker."""
         self._exit_code = 0
@@ -201,7 +203,11 @@ class Ending:
         error = failure.told(self._others_ended)
         self._news.show_traceback(failure.traceback)
         wrong_request = error.exit_code == 2  # starting again would not change it
-        if course.generation >= course.job.restarts or wrong_request:
+        recurs = failure.recurring is not None and failure.recurring == self._recurring
+        self._recurring = failure.recurring
+        if course.generation >= course.job.restarts or wrong_request or recurs:
+            if recurs and course.generation < course.job.restarts:
+                course.display.say("manyhosts: the same error at the same step as before: no restart would change it")
             course.result = error
             return
         course.generation += 1

@@ -18,6 +18,12 @@ _CONSEQUENCE = re.compile(
     re.IGNORECASE,
 )
 
+_MAY_PASS = re.compile(
+    r"^([\w.]*\.)?(OSError|BlockingIOError|\w*Connection\w*|\w*Timeout\w*|HTTPError|URLError|\w*Memory\w*|RankLost|"
+    r"CommunicationError|SnapshotError)\b"
+)
+"""Kinds of errors of which the same one may come twice by chance."""
+
 _CAUSES = {
     "SIGKILL": "a person, a scheduler or the kernel for want of memory does that; see `dmesg` and the memory in use",
     "SIGSEGV": "C code touched memory that is not its own; the Python line is in the worker's log, and the native"
@@ -46,7 +52,8 @@ class Failure:
     code: int = 0
     signal: int = 0
     error: Mapping[str, Any] | None = None
-    """What the worker said about it: `summary`, `text` (the traceback), `words` (of an error raised on purpose)."""
+    """What the worker said about it: `summary`, `text` (the traceback), `words` (of an error raised on purpose), and
+    the last `step` that it had done."""
     out_of_memory: bool = False
     last_words: str = ""
     """What C++ has said before it gave up."""
@@ -71,6 +78,15 @@ class Failure:
         if self.error is None or self.error.get("words"):
             return False
         return _CONSEQUENCE.search(str(self.error.get("summary", ""))) is not None
+
+    @property
+    def recurring(self) -> tuple[str, int | None] | None:
+        """What it says and after which step: if that comes twice in a row, it will come again. None for a failure that
+        may pass, such as one of the network or for want of memory."""
+        summary = str((self.error or {}).get("summary", ""))
+        if not summary or _MAY_PASS.search(summary) or self.may_be_consequence:
+            return None
+        return summary, (self.error or {}).get("step")
 
     def caused_by_end_of(self, who: str, exchanges: int | None = None) -> Failure:
         """The same, where it failed because another one had left, which had begun so many exchanges.

@@ -89,6 +89,9 @@ class Regroup:
             if not self.roster.all_train():
                 self._hosts.tell_member(member, "refused", reason="not all workers are training")
                 return
+            if self.roster.makes_no_progress:
+                self._hosts.tell_member(member, "refused", reason="their exchanges break again and again at one step")
+                return
             self.roster.ask(number, int(fields["step"]), group=int(fields["group"]), call=call)
             self._begin()
 

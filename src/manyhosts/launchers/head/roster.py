@@ -123,6 +123,8 @@ class Roster:
         best = max(((member.call, member.asked or 0) for member in stayed), default=(0, 0))
         if best > self._best:
             self._best, self._without_progress = best, 0
+        elif self.broken and not self.reason:
+            self._without_progress += 1  # nobody is gone: what breaks the group may be in the step itself
         joining = self._joining()
         nodes = list(dict.fromkeys(member.node for member in [*stayed, *joining]))
         formed = [member for node in nodes for member in [*stayed, *joining] if member.node == node]

@@ -168,6 +168,7 @@ def _account(error: BaseException) -> dict[str, Any]:
     """Everything the head needs to tell of `error`."""
     account: dict[str, Any] = {"summary": tracebacks.summary(error), "monotonic_s": time.monotonic()}
     account["exchanges"] = exchanges.made()
+    account["step"] = reports.last_step()
     if isinstance(error, ManyhostsError):
         words = {"what": error.what, "where": error.where, "fix": error.fix}
         account["words"] = {**words, "exit_code": error.exit_code, "type": type(error).__name__}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from itertools import islice
@@ -66,6 +66,8 @@ class Step:
     """What a stream needs beside `after` to go on from here; what a dataset said of its own place, its worker knows."""
     shards: int = 0
     """In how many its epoch is read; 0 where it is not."""
+    first_samples: Sequence[float] = ()
+    """Of the first step of a stream that every worker reads whole: what tells its samples from others."""
 
 
 def plan_pieces(indices: Indices, cut: Cut) -> list[PiecePlan]:

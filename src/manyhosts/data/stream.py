@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from manyhosts.data import randomness
 from manyhosts.data.fetch import Collate, collated
+from manyhosts.data.first_samples import numbers_of
 from manyhosts.data.one_pass import Pass
 from manyhosts.data.order import Indices, Position
 from manyhosts.data.steps import Cut, LoadedPiece, PiecePlan, Step, plan_pieces
@@ -60,18 +61,21 @@ class Stream:
         return iter(DataLoader(_Produced(make), batch_size=None, num_workers=1, generator=torch.Generator()))
 
     def _steps(self, cut: Cut, position: Position, state: Mapping[str, Any]) -> Iterator[Step]:
-        epoch = position.epoch
+        epoch, first = position.epoch, True
         while True:
             empty = True
-            for step in self._epoch(cut, Position(epoch, position.sample), state):
+            for step in self._epoch(cut, Position(epoch, position.sample), state, look=first):
                 yield step
                 empty = False
             if empty and not position.sample:
                 raise self.no_sample(epoch)
-            epoch, position, state = epoch + 1, Position(epoch + 1), {}
+            epoch, position, state, first = epoch + 1, Position(epoch + 1), {}, False
 
-    def _epoch(self, cut: Cut, position: Position, state: Mapping[str, Any]) -> Iterator[Step]:
-        """The steps from `position` to the end of its epoch. Reads one step ahead, to know which one is the last."""
+    def _epoch(self, cut: Cut, position: Position, state: Mapping[str, Any], *, look: bool) -> Iterator[Step]:
+        """The steps from `position` to the end of its epoch. Reads one step ahead, to know which one is the last.
+
+        `look`: at the samples of the first one, so that they can be compared with those of other workers.
+        """
         source = Pass(self.dataset, seed=self.seed, epoch=position.epoch, state=state)
         source.skip_to(int(state.get("read", position.sample)))
         begin, samples = source.read, source.take(self.batch)
@@ -85,7 +89,10 @@ class Stream:
                 for plan in plan_pieces(np.arange(len(samples)), cut)
             ]
             taken = np.arange(begin, begin + len(samples))
-            yield Step(position.epoch, len(samples), after, ends, pieces, taken, {} if ends else left_at)
+            kept = {} if ends else left_at
+            seen = numbers_of(samples) if look else ()
+            yield Step(position.epoch, len(samples), after, ends, pieces, taken, kept, first_samples=seen)
+            look = False
             begin, samples = begin + len(samples), following
 
     def piece(self, epoch: int, samples: list[Any], plan: PiecePlan, numbers: Indices) -> LoadedPiece:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from manyhosts.communication.batch_norm import GlobalBatch, make_global
 from manyhosts.communication.shared_norm import Batch, OwnBatch, prepare
@@ -255,6 +255,12 @@ def build(  # the one place where everything the user gave comes together
     source = cut_source(batch)
     options = options_of(made_optimizer)
     made_schedule = None if schedule is None else schedule(made_optimizer)
+    if isinstance(made_schedule, ReduceLROnPlateau) and data.validation is None:
+        raise ConfigError(
+            "the schedule is a ReduceLROnPlateau, which moves after validations, and there is no validation set",
+            where="mh.Trainer(schedule=…)",
+            fix="give mh.Data(validation=…), or choose a schedule that moves by steps",
+        )
     return Parts(
         world=world,
         strategy=strategy,

@@ -22,6 +22,7 @@ from manyhosts.training.bad_steps import BadSteps
 from manyhosts.training.buffers import BufferCopies
 from manyhosts.training.build import Parts
 from manyhosts.training.evaluate import Evaluation
+from manyhosts.training.first_steps import FirstSteps, compare_streams
 from manyhosts.training.keeping import Keeping
 from manyhosts.training.learning_rate import VanishedRate
 from manyhosts.training.marks import Mark, due, reached, total_steps
@@ -66,6 +67,7 @@ class Loop:
         follows_steps = parts.schedule is not None and settings.schedule_every == "step"
         rate = VanishedRate(total_steps(self.limit, parts.source.steps_per_epoch)) if follows_steps else None
         self.telling = Telling(parts, state, self.bad_steps, wishes, keeping, tell, rate)
+        self.first_steps = FirstSteps(parts)
         self.before = self.mark()
         self.began = time.perf_counter() - state.seconds
         self.on_cpu = parts.world.device.type == "cpu"
@@ -165,6 +167,9 @@ class Loop:
         self.since, exchanged = time.time(), world.exchange_s
         step = next(steps)
         fetched, exposed = time.perf_counter(), world.exposed_s
+        if self.first_steps.stream_is_new:
+            self.first_steps.stream_is_new = False
+            compare_streams(world, step)
         world.take_waits()  # what workers tell each other to find the samples is a part of waiting for those
         self.under_way, self.taken = state.step + 1, step
         left_out = state.step + 1 in state.left_out
@@ -229,7 +234,13 @@ class Loop:
         if self.bad_steps.must_go(self.state.step + 1, outcome.values["loss"], norm):
             self.schedule_step()
             return outcome, norm
-        self.update()
+        if self.first_steps.looking:
+            self.first_steps.before_update()
+            rate = max(float(group["lr"]) for group in parts.optimizer.param_groups)
+            self.update()
+            self.first_steps.after_update(rate * parts.warmup.factor(self.state.step))
+        else:
+            self.update()
         return outcome, norm
 
     def clip(self) -> Any:

@@ -215,6 +215,7 @@ class Recovery(Reunion):
             self.keeping.saved_at, loop.save_again = _NOWHERE, True
             loop.duties_done = min(loop.duties_done, len(loop.duties) - 1)
         loop.under_way, loop.tried, loop.torn = 0, 0, False
+        loop.first_steps.stream_is_new = False  # a new worker would not compare it
         if world.is_leader:
             loop.began = time.perf_counter() - self.state.seconds
         self.records.open_samples()

@@ -1,0 +1,87 @@
+"""What the first steps of a run show: a stream that differs from worker to worker, a model that does not learn.
+
+Each is said once, before or at the third step, and nothing is looked at after it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from manyhosts.communication.world import World
+from manyhosts.data.first_samples import are_alike
+from manyhosts.data.steps import Step
+from manyhosts.errors import DataError
+from manyhosts.snapshot.fingerprint import tensor_checksums
+from manyhosts.training.build import Parts
+
+LOOKS = 3
+"""Steps with a learning rate above zero that are looked at."""
+
+
+def compare_streams(world: World, step: Step) -> None:
+    """See that all workers read the same stream, by the first samples of `step`. Every worker calls this.
+
+    Raises:
+        DataError: they do not, on all workers alike.
+    """
+    if not step.first_samples or world.size == 1:
+        return
+    rows = world.stack(torch.tensor(step.first_samples, dtype=torch.float64, device=world.device)).tolist()
+    other = next((rank for rank, row in enumerate(rows) if not are_alike(rows[0], row)), None)
+    if other is None:
+        return
+    raise DataError(
+        f"the train stream gives rank {other} other samples than rank 0, but every worker reads all of it and keeps "
+        "its part of each batch: most samples would never be trained on",
+        where="mh.Data(train=…)",
+        fix="leave RANK, WORLD_SIZE and seeds by rank out of __iter__, so that it gives the same everywhere; where "
+        "reading all is too slow, offer shard(index, count)",
+    )
+
+
+class FirstSteps:
+    """Looks at gradients and weights until it is known that they are alive; what is wrong is told in `world.notes`."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.looking = True
+        """Whether a step is still to be looked at."""
+        self.stream_is_new = True
+        """Whether no step has been taken since all workers began together."""
+        self._steps = 0
+        self._gradient = 0.0
+        self._before: dict[str, str] = {}
+
+    def before_update(self) -> None:
+        """The gradients of a step are there."""
+        if not self._before:
+            self._before = self._weights()
+        gradients = [each.grad for each in self.parts.trained.parameters() if each.grad is not None]
+        if gradients:
+            norms = torch.stack([each.detach().abs().amax().float() for each in gradients if each.numel()])
+            self._gradient = max(self._gradient, norms.nan_to_num(nan=1.0).amax().item())
+
+    def after_update(self, rate: float) -> None:
+        """The model has been changed, with this learning rate."""
+        if not rate:
+            return  # as at the beginning of a warm-up
+        self._steps += 1
+        if self._steps < LOOKS:
+            return
+        self.looking = False
+        if not self._gradient:
+            self.parts.world.notes.append(
+                f"the gradient was zero in each of {LOOKS} steps, so nothing is learned: see that the loss depends on "
+                "what the model gives (the cross entropy of a single column, say, is always 0)"
+            )
+        elif self.parts.precision.scaler is None and self._weights() == self._before:
+            self.parts.world.notes.append(
+                f"no weight has changed in {LOOKS} steps, yet the learning rate is {rate:g} and there is a gradient; "
+                "see that the optimizer was made of the parameters that it was given, and that its steps are not too "
+                "small for the dtype of the weights"
+            )
+        self._before = {}
+
+    def _weights(self) -> dict[str, str]:
+        trained = {name: each for name, each in self.parts.trained.named_parameters() if each.requires_grad}
+        return tensor_checksums({name: each.data for name, each in trained.items()})

@@ -49,7 +49,7 @@ def compare_descriptions(world: World, own: Mapping[str, Mapping[str, str]]) -> 
 
 
 def _first_difference(first: list[list[str]], other: list[list[str]], rank: int) -> str:
-    ours, theirs = dict(map(tuple, first)), dict(map(tuple, other))  # type: ignore[arg-type]  # pairs, as JSON has them
+    ours, theirs = ({name: what for name, what in entries} for entries in (first, other))
     for name in [*ours, *theirs]:
         if ours.get(name) != theirs.get(name):
             return f"{name} is {_or_none(ours.get(name))} on rank 0 and {_or_none(theirs.get(name))} on rank {rank}"

@@ -1,4 +1,4 @@
-"""What the user is told of workers that run but do not train together, from what each of them has seen (`witness.py`).
+"""What the user is told of workers that do not train together, or do not learn, from what each has seen (`witness.py`).
 
 One line each, once in a run, and none that is not certain: whoever cuts a model up gives its workers the same samples
 and different weights, and is right to do so.
@@ -22,6 +22,21 @@ _WAYS_TOGETHER = {
 """By library that a script has imported; where it has several, the last one counts."""
 
 
+_ROUNDED, _EXACT = 0.01, 1e-6
+"""What is no difference: so much of the longest way that a weight has gone, and of the largest weight."""
+_UNLEARNED = {
+    "none": "the weights do not change: no parameter of the optimizer has a gradient in the first steps; fix: make the"
+    " optimizer of the parameters of the model whose loss goes backward",
+    "zero": "the gradient is zero in all of the first steps, so nothing is learned; fix: see that the loss depends on"
+    " what the model gives (the cross entropy of one column is always 0), and that zero_grad() comes before backward()",
+    "nan": "the gradient is NaN or infinite in all of the first steps; fix: see that inputs and targets are finite, and"
+    " that nothing divides by zero or takes the logarithm of it",
+    "still": "no weight has changed in the first steps, yet the learning rate is above 0; fix: see that the optimizer"
+    " does its step, and that its steps are not too small for the dtype of the weights",
+}
+"""By what the workers have seen."""
+
+
 class Notices:
     """Waits until all workers have been heard, compares them, and says what is wrong."""
 
@@ -37,8 +52,10 @@ class Notices:
         if generation != self._generation:
             self._generation, self._accounts = generation, {}
         self._accounts[rank] = account
-        if len(self._accounts) == account["workers"] > 1 and all(each["steps"] for each in self._accounts.values()):
-            self._tell(apart(list(self._accounts.values())))
+        accounts = list(self._accounts.values())
+        if len(accounts) == account["workers"] and all(each["steps"] for each in accounts):
+            self._tell(apart(accounts) if len(accounts) > 1 else "")
+            self._tell(unlearned(accounts))
 
     def tell_end(self) -> None:
         """The run has ended well."""
@@ -87,7 +104,27 @@ def _unlike(accounts: list[Account]) -> str:
         why = f"each step does the same work {count} times"
         fix = "DataLoader(..., sampler=DistributedSampler(dataset)), and sampler.set_epoch(epoch) in each epoch"
         return f"all {count} workers train on the same samples: {why}; fix: {fix}"
+    if alike and all(known) and _have_parted(accounts):
+        why = f"they began alike and have not exchanged their gradients, so these are {count} trainings"
+        fix = "wrap the model in DistributedDataParallel; nothing is wrong where the script averages the models later"
+        return f"after the first steps the {count} workers hold different weights: {why}; fix: {fix}"
     return ""
+
+
+def _have_parted(accounts: list[Account]) -> bool:
+    """Whether weights that were equal have moved differently, by more than processors may round differently."""
+    first, *others = [each.get("moved", []) for each in accounts]
+    if not first or any(len(each) != len(first) for each in others):
+        return False
+    furthest = max(abs(step) for each in (first, *others) for step in each)
+    least = max(_ROUNDED * furthest, _EXACT * max(each["largest"] for each in accounts))
+    return any(abs(one - other) > least for each in others for one, other in zip(first, each, strict=True))
+
+
+def unlearned(accounts: list[Account]) -> str:
+    """Why a script that makes steps learns nothing, where all its workers have seen the same; else empty."""
+    kinds = {each.get("learning", "") for each in accounts}
+    return _UNLEARNED.get(kinds.pop(), "") if len(kinds) == 1 else ""
 
 
 def idle(accounts: list[Account]) -> str:

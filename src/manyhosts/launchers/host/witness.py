@@ -1,8 +1,9 @@
 """What a worker sees of a training that it knows nothing about: how far it is, and whether it trains with the others.
 
-The first steps are looked at more closely: the process group, the weights before the first of them, the samples behind
-each. What was seen goes to the head, which compares the workers (`notices.py`). A script that uses `mh.Trainer` tells
-of itself, and is left alone. Nothing here imports torch, and nothing that fails here fails the script.
+The first steps are looked at more closely: the process group, the weights before the first of them and behind the last,
+the gradients and the samples of each. What was seen goes to the head, which compares the workers (`notices.py`). A
+script that uses `mh.Trainer` tells of itself, and is left alone. Nothing here imports torch, and nothing that fails
+here fails the script.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 from manyhosts.cluster import reports
 from manyhosts.cluster.reports import Reporter
 from manyhosts.imports import when_imported
+from manyhosts.launchers.host.learning import Learning, is_cut_up
 from manyhosts.launchers.host.prints import Prints, tensors_in
 
 LOOKS = 3
@@ -28,7 +30,6 @@ _PAUSE_S = 0.5
 """The reporter would drop what comes sooner; looking at the clock here is cheaper."""
 _OTHER_WAYS = ("horovod", "mpi4py", "deepspeed", "ray.train", "bagua", "oneccl_bindings_for_pytorch")
 """Who imports one of these may train together without a process group of torch, or cut the weights up as it likes."""
-_CUT_UP = ("DTensor", "ShardedTensor", "FlatParameter")
 _LIBRARIES = ("accelerate", "lightning", "pytorch_lightning")
 
 
@@ -67,9 +68,10 @@ class Witness:
         self._undo_looks: list[Callable[[], None]] = []
         """Takes out what looks closely."""
         self._batch: object = None
-        self._prints = Prints()
+        self._prints, self._learning = Prints(), Learning()
         self._account: dict[str, Any] = {"workers": workers, "world": 0, "apart": False, "optimizer": False}
         self._account |= {"shapes": 0, "weights": None, "samples": None, "libraries": []}
+        self._account |= {"learning": "", "moved": [], "largest": 0.0}
         self._over = False
 
     @property
@@ -84,9 +86,8 @@ class Witness:
         self._look_untraced = self._torch._disable_dynamo(self._look)
         after = optimizers.register_optimizer_step_post_hook(self._after)
         self._undo.append(after.remove)
-        if self.looks_closely:
-            before = optimizers.register_optimizer_step_pre_hook(self._before)
-            self._undo_looks.append(before.remove)
+        before = optimizers.register_optimizer_step_pre_hook(self._before)
+        self._undo_looks.append(before.remove)
         made = optimizers.Optimizer.__init__
 
         @functools.wraps(made)
@@ -148,11 +149,12 @@ class Witness:
             self._tell(ended=True)
         self._reporter.close()
 
-    def _before(self, optimizer: Any, *_: object) -> None:
+    def _before(self, optimizer: Any, arguments: tuple[object, ...] = (), named: Any = None) -> None:
+        given = (*arguments[1:], *(named or {}).values())  # the first is the optimizer itself
         if self._torch.compiler.is_dynamo_compiling():
-            self._look_untraced(optimizer)
+            self._look_untraced(optimizer, given)
         else:
-            self._look(optimizer)
+            self._look(optimizer, given)
 
     def _after(self, optimizer: object, *_: object) -> None:
         if self._torch.compiler.is_dynamo_compiling():
@@ -171,13 +173,19 @@ class Witness:
         if now >= self._next_report:
             self._next_report = now + _PAUSE_S
             self._reporter.send("step", step=self.done)
-        if self.done == LOOKS and self.looks_closely:
+        if self.done == LOOKS and not self._over:
             self._look_at_group()
             self._tell(ended=False)
 
-    def _look(self, optimizer: Any) -> None:
-        """Before a step: at the weights, once, and at the samples that led to it."""
-        if self._over or (self._turn and id(optimizer) not in self._turn):
+    def _look(self, optimizer: Any, given: tuple[object, ...]) -> None:
+        """Before a step: at the weights and the gradients, and at the samples that led to it."""
+        if self._over:
+            return
+        try:
+            self._learning.look(optimizer, given)
+        except Exception:  # of a tensor that is another's invention, say; the script is to go on
+            self._learning.can_tell = False
+        if not self.looks_closely or (self._turn and id(optimizer) not in self._turn):
             return
         if self.done == 0:
             self._look_at_group()
@@ -203,7 +211,7 @@ class Witness:
     def _look_at_weights(self, optimizer: Any) -> None:
         with contextlib.suppress(Exception):
             weights = [each for group in optimizer.param_groups for each in group["params"]]
-            if any(_is_cut_up(each) for each in weights):
+            if any(is_cut_up(each) for each in weights):
                 self._account["apart"] = True
             else:
                 self._account["shapes"] = zlib.crc32(" ".join(str(list(each.shape)) for each in weights).encode())
@@ -221,11 +229,15 @@ class Witness:
             with contextlib.suppress(Exception):
                 prints = self._prints.read()
                 self._account |= {"weights": prints.pop("weights", None), "samples": prints or None}
+            if self.done >= LOOKS and not self._account["apart"]:
+                with contextlib.suppress(Exception):
+                    moved, largest = self._learning.sketch()
+                    self._account |= {"learning": self._learning.trouble(), "moved": moved, "largest": largest}
             self._stop_looking()
         self._reporter.send("witness", **self._account, steps=self.done, ended=ended)
 
     def _stop_looking(self) -> None:
-        self._over, self._batch, self._prints = True, None, Prints()
+        self._over, self._batch, self._prints, self._learning = True, None, Prints(), Learning()
         while self._undo_looks:
             self._undo_looks.pop()()
 
@@ -238,11 +250,3 @@ def _harmless(watch: Callable[[ModuleType], None]) -> Callable[[ModuleType], Non
             watch(module)
 
     return try_to_watch
-
-
-def _is_cut_up(weight: Any) -> bool:
-    """Whether this worker holds a part of a tensor that others hold the rest of."""
-    names = {kind.__name__ for kind in type(weight).__mro__}
-    return not names.isdisjoint(_CUT_UP) or any(
-        hasattr(weight, mark) for mark in ("_fsdp_flattened", "_is_flat_param", "ds_id")
-    )

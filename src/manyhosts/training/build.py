@@ -39,7 +39,7 @@ from manyhosts.training.as_made import AsMade, options_of
 from manyhosts.training.compute import ForwardPass, Loss, UserStep, pair
 from manyhosts.training.evaluate import Evaluation
 from manyhosts.training.precision import Precision
-from manyhosts.training.same_weights import compare_descriptions, described, settings_compared
+from manyhosts.training.same_given import compare_descriptions, described, settings_compared
 from manyhosts.training.source import Source, make_source
 from manyhosts.training.suitable import check_optimizer, check_tensors, is_lazy, make_whole
 from manyhosts.training.trained import check_optimized, model_of, trained, twice

@@ -138,10 +138,10 @@ class Keeping:
         """
         parts, moment = self.parts, f"before the snapshot of step {step}"
         if not isinstance(parts.strategy, Drifting):
-            compare_weights(parts.trained, parts.strategy, parts.world, moment)
+            compare_weights(parts, moment)
             return weights_of(parts)
         with together(parts.strategy, parts.trained):
-            compare_weights(parts.trained, parts.strategy, parts.world, moment)
+            compare_weights(parts, moment)
             return copied(weights_of(parts))
 
     def before_update(self) -> None:

@@ -345,7 +345,7 @@ class Loop:
         state, rule = self.state, self.keeping.rule
         parts = self.parts
         with together(parts.strategy, parts.trained):
-            compare_weights(parts.trained, parts.strategy, parts.world, f"before the validation of step {state.step}")
+            compare_weights(parts, f"before the validation of step {state.step}")
             state.validation = self.validation(parts.model)
         state.validated_at = state.step
         value = self.keeping.watched(state.validation)

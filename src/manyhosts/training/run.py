@@ -33,7 +33,8 @@ from manyhosts.training.notes import announce
 from manyhosts.training.recover import Recovery, why_not_survive
 from manyhosts.training.result import Result
 from manyhosts.training.rewind import go_back
-from manyhosts.training.same_weights import compare_descriptions, compare_weights, optimizer_described
+from manyhosts.training.same_given import compare_descriptions, optimizer_described
+from manyhosts.training.same_weights import compare_weights
 from manyhosts.training.second_place import SecondPlace
 from manyhosts.training.state import RunState
 from manyhosts.training.wishes import Wishes
@@ -311,7 +312,7 @@ class Run:
         Raises:
             TrainingError: they do not.
         """
-        compare_weights(self.parts.trained, self.parts.strategy, self.world, moment)
+        compare_weights(self.parts, moment)
 
     def end(self, status: str, reason: str) -> str:
         """Record how the run ended. Returns the hash of the weights."""

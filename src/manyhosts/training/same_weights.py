@@ -1,4 +1,4 @@
-"""Whether all workers hold the same model: its description before it is placed, its bits wherever that is relied on.
+"""Whether all workers hold the same weights and buffers, bit for bit, wherever somebody relies on it.
 
 Compared at the beginning, before each validation and snapshot, and at the end. In the ordinary case that is a checksum
 made on the device and one number exchanged; names are looked for where they differ. Every worker comes to the same
@@ -7,72 +7,29 @@ sentence, for all see the same numbers. Workers that step alone are compared whe
 
 from __future__ import annotations
 
-import hashlib
 import json
-import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from manyhosts.communication.batch_norm import GlobalBatch
 from manyhosts.communication.gathering import gather_words
 from manyhosts.communication.world import World
-from manyhosts.errors import ConfigError, TrainingError
+from manyhosts.errors import TrainingError
 from manyhosts.snapshot.fingerprint import combined, tensor_checksums
-from manyhosts.snapshot.tensors import dtype_name
 from manyhosts.strategies.alone import Drifting, weighted_mean
 from manyhosts.strategies.strategy import Strategy
+from manyhosts.strategies.virtual import VirtualWorkers
+from manyhosts.training.build import Parts
+from manyhosts.training.same_given import agree
 
 _ROUNDING = 1e-4
 """A difference below this part of the largest number may come of processors that round differently."""
 
 
-def compare_descriptions(world: World, own: Mapping[str, Mapping[str, str]]) -> None:
-    """See that all workers were given the same: kind of thing → name → what it is, in order. Every worker calls this.
-
-    Raises:
-        ConfigError: they were not, on all workers alike; the first difference is named.
-    """
-    text = json.dumps({kind: list(entries.items()) for kind, entries in own.items()})
-    if _agree(world, _number(text)):
-        return
-    told = [json.loads(word) for word in gather_words(world, text)]
-    for kind, first in told[0].items():
-        for rank, other in enumerate(told):
-            if other[kind] != first:
-                raise ConfigError(
-                    f"the workers' {kind} differ: {_first_difference(first, other[kind], rank)}",
-                    where=f"mh.Trainer(…), rank 0 and rank {rank}",
-                    fix="make the same on every worker: nothing that the script gives its Trainer may depend on RANK",
-                )
-
-
-def _first_difference(first: list[list[str]], other: list[list[str]], rank: int) -> str:
-    ours, theirs = ({name: what for name, what in entries} for entries in (first, other))
-    for name in [*ours, *theirs]:
-        if ours.get(name) != theirs.get(name):
-            return f"{name} is {_or_none(ours.get(name))} on rank 0 and {_or_none(theirs.get(name))} on rank {rank}"
-    return f"they come in another order on rank {rank} than on rank 0"
-
-
-def _or_none(what: str | None) -> str:
-    return "not there" if what is None else what
-
-
-def described(model: nn.Module) -> dict[str, str]:
-    """Every parameter and buffer of `model` in words, in the order in which they are exchanged."""
-    found = {name: _words(each) + ("" if each.requires_grad else ", frozen") for name, each in model.named_parameters()}
-    return found | {name: f"a buffer of {_words(each)}" for name, each in model.named_buffers()}
-
-
-def _words(tensor: Tensor) -> str:
-    if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
-        return "not initialised"
-    return f"{dtype_name(tensor.dtype)} ({', '.join(map(str, tensor.shape))})"
-
-
-def compare_weights(model: nn.Module, strategy: Strategy, world: World, moment: str) -> None:
+def compare_weights(parts: Parts, moment: str) -> None:
     """See that all workers hold the same weights and buffers. Every worker calls this; `moment` says when, in words.
 
     Where BatchNorm sees each worker's own samples, its running statistics become their mean over the workers.
@@ -80,20 +37,21 @@ def compare_weights(model: nn.Module, strategy: Strategy, world: World, moment: 
     Raises:
         TrainingError: they do not, on all workers alike: with the first tensor that differs, and who holds what.
     """
+    world, model = parts.world, parts.trained
     if world.size == 1:
         return
-    tensors = _compared(model, strategy)
+    tensors = _compared(model, parts.strategy)
     own = tensor_checksums(tensors)
-    if _agree(world, combined(own)):
+    if agree(world, combined(own)):
         return
-    statistics = _own_statistics(model, strategy)
+    statistics = _own_statistics(parts)
     if statistics:
         weighted_mean([each for each in statistics if each.is_floating_point()], 1 / world.size, world)
         for each in statistics:
             if not each.is_floating_point():
                 world.broadcast(each)  # a worker without samples in a step has counted one less
         own = tensor_checksums(tensors)
-        if _agree(world, combined(own)):
+        if agree(world, combined(own)):
             return
     raise _difference(world, tensors, own, moment, buffers={name for name, _ in model.named_buffers()})
 
@@ -106,12 +64,11 @@ def _compared(model: nn.Module, strategy: Strategy) -> dict[str, Tensor]:
     return held
 
 
-def _own_statistics(model: nn.Module, strategy: Strategy) -> list[Tensor]:
-    """What BatchNorm layers of PyTorch's own have seen. With local steps it is averaged with the model."""
-    if isinstance(strategy, Drifting):
-        return []
-    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-    return [each for layer in model.modules() if type(layer) in kinds for each in layer.buffers(recurse=False)]
+def _own_statistics(parts: Parts) -> list[Tensor]:
+    """What BatchNorm layers have seen, where it is each worker's own. With local steps it is averaged with the model."""
+    alike = isinstance(parts.batch_norm, GlobalBatch) or isinstance(parts.strategy, Drifting | VirtualWorkers)
+    layers = () if alike else parts.trained.modules()
+    return [each for layer in layers if isinstance(layer, _BatchNorm) for each in layer.buffers(recurse=False)]
 
 
 def _difference(
@@ -175,52 +132,3 @@ def _remedy(name: str, *, is_buffer: bool, is_rounding: bool) -> str:
         "look for code that acts by RANK and changes weights (a hook, a callback), for random numbers of a generator "
         "of its own in the optimizer, or a host with bad memory; start again to go on from the last snapshot"
     )
-
-
-def _agree(world: World, number: int) -> bool:
-    """Whether all workers have the same number, which has 63 bits."""
-    if world.size == 1:
-        return True
-    found = world.stack(torch.tensor([number], dtype=torch.int64, device=world.device)).flatten().tolist()
-    return all(each == found[0] for each in found)
-
-
-def _number(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
-
-
-def settings_compared(settings: Any) -> dict[str, str]:
-    """The settings that decide what is trained, in words."""
-    # An object without words of its own is named by where it lies in memory, which is another place on every worker.
-    return {name: re.sub(r" at 0x[0-9a-f]+", "", repr(getattr(settings, name))) for name in _SETTINGS}
-
-
-def optimizer_described(optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """The options of every parameter group, in words; which kernels it uses may differ from host to host."""
-    found = {"kind": type(optimizer).__qualname__}
-    for number, group in enumerate(optimizer.param_groups):
-        options = {name: each for name, each in sorted(group.items()) if name not in ("params", *_KERNELS)}
-        found[f"group {number}"] = f"{len(group['params'])} parameters with {options}"
-    return found
-
-
-_KERNELS = ("foreach", "fused", "capturable")
-_SETTINGS = (
-    "batch_size",
-    "batch_size_per_worker",
-    "micro_batch_size",
-    "drop_last",
-    "shuffle",
-    "lr_scaling",
-    "warmup",
-    "strategy",
-    "precision",
-    "clip_gradients",
-    "batch_norm",
-    "validate_every",
-    "early_stopping",
-    "seed",
-    "virtual_workers",
-    "on_bad_step",
-    "lr",
-)

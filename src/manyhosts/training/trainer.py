@@ -328,7 +328,7 @@ class Trainer:
         return best if best.exists() else None
 
     def _evaluated(self, evaluation: Evaluation, which: str) -> dict[str, float]:
-        compare_weights(self.parts.trained, self.parts.strategy, self.world, f"before {which}")
+        compare_weights(self.parts, f"before {which}")
         return evaluation(self.model)
 
     def _test(self, evaluation: Evaluation, weights: Literal["best", "last"]) -> dict[str, float]:

@@ -1,0 +1,110 @@
+"""Whether all workers were given the same model, data, settings and optimizer: compared before the first exchange."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from manyhosts.communication.gathering import gather_words
+from manyhosts.communication.world import World
+from manyhosts.errors import ConfigError
+from manyhosts.snapshot.tensors import dtype_name
+
+
+def compare_descriptions(world: World, own: Mapping[str, Mapping[str, str]]) -> None:
+    """See that all workers were given the same: kind of thing → name → what it is, in order. Every worker calls this.
+
+    Raises:
+        ConfigError: they were not, on all workers alike; the first difference is named.
+    """
+    text = json.dumps({kind: list(entries.items()) for kind, entries in own.items()})
+    if agree(world, _number(text)):
+        return
+    told = [json.loads(word) for word in gather_words(world, text)]
+    for kind, first in told[0].items():
+        for rank, other in enumerate(told):
+            if other[kind] != first:
+                raise ConfigError(
+                    f"the workers' {kind} differ: {_first_difference(first, other[kind], rank)}",
+                    where=f"mh.Trainer(…), rank 0 and rank {rank}",
+                    fix="make the same on every worker: nothing that the script gives its Trainer may depend on RANK",
+                )
+
+
+def _first_difference(first: list[list[str]], other: list[list[str]], rank: int) -> str:
+    ours, theirs = ({name: what for name, what in entries} for entries in (first, other))
+    for name in [*ours, *theirs]:
+        if ours.get(name) != theirs.get(name):
+            return f"{name} is {_or_none(ours.get(name))} on rank 0 and {_or_none(theirs.get(name))} on rank {rank}"
+    return f"they come in another order on rank {rank} than on rank 0"
+
+
+def _or_none(what: str | None) -> str:
+    return "not there" if what is None else what
+
+
+def described(model: nn.Module) -> dict[str, str]:
+    """Every parameter and buffer of `model` in words, in the order in which they are exchanged."""
+    found = {name: _words(each) + ("" if each.requires_grad else ", frozen") for name, each in model.named_parameters()}
+    return found | {name: f"a buffer of {_words(each)}" for name, each in model.named_buffers()}
+
+
+def _words(tensor: Tensor) -> str:
+    if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
+        return "not initialised"
+    return f"{dtype_name(tensor.dtype)} ({', '.join(map(str, tensor.shape))})"
+
+
+def agree(world: World, number: int) -> bool:
+    """Whether all workers have the same number, which has 63 bits."""
+    if world.size == 1:
+        return True
+    found = world.stack(torch.tensor([number], dtype=torch.int64, device=world.device)).flatten().tolist()
+    return all(each == found[0] for each in found)
+
+
+def _number(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def settings_compared(settings: Any) -> dict[str, str]:
+    """The settings that decide what is trained, in words."""
+    # An object without words of its own is named by where it lies in memory, which is another place on every worker.
+    return {name: re.sub(r" at 0x[0-9a-f]+", "", repr(getattr(settings, name))) for name in _SETTINGS}
+
+
+def optimizer_described(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """The options of every parameter group, in words; which kernels it uses may differ from host to host."""
+    found = {"kind": type(optimizer).__qualname__}
+    for number, group in enumerate(optimizer.param_groups):
+        options = {name: each for name, each in sorted(group.items()) if name not in ("params", *_KERNELS)}
+        found[f"group {number}"] = f"{len(group['params'])} parameters with {options}"
+    return found
+
+
+_KERNELS = ("foreach", "fused", "capturable")
+_SETTINGS = (
+    "batch_size",
+    "batch_size_per_worker",
+    "micro_batch_size",
+    "drop_last",
+    "shuffle",
+    "lr_scaling",
+    "warmup",
+    "strategy",
+    "precision",
+    "clip_gradients",
+    "batch_norm",
+    "validate_every",
+    "early_stopping",
+    "seed",
+    "virtual_workers",
+    "on_bad_step",
+    "lr",
+)

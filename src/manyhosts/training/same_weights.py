@@ -65,7 +65,7 @@ def _compared(model: nn.Module, strategy: Strategy) -> dict[str, Tensor]:
 
 
 def _own_statistics(parts: Parts) -> list[Tensor]:
-    """What BatchNorm layers have seen, where it is each worker's own. With local steps it is averaged with the model."""
+    """What BatchNorm layers have seen, where each has its own batch. Local steps average it with the model."""
     alike = isinstance(parts.batch_norm, GlobalBatch) or isinstance(parts.strategy, Drifting | VirtualWorkers)
     layers = () if alike else parts.trained.modules()
     return [each for layer in layers if isinstance(layer, _BatchNorm) for each in layer.buffers(recurse=False)]

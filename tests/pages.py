@@ -48,8 +48,11 @@ def blocks_of(page: Path, text: str | None = None) -> list[Block]:
     return [Block(page, text[: match.start()].count("\n") + 1, match[1], match[2]) for match in found]
 
 
-def run_page(blocks: list[Block], folder: Path) -> None:
-    """Run what can be run of `blocks`. Raises AssertionError, with the place, for the first that fails."""
+def run_page(blocks: list[Block], folder: Path, programs: Path = Path(sys.executable).parent) -> None:
+    """Run what can be run of `blocks`, with the `python` and `manyhosts` that are in the folder `programs`.
+
+    Raises AssertionError, with the place, for the first that fails.
+    """
     shutil.copytree(ROOT / "examples", folder / "examples")
     program = ""
     for block in blocks:
@@ -60,13 +63,13 @@ def run_page(blocks: list[Block], folder: Path) -> None:
             program += block.text + "\n"
         elif block.language == "bash":
             for command in commands_in(block.text):
-                _succeeds(command, folder, block.place)
+                _succeeds(command, folder, block.place, programs)
         elif block.language == "console":
             for command, wanted in dialogue_in(block.text):
-                _says(command, wanted, folder, block.place)
+                _says(command, wanted, folder, block.place, programs)
     if program:
         (folder / "page.py").write_text(program)
-        _succeeds("python page.py", folder, f"python blocks of {blocks[0].page.relative_to(ROOT)}")
+        _succeeds("python page.py", folder, f"python blocks of {blocks[0].page.relative_to(ROOT)}", programs)
 
 
 def commands_in(text: str) -> list[str]:
@@ -81,24 +84,27 @@ def dialogue_in(text: str) -> list[tuple[str, str]]:
     return list(zip(parts[1::2], parts[2::2], strict=True))
 
 
-def _run(command: str, folder: Path) -> subprocess.CompletedProcess:
+def _run(command: str, folder: Path, programs: Path) -> subprocess.CompletedProcess:
     words = re.sub(r"\s+#.*", "", command)
     targets = re.match(r"make(( [\w-]+)+)$", words)
     if targets:
         return subprocess.run(["make", "-n", *targets[1].split()], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    variables = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "100"}
+    variables = os.environ | {
+        "PATH": f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "COLUMNS": "100",
+    }
     return subprocess.run(
         ["bash", "-c", words], cwd=folder, env=variables, capture_output=True, text=True, timeout=TIMEOUT_S
     )
 
 
-def _succeeds(command: str, folder: Path, place: str) -> None:
-    done = _run(command, folder)
+def _succeeds(command: str, folder: Path, place: str, programs: Path) -> None:
+    done = _run(command, folder, programs)
     assert done.returncode == 0, f"{place}: {command}\nexit code {done.returncode}\n{done.stdout}\n{done.stderr}"
 
 
-def _says(command: str, wanted: str, folder: Path, place: str) -> None:
-    done = _run(command, folder)
+def _says(command: str, wanted: str, folder: Path, place: str, programs: Path) -> None:
+    done = _run(command, folder, programs)
     said = done.stdout + done.stderr
     pattern = ".*".join(re.escape(part) for part in re.split(r"\.\.\.", wanted.strip()))
     assert re.fullmatch(pattern, said.strip(), re.DOTALL), f"{place}: {command}\nsaid\n{said}\nand not\n{wanted}"

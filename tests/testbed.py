@@ -14,8 +14,8 @@ import pytest
 from manyhosts.lab import Host
 from manyhosts.lab.folder import PLACE
 
-PROJECT = str(Path(__file__).parents[1])
-"""Hosts see it wherever it is cloned, below /tmp, say, of which each has its own."""
+SCRIPTS = str(Path(__file__).parent)
+"""Hosts see the scripts of the tests wherever the project is cloned, below /tmp, say, of which each has its own."""
 GRACE_S = 5.0
 NO_NEWS = ("/tmp/pytest-of-", "/tmp/torchinductor_")  # what was brought there on purpose, and a cache of torch's
 WRITABLE = ("/tmp", "/run", "/dev/shm", "/var/tmp")

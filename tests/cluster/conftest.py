@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from containers import users_folder, weights_here
-from testbed import PROJECT, still_there, traces, traces_here
+from testbed import SCRIPTS, still_there, traces, traces_here
 
 from manyhosts.lab import Lab, lab
 from manyhosts.lab.lab import why_not
@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="module")
 def four() -> Iterator[Lab]:
     """Four hosts on 1 gbit, for tests that leave them as they are."""
-    with lab(4, shown=(PROJECT,)) as hosts:
+    with lab(4, shown=(SCRIPTS,)) as hosts:
         yield hosts
 
 
@@ -46,7 +46,7 @@ def short_training(tmp_path_factory: pytest.TempPathFactory) -> str:
 def make_lab() -> Iterator[Callable[..., Lab]]:
     """Makes hosts for one test, which may ruin them."""
     with ExitStack() as stack:
-        yield lambda *args, **more: stack.enter_context(lab(*args, shown=(PROJECT,), **more))
+        yield lambda *args, **more: stack.enter_context(lab(*args, shown=(SCRIPTS,), **more))
 
 
 @pytest.fixture(autouse=True)

@@ -75,6 +75,26 @@ class Evaluation:
             parts = [self._part(model, part, batches) for part in requests]
         return {**_means(self.world, parts), **self.metrics.values()}
 
+    @torch.no_grad()
+    def look(self, model: nn.Module) -> set[str]:
+        """Evaluate the first two batches, the same on every worker, and throw away what comes out.
+
+        Whatever cannot work fails here, before training begins, and on all workers alike. Returns the names of the
+        values; nothing where the metrics cannot tell them from two batches.
+        """
+        pieces = [piece for part in range(min(2, self.parts)) for piece in self._pieces(part)][:2]
+        batches = self.loader.batches((0, piece) for piece in pieces)
+        self.metrics.begin()
+        with (
+            randomness.kept(),
+            in_evaluation(model),
+            in_evaluation(self.loss) if isinstance(self.loss, nn.Module) else nullcontext(),
+        ):
+            names = {*self._part(model, pieces, batches)}
+        metrics = self.metrics.names()
+        self.metrics.begin()
+        return names | metrics if metrics is not None else set()
+
     def _pieces(self, part: int) -> Iterator[Indices]:
         """The forward passes of one part."""
         begin, end = bounds(self.samples, self.parts, part)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -77,13 +77,21 @@ class Keeping:
         Raises:
             ConfigError: nobody reports it.
         """
+        self.check_watched(values)
+        return values[self.rule.metric]
+
+    def check_watched(self, values: Collection[str]) -> None:
+        """See that the watched metric is among `values`.
+
+        Raises:
+            ConfigError: it is not.
+        """
         if self.rule.metric not in values:
             raise ConfigError(
                 f"early stopping watches {self.rule.metric!r}, which nobody reports",
                 where="early_stopping.metric",
-                fix=f"choose one of {', '.join(values)}, or add it to mh.Trainer(metrics=…)",
+                fix=f"choose one of {', '.join(sorted(values))}, or add it to mh.Trainer(metrics=…)",
             )
-        return values[self.rule.metric]
 
     def everything(self, state: RunState, *, own: bool = False) -> dict[str, Any]:
         """What is equal on all workers, and enough for any of them to go on; the tensors are those in use.

@@ -8,6 +8,7 @@ its states. They are fed once more, on every worker, with the outputs of all par
 from __future__ import annotations
 
 import json
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -76,6 +77,15 @@ class Metrics:
                     kept[0] = kept[0] + state  # whole numbers add up alike in any order: one state to send, not many
                 else:
                     kept.append(state.clone())
+
+    def names(self) -> set[str] | None:
+        """What the metrics will be called, by what they have seen on this worker; None where that is too little."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return {key for name, metric in self.all.items() for key in scalars(name, metric.compute())}
+        except Exception:  # of any kind: two batches may lack a class, and the whole set may not
+            return None
 
     def values(self) -> dict[str, float]:
         """Every metric over all parts, equal on all workers. All of them call this."""

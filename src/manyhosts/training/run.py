@@ -106,6 +106,8 @@ class Run:
             self.compare(f"at the beginning, at step {found.step}")
         lengths, optimizer = {"duration": str(self.settings.duration)}, optimizer_described(self.parts.optimizer)
         compare_descriptions(self.world, {"arguments of fit": lengths, "optimizers": optimizer})
+        if self.validation is not None and (names := self.validation.look(self.parts.model)):
+            self.keeping.check_watched(names)
         loop.stand()
         loop.began = time.perf_counter() - self.state.seconds
         self.journal.open_records()

@@ -180,8 +180,8 @@ def test_last_restart_that_fails_is_the_end(tmp_path: Path) -> None:
 def test_error_that_comes_again_at_the_same_step_is_not_restarted_once_more(tmp_path: Path) -> None:
     ended = run(tmp_path, "raise ValueError('always')", "--restarts", "20")
     assert ended.code == 1
-    assert ended.out.count("starting all workers again") == 1
-    assert "the same error at the same step as before" in ended.out
+    assert ended.err.count("starting all workers again") == 1
+    assert "the same error at the same step as before" in ended.err
     assert "failed with ValueError: always" in ended.err
 
 

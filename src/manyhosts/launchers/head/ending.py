@@ -207,7 +207,7 @@ class Ending:
         self._recurring = failure.recurring
         if course.generation >= course.job.restarts or wrong_request or recurs:
             if recurs and course.generation < course.job.restarts:
-                course.display.say("manyhosts: the same error at the same step as before: no restart would change it")
+                course.display.warn("manyhosts: the same error at the same step as before: no restart would change it")
             course.result = error
             return
         course.generation += 1

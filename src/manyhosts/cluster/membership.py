@@ -7,6 +7,7 @@ on between its workers and the head, which alone decides. From the worker (`kind
     done       call, outcome             it is over, on every worker, and the script goes its own way until the next
     regroup    call, step                the group is broken, or is to change: this worker has finished so many steps
     join       call, most                a worker that was started later is ready to be one of them
+    accuse     group, rank, what    the bits of that worker of the group are wrong: it is to be left out, and its host
     withdraw                             from now on nobody can go on without this worker, or come to it
 
 Calls (`fit`, `test`, …) are numbered in the order in which the script makes them, from 1.
@@ -158,6 +159,10 @@ class Membership:
         """
         self._send("regroup", call=call, step=step, group=self.group)
         return self._answer()
+
+    def accuse(self, rank: int, what: str) -> None:
+        """Say that a worker of the present group has computed wrongly, in words that follow its name."""
+        self._send("accuse", group=self.group, rank=rank, what=what)
 
     def withdraw(self) -> None:
         """Say that nobody can go on without this worker any more. Safe to call twice."""

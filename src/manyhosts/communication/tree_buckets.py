@@ -8,7 +8,7 @@ the pass still runs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -119,6 +119,8 @@ class TreeBuckets:
         self.in_parts: set[int] = set()
         """Those of them whose gradient came several times, each time with more in it: see `ReadyOrder`. Every worker
         finds them by itself: the order in which buckets are sent does not depend on it."""
+        self.on_handover: Callable[[Sequence[Tensor | None]], None] | None = None
+        """Called with the gradients of a bucket when they are handed over, bucket by bucket."""
         # The last layer's gradient mostly comes first. An order found by watching would have to be told to workers that
         # join later; this one every worker knows.
         backward = range(len(self.parameters) - 1, -1, -1)
@@ -164,7 +166,7 @@ class TreeBuckets:
 
     def _send(self, part: int) -> None:
         bucket = self.buckets[self.sent]
-        bucket.take(part)
+        self._take(bucket, part)
         self.exchange.send(bucket.total)
         self.sent += 1
 
@@ -176,10 +178,23 @@ class TreeBuckets:
         self.armed = None
         if not last:
             for bucket in self.buckets:
-                bucket.take(part)
+                self._take(bucket, part)
             return
         while self.sent < len(self.buckets):
             self._send(part)
+
+    def _take(self, bucket: TreeBucket, part: int) -> None:
+        if self.on_handover is not None:
+            self.on_handover([parameter.grad for parameter in bucket.parameters])
+        bucket.take(part)
+
+    def drop(self) -> None:
+        """Show the gradients that are there to `on_handover`, as if they were handed over, and forget them."""
+        for bucket in self.buckets:
+            if self.on_handover is not None:
+                self.on_handover([parameter.grad for parameter in bucket.parameters])
+            for parameter in bucket.parameters:
+                parameter.grad = None
 
     def put(self) -> None:
         """Once the exchange has finished: put the sums where the optimizer looks for gradients."""

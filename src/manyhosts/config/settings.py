@@ -51,6 +51,8 @@ class Settings:
     seed: int = 0
     virtual_workers: int | None = None
     """Cut each batch into so many parts, whoever computes them: the same bits on 1 to that many workers."""
+    audit: float | None = None
+    """The share of the virtual workers' parts that another worker computes again, to compare the bits."""
     threads: int | None = None
     """Threads that torch computes with in one worker. None: torch's own choice; 1 with virtual workers."""
     on_bad_step: Literal["stop", "skip", "rewind"] = "stop"
@@ -88,8 +90,31 @@ class Settings:
             value = getattr(self, key)
             if value is not None and not value > 0:
                 raise ConfigError(f"{key} is {value}", where=key, fix="give a number above 0, or leave it out")
+        self._check_audit()
         self._check_batch()
         self._check_durations()
+
+    def _check_audit(self) -> None:
+        if self.audit is None:
+            return
+        if not 0 < self.audit <= 1:
+            raise ConfigError(
+                f"audit is {self.audit}, but it is the share of the parts that are computed again",
+                where="audit",
+                fix="give a number above 0 and at most 1, such as 0.01, or leave it out",
+            )
+        if self.virtual_workers is None:
+            raise ConfigError(
+                "audit compares the bits of parts that two workers compute, and only virtual workers have such parts",
+                where="audit",
+                fix="give virtual_workers, too (as many as the most workers you will have), or leave audit out",
+            )
+        if self.snapshots.to is not None:
+            raise ConfigError(
+                "audit sets snapshots aside that may hold errors, and cannot do so in a second place",
+                where="audit",
+                fix="leave snapshots.to or audit out",
+            )
 
     def _check_batch(self) -> None:
         if self.batch_size is None and self.batch_size_per_worker is None:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-SAMPLE, COMPUTE, MODEL, EVALUATION, COLLATE, UPDATE = range(6)
+SAMPLE, COMPUTE, MODEL, EVALUATION, COLLATE, UPDATE, AUDIT = range(7)
 """What a random number is for: the first part of its address, so that no two purposes share a stream."""
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader
 
+from manyhosts.data.audits import Audit, AuditPlan
 from manyhosts.data.fetch import Fetcher
 from manyhosts.data.measured import MEASURED, Timed, chosen_for
 from manyhosts.data.order import Indices, Order, Position, bounds
@@ -29,6 +31,8 @@ class Cut:
     """Most samples in one piece; None: a part is one piece."""
     level: bool = False
     """Whether every part must have the same number of pieces, because collectives stand inside the model."""
+    audits: AuditPlan | None = None
+    """Which parts of others this worker computes again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,14 @@ class LoadedPiece:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadedAudit:
+    """An audit, and what this worker has to compute for it: nothing where it is not one of those who check."""
+
+    audit: Audit
+    pieces: list[LoadedPiece]
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """One optimizer step: this worker's pieces of one global batch."""
 
@@ -68,6 +80,8 @@ class Step:
     """In how many its epoch is read; 0 where it is not."""
     first_samples: Sequence[float] = ()
     """Of the first step of a stream that every worker reads whole: what tells its samples from others."""
+    audits: Sequence[LoadedAudit] = ()
+    """The same ones on every worker."""
 
 
 def plan_pieces(indices: Indices, cut: Cut) -> list[PiecePlan]:
@@ -86,6 +100,22 @@ def plan_pieces(indices: Indices, cut: Cut) -> list[PiecePlan]:
             for micro in range(len(starts), -(-longest // (cut.micro_batch or longest))):
                 pieces.append(PiecePlan(part, micro, indices[:1], 0.0))
     return pieces
+
+
+def plan_audits(indices: Indices, cut: Cut, position: Position) -> list[tuple[Audit, list[PiecePlan]]]:
+    """The audits of the step that begins at `position`, each with what a worker with `cut` has to compute for it."""
+    if cut.audits is None:
+        return []
+    rank = cut.audits.rank
+    return [
+        (
+            audit,
+            plan_pieces(indices, replace(cut, first=audit.part, last=audit.part + 1))
+            if rank in (audit.auditor, audit.third)
+            else [],
+        )
+        for audit in cut.audits.of(position, cut.parts, len(indices))
+    ]
 
 
 class Loader:
@@ -139,29 +169,55 @@ class Loader:
     def steps(self, order: Order, cut: Cut, position: Position) -> Iterator[Step]:
         """Every step from `position` on, epoch after epoch without end."""
         if not self.processes:
-            for epoch, taken, after, pieces in _walk(order, cut, position):
-                loaded = [LoadedPiece(piece, self._fetch(epoch, piece.indices)) for piece in pieces]
-                yield Step(epoch, len(taken), after, after.epoch > epoch, loaded, taken)
+            for plan in _walk(order, cut, position):
+                yield plan.loaded(partial(self._fetch_piece, plan.epoch))
         # The plan is walked twice: once ahead, for the fetching, and once as steps are taken. So a step in which this
         # worker has no piece is taken without waiting for the first batch of a later one.
         batches = self.batches(
-            (epoch, piece.indices) for epoch, _, _, pieces in _walk(copy(order), cut, position) for piece in pieces
+            (plan.epoch, piece.indices) for plan in _walk(copy(order), cut, position) for piece in plan.all_pieces()
         )
-        for epoch, taken, after, pieces in _walk(order, cut, position):
-            loaded = [LoadedPiece(piece, next(batches)) for piece in pieces]
-            yield Step(epoch, len(taken), after, after.epoch > epoch, loaded, taken)
+        for plan in _walk(order, cut, position):
+            yield plan.loaded(lambda _: next(batches))
+
+    def _fetch_piece(self, epoch: int, piece: PiecePlan) -> Any:
+        return self._fetch(epoch, piece.indices)
 
     def _fetch(self, epoch: int, indices: Indices) -> Any:
         batch = self.fetcher(epoch, indices)
         return pinned(batch) if self.pin else batch
 
 
-def _walk(order: Order, cut: Cut, position: Position) -> Iterator[tuple[int, Indices, Position, list[PiecePlan]]]:
-    """Epoch, samples, end and pieces of every step from `position` on."""
+@dataclass(frozen=True, slots=True)
+class _StepPlan:
+    """A step before its samples are fetched."""
+
+    epoch: int
+    taken: Indices
+    after: Position
+    pieces: list[PiecePlan]
+    audits: list[tuple[Audit, list[PiecePlan]]]
+
+    def all_pieces(self) -> list[PiecePlan]:
+        """What is to be fetched, in the order in which `loaded` asks for it."""
+        return [*self.pieces, *(piece for _, pieces in self.audits for piece in pieces)]
+
+    def loaded(self, fetch: Callable[[PiecePlan], Any]) -> Step:
+        """The step, with what `fetch` gives for each piece."""
+        own = [LoadedPiece(piece, fetch(piece)) for piece in self.pieces]
+        audits = [
+            LoadedAudit(audit, [LoadedPiece(piece, fetch(piece)) for piece in pieces]) for audit, pieces in self.audits
+        ]
+        ends = self.after.epoch > self.epoch
+        return Step(self.epoch, len(self.taken), self.after, ends, own, self.taken, audits=audits)
+
+
+def _walk(order: Order, cut: Cut, position: Position) -> Iterator[_StepPlan]:
+    """Every step from `position` on."""
     while True:
         indices = order.at(position)
         after = order.after(position)
-        yield position.epoch, indices, after, plan_pieces(indices, cut)
+        audits = plan_audits(indices, cut, position)
+        yield _StepPlan(position.epoch, indices, after, plan_pieces(indices, cut), audits)
         position = after
 
 

@@ -22,7 +22,7 @@ from manyhosts.data.fetch import Collate, collated
 from manyhosts.data.first_samples import numbers_of
 from manyhosts.data.one_pass import Pass
 from manyhosts.data.order import Indices, Position
-from manyhosts.data.steps import Cut, LoadedPiece, PiecePlan, Step, plan_pieces
+from manyhosts.data.steps import Cut, LoadedAudit, LoadedPiece, PiecePlan, Step, plan_audits, plan_pieces
 from manyhosts.errors import DataError
 
 Made = TypeVar("Made")
@@ -84,16 +84,30 @@ class Stream:
             following = source.take(self.batch)
             ends = len(following) < (self.batch if self.drop_last else 1)
             after = Position(position.epoch + 1) if ends else Position(position.epoch, begin + len(samples))
-            pieces = [
-                self.piece(position.epoch, samples, plan, plan.indices + begin)
-                for plan in plan_pieces(np.arange(len(samples)), cut)
+            rows, at = np.arange(len(samples)), Position(position.epoch, begin)
+            pieces = self._loaded(plan_pieces(rows, cut), samples, at)
+            audits = [
+                LoadedAudit(audit, self._loaded(plans, samples, at)) for audit, plans in plan_audits(rows, cut, at)
             ]
-            taken = np.arange(begin, begin + len(samples))
             kept = {} if ends else left_at
             seen = numbers_of(samples) if look else ()
-            yield Step(position.epoch, len(samples), after, ends, pieces, taken, kept, first_samples=seen)
+            yield Step(
+                position.epoch,
+                len(samples),
+                after,
+                ends,
+                pieces,
+                rows + begin,
+                kept,
+                first_samples=seen,
+                audits=audits,
+            )
             look = False
             begin, samples = begin + len(samples), following
+
+    def _loaded(self, plans: list[PiecePlan], samples: list[Any], at: Position) -> list[LoadedPiece]:
+        """The pieces of `plans`, which name the `samples` of a step that begins `at` there by their places."""
+        return [self.piece(at.epoch, samples, plan, plan.indices + at.sample) for plan in plans]
 
     def piece(self, epoch: int, samples: list[Any], plan: PiecePlan, numbers: Indices) -> LoadedPiece:
         """The piece of the `samples` that `plan` names by their places; `numbers` are theirs in the epoch."""

@@ -21,8 +21,10 @@ from manyhosts.communication.part_norm import PartStatistics, normalise_by_part
 from manyhosts.communication.tree_buckets import TreeBuckets
 from manyhosts.communication.tree_sum import Exchange, Pace, TreeSum, pace_on
 from manyhosts.communication.world import World
+from manyhosts.data import randomness
 from manyhosts.data.order import bounds
 from manyhosts.errors import ConfigError
+from manyhosts.strategies.audit import Auditor, Digest
 from manyhosts.strategies.strategy import Compute, Piece, Scale, Shard, StepOutcome, Steppable
 from manyhosts.strategies.tally import Agreed, Own, outcome, settled
 
@@ -30,8 +32,8 @@ from manyhosts.strategies.tally import Agreed, Own, outcome, settled
 class VirtualWorkers:
     """`parts` virtual workers, shared out over the real ones."""
 
-    def __init__(self, parts: int, world: World, *, bucket_mb: float) -> None:
-        """Check that every worker has a part.
+    def __init__(self, parts: int, world: World, *, bucket_mb: float, auditor: Auditor | None = None) -> None:
+        """Check that every worker has a part. `auditor`: what compares parts that others compute again.
 
         Raises:
             ConfigError: there are more workers than parts.
@@ -42,7 +44,7 @@ class VirtualWorkers:
                 where="virtual_workers",
                 fix=f"start at most {parts} workers, or begin anew with virtual_workers={world.size} or more",
             )
-        self.parts, self.world, self.bucket_mb = parts, world, bucket_mb
+        self.parts, self.world, self.bucket_mb, self.auditor = parts, world, bucket_mb, auditor
         self.exchange = Exchange(pace_on(world.device))
         self.gradients: TreeBuckets | None = None
         self.statistics = PartStatistics([])
@@ -50,6 +52,8 @@ class VirtualWorkers:
         self.buffers: dict[str, int] | None = None
         """How often each buffer had been changed before the first part, until that has been looked at."""
         self.looked = False
+        self.digest: Digest | None = None
+        """What sees the part that is computed now."""
 
     def shard(self) -> Shard:
         """Some neighbouring parts for each worker."""
@@ -77,6 +81,8 @@ class VirtualWorkers:
         """Forget what the forward passes of a step that broke off have left; the rest is made anew in each step."""
         self.statistics.take()
         self.buffers, self.looked = None, False
+        if self.gradients is not None:
+            self._watch(None)
 
     def shared_state(self) -> dict[str, Any]:
         """Nothing: what it knows follows from the number of parts and of workers."""
@@ -106,6 +112,7 @@ class VirtualWorkers:
         self.news.begin(held, riders)
         for part in own:
             last = part == own[-1]
+            self._watch(self._digest_of(part))
             computed = [piece for piece in pieces if piece.address[1] == part and piece.weight]
             if not computed:
                 self._close(part, last=last)
@@ -120,11 +127,40 @@ class VirtualWorkers:
                     raise
             gradients.take(part, last=last)
             self._check_buffers(model)
+        self._watch(None)
         self.exchange.finish()
+        if self.auditor is not None:
+            self.auditor.compare(
+                model, lambda part, audited: self._again(model, part, audited or pieces, compute, scale)
+            )
         gradients.put()
         found, statistics = self.news.split()
         self.statistics.track(statistics)
         return found
+
+    def _digest_of(self, part: int) -> Digest | None:
+        return None if self.auditor is None else self.auditor.digests.get(part)
+
+    def _watch(self, digest: Digest | None) -> None:
+        """Have `digest`, if there is one, see what comes of the part that is computed now."""
+        assert self.gradients is not None, "place() comes before forward_backward()"
+        self.digest, self.gradients.on_handover = digest, None if digest is None else digest.add
+
+    def _again(self, model: nn.Module, part: int, pieces: Sequence[Piece], compute: Compute, scale: Scale) -> int:
+        """The digest of `part`, computed beside the step and without a trace in it."""
+        assert self.gradients is not None, "place() comes before forward_backward()"
+        digest = Digest()
+        computed = [piece for piece in pieces if piece.address[1] == part and piece.weight]
+        self._watch(digest)
+        with randomness.kept():
+            for piece in computed:
+                loss = scale(self.news.add(compute(model, piece), piece.weight))
+                if piece is computed[-1]:
+                    digest.add([*self.news.forget(), *self.statistics.take()])
+                loss.backward()
+        self.gradients.drop()
+        self._watch(None)
+        return digest.value
 
     def _check_buffers(self, model: nn.Module) -> None:
         """Refuse a model whose forward pass changes what the next part would see; looked at after the first part."""
@@ -143,7 +179,10 @@ class VirtualWorkers:
 
     def _close(self, part: int, *, last: bool) -> None:
         """All forward passes of `part` are done. After the last one the backward pass hides the exchange."""
-        self.news.close(part, self.statistics.take())
+        statistics = self.statistics.take()
+        if self.digest is not None:
+            self.digest.add([*self.news.seen(), *statistics])
+        self.news.close(part, statistics)
         if last:
             assert self.gradients is not None, "place() comes before forward_backward()"
             self.exchange.send(self.news.total)
@@ -188,6 +227,15 @@ class News:
         """Add one piece's means. Returns its weighted loss, from which to go backward."""
         self.own.add({name: value.detach().double() for name, value in values.items()}, weight)
         return values["loss"] * weight
+
+    def seen(self) -> list[Tensor]:
+        """The values of the part under way, in the order of their names."""
+        return [self.values[name] for name in sorted(self.values)]
+
+    def forget(self) -> list[Tensor]:
+        """The same, of a part that does not count."""
+        seen, self.values = self.seen(), {}
+        return seen
 
     @torch.no_grad()
     def close(self, part: int, statistics: Sequence[Tensor]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -28,6 +28,7 @@ from manyhosts.data.order import bounds
 from manyhosts.data.steps import Cut
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.alone import Drifting
+from manyhosts.strategies.audit import Auditor
 from manyhosts.strategies.ddp import DataParallel
 from manyhosts.strategies.diloco import OuterSteps
 from manyhosts.strategies.local_sgd import LocalSteps
@@ -67,6 +68,8 @@ class Parts:
     warmup: learning_rate.WarmUp
     precision: Precision
     compute: ForwardPass
+    auditor: Auditor | None
+    """What compares parts that several workers compute; None where that was not asked for."""
     source: Source
     as_made: AsMade
     """Optimizer and schedule before the first step."""
@@ -83,7 +86,7 @@ class Parts:
         return model_of(self.trained)
 
     def recut(self, batch: int) -> None:
-        """Read from now on what this worker's present place is to read of each global batch."""
+        """Read from now on what this worker's place is to read of each global batch. Every worker calls this."""
         self.batch, self.source = batch, self.make_source(batch)
         self.warmup = self.make_warmup(self.source)
 
@@ -109,14 +112,14 @@ def cut_for(settings: Settings, shard: Shard, *, level: bool) -> Cut:
     return Cut(settings.virtual_workers, first, behind, settings.micro_batch_size, level)
 
 
-def make_strategy(settings: Settings, world: World) -> Strategy:
+def make_strategy(settings: Settings, world: World, auditor: Auditor | None = None) -> Strategy:
     """The strategy that `settings` names.
 
     Raises:
         ConfigError: it cannot work with this many workers.
     """
     if settings.virtual_workers is not None and (not world.is_shared or isinstance(settings.strategy, DDP)):
-        return virtual_workers(settings.virtual_workers, settings.strategy, world)
+        return virtual_workers(settings.virtual_workers, settings.strategy, world, auditor)
     if not world.is_shared:
         return SingleProcess(world)
     if isinstance(settings.strategy, Single):
@@ -151,7 +154,7 @@ def make_strategy(settings: Settings, world: World) -> Strategy:
     return DataParallel(settings.strategy, world)
 
 
-def virtual_workers(parts: int, strategy: Asked, world: World) -> VirtualWorkers:
+def virtual_workers(parts: int, strategy: Asked, world: World, auditor: Auditor | None) -> VirtualWorkers:
     """Virtual workers, with the buckets of the strategy that was asked for.
 
     Raises:
@@ -164,7 +167,7 @@ def virtual_workers(parts: int, strategy: Asked, world: World) -> VirtualWorkers
             where="virtual_workers",
             fix="leave compression or virtual_workers out",
         )
-    return VirtualWorkers(parts, world, bucket_mb=ddp.bucket_mb)
+    return VirtualWorkers(parts, world, bucket_mb=ddp.bucket_mb, auditor=auditor)
 
 
 def choose_kernels(settings: Settings, world: World) -> None:
@@ -175,7 +178,7 @@ def choose_kernels(settings: Settings, world: World) -> None:
     if exact and world.device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what PyTorch says cuBLAS needs
         torch.backends.cudnn.benchmark = False  # it would choose by the clock
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.use_deterministic_algorithms(True, warn_only=settings.audit is None)  # no honest worker is accused
 
 
 def make_model(model: ModelOrMaker, settings: Settings) -> nn.Module:
@@ -225,8 +228,9 @@ def build(  # the one place where everything the user gave comes together
     schedule: MakeSchedule | None,
 ) -> Parts:
     """Make everything that `fit` needs."""
-    strategy = make_strategy(settings, world)
     choose_kernels(settings, world)
+    auditor = None if settings.audit is None else Auditor(settings.audit, settings.seed, world)
+    strategy = make_strategy(settings, world, auditor)
     bare = make_model(model, settings)
     if is_lazy(bare):
         make_whole(bare, data, step or (lambda model, batch: model(pair(batch)[0])), seed=settings.seed)
@@ -246,6 +250,8 @@ def build(  # the one place where everything the user gave comes together
 
     def cut_source(batch: int) -> Source:
         cut = cut_for(settings, strategy.shard(), level=global_batch is not None)
+        if auditor is not None:
+            cut = replace(cut, audits=auditor.plan())
         return make_source(data, settings, batch=batch, cut=cut, world=world)
 
     def warm(source: Source) -> learning_rate.WarmUp:
@@ -271,6 +277,7 @@ def build(  # the one place where everything the user gave comes together
         warmup=warm(source),
         precision=precision,
         compute=ForwardPass(loss, step, seed=settings.seed, context=precision.context, global_batch=global_batch),
+        auditor=auditor,
         source=source,
         as_made=AsMade.of(made_optimizer, made_schedule, options=options, model=placed),
         data_identity=DataIdentity(

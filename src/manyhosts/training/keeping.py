@@ -6,6 +6,7 @@ import errno
 import os
 import time
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from manyhosts.records.manifest import Facts
 from manyhosts.records.run_directory import RunDirectory
 from manyhosts.snapshot.fingerprint import fingerprint
 from manyhosts.snapshot.load import Loaded, load, same_model
+from manyhosts.snapshot.set_aside import is_newest
 from manyhosts.snapshot.store import Store
 from manyhosts.strategies.alone import Drifting, together
 from manyhosts.training.buffers import put_transient, transient
@@ -54,8 +56,7 @@ class Keeping:
         self.rule = settings.early_stopping or EarlyStopping()
         """Which metric is watched, and what is better."""
         self.second = second
-        holds = second.holds if second is not None else lambda _: False
-        self.store = Store(directory.snapshots, keep=keep, world=parts.world, holds=holds)
+        self.store = Store(directory.snapshots, keep=keep, world=parts.world, holds=self._is_needed)
         self.newest: SnapshotSaved | None = None
         self.trouble = ""
         """Why the last snapshot that was not written was not, as far as this worker knows."""
@@ -65,6 +66,13 @@ class Keeping:
         """The step of the last snapshot that was begun or restored."""
         self.changes = Changes()
         """What is other than when the snapshot was made that was restored last."""
+
+    def _is_needed(self, path: Path) -> bool:
+        """Whether a snapshot must stay, however old: it is yet to be copied, or what came after it is unproven."""
+        if self.second is not None and self.second.holds(path):
+            return True
+        trusted = None if self.parts.auditor is None else self.parts.auditor.trusted
+        return trusted is not None and is_newest(path, up_to=trusted)
 
     @property
     def stalled_s(self) -> float:

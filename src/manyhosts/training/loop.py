@@ -14,9 +14,10 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from manyhosts.communication.shared_norm import acting
 from manyhosts.config.settings import Settings
 from manyhosts.data import randomness
-from manyhosts.data.steps import Step, mapped
+from manyhosts.data.steps import LoadedPiece, Step, mapped
 from manyhosts.events import ValidationDone
 from manyhosts.strategies.alone import Drifting, together
+from manyhosts.strategies.audit import Auditable
 from manyhosts.strategies.strategy import Piece, StepOutcome, Survivable
 from manyhosts.training.bad_steps import BadSteps
 from manyhosts.training.buffers import BufferCopies
@@ -94,6 +95,8 @@ class Loop:
         """What the step under way, or the last one, has read."""
         self.torn = False
         """Whether an update broke off, so that the parameters are those of no step."""
+        self.trusted: int | None = None
+        """After workers were found to compute wrongly: the last step that all agree on, until the run is back there."""
         self.change_granted = False
         """Whether all workers have heard that somebody waits to join them."""
         self.save_again = False
@@ -150,6 +153,8 @@ class Loop:
         self.duties_done, self.ends_epoch = len(self.duties), False
         self.under_way, self.torn, self.save_again = 0, False, False
         self.before = self.mark()
+        if self.parts.auditor is not None:
+            self.parts.auditor.forget()
 
     def mark(self) -> Mark:
         """How far the run has come, in numbers that are equal on all workers."""
@@ -226,9 +231,12 @@ class Loop:
         """The arithmetic of one optimizer step. Returns what it found, and the gradient's norm where it is clipped."""
         parts = self.parts
         self.bad_steps.begin()
+        if parts.auditor is not None:
+            audits = [Auditable(each.audit, self.pieces(each.pieces)) for each in step.audits]
+            parts.auditor.begin(self.state.step + 1, audits)
         with acting(parts.batch_norm):
             outcome = parts.strategy.forward_backward(
-                parts.trained, self.pieces(step), parts.compute, parts.precision.scale, self.riders()
+                parts.trained, self.pieces(step.pieces), parts.compute, parts.precision.scale, self.riders()
             )
         norm = self.bad_steps.watched(self.clip())
         if self.bad_steps.must_go(self.state.step + 1, outcome.values["loss"], norm):
@@ -274,8 +282,8 @@ class Loop:
         self.schedule_step()
         return StepOutcome({"loss": torch.full((), math.nan, device=world.device)}, riders), None
 
-    def pieces(self, step: Step) -> list[Piece]:
-        """The step's pieces on this worker's device."""
+    def pieces(self, loaded_pieces: Sequence[LoadedPiece]) -> list[Piece]:
+        """Pieces of the step under way on this worker's device."""
         device = self.parts.world.device
         return [
             Piece(
@@ -286,7 +294,7 @@ class Loop:
                 weight=loaded.plan.weight,
                 address=(self.state.step, loaded.plan.part, loaded.plan.micro),
             )
-            for loaded in step.pieces
+            for loaded in loaded_pieces
         ]
 
     def riders(self) -> tuple[float, ...]:

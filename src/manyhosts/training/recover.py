@@ -96,6 +96,8 @@ class Standing:
     lost_snapshot: int
     new: int = 0
     """Whether it lacks what the others hold of other trainers, too."""
+    trusted: int = _NOWHERE
+    """The last step that is not in doubt, where some are; -1 where none is."""
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -184,6 +186,8 @@ class Recovery(Reunion):
         lost = lost or (world.is_leader and not led and self._half_saved())
         standings = self._standings(lost=lost)
         new = [rank for rank, found in enumerate(standings) if found.new]
+        doubts = [found.trusted for found in standings if found.trusted != _NOWHERE]
+        loop.trusted = min(doubts) if doubts else None  # also for those who did not hear the verdict
         source = farthest(standings)
         if standings[source].step == _NOWHERE:
             self.give_to_new(new)
@@ -233,7 +237,8 @@ class Recovery(Reunion):
         loop = self.loop
         step = _NOWHERE if loop.torn else self.state.step
         tried = max(loop.tried, loop.under_way)
-        own = torch.tensor([step, loop.duties_done, tried, lost, self.calls.new], dtype=torch.int64)
+        trusted = _NOWHERE if loop.trusted is None else loop.trusted
+        own = torch.tensor([step, loop.duties_done, tried, lost, self.calls.new, trusted], dtype=torch.int64)
         return [Standing(*row) for row in self.world.stack(own).tolist()]
 
     # State from one to the other.

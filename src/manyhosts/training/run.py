@@ -17,12 +17,13 @@ from manyhosts.communication.world import is_break
 from manyhosts.config.settings import Settings
 from manyhosts.config.strategies import Single
 from manyhosts.errors import ConfigError, ManyhostsError, TrainingError, first_line
-from manyhosts.events import Listener, RunEnded
+from manyhosts.events import Listener, Note, Recovered, RunEnded
 from manyhosts.records.run_directory import RunDirectory
 from manyhosts.snapshot.fingerprint import weights_sha256
 from manyhosts.snapshot.load import Loaded
 from manyhosts.strategies.alone import Drifting
-from manyhosts.training import go_on
+from manyhosts.strategies.audit import WrongBits
+from manyhosts.training import go_on, left_out
 from manyhosts.training.bad_steps import BadStep
 from manyhosts.training.calls import Calls, Holder
 from manyhosts.training.evaluate import Evaluation
@@ -247,11 +248,16 @@ class Run:
                 if bad is not None:
                     self.rewind(bad, loop)
                     bad = None
+                if loop.trusted is not None:
+                    self.tell_way_back(left_out.go_back(loop, self.keeping))
                 outcome = self.conclude(loop, self.train(loop))
                 if recovery is not None:
                     self.world.barrier()  # nobody leaves before everybody has done its part
             except BadStep as found:
                 bad, loop.torn = found, True  # what this worker holds is of no use to those that have not come so far
+            except WrongBits as wrong:
+                bad = None
+                self.leave_out(wrong, loop)
             except Exception as error:
                 if recovery is None or not (isinstance(error, WorkersChange) or is_break(error)):
                     raise
@@ -260,18 +266,36 @@ class Run:
             else:
                 return outcome
 
+    def leave_out(self, wrong: WrongBits, loop: Loop) -> None:
+        """Go on without workers that compute wrongly, or end where that cannot be.
+
+        Raises:
+            WrongBits: nobody can go on, or nobody knows who is wrong.
+        """
+        if self.recovery is None or not wrong.guilty:
+            left_out.keep_from_resuming(self.keeping, self.world, wrong.trusted)
+            raise wrong
+        loop.trusted = wrong.trusted if wrong.trusted < self.state.step else None
+        left_out.tell_head(wrong, self.world)
+        self.recovery.go_on(wrong)
+
     def rewind(self, bad: BadStep, loop: Loop) -> None:
         """Go back to the last snapshot, in the records too."""
-        news = go_back(bad, loop, self.keeping)
-        self.journal.recent.clear()  # it is told again
-        self.journal.resume_samples(self.state.step)
+        self.tell_way_back(go_back(bad, loop, self.keeping))
+
+    def tell_way_back(self, news: Recovered | Note) -> None:
+        """Tell that the run has gone back, or why not; what came after is told again."""
+        if isinstance(news, Recovered):
+            self.journal.recent.clear()
+            self.journal.resume_samples(self.state.step)
         self.journal.tell(news)
         self.journal.flush()
 
     def train(self, loop: Loop) -> str:
         """Train, validate and save. Returns why it ended. Called anew where workers went or came."""
         state = self.state
-        if self.settings.on_bad_step == "rewind" and self.keeping.saved_at < 0:
+        goes_back = self.settings.on_bad_step == "rewind" or self.settings.audit is not None
+        if goes_back and self.keeping.saved_at < 0:
             loop.save()  # so that there always is one to go back to
         reason = loop.run()
         if self.validation is not None and state.step and state.validated_at != state.step and not loop.wishes.granted:

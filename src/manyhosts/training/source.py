@@ -236,6 +236,12 @@ def make_source(data: Data, settings: Settings, *, batch: int, cut: Cut, world: 
     if data.train is None:
         raise ConfigError("there is no training set", where="mh.Data(train=…)", fix="give one, or call test() only")
     if isinstance(data.train, IterableDataset):
+        if settings.audit is not None and hasattr(data.train, "shard"):
+            raise ConfigError(
+                "the training set is a stream that is read in shards, so no other worker has the samples of a part",
+                where="audit",
+                fix="leave audit out, or the dataset's shard(index, count): then every worker reads the whole stream",
+            )
         stream = Stream(
             data.train,
             batch=batch,

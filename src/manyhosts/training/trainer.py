@@ -87,6 +87,8 @@ class Trainer:
         init_from: weights to begin with: a snapshot, a run directory, a `.safetensors` or a `.pt` file.
         seed: behind the order of the samples, augmentation, dropout, and a model that is made by a callable.
         virtual_workers: cut each batch into so many parts, whoever computes them: no bit depends on the workers.
+        audit: with virtual workers, the share of all parts that another worker computes again, such as 0.01: one whose
+            bits are wrong is named and left out.
         on_bad_step: what to do about a loss or gradient that is NaN or infinite: `"stop"`, `"skip"` that update, or
             `"rewind"`: go back to the last snapshot, and leave those samples out.
         batch_norm: `"global"`: BatchNorm sees the batch of all workers; `"local"`: each worker's own part.
@@ -125,6 +127,7 @@ class Trainer:
         init_from: str | Path | None = None,
         seed: int = 0,
         virtual_workers: int | None = None,
+        audit: float | None = None,
         on_bad_step: Literal["stop", "skip", "rewind"] = "stop",
         batch_norm: Literal["global", "local"] = "global",
         lr_scaling: Literal["sqrt", "linear"] | None = None,
@@ -170,6 +173,7 @@ class Trainer:
                 schedule_every=schedule_every,
                 seed=seed,
                 virtual_workers=virtual_workers,
+                audit=audit,
                 on_bad_step=on_bad_step,
                 compile=compile,
                 backend=backend,

@@ -29,6 +29,8 @@ class Crew:
         self.store = Store(course, agents)
         self._late: dict[int, list[Member]] = {}
         """By node: workers to be started when its agent is back, to join those that train."""
+        self._left_out: set[tuple[int, int]] = set()
+        """Node and local rank of workers that computed wrongly: nobody takes their places in this start of the job."""
 
     def rank(self, message: Message) -> int:
         """What the rank of the worker that a message is about is now."""
@@ -49,6 +51,7 @@ class Crew:
     def start_all(self, address: str, port: int) -> None:
         """Start every worker of this generation, now that there is a store for them to meet at."""
         self.regroup = Regroup(self._course.loop, self, self._course.generation)
+        self._left_out.clear()
         job = self._course.job.on(self._agents.present())
         for place, number in enumerate(self._agents.present()):
             members = []
@@ -75,6 +78,7 @@ class Crew:
                 late=True,
             )
             for place in range(job.workers_on(number))
+            if (number, place) not in self._left_out
         ]
 
     def _start(self, members: Sequence[Member], store: tuple[str, int], *, shared: bool = True) -> None:
@@ -127,8 +131,16 @@ class Crew:
             self.regroup.drop(member.number)
         return True
 
+    def leave_out(self, member: Member) -> None:
+        """End a worker that computes wrongly, and start none in its place."""
+        self._left_out.add((member.node, member.local_rank))
+        self._late.pop(member.node, None)
+        self.kill_member(member)
+
     def successor(self, lost: Member) -> Member | None:
-        """Who takes the place of a worker; nobody where its node is away and the run can do without."""
+        """Who takes the place of a worker; nobody where that was left out, or the run can do without its node."""
+        if (lost.node, lost.local_rank) in self._left_out:
+            return None
         if self._course.job.is_elastic and self._agents.nodes[lost.node].channel is None:
             return None
         return Member(number=next(self._numbers), node=lost.node, local_rank=lost.local_rank, rank=lost.rank, late=True)

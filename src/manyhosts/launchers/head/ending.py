@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Mapping
+from typing import Any
 
 from manyhosts.errors import LaunchError
 from manyhosts.launchers.head.agents import SEE_ABOVE, Agents, Node
@@ -141,6 +142,38 @@ class Ending:
             crew.regroup.refuse()
             self._end_workers(self._course.generation)
 
+    def take_accusation(self, fields: Mapping[str, Any]) -> None:
+        """Workers have found one of them to compute wrongly; each that is right says so, and the first one is heard.
+
+        It is left out, and so are all others on its host, unless the run has no other host.
+        """
+        crew, course = self._crew, self._course
+        roster = crew.regroup.roster
+        if int(fields["group"]) != roster.group or int(fields["rank"]) >= len(roster.order):
+            return
+        wrong = roster.members.get(roster.order[int(fields["rank"])])
+        if wrong is None or wrong.number not in course.running:
+            return
+        name = self._agents.nodes[wrong.node].name
+        others = [member for member in crew.of_node(self._agents.nodes[wrong.node]) if member is not wrong]
+        if not any(member.node != wrong.node for member in roster.trained()):
+            others = []
+        what, rank = str(fields["what"]), wrong.rank
+        failures = {wrong.number: Failure(rank=rank, host=name, wrong=what, log=self._log_of(name, rank))}
+        for member in others:
+            beside = f"is on the host of rank {rank}, which {what}"
+            failures[member.number] = Failure(
+                rank=member.rank, host=name, wrong=beside, log=self._log_of(name, member.rank)
+            )
+        for member in [wrong, *others]:
+            crew.leave_out(member)
+            self._given_up.add(member.number)
+            course.running.discard(member.number)
+        self.note_failures(failures)
+
+    def _log_of(self, host: str, rank: int) -> str:
+        return str(self._course.job.run_dir / "logs" / f"{host}-{rank}.log")
+
     def note_failures(self, failures: Mapping[int, Failure]) -> None:
         """Workers, by number, have failed or are lost: the others go on, or the run ends or starts again."""
         for number, failure in failures.items():
@@ -162,6 +195,11 @@ class Ending:
         if self._course.job.is_elastic and not self._agents.are_enough:
             return False
         regroup = self._crew.regroup
+        hosts_left = {
+            member.node for member in regroup.roster.members.values() if member.number in self._course.running
+        }
+        if failure.wrong and len(hosts_left) < (self._course.job.least_nodes or 1):
+            return False
         if regroup.goes_on_without(number, failure.told(0).what, replace=self._crew.successor):
             return True
         if regroup.roster.makes_no_progress:

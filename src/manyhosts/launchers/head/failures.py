@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from manyhosts import errors
-from manyhosts.errors import CommunicationError, DataError, ManyhostsError, RankLost, ScriptError
+from manyhosts.errors import CommunicationError, DataError, ManyhostsError, RankLost, ScriptError, TrainingError
 from manyhosts.launchers.head.verdict import EVERY_RANK
 
 _CONSEQUENCE = re.compile(
@@ -41,6 +41,7 @@ SAME_SHAPES = "the ranks gave one exchange tensors of different shapes or kinds:
 _POLITE = ("SIGINT", "SIGTERM", "SIGHUP")
 _OUT_OF_MEMORY = "the kernel ended a process of this host for want of memory just then; use a smaller batch, fewer"
 _OUT_OF_MEMORY += " workers or fewer DataLoader workers there"
+_LOOK_AT_IT = "look at that machine before it is used again: its memory (memtest), its temperature, `dmesg`, `mcelog`"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -62,6 +63,8 @@ class Failure:
     """Why nothing is known of its end, where its host is the reason."""
     hang: str = ""
     """The whole sentence, where it got no further; `remedy` and `stack` go with it."""
+    wrong: str = ""
+    """What the others have found wrong with what it computed."""
     remedy: str = ""
     stack: str = ""
     note: str = ""
@@ -70,7 +73,9 @@ class Failure:
     @property
     def is_loss(self) -> bool:
         """Whether the worker was taken away, rather than failed or was asked to go."""
-        return bool(self.lost or self.hang) or (self.signal != 0 and signal_name(self.signal) not in _POLITE)
+        return bool(self.lost or self.hang or self.wrong) or (
+            self.signal != 0 and signal_name(self.signal) not in _POLITE
+        )
 
     @property
     def may_be_consequence(self) -> bool:
@@ -117,6 +122,8 @@ class Failure:
             rest += f"; {others_ended} other worker{'s were' if others_ended > 1 else ' was'} ended"
         if self.hang:
             return CommunicationError(f"{self.hang}{rest}", where=self.log, fix=self.remedy)
+        if self.wrong:
+            return TrainingError(f"{who} {self.wrong}{rest}", where=self.log, fix=_LOOK_AT_IT)
         if self.lost:
             return RankLost(
                 f"{who} was lost: {self.lost}{rest}",

@@ -187,6 +187,8 @@ class Head:
 
     def _hear_of_worker(self, node: Node, message: Message) -> None:
         match message["message"]:
+            case "member" if message["kind"] == "accuse":
+                self._ending.take_accusation(message["fields"])
             case "member":
                 self._crew.regroup.hear(message["member"], message["kind"], message["fields"])
             case "output":

@@ -1,20 +1,20 @@
 """Which parts of a batch other workers compute again, and which workers: drawn alike on every worker.
 
-A draw has the address (seed, epoch, place in the epoch, part), so it knows nothing of restarts. Whoever checks is of
-another host than the owner where there is one: what is wrong with a processor is wrong for all workers on it.
+Drawn are steps, from (seed, epoch, place in the epoch): in such a step one part of every worker is audited, and every
+worker audits one. So nobody waits for somebody else's audit, and audits take the share of the time that was asked for.
+Whoever audits is of another host than the owner where that can be: what is wrong with a processor or a memory is wrong
+for all workers of a host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from manyhosts.data import randomness
 from manyhosts.data.order import Position, bounds
 
 _RANGE = 1 << 63
-_THIRD_BITS = 20
-"""Shift to the bits of a draw that choose the third worker; others choose the auditor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,33 +41,48 @@ class AuditPlan:
     share: float
     """Of all parts; above 0, at most 1."""
     seed: int
-    hosts: Sequence[str]
+    hosts: tuple[str, ...]
     """The host of each worker, by rank."""
     rank: int
     """This worker."""
 
     def of(self, position: Position, parts: int, samples: int) -> list[Audit]:
-        """The audits of the step of `samples` samples that begins at `position`, by part."""
+        """The audits of the step of `samples` samples that begins at `position`."""
+        size = len(self.hosts)
+        draw = self._draw(position) / _RANGE
+        if draw >= self.share * bounds(parts, size, 0)[1]:
+            return []
+        pairs = _distances(self.hosts)
+        auditor, third = pairs[self._draw(position, 1) % len(pairs)]
         found = []
-        for owner in range(len(self.hosts)):
-            for part in range(*bounds(parts, len(self.hosts), owner)):
+        for owner in range(size):
+            own = range(*bounds(parts, size, owner))
+            # So many of its parts; what is left over is the chance of one more.
+            whole, left = divmod(self.share * len(own), 1.0)
+            chosen = sorted(own, key=lambda part: self._draw(position, 2, part))[: int(whole) + (draw < left)]
+            for part in sorted(chosen):
                 begin, behind = bounds(samples, parts, part)
-                draw = randomness.seed_at(self.seed, randomness.AUDIT, position.epoch, position.sample, part)
-                if begin < behind and draw < self.share * _RANGE:
-                    found.append(self._of_part(part, owner, draw))
+                if begin < behind:
+                    by = None if third is None else (owner + third) % size
+                    found.append(Audit(part, owner, (owner + auditor) % size, by))
         return found
 
-    def _of_part(self, part: int, owner: int, draw: int) -> Audit:
-        auditors = self._away_from(owner)
-        auditor = auditors[draw % len(auditors)]
-        thirds = self._away_from(owner, auditor)
-        return Audit(part, owner, auditor, thirds[(draw >> _THIRD_BITS) % len(thirds)] if thirds else None)
+    def _draw(self, position: Position, *what: int) -> int:
+        return randomness.seed_at(self.seed, randomness.AUDIT, position.epoch, position.sample, *what)
 
-    def _away_from(self, *ranks: int) -> list[int]:
-        """The other workers that share no host with `ranks`, or with the first of them, or at least are others."""
-        others = [rank for rank in range(len(self.hosts)) if rank not in ranks]
-        for near in (ranks, ranks[:1]):
-            hosts = {self.hosts[rank] for rank in near}
-            if found := [rank for rank in others if self.hosts[rank] not in hosts]:
-                return found
-        return others
+
+@lru_cache(maxsize=8)
+def _distances(hosts: tuple[str, ...]) -> list[tuple[int, int | None]]:
+    """How many ranks behind an owner its auditor and the third worker may stand: on as many other hosts as can be."""
+    size = len(hosts)
+
+    def together(one: int, other: int) -> int:
+        return sum(hosts[(owner + one) % size] == hosts[(owner + other) % size] for owner in range(size))
+
+    shared: dict[tuple[int, int | None], tuple[int, int]] = {}
+    for auditor in range(1, size):
+        thirds: list[int | None] = [third for third in range(1, size) if third != auditor]
+        for third in thirds or [None]:
+            beside = 0 if third is None else together(0, third) + together(auditor, third)
+            shared[auditor, third] = (together(0, auditor), beside)
+    return [pair for pair, counts in shared.items() if counts == min(shared.values())]

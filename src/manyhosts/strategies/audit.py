@@ -17,7 +17,7 @@ import json
 import os
 import socket
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -141,7 +141,7 @@ class Auditor:
         self.equal_at = 0
         """The last step in which all workers had equal weights."""
         self.compared = 0
-        """Parts that were computed again, on all workers together, since this one began."""
+        """Parts that were computed again, on all workers together, and had the same bits."""
         at_start = not world.apart and (world.membership is None or not world.membership.group)
         if at_start and world.size == 1:
             raise ConfigError(
@@ -168,7 +168,7 @@ class Auditor:
             self.world.notes.append(f"audits pause while processors of several makes train together: {other}")
         if self.world.size == 1 or other is not None:
             return None
-        hosts = [f"{member.host} {member.node}" for member in self.members]
+        hosts = tuple(member.node for member in self.members)
         return AuditPlan(self.share, self.seed, hosts, self.world.rank)
 
     def _look_around(self) -> None:
@@ -269,7 +269,7 @@ class Auditor:
         if 2 * count <= len(digests):
             everybody = " and ".join(self._who(rank) for rank in range(len(digests)))
             self._end(f"the weights of {everybody} differ, {found}; it cannot be told whose are right", _THREE)
-        self._accuse({rank: f"has other weights than the other workers, {found}" for rank in odd}, self.equal_at)
+        self._accuse({rank: f"has other weights than the other workers, {found}" for rank in odd})
 
     def _settle(
         self,
@@ -296,15 +296,18 @@ class Auditor:
             if found is None or len(found) == self.world.size:
                 self._end(*self._undecided(audit, told))
             for rank in sorted(found):
-                others = [self._who(other) for other in audit.ranks if other not in found]
-                guilty[rank] = (
-                    f"computed part {audit.part} of step {self.step} wrongly: {' and '.join(others)}"
-                    f" {'have' if len(others) > 1 else 'has'} other bits, every time;"
-                    f" what it computed was right when it was compared last, in step {self._agreed_by([rank])}"
-                )
-        self._accuse(guilty, self._agreed_by(guilty))
+                guilty[rank] = self._found_wrong(rank, audit, told, found)
+        self._accuse(guilty)
 
-    def _agreed_by(self, ranks: Sequence[int] | Mapping[int, str]) -> int:
+    def _found_wrong(self, rank: int, audit: Audit, told: Mapping[int, Sequence[int]], guilty: Collection[int]) -> str:
+        right = [self._who(other) for other in audit.ranks if other not in guilty]
+        own = "which are others each time" if len(set(told[rank])) > 1 else "which are the same each time"
+        return (
+            f"computed part {audit.part} of step {self.step} wrongly: its bits, {own}, are not those of"
+            f" {' and '.join(right)}; it was compared before in step {self._agreed_by([rank])}, and was right"
+        )
+
+    def _agreed_by(self, ranks: Iterable[int]) -> int:
         return min(self.agreed[self.members[rank].name] for rank in ranks)
 
     def _undecided(self, audit: Audit, told: Mapping[int, Sequence[int]]) -> tuple[str, str]:
@@ -324,8 +327,15 @@ class Auditor:
         error.trusted = min([self.equal_at, *self.agreed.values()])
         raise error
 
-    def _accuse(self, guilty: Mapping[int, str], trusted: int) -> NoReturn:
+    def _accuse(self, guilty: Mapping[int, str]) -> NoReturn:
         named = "; ".join(f"{self._who(rank)} {what}" for rank, what in sorted(guilty.items()))
         error = WrongBits(named, where="audit")
-        error.guilty, error.trusted = dict(guilty), trusted
+        error.guilty, error.trusted = dict(guilty), self._agreed_by(self._left_with(guilty))
         raise error
+
+    def _left_with(self, guilty: Iterable[int]) -> list[int]:
+        """Those who are left out with `guilty` workers: their hosts' others, unless that is the only host."""
+        hosts = {self.members[rank].node for rank in guilty}
+        if len({member.node for member in self.members}) == 1:
+            return list(guilty)
+        return [rank for rank, member in enumerate(self.members) if member.node in hosts]

@@ -48,8 +48,11 @@ def go_back(loop: Loop, keeping: Keeping) -> Recovered | Note:
     newest = torch.tensor([newest_step(keeping.store.folder)], device=world.device)
     if int(world.stack(newest).max()) < 0:
         loop.trusted = None
-        text = f"steps {trusted + 1} to {state.step} may hold errors of the worker that was left out, and no snapshot"
-        return Note(text=f"{text} is from before them", step=state.step, time=time.time())
+        text = (
+            f"nobody had checked the work of the worker that was left out in steps {trusted + 1} to {state.step}, and"
+        )
+        text += " no snapshot is from before them: what it did there is in the weights"
+        return Note(text=text, step=state.step, time=time.time())
     loop.torn = True
     reached, reached_s = state.step, state.seconds
     found, _ = keeping.restore()
@@ -60,7 +63,7 @@ def go_back(loop: Loop, keeping: Keeping) -> Recovered | Note:
     loop.trusted = None
     return Recovered(
         step=state.step,
-        reason=f"steps {trusted + 1} to {reached} may hold errors of the worker that was left out",
+        reason=f"a worker was left out whose work in steps {trusted + 1} to {reached} nobody had checked",
         how=f"from the snapshot of step {state.step}",
         steps_redone=reached - state.step,
         seconds_lost=max(0.0, reached_s - found.seconds) + time.time() - began,

@@ -57,6 +57,8 @@ def notes(run: Run, loop: Loop) -> list[str]:
         found.append("BatchNorm sees the batch of all workers; batch_norm='local' is faster and another model")
     elif world.size > 1 and settings.batch_norm == "local":
         found.append("BatchNorm sees each worker's own samples, so the number of workers changes the model")
+    if settings.audit is not None:
+        found.append(f"{100 * settings.audit:.3g} % of the parts are computed again by another worker (audit)")
     if (most := settings.micro_batch_size) is not None and most * counted_workers(settings, world) < parts.batch:
         layers = [name for name, each in parts.model.named_modules() if isinstance(each, _BatchNorm)]
         if layers:

@@ -211,6 +211,9 @@ class Run:
     def conclude(self, loop: Loop, reason: str) -> dict[str, Any]:
         """Record that training is over. Returns what came out, in plain values."""
         state, wishes = self.state, loop.wishes
+        if (auditor := self.parts.auditor) is not None:
+            text = f"audit: of {auditor.compared} parts that were computed again every bit was equal"
+            self.journal.tell(Note(text=text, step=state.step, time=time.time()))
         status = "interrupted" if wishes.granted else "stopped early" if state.ended else "completed"
         weights = self.end(status, reason)
         if self.keeping.second is not None:

@@ -149,10 +149,11 @@ class VirtualWorkers:
     def _again(self, model: nn.Module, part: int, pieces: Sequence[Piece], compute: Compute, scale: Scale) -> int:
         """The digest of `part`, computed beside the step and without a trace in it."""
         assert self.gradients is not None, "place() comes before forward_backward()"
-        digest = Digest()
+        assert self.auditor is not None, "only where audits were asked for"
+        digest = self.auditor.digest()
         computed = [piece for piece in pieces if piece.address[1] == part and piece.weight]
         self._watch(digest)
-        with randomness.kept():
+        with randomness.undisturbed():
             for piece in computed:
                 loss = scale(self.news.add(compute(model, piece), piece.weight))
                 if piece is computed[-1]:

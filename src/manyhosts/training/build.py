@@ -27,6 +27,7 @@ from manyhosts.data.identity import DataIdentity
 from manyhosts.data.order import bounds
 from manyhosts.data.steps import Cut
 from manyhosts.errors import ConfigError
+from manyhosts.snapshot.fingerprint import tensor_checksums
 from manyhosts.strategies.alone import Drifting
 from manyhosts.strategies.audit import Auditor
 from manyhosts.strategies.ddp import DataParallel
@@ -229,7 +230,7 @@ def build(  # the one place where everything the user gave comes together
 ) -> Parts:
     """Make everything that `fit` needs."""
     choose_kernels(settings, world)
-    auditor = None if settings.audit is None else Auditor(settings.audit, settings.seed, world)
+    auditor = None if settings.audit is None else Auditor(settings.audit, settings.seed, world, tensor_checksums)
     strategy = make_strategy(settings, world, auditor)
     bare = make_model(model, settings)
     if is_lazy(bare):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from manyhosts.cluster.processor import processor
+from manyhosts.snapshot.fingerprint import tensor_checksums
 from manyhosts.strategies.audit import Digest, judge
 
 RIGHT, WRONG, OTHER = 1, 2, 3
@@ -36,7 +37,7 @@ def test_whoever_disagrees_with_two_that_repeat_themselves_is_wrong(
 
 
 def digest(*tensors: torch.Tensor | None) -> int:
-    found = Digest()
+    found = Digest(tensor_checksums)
     found.add(tensors)
     return found.value
 

@@ -8,12 +8,16 @@ import random
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from commands import alive_workers, finish, kill_all, start, summary, wait_for_step
 from runs import CHANCY, Recipe, restarts, samples_by_step, step_lines, trained
+
+from manyhosts.data.audits import AuditPlan
+from manyhosts.data.order import Order, Position
 
 pytestmark = pytest.mark.multiprocess
 SCRIPT = Path(__file__).with_name("audit_script.py")
@@ -30,6 +34,18 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
     trained(2, RECIPE, folder)
     return folder
+
+
+def steps_that_look_at(worker: int, workers: int, share: float) -> list[int]:
+    """The steps in which that worker computes a part that another one computes, too."""
+    order = Order(RECIPE.samples, batch=RECIPE.batch, seed=0)
+    plan, position, found = AuditPlan(share, 0, ("0",) * workers, 0), Position(), []
+    for step in range(1, STEPS + 1):
+        audits = plan.of(position, 8, len(order.at(position)))
+        if any(worker in audit.ranks[:2] for audit in audits):
+            found.append(step)
+        position = order.after(position)
+    return found
 
 
 def with_faults(
@@ -81,16 +97,20 @@ def test_one_bit_of_gradient_weights_or_input_leaves_out_the_right_worker_of_fou
 def test_lasting_fault_is_found_and_the_run_goes_back_to_before_it(
     undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With this seed and three workers steps 1 and 8 are audited, of the first ones."""
-    faults = [{"worker": 1, "what": "gradient", "step": 5, "lasting": True}]
-    recipe = audited(0.15, snapshots={"every": "1 step", "keep": 2})
+    share = 0.12
+    steps = steps_that_look_at(1, 3, share)
+    right, found = next((one, two) for one, two in pairwise(steps) if two - one > 3)
+    faults = [{"worker": 1, "what": "gradient", "step": right + 2, "lasting": True}]
+    recipe = audited(share, snapshots={"every": "1 step", "keep": 2})
     code, output = with_faults(3, tmp_path, recipe, faults, monkeypatch)
     assert code == 0, output
     assert_as_if_nothing_had_been(tmp_path / "run", undisturbed, output)
     left_out, back = restarts(tmp_path / "run")
     assert left_out["reason"].startswith("rank 1 on host ")
     assert "which are the same each time" in left_out["reason"]
-    assert (left_out["step"], back["step"]) == (7, 1), "to a snapshot from before the fault, though only two are kept"
+    assert (left_out["step"], back["step"]) == (found - 1, right), (
+        "to a snapshot from before the fault, though only two are kept"
+    )
     assert back["rewound"]
     assert list((tmp_path / "run" / "snapshots").glob("suspect-step-*")), "those with errors are set aside"
 

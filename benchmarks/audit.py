@@ -68,7 +68,7 @@ class Seconds:
 
 
 def worker(rounds: int, steps: int) -> None:
-    images = torch.randn(2048, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    images = torch.randn(2048, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     data = mh.Data(TensorDataset(images, (images.mean((1, 2, 3)) > 0).long()), batch_size=BATCH)
     clocks = {way: Seconds() for way in WAYS}
     trainers = {
@@ -135,8 +135,8 @@ def spread(values: list[float], form: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--worker", action="store_true")
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=100)
     asked = parser.parse_args()
     if asked.worker:
         worker(asked.rounds, asked.steps)

@@ -76,7 +76,7 @@ TABLE = (
         ("early_stopping",),
     ),
     Row("`validate_every`, `snapshots`, `evaluation_batch_size`, `record_samples`", "from the first step on"),
-    Row("`loader_workers`, `threads`, `backend`, `compile`", "from the first step on"),
+    Row("`loader_workers`, `threads`, `backend`, `compile`, `audit`", "from the first step on"),
     Row("`metrics`, validation and test set", "from the next validation on; nobody compares them"),
     Row("`loss`, `step`, `collate`, `listeners`", "from the first step on; nobody compares functions"),
     Row("`init_from`", "nothing: the snapshot has the weights"),

@@ -231,11 +231,11 @@ class News:
 
     def seen(self) -> list[Tensor]:
         """The values of the part under way, in the order of their names."""
-        return [self.values[name] for name in sorted(self.values)]
+        return [self.own.sums[name] for name in sorted(self.own.sums)]
 
     def forget(self) -> list[Tensor]:
         """The same, of a part that does not count."""
-        seen, self.values = self.seen(), {}
+        seen, self.own = self.seen(), Own()
         return seen
 
     @torch.no_grad()

@@ -94,13 +94,15 @@ def test_one_bit_of_gradient_weights_or_input_leaves_out_the_right_worker_of_fou
     assert output.count("went on with") == 3
 
 
-def test_lasting_fault_is_found_and_the_run_goes_back_to_before_it(
-    undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("what", ["gradient", "weights"])
+def test_fault_between_two_audits_is_found_and_the_run_goes_back_to_before_it(
+    what: str, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A gradient that is wrong in every step by the next audit, weights by the comparison before the next snapshot."""
     share = 0.12
     steps = steps_that_look_at(1, 3, share)
     right, found = next((one, two) for one, two in pairwise(steps) if two - one > 3)
-    faults = [{"worker": 1, "what": "gradient", "step": right + 2, "lasting": True}]
+    faults = [{"worker": 1, "what": what, "step": right + 2, "lasting": what == "gradient"}]
     recipe = audited(share, snapshots={"every": "1 step", "keep": 2})
     code, output = with_faults(3, tmp_path, recipe, faults, monkeypatch)
     assert code == 0, output

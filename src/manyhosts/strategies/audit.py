@@ -262,6 +262,14 @@ class Auditor:
         ).tolist()
         return found
 
+    def name_odd(self, weights: int) -> None:
+        """The workers were found to have other weights than each other: say who is wrong. Every worker calls this.
+
+        Raises:
+            WrongBits: always, as far as the workers' digests of their `weights` differ.
+        """
+        self._compare_weights([row[0] for row in self._told([weights])])
+
     def _compare_weights(self, digests: Sequence[int]) -> None:
         value, count = Counter(digests).most_common(1)[0]
         if count == len(digests):

@@ -35,6 +35,7 @@ def compare_weights(parts: Parts, moment: str) -> None:
     Where BatchNorm sees each worker's own samples, its running statistics become their mean over the workers.
 
     Raises:
+        WrongBits: they do not, and with audits it is known who is left out.
         TrainingError: they do not, on all workers alike: with the first tensor that differs, and who holds what.
     """
     world, model = parts.world, parts.trained
@@ -53,6 +54,8 @@ def compare_weights(parts: Parts, moment: str) -> None:
         own = tensor_checksums(tensors)
         if agree(world, combined(own)):
             return
+    if parts.auditor is not None and parts.auditor.agreed:
+        parts.auditor.name_odd(combined(own))
     raise _difference(world, tensors, own, moment, buffers={name for name, _ in model.named_buffers()})
 
 

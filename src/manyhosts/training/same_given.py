@@ -75,8 +75,12 @@ def _number(text: str) -> int:
 
 def settings_compared(settings: Any) -> dict[str, str]:
     """The settings that decide what is trained, in words."""
+    return {name: _in_words(getattr(settings, name)) for name in _SETTINGS}
+
+
+def _in_words(value: Any) -> str:
     # An object without words of its own is named by where it lies in memory, which is another place on every worker.
-    return {name: re.sub(r" at 0x[0-9a-f]+", "", repr(getattr(settings, name))) for name in _SETTINGS}
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 def optimizer_described(optimizer: torch.optim.Optimizer) -> dict[str, str]:
@@ -84,7 +88,7 @@ def optimizer_described(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     found = {"kind": type(optimizer).__qualname__}
     for number, group in enumerate(optimizer.param_groups):
         options = {name: each for name, each in sorted(group.items()) if name not in ("params", *_KERNELS)}
-        found[f"group {number}"] = f"{len(group['params'])} parameters with {options}"
+        found[f"group {number}"] = f"{len(group['params'])} parameters with {_in_words(options)}"
     return found
 
 

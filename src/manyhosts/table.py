@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -18,6 +19,15 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """`did you mean 'x'? ` for a word that looks like one of `known`, else nothing: the start of a `fix`."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"did you mean {near[0]!r}? " if near else ""
+
+
+def nearest_few(name: str, known: Iterable[str], most: int = 5) -> list[str]:
+    """Those of `known` that look like `name`, the nearest first; then those that share a word of it."""
+    names = list(known)
+    near = difflib.get_close_matches(name, names, n=most, cutoff=0.5)
+    words = set(re.split(r"[._]", name))
+    near += [each for each in names if each not in near and words & set(re.split(r"[._]", each))]
+    return near[:most]
 
 
 @dataclass(frozen=True, slots=True)

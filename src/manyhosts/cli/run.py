@@ -54,6 +54,17 @@ class _Run(click.Command):
                 formatter.write_dl(list(known.items()) or [("(none)", "")])
 
 
+def _settings(ctx: click.Context, parameter: click.Parameter, value: Any) -> Any:
+    """The words of `--set`; `help` alone lists what can be set."""
+    if "help" in value:
+        lines = overrides.table()
+        width = max(len(key) for key, _ in lines)
+        for key, default in lines:
+            click.echo(f"{key:<{width}}  {default}".rstrip())
+        ctx.exit(0)
+    return beside_table(ctx, parameter, value)
+
+
 @click.command(cls=_Run, context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
 @click.option(
     "--on",
@@ -113,8 +124,8 @@ class _Run(click.Command):
     "settings",
     multiple=True,
     metavar="K=V",
-    callback=beside_table,
-    help="A setting of mh.Trainer or mh.Data, overridden.",
+    callback=_settings,
+    help="A setting of mh.Trainer or mh.Data, overridden; --set help lists them.",
 )
 @click.option("--run-dir", metavar="DIR", help="Where the record is kept.  [default: runs/SCRIPT-TIME]")
 @click.option(

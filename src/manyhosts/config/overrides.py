@@ -11,13 +11,13 @@ import json
 import os
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from manyhosts.config.settings import Settings
 from manyhosts.config.strategies import BY_NAME, named
 from manyhosts.errors import ConfigError
-from manyhosts.table import nearest
+from manyhosts.table import nearest, nearest_few
 
 VARIABLE = "MANYHOSTS_SET"
 _SECTIONS = ("snapshots", "early_stopping")
@@ -59,8 +59,30 @@ def check_keys(overrides: Iterable[str]) -> None:
             raise ConfigError(
                 f"there is no setting named {key!r}",
                 where="--set",
-                fix=f"{nearest(key, known)}known: {', '.join(known)}",
+                fix=f"{nearest(key, known)}{_like(key, known)}all of them: manyhosts run --set help",
             )
+
+
+def _like(key: str, known: Sequence[str]) -> str:
+    """Keys that look like `key`, beside the nearest; empty where there are none."""
+    few = nearest_few(key, known)
+    return f"like it: {', '.join(few)}; " if few else ""
+
+
+def table() -> list[tuple[str, str]]:
+    """Every key, with what it is where nobody says anything."""
+    found = {}
+    for kind, prefix in ((Settings, ""), *((_section_type(each), f"{each}.") for each in _SECTIONS)):
+        found.update({f"{prefix}{field.name}": _default(field) for field in dataclasses.fields(kind)})
+    for strategy in BY_NAME.values():
+        for field in dataclasses.fields(strategy):
+            found.setdefault(field.name, _default(field))
+    return [(key, found[key]) for key in known_keys()]
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    value = field.default if field.default is not dataclasses.MISSING else None
+    return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def from_environment() -> dict[str, str]:

@@ -52,6 +52,8 @@ class ShowProgress:
         self._recent: deque[tuple[float, int, float]] = deque()
         """Of each time it was told new steps: when, their samples, and the seconds they took."""
         self._epoch: EpochDone | None = None
+        self._loss_since, self._samples_since = 0.0, 0
+        """Of the steps since the last line that told their loss."""
         self._aside: Aside[Event] = Aside(self._tell, every_s=_EVERY_S, name="shows progress")
 
     def __call__(self, event: Event) -> None:
@@ -76,6 +78,8 @@ class ShowProgress:
                 self._say_epoch(None)
             if isinstance(event, StepDone):
                 new_steps.append(event)
+                self._loss_since += event.loss * event.samples
+                self._samples_since += event.samples
             else:
                 self._say(event)
         if new_steps:
@@ -129,6 +133,9 @@ class ShowProgress:
             parts = [f"epoch {done}/{epochs}" if epochs else f"epoch {done}", figure("loss", epoch.train_loss)]
         else:
             parts = [f"step {news.step}"]
+            if self._samples_since:
+                parts.append(figure("loss", self._loss_since / self._samples_since))
+        self._loss_since, self._samples_since = 0.0, 0
         if validation is not None:
             best = paint("  ★ best", "green") if validation.best else ""
             parts.append(f"validation: {figures(validation.values, ', ')}{best}")

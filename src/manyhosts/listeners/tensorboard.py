@@ -1,4 +1,4 @@
-"""Writes TensorBoard's event files: `train/*`, `validation/*` and `test/*` by optimizer step.
+"""Writes TensorBoard's event files: `train/*`, `time/*` (shares of a step), `validation/*`, `test/*`.
 
 Steps that take longer than 30 ms have a point each. Of faster ones some are drawn together to one point (the mean loss,
 the last learning rate): a thousand points a second would cost training more than they show; `metrics.jsonl` has all.
@@ -17,6 +17,7 @@ from manyhosts.events import Event, Recovered, RunEnded, RunStarted, StepDone, T
 from manyhosts.records.aside import Aside
 
 _EVERY_S = 0.5
+_PARTS = ("compute", "communication_exposed", "data_wait", "snapshot_stall", "other")
 _MOST_POINTS = 16
 """Of training steps, in each `_EVERY_S`."""
 
@@ -104,8 +105,11 @@ def _draw_steps(steps: Sequence[StepDone], file: _EventFile) -> None:
     seconds = sum(step.timing.total for step in steps)
     if seconds > 0:
         values["train/samples_per_second"] = samples / seconds
-    if last.gradient_norm is not None:
-        values["train/gradient_norm"] = last.gradient_norm
+        for part in _PARTS:
+            values[f"time/{part}"] = sum(getattr(step.timing, part) for step in steps) / seconds
+    norms = [step.gradient_norm for step in steps if step.gradient_norm is not None]
+    if norms:
+        values["train/gradient_norm"] = norms[-1]
     values |= {f"train/{name}": value for name, value in last.values.items()}
     file.add(last.step, last.time, values)
 

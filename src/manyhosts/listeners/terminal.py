@@ -21,8 +21,8 @@ Fields = Mapping[str, Any]
 
 _PLAIN_EVERY_S = 10.0
 _ERASE = "\r\x1b[K"
-_STEP = 3
-"""How soon the step gives way on a narrow terminal: higher ranks go first."""
+_RATE, _STEP = 7, 3
+"""How soon learning rate and step give way on a narrow terminal: higher ranks go first."""
 _LONGEST_BAR, _SHORTEST_BAR = 20, 6
 
 
@@ -175,6 +175,8 @@ def live_line(fields: Fields, width: int, with_bar: bool = True) -> str:
     parts += _troubles(fields)
     if fields.get("seconds_left") is not None:
         parts.append((2, paint(f"{clock(fields['seconds_left'])} left", "dim")))
+    if _width(parts) > width:
+        parts = [part for part in parts if part[0] != _RATE]
     if _width(parts) > width and total:
         parts = [(rank, text.removesuffix(f"/{total}") if rank == _STEP else text) for rank, text in parts]
     while len(parts) > 1 and _width(parts) > width:
@@ -191,7 +193,7 @@ def _figures(fields: Fields) -> list[tuple[int, str]]:
     if fields.get("loss") is not None:
         parts.append((1, f"loss {number(fields['loss'])}"))
     if fields.get("lr") is not None:
-        parts.append((7, f"lr {number(fields['lr'])}"))
+        parts.append((_RATE, f"lr {number(fields['lr'])}"))
     if fields.get("samples_per_second"):
         parts.append((4, rate(fields["samples_per_second"])))
     return parts

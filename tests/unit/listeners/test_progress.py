@@ -73,8 +73,8 @@ def test_epoch_and_its_validation_are_one_line_with_a_mark_when_best() -> None:
 
 
 def test_epoch_without_validation_and_validation_without_epoch_have_their_lines() -> None:
-    voice = show([started(), stepped(4), epoch_done(4, train_loss=0.25), stepped(6), validated(6, loss=0.5)])
-    assert voice.said[1:] == ["epoch 1/3   loss 0.2500", "step 6   validation: loss 0.5000  ★ best"]
+    voice = show([started(), stepped(4), epoch_done(4, train_loss=0.25), stepped(6, loss=0.75), validated(6, loss=0.5)])
+    assert voice.said[1:] == ["epoch 1/3   loss 0.2500", "step 6   loss 0.7500   validation: loss 0.5000  ★ best"]
 
 
 def test_what_went_wrong_and_what_is_worth_saying_once_is_said() -> None:

@@ -66,6 +66,8 @@ if __name__ == "__main__":
     for thing in (torch.ones(1), torch.cuda.Event(), torch.cuda.Stream()):
         asked = [isinstance(thing, kind) for kind in (torch.cuda.Event, torch.cuda.Stream, torch.cuda.CUDAGraph)]
         print(type(thing).__name__, asked.index(True) if any(asked) else None)
+    assert not torch.accelerator.current_stream().is_capturing()  # torch 2.15's optimizers ask it
+    assert not torch.cuda.is_current_stream_capturing()
     for method in ("spawn", "forkserver"):
         loader = DataLoader(OnGpu(), num_workers=1, multiprocessing_context=method)
         print(method, sum(float(each) for each in loader))

@@ -9,6 +9,8 @@ Kinds that the agent and the head know:
     witness     what was seen of a training without a Trainer, after its first steps and at its good end: workers, world
                 (the size of its process group), apart (a part of the model, or other ways to train together),
                 optimizer (one was made), shapes, weights, samples (fingerprints), libraries, steps, ended
+    fault       what may be a fault of the script, for the head to compare (`host.script_faults`): fault, host,
+                workers, world, apart, and what belongs to it
     busy        something goes on that takes long and is no step (an evaluation, a snapshot): no hang
     rest        no steps are to be expected any more: training has ended
     trainer     a Trainer was made, so the settings of `--set` were heard

@@ -32,7 +32,8 @@ class Stream:
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.device = torch.device("cpu")
-        self.cuda_stream = 0
+        self.cuda_stream = self.stream_id = self.native_handle = self.priority = 0
+        self.device_index, self.device_type = 0, 1
 
     def synchronize(self) -> None:
         """Everything is done already."""
@@ -46,6 +47,10 @@ class Stream:
     def query(self) -> bool:
         """Whether everything is done."""
         return True
+
+    def is_capturing(self) -> bool:
+        """Whether what is done is put into a graph: never."""
+        return False
 
     def record_event(self, event: Event | None = None) -> Event:
         """An event at this moment."""
@@ -144,6 +149,7 @@ def put_in_place() -> None:
         "current_stream": lambda *_: Stream(),
         "default_stream": lambda *_: Stream(),
         "stream": lambda _: nullcontext(),
+        "is_current_stream_capturing": lambda: False,
         "can_device_access_peer": lambda *_: False,
         "manual_seed": torch.default_generator.manual_seed,
         "manual_seed_all": torch.default_generator.manual_seed,

@@ -30,6 +30,19 @@ def on_cpu(value: Any) -> Any:
     return value
 
 
+def _remember_gpu(model: nn.Module, device: Any) -> None:
+    """Leave in the weights of `model` which GPU they would be on, so that a worker on the wrong one is noticed."""
+    if type(device) is int:
+        index: int | None = device
+    elif isinstance(device, torch.device) or (isinstance(device, str) and _CUDA_WORD.fullmatch(device)):
+        named = torch.device(device)
+        index = (torch.cuda.current_device() if named.index is None else named.index) if named.type == "cuda" else None
+    else:
+        return
+    for weight in model.parameters():
+        weight.rehearsed_gpu = index  # type: ignore[attr-defined]  # torch allows attributes of one's own
+
+
 class _Mapped(TorchFunctionMode):
     """Every function of torch that a script calls goes through here: factories, `to`, `cuda`."""
 
@@ -60,11 +73,14 @@ def put_in_place() -> None:
     set_default_device, tensor_type = torch.set_default_device, torch.set_default_tensor_type
 
     def to(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        for device in (*args[:1], *([kwargs["device"]] if "device" in kwargs else [])):
+            _remember_gpu(self, device)
         args = tuple(_CPU if type(arg) is int else on_cpu(arg) for arg in args)
         return module_to(self, *args, **{key: on_cpu(value) for key, value in kwargs.items()})
 
     def cuda(self: nn.Module, device: Any = None) -> nn.Module:
         note("GPUs become this machine's CPU")
+        _remember_gpu(self, "cuda" if device is None else device)
         return self
 
     def mapped_load(file: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:

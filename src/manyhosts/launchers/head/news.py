@@ -9,6 +9,7 @@ from manyhosts.launchers.head.agents import Node
 from manyhosts.launchers.head.beginning import Beginning
 from manyhosts.launchers.head.course import Course
 from manyhosts.launchers.head.notices import Notices
+from manyhosts.launchers.head.script_faults import ScriptFaults
 from manyhosts.launchers.tracebacks import is_idle_notice, is_native_frame, without_native_frames
 
 
@@ -19,6 +20,7 @@ class News:
         """`nodes` is the number of hosts: a prefix names the host only where there are several."""
         self._course, self._nodes = course, nodes
         self._notices = Notices(course.display.warn)
+        self._faults = ScriptFaults(course.display.warn)
         self.beginning = Beginning(course.display, course.loop.after)
 
     def show(self, node: Node, rank: int, lines: list[str], *, is_error: bool) -> None:
@@ -48,6 +50,8 @@ class News:
             self._course.trainer_seen = True
         elif kind == "directory":
             self._course.directories.add(Path(str(fields["path"])))
+        elif kind == "fault":
+            self._faults.hear(self._course.generation, rank, fields)
         elif kind == "witness":
             self._notices.hear(self._course.generation, rank, fields)
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from manyhosts.launchers.head.script_faults import on_one_gpu
+
 Account = Mapping[str, Any]
 
 _PROCESS_GROUP = (
@@ -56,6 +58,7 @@ class Notices:
         if len(accounts) == account["workers"] and all(each["steps"] for each in accounts):
             self._tell(apart(accounts) if len(accounts) > 1 else "")
             self._tell(unlearned(accounts))
+            self._tell(on_one_gpu(self._accounts))
 
     def tell_end(self) -> None:
         """The run has ended well."""

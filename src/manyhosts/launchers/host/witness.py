@@ -23,6 +23,7 @@ from manyhosts.cluster.reports import Reporter
 from manyhosts.imports import when_imported
 from manyhosts.launchers.host.learning import Learning, is_cut_up
 from manyhosts.launchers.host.prints import Prints, tensors_in
+from manyhosts.launchers.host.script_faults import ScriptFaults, gpu_of
 
 LOOKS = 3
 """How many steps are looked at closely."""
@@ -40,6 +41,8 @@ def begin() -> Witness | None:
         return None
     witness = Witness(reporter, int(os.environ.get("WORLD_SIZE", "1")))
     when_imported("torch.optim.optimizer", _harmless(witness.watch_steps))
+    when_imported("torch.utils.data.dataloader", _harmless(witness.faults.watch_passes))
+    when_imported("torch.serialization", _harmless(witness.faults.watch_files))
     if witness.looks_closely:
         when_imported("torch.utils.data.dataloader", _harmless(witness.watch_batches))
         when_imported("torch.nn.parallel.distributed", _harmless(witness.watch_inputs))
@@ -72,6 +75,8 @@ class Witness:
         self._account: dict[str, Any] = {"workers": workers, "world": 0, "apart": False, "optimizer": False}
         self._account |= {"shapes": 0, "weights": None, "samples": None, "libraries": []}
         self._account |= {"learning": "", "moved": [], "largest": 0.0}
+        self._account |= {"host": os.uname().nodename, "gpu": None}
+        self.faults = ScriptFaults(reporter, self._account)
         self._over = False
 
     @property
@@ -119,8 +124,10 @@ class Witness:
 
         @functools.wraps(prepare)
         def look_and_prepare(model: Any, *inputs: Any, **named: Any) -> Any:
-            if not torch.compiler.is_dynamo_compiling() and self.looks_closely and model.training:
-                self._add(f"inputs {self.done}", (inputs, named))
+            if not torch.compiler.is_dynamo_compiling():
+                self.faults.note_forward(model)
+                if self.looks_closely and model.training:
+                    self._add(f"inputs {self.done}", (inputs, named))
             return prepare(model, *inputs, **named)
 
         wrapper._pre_forward = look_and_prepare  # stays: torch.compile may have looked at it already
@@ -139,6 +146,7 @@ class Witness:
     def withdraw(self) -> None:
         """Watch no longer, and tell nothing."""
         self._stop_looking()
+        self.faults.is_off = True
         while self._undo:
             self._undo.pop()()
         self._account.clear()
@@ -169,6 +177,7 @@ class Witness:
         self._turn = {number}
         self.done += 1
         self._reporter.note_step(self.done)
+        self.faults.note_step(self.done)
         now = time.monotonic()
         if now >= self._next_report:
             self._next_report = now + _PAUSE_S
@@ -211,6 +220,7 @@ class Witness:
     def _look_at_weights(self, optimizer: Any) -> None:
         with contextlib.suppress(Exception):
             weights = [each for group in optimizer.param_groups for each in group["params"]]
+            self._account["gpu"] = gpu_of(weights[0])
             if any(is_cut_up(each) for each in weights):
                 self._account["apart"] = True
             else:

@@ -33,10 +33,10 @@ def on_cpu(value: Any) -> Any:
 def _remember_gpu(model: nn.Module, device: Any) -> None:
     """Leave in the weights of `model` which GPU they would be on, so that a worker on the wrong one is noticed."""
     if type(device) is int:
-        index: int | None = device
-    elif isinstance(device, torch.device) or (isinstance(device, str) and _CUDA_WORD.fullmatch(device)):
-        named = torch.device(device)
-        index = (torch.cuda.current_device() if named.index is None else named.index) if named.type == "cuda" else None
+        index = device
+    elif _CUDA_WORD.fullmatch(str(device)):
+        number = str(device).partition(":")[2]
+        index = int(number) if number else torch.cuda.current_device()
     else:
         return
     for weight in model.parameters():

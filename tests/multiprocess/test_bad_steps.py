@@ -20,6 +20,7 @@ from manyhosts.errors import ConfigError, TrainingError
 from manyhosts.events import StepDone
 from manyhosts.records.metrics import read
 from manyhosts.records.samples import counted
+from manyhosts.snapshot.load import load
 
 pytestmark = pytest.mark.multiprocess
 
@@ -70,6 +71,51 @@ def test_virtual_workers_leave_out_the_same_step_on_any_number_of_workers(tmp_pa
     settings = {"on_bad_step": "skip", "virtual_workers": 3}
     [alone] = run_ranks(1, train, 4, tmp_path / "alone", "loss", settings)
     assert run_ranks(2, train, 4, tmp_path / "together", "loss", settings) == [alone, alone]
+
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "virtual": {"virtual_workers": 3},
+    "local-sgd": {"strategy": mh.LocalSGD(sync_every=2)},
+    "diloco": {"strategy": mh.DiLoCo(sync_every=4, fragments=2)},
+    "clipped": {"clip_gradients": 1.0},
+    "clipped alone": {"clip_gradients": 1.0, "strategy": mh.LocalSGD(sync_every=2)},
+}
+
+
+def stop_and_go_on(rank: int, folder: Path, workers: int) -> dict[str, Any]:
+    """Under each strategy: what the run says that meets NaN under a finite loss, and two attempts to go on."""
+    found: dict[str, Any] = {}
+    for name, settings in STRATEGIES.items():
+        for every in ("1 step", "100 steps"):
+            place = folder / f"{name}, {every}"
+            kept = {"snapshots": mh.Snapshots(every=every), **settings}
+            errors = [train(rank, steps, place, "gradient", kept)[1] for steps in (1, 4, 4)]
+            found[place.name] = errors[1:]
+    return found
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_nan_under_a_finite_loss_is_in_no_snapshot(workers: int, tmp_path: Path) -> None:
+    found = run_ranks(workers, stop_and_go_on, tmp_path, workers)
+    for name in found[0]:
+        for error in (error for each in found for error in each[name]):
+            assert "in step 2" in error or "the update of step 2 left nan in" in error or "step 3" in error, (
+                name,
+                error,
+            )
+            assert "on_bad_step" in error
+        last = found[0][name][-1]
+        if not name.startswith("clipped"):
+            assert "the update of step 2 left nan in the parameter '0.weight'" in last or workers > 1, last
+            assert "samples [10, 11, 12, 13, 14, 15, 16, 17, 18, 19]" in last or workers > 1, last
+        if name.startswith(("ddp", "virtual")):
+            assert all("the update of step 2 left nan in the parameter '0.weight'" in each[name][-1] for each in found)
+        kept = [load(path) for path in (tmp_path / name / "snapshots").iterdir()]
+        assert [each.facts.step for each in kept] == [1], name
+        for tensor in kept[0].state["model"].values():
+            assert bool(tensor.isfinite().all())
+        assert "step-00000001" in last, "it says what to go on from"
 
 
 def test_gradient_that_is_no_number_stops_the_run_and_is_named(tmp_path: Path) -> None:

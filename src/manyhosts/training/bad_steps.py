@@ -2,6 +2,10 @@
 
 To stop, or to go back to a snapshot, costs nothing: the numbers of a step are read when they are there. To leave a step
 out at once its numbers must be known before the update; on a CPU they are, and for a GPU this is one wait per step.
+
+A run that stops looks at no gradient that is not clipped, because that would cost every step something. A gradient that
+is NaN under a finite loss so gets into the weights. It shows in the next loss, or where weights are looked at before
+they are kept: see `finite`.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import torch
 from torch import Tensor
 
 from manyhosts.data.order import Indices
+from manyhosts.strategies.alone import Drifting
 from manyhosts.training.buffers import BufferCopies
 from manyhosts.training.build import Parts
 from manyhosts.training.numbers import StepNumbers
@@ -32,6 +37,9 @@ class BadSteps:
         """`choice`: the setting `on_bad_step`."""
         self.parts = parts
         self.leave_out, self.rewinds = choice == "skip", choice == "rewind"
+        self.on_cpu = parts.world.device.type == "cpu"
+        self.drifts = isinstance(parts.strategy, Drifting)
+        """Whether each worker has a gradient of its own, of which the others know nothing."""
         self.scaled = parts.precision.scaler is not None
         """Whether fp16's scaler looks for overflows, which are nothing unusual there, and leaves those steps out."""
         self.buffers = BufferCopies(parts.trained) if self.leave_out else None
@@ -52,7 +60,8 @@ class BadSteps:
     def must_go(self, step: int, loss: Tensor, norm: Tensor | None) -> bool:
         """Whether `step`, just computed, must not change the model. Buffers are then as they were before it."""
         if not self.leave_out:
-            return False
+            # On a CPU the numbers are there already, so a run that is to stop keeps the weights of before.
+            return self.on_cpu and not self.rewinds and not self._are_finite(loss, norm)
         good = bool(loss.isfinite())
         if good and not self.scaled:
             found = self._norm() if norm is None else norm
@@ -62,6 +71,11 @@ class BadSteps:
         if not good and self.buffers:
             self.buffers.put_back()
         return not good and not self.scaled
+
+    def _are_finite(self, loss: Tensor, norm: Tensor | None) -> bool:
+        if norm is None or self.scaled or self.drifts:
+            return math.isfinite(loss.item())
+        return math.isfinite(loss.item()) and math.isfinite(norm.item())
 
     def _norm(self) -> Tensor:
         gradients = [parameter.grad for parameter in self.parts.trained.parameters() if parameter.grad is not None]
@@ -73,7 +87,7 @@ class BadSteps:
         norm = self.bad_norms.pop(numbers.facts.step, numbers.gradient_norm)
         if not math.isfinite(loss):
             return f"the loss is {loss}"
-        if norm is not None and not math.isfinite(norm) and not self.scaled:
+        if norm is not None and not math.isfinite(norm) and not self.scaled and not self.drifts:
             return f"the norm of the gradient is {norm}"
         return ""
 

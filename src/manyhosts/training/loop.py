@@ -336,6 +336,7 @@ class Loop:
         """Write the model as the best one, where the last validation found it to be."""
         state = self.state
         if state.validated_at == state.step == state.best_step != self.keeping.best_saved_at:
+            self.telling.check_weights()
             self.keeping.save_best(state)
 
     def save_if_due(self) -> None:
@@ -386,6 +387,7 @@ class Loop:
     def save(self) -> None:
         """Make a snapshot of everything, unless a disk does not take the records of the steps that it would count."""
         self.read_numbers(all_of_them=True)
+        self.telling.check_weights()
         if self.parts.world.any(not self.flush()):
             self.keeping.leave_out(self.state)
         else:

@@ -14,9 +14,10 @@ from manyhosts.errors import TrainingError
 from manyhosts.events import EpochDone, Event, Note, StepDone, StepTiming
 from manyhosts.training.bad_steps import BadStep, BadSteps, named
 from manyhosts.training.build import Parts
+from manyhosts.training.finite import first_not_finite
 from manyhosts.training.keeping import Keeping
 from manyhosts.training.learning_rate import VanishedRate
-from manyhosts.training.numbers import StepNumbers
+from manyhosts.training.numbers import StepFacts, StepNumbers
 from manyhosts.training.state import RunState
 from manyhosts.training.wishes import Wishes
 
@@ -38,6 +39,8 @@ class Telling:
     ) -> None:
         self.parts, self.state, self.bad_steps = parts, state, bad_steps
         self.wishes, self.keeping, self.tell, self.rate = wishes, keeping, tell, rate
+        self.last: StepFacts | None = None
+        """The last step that was told and whose numbers were well."""
 
     def of_step(self, numbers: StepNumbers) -> bool:
         """Tell a step, add it to its epoch's sums, and hear wishes. Returns whether somebody waits to join.
@@ -87,8 +90,9 @@ class Telling:
         """Whether the numbers of a step are numbers. Where not, stop, go back, or say that the step was left out."""
         facts, trouble = numbers.facts, self.bad_steps.trouble(numbers)
         if not trouble:
+            self.last = facts
             return True
-        where = f"epoch {facts.epoch}, {named(facts.indices, facts.shards)}"
+        where = _where(facts)
         if facts.step in self.state.left_out:
             trouble = "it went wrong before"
         elif self.bad_steps.rewinds:
@@ -97,12 +101,40 @@ class Telling:
             text = f"step {facts.step} was left out: {trouble} ({where})"
             self.tell(Note(text=text, step=facts.step, time=time.time()))
             return False
-        raise TrainingError(
-            f"{trouble} in step {facts.step}",
+        # On a GPU later steps have changed the weights by now.
+        if self.bad_steps.on_cpu and (what := first_not_finite(self.parts.trained)):
+            raise self._bad_update(what)
+        raise self._end(f"{trouble} in step {facts.step}", where)
+
+    def check_weights(self) -> None:
+        """See that what is about to be kept is worth it. Every worker calls this, with all steps told.
+
+        Raises:
+            TrainingError: a weight is NaN or infinite.
+        """
+        what = first_not_finite(self.parts.trained)
+        if self.bad_steps.drifts and self.parts.world.any(bool(what)):  # what is kept is the mean
+            what = what or "nan in the model of another worker"
+        if what:
+            raise self._bad_update(what)
+
+    def _bad_update(self, what: str) -> TrainingError:
+        if self.last is None:
+            return self._end(f"there is {what} before the first step", "the weights that the run began with")
+        found = f"the update of step {self.last.step} left {what}, though its loss was finite"
+        return self._end(found, _where(self.last))
+
+    def _end(self, what: str, where: str) -> TrainingError:
+        return TrainingError(
+            what,
             where=where,
             fix=f"{self.keeping.last_good()} Look at those samples, lower the learning rate, set clip_gradients, "
             'or leave such steps out with on_bad_step="skip" or "rewind"',
         )
+
+
+def _where(facts: StepFacts) -> str:
+    return f"epoch {facts.epoch}, {named(facts.indices, facts.shards)}"
 
 
 def step_done(numbers: StepNumbers) -> StepDone:

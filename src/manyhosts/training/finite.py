@@ -1,0 +1,35 @@
+"""Whether all weights of a model are finite: looked at before they are kept, because nobody goes on from others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+@torch.no_grad()
+def first_not_finite(model: nn.Module) -> str:
+    """What is wrong with the first trained parameter that holds NaN or infinity, or the first buffer that holds NaN.
+
+    Nothing where all are well. A buffer may well hold infinities, as a mask of attention does. One pass over the
+    memory, and on a GPU one wait.
+    """
+    parameters = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    buffers = dict(model.named_buffers())
+    largest = _largest([*parameters.values(), *buffers.values()])
+    if bool(largest.isfinite()):
+        return ""
+    for name, parameter in parameters.items():
+        if not bool(parameter.isfinite().all()):
+            return f"{'nan' if bool(parameter.isnan().any()) else 'infinity'} in the parameter {name!r}"
+    return next((f"nan in the buffer {name!r}" for name, buffer in buffers.items() if bool(buffer.isnan().any())), "")
+
+
+def _largest(tensors: Sequence[Tensor]) -> Tensor:
+    """The largest absolute number in `tensors`; NaN where one is. Shape ()."""
+    looked_at = [each for each in tensors if each.numel() and (each.is_floating_point() or each.is_complex())]
+    if not looked_at:
+        return torch.zeros(())
+    norms = torch._foreach_norm(looked_at, float("inf"))
+    return torch.stack([norm.float() for norm in norms]).max()

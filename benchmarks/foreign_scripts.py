@@ -221,7 +221,7 @@ def rows_kept() -> list[dict[str, Any]]:
 def table() -> str:
     """The page of documents with what came of all scripts."""
     rows = rows_kept()
-    equal = sum(row["torchrun"] == row["manyhosts"] == 0 for row in rows)
+    equal = sum(row["torchrun"] == row["manyhosts"] == 0 and not row["rehearsed"] for row in rows)
     rehearsed = [row for row in rows if row["rehearsed"]]
     worked = sum(row["manyhosts"] == 0 for row in rehearsed)
     lines = [
@@ -244,10 +244,11 @@ def table() -> str:
     ]
     for row in rows:
         ours = outcome(row, "manyhosts") + (", rehearsed" if row["rehearsed"] else "")
+        theirs = ("without a GPU: " if row["rehearsed"] else "") + outcome(row, "torchrun")
         starts = "script" if row["alone"] else f"launcher, {row['workers']}"
         link = f"{row['repository'].partition('/')[2]}: {row['name']} ({row['kind']})"
         time_ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
-        lines.append(f"| {link} | `{row['commit']}` | {starts} | {outcome(row, 'torchrun')} | {ours} | {time_ratio} |")
+        lines.append(f"| {link} | `{row['commit']}` | {starts} | {theirs} | {ours} | {time_ratio} |")
     left = [script.name for script in SCRIPTS if script.name not in {row["name"] for row in rows}]
     lines += ["", f"In the list, and without a result yet: {', '.join(left)}."] if left else []
     lines += ["", "Not tried here:", "", "| script | why |", "|---|---|"]

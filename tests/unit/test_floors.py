@@ -30,7 +30,7 @@ FLOORS = [  # from the ground up
     ["communication", "data", "launchers", "listeners", "analysis", "rehearsal"],
     ["strategies", "snapshot", "planner", "study", "lab"],
     ["training", "export", "doctor", "tune"],
-    ["serve"],
+    ["serve", "prove"],
     ["cli"],
 ]
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
@@ -229,6 +229,7 @@ OPTIONS = {
     "snapshots verify": "--json --trace",
     "snapshots prune": "--keep --dry-run --json --trace",
     "doctor": "--on --cluster --hosts --hostfile --nodes --run-dir --data --json --trace",
+    "prove": "--workers --steps --only --set --json --dry-run --trace",
     "status": "--json --trace",
     "logs": "--follow --trace",
     "cancel": "--trace",

@@ -36,7 +36,7 @@ from manyhosts.strategies.local_sgd import LocalSteps
 from manyhosts.strategies.single import SingleProcess
 from manyhosts.strategies.strategy import Shard, Strategy
 from manyhosts.strategies.virtual import VirtualWorkers
-from manyhosts.training import learning_rate
+from manyhosts.training import learning_rate, watching
 from manyhosts.training.as_made import AsMade, options_of
 from manyhosts.training.compute import ForwardPass, Loss, UserStep, pair
 from manyhosts.training.evaluate import Evaluation
@@ -237,6 +237,8 @@ def build(  # the one place where everything the user gave comes together
         make_whole(bare, data, step or (lambda model, batch: model(pair(batch)[0])), seed=settings.seed)
     made = trained(bare, loss)
     compare_descriptions(world, _given(made, data, settings))  # before the first exchange, which would not end
+    if watching.watcher is not None:
+        watching.watcher.made(made)
     if world.is_shared or settings.virtual_workers is not None:
         check_tensors(made)
     placed = strategy.place(made)

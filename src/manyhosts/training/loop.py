@@ -19,6 +19,7 @@ from manyhosts.events import ValidationDone
 from manyhosts.strategies.alone import Drifting, together
 from manyhosts.strategies.audit import Auditable
 from manyhosts.strategies.strategy import Piece, StepOutcome, Survivable
+from manyhosts.training import watching
 from manyhosts.training.bad_steps import BadSteps
 from manyhosts.training.buffers import BufferCopies
 from manyhosts.training.build import Parts
@@ -104,6 +105,7 @@ class Loop:
         self.since = time.time()
         """When what is being done now was begun."""
         self.buffers = BufferCopies(parts.trained) if keep_buffers else None
+        self.watcher = watching.watcher
 
     def run(self) -> str:
         """Train from where the state stands, after what is still due there. Returns why it ended.
@@ -113,6 +115,8 @@ class Loop:
             BadStep: a step went wrong, and all are to go back behind it.
         """
         self.parts.trained.train()
+        if self.watcher is not None:
+            self.watcher.begins(self.parts, self.settings, self.state)
         steps: Iterator[Step] | None = None
         while True:
             self.finish_step()
@@ -177,6 +181,8 @@ class Loop:
             compare_streams(world, step)
         world.take_waits()  # what workers tell each other to find the samples is a part of waiting for those
         self.under_way, self.taken = state.step + 1, step
+        if self.watcher is not None:
+            self.watcher.reads(step)
         left_out = state.step + 1 in state.left_out
         if self.note_samples is not None and not left_out:
             self.note_samples(state.step + 1, _indices(step))
@@ -186,6 +192,8 @@ class Loop:
         outcome, norm = self.pass_over() if left_out else self.train_step(step)
         end = time.perf_counter()
         self.step_is_done(step)
+        if self.watcher is not None:
+            self.watcher.steps(state.step)
         stall = self.keeping.stalled_s - stalled
         timing = HostTiming(end - begin, fetched - begin, world.exposed_s - exposed, stall, end - fetched - stall)
         facts = StepFacts(
@@ -238,6 +246,8 @@ class Loop:
             outcome = parts.strategy.forward_backward(
                 parts.trained, self.pieces(step.pieces), parts.compute, parts.precision.scale, self.riders()
             )
+        if self.watcher is not None:
+            self.watcher.differentiates(outcome)
         norm = self.bad_steps.watched(self.clip())
         if self.bad_steps.must_go(self.state.step + 1, outcome.values["loss"], norm):
             self.schedule_step()

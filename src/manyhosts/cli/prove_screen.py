@@ -1,0 +1,90 @@
+"""What `manyhosts prove` shows: a line while a trial runs, then one line per promise, then why one does not hold."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TextIO
+
+from manyhosts.listeners.paint import Colour, paint, writable
+from manyhosts.units import seconds_in_words
+
+if TYPE_CHECKING:
+    from manyhosts.prove.promises import Verdict
+    from manyhosts.prove.prove import Proof
+
+_WIDTH = 80
+_SIGNS: dict[str, tuple[str, Colour]] = {
+    "holds": ("✓", "green"), "fails": ("✗", "red"), "not judged": ("-", "yellow")
+}  # fmt: skip
+_PLAIN = {"✓": "ok  ", "✗": "FAIL"}
+
+
+class Progress:
+    """Says on a terminal which trial is under way; nothing elsewhere."""
+
+    def __init__(self, stream: TextIO, *, silent: bool) -> None:
+        self._stream, self._silent = stream, silent or not stream.isatty()
+        self._count = 0
+
+    def tell(self, trial: str) -> None:
+        """A trial begins."""
+        self._count += 1
+        if not self._silent:
+            self._stream.write(f"\r\x1b[K{paint(f'trial {self._count}: {trial}'[: _WIDTH - 1], 'dim')}")
+            self._stream.flush()
+
+    def close(self) -> None:
+        """Take the line away."""
+        if not self._silent:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+
+
+def print_proof(proof: Proof, stream: TextIO) -> None:
+    """Print everything, in colours on a terminal."""
+    from manyhosts.prove.promises import PROMISES
+
+    colour = stream.isatty()
+    numbers = [str(count) for count in proof.asked.workers]
+    counted = f"{', '.join(numbers[:-1])} and {numbers[-1]}" if numbers[1:] else numbers[0]
+    lines = [f"{proof.asked.script}: {proof.trials} trials of {proof.asked.steps} steps, "
+             f"{seconds_in_words(proof.seconds)}", ""]  # fmt: skip
+    for verdict in proof.verdicts:
+        lines += _line(verdict, PROMISES[verdict.promise][0].format(workers=counted), colour=colour)
+    for verdict in proof.verdicts:
+        if verdict.status == "fails":
+            lines += _why(verdict, colour=colour)
+    text = "\n".join(lines) + "\n"
+    encoding = stream.encoding
+    if writable("✓", encoding) != "✓":
+        for sign, word in _PLAIN.items():
+            text = text.replace(sign, word)
+    stream.write(writable(text, encoding))
+
+
+def _line(verdict: Verdict, promise: str, *, colour: bool) -> list[str]:
+    sign, painted = _SIGNS[verdict.status]
+    lines = [f" {paint(sign, painted) if colour else sign} {promise}"]
+    note = textwrap.wrap(verdict.note, _WIDTH - 4)
+    return [*lines, *(f"   {paint(line, 'dim') if colour else line}" for line in note)]
+
+
+def _why(verdict: Verdict, *, colour: bool) -> list[str]:
+    lines = [
+        "",
+        paint(f"{verdict.promise}: {verdict.where}", "bold") if colour else f"{verdict.promise}: {verdict.where}",
+    ]
+    if verdict.departure is not None:
+        lines += _wrapped("first:", str(verdict.departure))
+    if verdict.cause is not None:
+        lines += _wrapped("cause:", verdict.cause.what)
+        lines += _wrapped("seen:", verdict.cause.evidence)
+        lines += _wrapped("fix:", verdict.cause.fix)
+    return lines
+
+
+def _wrapped(word: str, text: str) -> Sequence[str]:
+    """`text` behind `word`, in lines that stand below each other."""
+    parts = textwrap.wrap(text, _WIDTH - 10, break_long_words=False, break_on_hyphens=False)
+    return [f"  {word if not number else '':<7} {part}" for number, part in enumerate(parts)]

@@ -1,0 +1,443 @@
+"""Why two trials depart: found by looking at what went in, and by running once more with one thing changed.
+
+Nothing is guessed from the text of a script. Each cause names what was seen that shows it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from manyhosts.prove import compare
+from manyhosts.prove.compare import FLOAT32, FLOAT64, Comparison, Departure
+from manyhosts.prove.trace import Trace
+from manyhosts.prove.trials import Setup, Trial, Trials
+
+LOCAL = ("local-sgd", "diloco")
+"""Strategies whose workers differ between two exchanges."""
+_ADDRESS = "draw with torch.rand…, numpy.random or random instead: mh.Trainer seeds them before each sample and step"
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Why a promise does not hold, and what mends it."""
+
+    kind: str
+    """One of a few words, for programs."""
+    what: str
+    fix: str
+    evidence: str = ""
+    """What was seen that shows it."""
+
+
+def find(trials: Trials, one: Setup, other: Setup, found: Departure, promise: str) -> Cause:
+    """The cause of a departure between two setups, the first one that something shows."""
+    for cause in _suspects(trials, trials.run(one), trials.run(other), found, promise):
+        if cause is not None:
+            return cause
+    return Cause(
+        "unknown",
+        "no cause was found: the data, a second pass over the same samples and halves of a batch give the same",
+        "look at what the script does between the last step that is equal and the one that is not",
+    )
+
+
+def _suspects(trials: Trials, ours: Trial, theirs: Trial, found: Departure, promise: str) -> Iterator[Cause | None]:
+    """What may be the cause, cheap evidence first; a further trial is run only when its turn comes."""
+    yield of_inputs(ours, theirs, found)
+    yield of_changed_workers(theirs.trace)
+    if promise == "workers":
+        yield from _of_settings(trials, ours, theirs)
+    yield _of_outside(theirs, found)
+    if found.step == 0:
+        yield _of_start(trials, ours)
+    apart = Experimented(trials, theirs)
+    yield apart.of_data(trials, ours, theirs)
+    yield apart.of_forward()
+    if promise == "resume":
+        yield _of_snapshot(ours, theirs, found, apart)
+    yield apart.of_state()
+    yield apart.of_loss()
+    yield apart.of_counter()
+    yield _of_repetition(trials, ours)
+    if promise == "workers":
+        yield _of_loader(trials, ours, theirs)
+
+
+def of_inputs(ours: Trial, theirs: Trial, found: Departure) -> Cause | None:
+    """Steps that take another number of samples, or another learning rate."""
+    settings = theirs.trace.settings
+    if found.what == "samples":
+        if settings.get("batch_size_per_worker"):
+            return Cause(
+                "batch per worker",
+                f"batch_size_per_worker={settings['batch_size_per_worker']} lets the batch grow with the workers",
+                "give mh.Data(batch_size=…), which is over all workers, to have one answer on any number",
+                f"step {found.step} takes {found.seen[0]} samples in one trial and {found.seen[1]} in the other",
+            )
+        return Cause(
+            "samples",
+            "the trials take other samples in a step",
+            "give mh.Data the same dataset, of the same length, on every worker",
+            f"step {found.step} takes {found.seen[0]} and {found.seen[1]}",
+        )
+    if found.what == "learning rate":
+        return Cause(
+            "learning rate",
+            f"the learning rate of step {found.step} is {found.seen[0]} in one trial and {found.seen[1]} in the other",
+            "make optimizer and schedule of numbers that do not depend on WORLD_SIZE; leave lr_scaling out",
+            "the rates that the optimizer had in each step",
+        )
+    for step in compare.steps_of(ours.trace, theirs.trace):
+        pairs = zip(ours.trace.of(step)["lr"], theirs.trace.of(step)["lr"], strict=False)
+        if step <= found.step and any(not math.isclose(one, other, rel_tol=1e-9) for one, other in pairs):
+            return of_inputs(ours, theirs, Departure(step, "learning rate"))
+    return None
+
+
+def of_changed_workers(trace: Trace) -> Cause | None:
+    """Weights that something changes between two steps, and not on all workers alike."""
+    steps = [step for step in trace.steps if step + 1 in trace.steps]
+    for step in steps:
+        changed: dict[str, dict[int, str]] = {}
+        for rank, line in trace.steps[step].items():
+            after = {**line["weights"], **line["buffers"]}
+            for name, digest in trace.steps[step + 1].get(rank, {}).get("before", {}).items():
+                if name in after and after[name][0] != digest:
+                    changed.setdefault(name, {})[rank] = digest
+        for name, ranks in changed.items():
+            if len(ranks) < len(trace.steps[step]) or len(set(ranks.values())) > 1:
+                who = "rank " + ", ".join(map(str, sorted(ranks)))
+                return Cause(
+                    "changed between steps",
+                    f"something outside the step changes {name} on {who} alone, between steps {step} and {step + 1}",
+                    "change weights in `step` or in the optimizer, on every worker alike; listeners are for watching",
+                    f"{name} is another tensor when step {step + 1} begins than when step {step} ended",
+                )
+    return None
+
+
+def _of_settings(trials: Trials, ours: Trial, theirs: Trial) -> Iterator[Cause | None]:
+    """Settings that let the workers differ by design: with another value, do the trials agree?"""
+    settings = theirs.trace.settings
+    strategy = settings.get("strategy", {})
+    asked: list[tuple[bool, dict[str, Any], str, str]] = [
+        (
+            settings.get("batch_norm") == "local" and theirs.trace.has_batch_norm,
+            {"batch_norm": "global"},
+            'batch_norm="local" gives each worker\'s BatchNorm the statistics of its own samples',
+            'leave batch_norm out: "global" is the default, and the same on any number of workers',
+        ),
+        (
+            strategy.get("name") in LOCAL,
+            {"strategy": "ddp"},
+            f"strategy {strategy.get('name')!r} lets each worker step alone between two exchanges",
+            'that is its design; strategy="ddp" gives one answer on any number of workers',
+        ),
+        (
+            strategy.get("compression", "none") != "none",
+            {"compression": "none"},
+            f"compression={strategy.get('compression')!r} rounds the gradients that are exchanged",
+            "that is its design; leave compression out for one answer on any number of workers",
+        ),
+    ]
+    for applies, change, what, fix in asked:
+        if applies and _agree(trials, ours, theirs, change):
+            key, value = next(iter(change.items()))
+            yield Cause(key.replace("_", " "), what, fix, f"with {key}={value} the trials agree")
+
+
+def _agree(trials: Trials, ours: Trial, theirs: Trial, change: Mapping[str, str]) -> bool:
+    pair = [trials.run(trial.setup.with_settings(**change)).trace for trial in (ours, theirs)]
+    if not (pair[0].steps and pair[1].steps):
+        return False
+    tolerance = FLOAT64 if ours.setup.double else FLOAT32
+    return Comparison(pair[0], pair[1], tolerance).first_departure() is None
+
+
+def _of_outside(theirs: Trial, found: Departure) -> Cause | None:
+    """Parameters that the optimizer has and the model has not."""
+    outside: list[list[int]] = next((line.get("outside", []) for line in theirs.trace.begins.values()), [])
+    if not outside:
+        return None
+    shapes = ", ".join(f"({', '.join(map(str, shape))})" for shape in outside[:3])
+    return Cause(
+        "parameters outside the model",
+        f"the optimizer has {len(outside)} parameters that the model has not, of shape {shapes}: they are neither equal"
+        " on all workers nor in snapshots",
+        "put them into the model, or into a loss that is a torch.nn.Module",
+        f"param_groups against model.parameters(); {found.name or found.what} departs first",
+    )
+
+
+def _of_start(trials: Trials, ours: Trial) -> Cause | None:
+    again = trials.run(replace(ours.setup, again=1))
+    if compare.in_bits(ours.trace, again.trace) is None:
+        return None
+    return Cause(
+        "initial weights",
+        "the model begins with other weights each time",
+        "pass model=callable, which mh.Trainer calls under the run's seed, or call torch.manual_seed before making it",
+        "two equal trials began with different weights",
+    )
+
+
+class Experimented:
+    """What the experiments have found on the workers of a setup."""
+
+    def __init__(self, trials: Trials, theirs: Trial) -> None:
+        self.setup = replace(theirs.setup, experiments=True, resumed=False, double=True)
+        trial = trials.run(self.setup)
+        if not any(line.get("compute") for line in trial.trace.experiments.values()):
+            self.setup = replace(self.setup, double=False, no_dropout=True)
+            trial = trials.run(self.setup)
+        self.lines = [line for _, line in sorted(trial.trace.experiments.items())]
+        self.data = [line["data"] for line in self.lines if line["data"]]
+        self.compute = [line["compute"] for line in self.lines if line["compute"]]
+        self.exact = self.setup.double
+
+    def of_data(self, trials: Trials, ours: Trial, theirs: Trial) -> Cause | None:
+        """Samples that are not what they were."""
+        if not self.data:
+            return _of_stream(ours, theirs)
+        if any(not found["again"] for found in self.data):
+            found = next(found for found in self.data if not found["again"])
+            return _of_second_reading(found)
+        if len({tuple(found["digests"]) for found in self.data}) == 1:
+            return None
+        alike = trials.run(replace(self.setup, seeds_alike=True)).trace.experiments
+        if len({tuple(line["data"]["digests"]) for line in alike.values()}) == 1:
+            return Cause(
+                "unseeded data",
+                "each worker makes other samples: the script draws random numbers for its data that nobody has seeded",
+                "call torch.manual_seed(0) (and numpy.random.seed, random.seed) before the data is made",
+                "the same index gives other samples on other workers; with equal seeds it does not",
+            )
+        if compare_first(trials, ours):
+            return Cause(
+                "unseeded data",
+                "every process makes other samples: the script draws its data from a generator that nobody has seeded",
+                "give the generator a seed: numpy.random.default_rng(0), torch.Generator().manual_seed(0)",
+                "two equal trials read other samples under the same index",
+            )
+        return Cause(
+            "data depends on the worker",
+            "the same index gives other samples on other workers",
+            "leave RANK and the number of workers out of the dataset: mh.Data cuts each batch itself",
+            "each worker read the same indices, first thing and in the same order",
+        )
+
+    def of_forward(self) -> Cause | None:
+        """A piece that gives another loss when it is computed again, or on another worker."""
+        for found in self.compute:
+            if not found["again"]:
+                return _of_second_pass(found)
+        losses = {found["loss"] for found in self.compute}
+        if len(losses) > 1 and len(self.data) == len(self.compute):
+            spread = max(losses) - min(losses)
+            if spread > (1e-9 if self.exact else 1e-4) * max(abs(loss) for loss in losses):
+                low, high = min(losses), max(losses)
+                return Cause(
+                    "model depends on the worker",
+                    "model or loss give another number on another worker, for the same samples and weights",
+                    "leave RANK, LOCAL_RANK and what differs between processes out of model and loss",
+                    f"the same piece has a loss of {low:.7g} on one worker and {high:.7g} on another",
+                )
+        return None
+
+    def of_state(self) -> Cause | None:
+        """Buffers and parameters that a forward pass changes."""
+        names = sorted({name for found in self.compute for name in found["changed_buffers"]})
+        if not names:
+            return None
+        return Cause(
+            "state changed in forward",
+            f"`forward` changes {_names(names)}, once per forward pass: on more workers, or in smaller pieces, by other"
+            " samples and more often",
+            "change it once per step, from what is equal on all workers: in a callback, or from the parameters",
+            f"{_names(names)} had other values after one forward pass",
+        )
+
+    def of_loss(self) -> Cause | None:
+        """A loss over a batch that is not the mean of those over its halves."""
+        for found in self.compute:
+            if "halves" not in found:
+                continue
+            whole, (one, two) = found["loss"], found["halves"]
+            bound = (1e-9 if self.exact else 1e-4) * max(abs(whole), 1e-6)
+            if abs(whole - (one + two) / 2) <= bound:
+                continue
+            seen = f"a batch has a loss of {whole:.6g}, its halves of {one:.6g} and {two:.6g}"
+            if found["mixes"]:
+                return Cause(
+                    "samples mixed in the model",
+                    "what the model gives for one sample depends on the others in its batch",
+                    "use layers that see one sample at a time, or BatchNorm, whose statistics go over all workers",
+                    seen,
+                )
+            if abs(whole - (one + two)) <= 10 * bound:
+                return Cause(
+                    "loss is a sum",
+                    "the loss adds up over the samples, and is no mean over them",
+                    'use reduction="mean", or divide by the number of samples that step or loss is given',
+                    seen,
+                )
+            return Cause(
+                "loss is no mean",
+                "the loss of a batch is not the mean of the losses of its samples (weights of classes, tokens that do"
+                " not count, samples that are compared with each other)",
+                "say what a piece counts with Trainer(weight=…); a loss over pairs of samples has no such weight",
+                seen,
+            )
+        return None
+
+    def of_counter(self) -> Cause | None:
+        """Plain values that a forward pass changes, and that no snapshot has."""
+        names = sorted({name for found in self.compute for name in found["changed"]})
+        if not names:
+            return None
+        return Cause(
+            "state changed in forward",
+            f"a forward pass changes {_names(names)}: it counts passes, whose number depends on the workers and begins"
+            " anew after a resume",
+            "keep such state in a registered buffer, and change it once per step",
+            f"{_names(names)} had other values after one forward pass",
+        )
+
+
+def _of_stream(ours: Trial, theirs: Trial) -> Cause | None:
+    """A stream has no index: see whether a sample with one number is the same in both trials."""
+    for step in compare.steps_of(ours.trace, theirs.trace):
+        mine, yours = ours.trace.data(step), theirs.trace.data(step)
+        other = [index for index in mine.keys() & yours.keys() if mine[index] != yours[index]]
+        if other:
+            return Cause(
+                "data depends on the worker",
+                f"the stream gives other samples: number {min(other, key=int)}, in step {step}, has another content",
+                "seed what the stream draws from inside `__iter__`, alike on every worker; leave the split to mh.Data",
+                "the hashes of the samples that both trials took",
+            )
+    return None
+
+
+def compare_first(trials: Trials, ours: Trial) -> bool:
+    """Whether a second, equal trial has read other content under the same index."""
+    again = trials.run(replace(ours.setup, again=1, resumed=False))
+    first = trials.run(replace(ours.setup, resumed=False))
+    for step in compare.steps_of(first.trace, again.trace):
+        mine, yours = first.trace.data(step), again.trace.data(step)
+        if any(mine[index] != yours.get(index) for index in mine):
+            return True
+    return False
+
+
+def _of_second_reading(found: Mapping[str, Any]) -> Cause:
+    names = found["changed"]
+    generators = [name.removeprefix("generator ") for name in names if name.startswith("generator ")]
+    if generators:
+        return Cause(
+            "own generator in the dataset",
+            f"the dataset draws from a generator of its own, {_names(generators)}: what a sample is like depends on how"
+            " many were read before it",
+            _ADDRESS,
+            f"a sample that is read twice is not the same, and {_names(generators)} has moved on",
+        )
+    if found.get("with_stopped_clock"):
+        return Cause(
+            "data depends on the time",
+            "what a sample is like depends on when it is read",
+            "leave the clock out of the dataset",
+            "a sample that is read twice is not the same; with a stopped clock it is",
+        )
+    if names:
+        return Cause(
+            "data depends on the order of reading",
+            f"reading a sample changes {_names(names)}, and the sample with it",
+            "have __getitem__ depend on its index alone",
+            f"a sample that is read twice is not the same, and {_names(names)} has changed",
+        )
+    return Cause(
+        "data is not repeatable",
+        "a sample is not the same when it is read again, and nothing that the dataset holds has changed",
+        "see what __getitem__ reads from outside: a service, a file that changes, os.urandom",
+        "the same index was read twice under the same seeds",
+    )
+
+
+def _of_second_pass(found: Mapping[str, Any]) -> Cause:
+    names = found["changed"]
+    generators = [name.removeprefix("generator ") for name in names if name.startswith("generator ")]
+    if drawn := generators or found["moved"]:
+        return Cause(
+            "own generator in the step",
+            f"model, loss or step draw from {_names(drawn)}, which is not seeded for each piece",
+            _ADDRESS,
+            f"the same piece has another loss when it is computed again, and {_names(drawn)} has moved on",
+        )
+    if found.get("with_stopped_clock"):
+        return Cause(
+            "step depends on the time",
+            "model, loss or step read the clock",
+            "leave it out of what is computed",
+            "the same piece has another loss when it is computed again; with a stopped clock it has not",
+        )
+    if names:
+        return Cause(
+            "state changed in forward",
+            f"a forward pass changes {_names(names)}, and what it gives with it",
+            "keep such state in a registered buffer, and change it once per step",
+            f"the same piece has another loss when it is computed again, and {_names(names)} has changed",
+        )
+    return Cause(
+        "step is not repeatable",
+        "the same piece has another loss when it is computed again under the same seeds",
+        "see what model, loss or step take from outside",
+        "one piece was computed twice from the same weights",
+    )
+
+
+def _of_snapshot(ours: Trial, theirs: Trial, found: Departure, apart: Experimented) -> Cause | None:
+    """State that a resumed run has not got back."""
+    since = min((line["step"] for line in theirs.trace.begins.values()), default=0)
+    if found.step == since and found.what in ("parameter", "buffer"):
+        persistent = {name for line in theirs.trace.begins.values() for name in line.get("persistent", ())}
+        why = "" if found.name in persistent else ": it is registered with persistent=False, or not in the model"
+        return Cause(
+            "not in the snapshot",
+            f"{found.what} {found.name} is not what it was when the snapshot was made{why}",
+            "register it as a persistent buffer, or as a parameter",
+            "the weights at the end of the step of the snapshot against those that the resumed run began with",
+        )
+    return None
+
+
+def _of_repetition(trials: Trials, ours: Trial) -> Cause | None:
+    again = trials.run(replace(ours.setup, again=1, resumed=False))
+    first = trials.run(replace(ours.setup, resumed=False))
+    found = compare.in_bits(first.trace, again.trace)
+    if found is None:
+        return None
+    return Cause(
+        "not repeatable",
+        f"two equal trials differ: {found}",
+        "see what the script takes from outside: unseeded generators, the clock, the order of threads",
+        "the same setup was run twice",
+    )
+
+
+def _of_loader(trials: Trials, ours: Trial, theirs: Trial) -> Cause | None:
+    if not theirs.trace.settings.get("loader_workers") or not _agree(trials, ours, theirs, {"loader_workers": "0"}):
+        return None
+    return Cause(
+        "loader processes",
+        "the dataset keeps something in the process that reads it, and several loader processes each have their own",
+        "have __getitem__ depend on its index alone, or set loader_workers=0",
+        "with loader_workers=0 the trials agree",
+    )
+
+
+def _names(names: list[str]) -> str:
+    shown = ", ".join(f"`{name}`" for name in names[:3])
+    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown

@@ -1,0 +1,39 @@
+"""What a worker of a trial does beside the user's script: it writes a trace, and ends after so many steps.
+
+`begin()` is called before the script. The script's own random numbers begin alike in every trial on the same rank and
+differ between ranks, as data that a script makes without a seed does; only then are two trials comparable.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+
+
+def begin() -> None:
+    """Seed the script's own random numbers, and have every optimizer step seen."""
+    if multiprocessing.parent_process() is not None:
+        return  # a process that the script has started; it has no steps of its own
+
+    import numpy as np
+    import torch
+
+    from manyhosts.prove.conduct import Conduct
+    from manyhosts.prove.inside.calm import Calm
+    from manyhosts.prove.inside.plain import PlainScript
+    from manyhosts.prove.inside.recorder import Recorder
+    from manyhosts.prove.inside.writer import Writer
+    from manyhosts.training import watching
+
+    conduct = Conduct.from_environment()
+    rank = int(os.environ.get("RANK", "0"))
+    seed = 0 if conduct.seeds_alike else rank
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+    calm = Calm(conduct)
+    calm.put_in_place()
+    writer = Writer(conduct, rank)
+    watching.watcher = Recorder(conduct, writer, calm)
+    PlainScript(conduct, writer).put_in_place()

@@ -1,0 +1,78 @@
+"""Takes chance and rounding out of a script: no dropout, float64, BatchNorm with its running statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from manyhosts.data.steps import mapped
+from manyhosts.prove.conduct import Conduct
+
+_DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+
+
+class Calm:
+    """What a trial leaves out, as `conduct` says."""
+
+    def __init__(self, conduct: Conduct) -> None:
+        self.double = conduct.double
+        self.no_dropout = conduct.no_dropout or conduct.double
+        self.freezes = conduct.freeze_batch_norm
+        self.norms: list[nn.Module] = []
+        self.model: nn.Module | None = None
+
+    def put_in_place(self) -> None:
+        """Before the script: dropout that is called as a function, and the type of what is made without one."""
+        if self.double:
+            torch.set_default_dtype(torch.float64)
+        if self.no_dropout:
+            for name in _DROPOUTS:
+                setattr(nn.functional, name, _unchanged)
+            attention = nn.functional.scaled_dot_product_attention
+            nn.functional.scaled_dot_product_attention = _without_dropout(attention)
+
+    def change(self, model: nn.Module) -> None:
+        """The model, before it is placed."""
+        self.model = model
+        if self.double:
+            model.double()
+        for module in model.modules() if self.no_dropout else ():
+            if isinstance(module, nn.modules.dropout._DropoutNd):
+                module.p = 0.0
+            elif isinstance(module, nn.RNNBase | nn.MultiheadAttention):
+                module.dropout = 0.0
+
+    def change_compute(self, compute: Any) -> None:
+        """A loss that holds tensors of its own, such as the weights of classes."""
+        for part in (compute.loss, compute.step):
+            if self.double and isinstance(part, nn.Module):
+                part.double()
+
+    def change_batch(self, batch: Any) -> Any:
+        """A batch, before it is computed."""
+        return mapped(batch, _doubled) if self.double else batch
+
+    def freeze(self, model: nn.Module) -> None:
+        """Have BatchNorm use its running statistics in the next forward pass."""
+        for module in model.modules() if self.freezes else ():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.eval()
+
+
+def _doubled(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _unchanged(input: Tensor, *_: Any, **__: Any) -> Tensor:
+    return input
+
+
+def _without_dropout(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def call(query: Tensor, key: Tensor, value: Tensor, *more: Any, **named: Any) -> Tensor:
+        named.pop("dropout_p", None)
+        return attention(query, key, value, *more[:1], 0.0, *more[2:], **named)  # (attn_mask, dropout_p, …)
+
+    return call

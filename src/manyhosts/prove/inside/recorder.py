@@ -1,0 +1,167 @@
+"""The watcher of a script with mh.Trainer: what goes into each step and what comes out of it, on every worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from manyhosts.config.settings import Settings
+from manyhosts.data import randomness
+from manyhosts.data.steps import LoadedPiece, Step
+from manyhosts.prove.conduct import Conduct
+from manyhosts.prove.inside import plain
+from manyhosts.prove.inside.calm import Calm
+from manyhosts.prove.inside.experiments import Experiments, fetcher_of
+from manyhosts.prove.inside.sketch import digests_of_rows, facts_of_all
+from manyhosts.prove.inside.writer import Writer
+from manyhosts.records.run_record import plain_settings
+from manyhosts.strategies.strategy import StepOutcome
+from manyhosts.training.state import RunState
+
+
+class Recorder:
+    """Writes one line when training begins and one per step."""
+
+    def __init__(self, conduct: Conduct, writer: Writer, calm: Calm) -> None:
+        self.conduct, self.writer, self.calm = conduct, writer, calm
+        self.parts: Any = None
+        self.experiments: Experiments | None = None
+        self.drew = False
+        """Whether the forward passes of this step drew random numbers."""
+        self.collate_drew = torch.zeros(1, dtype=torch.uint8).share_memory_()
+        """1 where `collate` drew random numbers, in this process or in one that fetches for it."""
+        self.line: dict[str, Any] = {}
+
+    def made(self, model: nn.Module) -> None:
+        """Take out of the model what this trial leaves out."""
+        plain.count_no_more()
+        self.calm.change(model)
+
+    def begins(self, parts: Any, settings: Settings, state: RunState) -> None:
+        """Write where training begins, and what it is asked for."""
+        self.parts = parts
+        self.calm.change_compute(parts.compute)
+        self._watch_chance(parts)
+        self.writer.add(
+            "begin",
+            step=state.step,
+            settings=plain_settings(settings),
+            steps_per_epoch=parts.source.steps_per_epoch,
+            outside=[list(parameter.shape) for parameter in self._outside()],
+            batch_norm=any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in parts.model.modules()),
+            persistent=sorted(parts.model.state_dict()),
+            weights=facts_of_all(self._weights()),
+            buffers=facts_of_all(dict(parts.trained.named_buffers())),
+        )
+        if self.conduct.experiments:
+            self.experiments = Experiments(parts, settings, state, self.calm)
+
+    def reads(self, step: Step) -> None:
+        """Note the samples; take out of them, and of the model, what this trial leaves out."""
+        self.line = {
+            "epoch": step.epoch,
+            "samples": step.samples,
+            "shards": step.shards,
+            "taken": [int(index) for index in step.taken],
+            "own": [int(index) for piece in step.pieces if piece.plan.weight for index in piece.plan.indices],
+            "data": {
+                str(int(index)): digest
+                for piece in step.pieces
+                if piece.plan.weight
+                for index, digest in zip(
+                    piece.plan.indices, digests_of_rows(piece.batch, len(piece.plan.indices)), strict=False
+                )
+            },
+            "before": self._digests(),
+        }
+        for number, piece in enumerate(step.pieces):
+            step.pieces[number] = LoadedPiece(piece.plan, self.calm.change_batch(piece.batch))
+        self.calm.freeze(self.parts.trained)
+        self.drew = False
+        if self.experiments is not None:
+            self.writer.add("experiments", **self.experiments.run())
+            self.writer.end()
+
+    def differentiates(self, outcome: StepOutcome) -> None:
+        """Note losses and gradients."""
+        gradients = {name: tensor.grad for name, tensor in self._weights().items() if tensor.grad is not None}
+        self.line |= {
+            "values": {name: float(value) for name, value in outcome.values.items()},
+            "lr": [float(group["lr"]) for group in self.parts.optimizer.param_groups],
+            "gradients": facts_of_all(gradients),
+            "drew": self.drew or bool(self.collate_drew),
+        }
+
+    def steps(self, step: int) -> None:
+        """Note what the step has made of weights and buffers, and end where that is due."""
+        self.line["weights"] = facts_of_all(self._weights())
+        self.line["buffers"] = facts_of_all(dict(self.parts.trained.named_buffers()))
+        self.writer.add("step", step=step, **self.line)
+        self.writer.after_step(step)
+
+    def _weights(self) -> dict[str, Tensor]:
+        """Every parameter by name, those that only the optimizer has at the end."""
+        outside = {f"(outside the model) {number}": tensor for number, tensor in enumerate(self._outside())}
+        return {**dict(self.parts.trained.named_parameters()), **outside}
+
+    def _outside(self) -> list[Tensor]:
+        inside = {id(parameter) for parameter in self.parts.trained.parameters()}
+        groups = self.parts.optimizer.param_groups
+        return [tensor for group in groups for tensor in group["params"] if id(tensor) not in inside]
+
+    def _digests(self) -> dict[str, str]:
+        """The hash of each parameter and buffer as it stands before a step."""
+        everything = {**self._weights(), **dict(self.parts.trained.named_buffers())}
+        return {name: facts[0] for name, facts in facts_of_all(everything).items()}
+
+    def _watch_chance(self, parts: Any) -> None:
+        """See whether random numbers are drawn between the seeding of a forward pass and its loss."""
+        compute, fetcher = parts.compute, fetcher_of(parts.source)
+        if fetcher is not None and fetcher.collate is not default_collate:
+            fetcher.collate = SeenCollate(fetcher.collate, self.collate_drew)
+        if compute.step is not None:
+            if not isinstance(compute.step, _Seen):
+                compute.step = _Seen(compute.step, self)
+        elif not isinstance(compute.loss, _Seen):
+            before: list[Any] = []
+
+            def note(model: nn.Module, _: Any) -> None:
+                if model.training and not before:
+                    before.append(randomness.states())
+
+            parts.model.register_forward_pre_hook(note)
+            compute.loss = _Seen(compute.loss, self, before)
+
+
+class _Seen:
+    """A loss or a step that notes whether random numbers were drawn meanwhile."""
+
+    def __init__(self, call: Callable[..., Any], recorder: Recorder, before: list[Any] | None = None) -> None:
+        self.call, self.recorder, self.before = call, recorder, before
+
+    def __call__(self, *values: Any) -> Any:
+        began = randomness.states() if not self.before else self.before[0]
+        result = self.call(*values)
+        self.recorder.drew = self.recorder.drew or randomness.drawn_since(began)
+        if self.before is not None:
+            self.before.clear()
+        return result
+
+
+class SeenCollate:
+    """A `collate` that notes whether it drew random numbers."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any], drew: Tensor) -> None:
+        self.collate, self.drew = collate, drew
+
+    def __call__(self, samples: list[Any]) -> Any:
+        """The batch."""
+        before = randomness.states()
+        batch = self.collate(samples)
+        if not self.drew and randomness.drawn_since(before):
+            self.drew.fill_(1)
+        return batch

@@ -1,0 +1,289 @@
+"""What is promised of a script, and whether it holds: one function for each promise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from manyhosts.errors import ManyhostsError
+from manyhosts.prove import compare
+from manyhosts.prove.causes import LOCAL, Cause, Experimented, find
+from manyhosts.prove.compare import FLOAT32, FLOAT32_ALONE, FLOAT64, Comparison, Departure, amount_in_words
+from manyhosts.prove.trace import Trace
+from manyhosts.prove.trials import Setup, Trial, Trials, resuming_workers
+
+Status = Literal["holds", "fails", "not judged"]
+PARTS = 6
+"""Virtual workers by which it is seen whether nothing but random numbers with an address differs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What was found of one promise."""
+
+    promise: str
+    status: Status
+    note: str = ""
+    """How exactly it holds, or what must be known with it, or why it was not judged."""
+    where: str = ""
+    """Which two trials depart, in words."""
+    departure: Departure | None = None
+    cause: Cause | None = None
+
+    def to_json(self) -> Mapping[str, Any]:
+        """For `--json`."""
+        found = self.departure
+        place = {} if found is None else {
+            "step": found.step, "what": found.what, "name": found.name, "amount": found.amount, "values": found.seen
+        }  # fmt: skip
+        cause = None if self.cause is None else {
+            "kind": self.cause.kind, "what": self.cause.what, "fix": self.cause.fix, "evidence": self.cause.evidence
+        }  # fmt: skip
+        return {
+            "promise": self.promise, "status": self.status, "note": self.note, "where": self.where,
+            "departure": place, "cause": cause,
+        }  # fmt: skip
+
+
+def workers(trials: Trials) -> Verdict:
+    """The same losses, gradients and weights on any number of workers."""
+    numbers, first = trials.asked.workers, trials.asked.workers[0]
+    if len(numbers) == 1:
+        return Verdict(promise="workers", status="not judged", note="there is one number of workers to try")
+    verdicts = [same(trials, "workers", Setup(workers=first), Setup(workers=count)) for count in numbers[1:]]
+    return _worst(verdicts)
+
+
+def micro(trials: Trials) -> Verdict:
+    """The same with half as many samples in a forward pass."""
+    whole = trials.run(Setup(workers=1))
+    if whole.trace.is_plain:
+        return _plain("micro", "the size of a forward pass is the script's own affair")
+    most = max((len(line["own"]) for lines in whole.trace.steps.values() for line in lines.values()), default=0)
+    settings = whole.trace.settings
+    now = settings.get("micro_batch_size") or -(-most // (settings.get("virtual_workers") or 1))
+    if now < 2:
+        return Verdict(promise="micro", status="not judged", note="a forward pass has one sample already")
+    halved = Setup(workers=1).with_settings(micro_batch_size=-(-now // 2))
+    return same(trials, "micro", Setup(workers=1), halved)
+
+
+def resume(trials: Trials) -> Verdict:
+    """The same bits after all workers were killed in the middle and started again."""
+    count = resuming_workers(trials.asked)
+    whole = trials.run(Setup(workers=count))
+    if whole.trace.is_plain:
+        return _plain("resume", "the script saves and resumes by itself, or not at all")
+    if whole.error is not None and not whole.trace.steps:
+        return _does_not_run("resume", whole)
+    back = trials.run(Setup(workers=count, resumed=True))
+    where = f"on {_workers(count)}, undisturbed and after a kill and a resume"
+    if back.error is not None and not back.trace.steps:
+        # A run that is refused because its data is another is told of by what makes it another.
+        cause = Experimented(trials, whole).of_data(trials, whole, whole)
+        refused = _does_not_run("resume", back)
+        return refused if cause is None else replace(refused, where=f"{refused.where}: {back.error.what}", cause=cause)
+    since = min((line["step"] for line in back.trace.begins.values()), default=0)
+    if not since:
+        cause = Cause(
+            "no snapshot", "the killed run left no snapshot to go on from", "see what the script does to them"
+        )
+        return Verdict(promise="resume", status="fails", where=where, cause=cause)
+    found = of_start(whole.trace, back.trace, since) or compare.in_bits(whole.trace, back.trace, since=since)
+    if found is None:
+        return _holds("resume", f"bit for bit, from step {since}", whole, back)
+    return Verdict(
+        promise="resume", status="fails", where=where, departure=found,
+        cause=find(trials, whole.setup, back.setup, found, "resume"),
+    )  # fmt: skip
+
+
+def of_start(whole: Trace, back: Trace, since: int) -> Departure | None:
+    """What the resumed run had not taken up, of the weights and buffers after step `since`."""
+    if since not in whole.steps or not back.begins:
+        return None
+    before = whole.of(since)
+    return compare.unequal(
+        {"weights": before["weights"], "buffers": before["buffers"]}, back.begins[min(back.begins)], since
+    )
+
+
+def samples(trials: Trials) -> Verdict:
+    """Each sample once: in a step by one worker, in an epoch in one step."""
+    twice = 0
+    for count in trials.asked.workers:
+        trial = trials.run(Setup(workers=count))
+        trace = trial.trace
+        if trace.is_plain:
+            return _plain("samples", "which samples the script reads is not known")
+        if trial.error is not None and not trace.steps:
+            return _does_not_run("samples", trial)
+        seen: dict[int, set[int]] = {}
+        for step in trace.steps:
+            taken, line = trace.taken(step), trace.of(step)
+            wanted = line["taken"] if not line["shards"] else taken
+            before = seen.setdefault(line["epoch"], set())
+            if taken != sorted(wanted) or len(set(taken)) < len(taken) or before & set(taken):
+                doubled = sorted((before & set(taken)) or {index for index in taken if taken.count(index) > 1})
+                return Verdict(
+                    promise="samples", status="fails", where=f"on {_workers(count)}",
+                    departure=Departure(step, "samples", seen=(f"wanted {sorted(wanted)[:6]}", f"taken {taken[:6]}")),
+                    cause=Cause(
+                        "samples",
+                        f"samples {doubled[:6]} were taken more than once" if doubled else "some were left out",
+                        "leave the choice of samples to mh.Data: give the whole dataset, the same on every worker",
+                    ),
+                )  # fmt: skip
+            before |= set(taken)
+            twice += len(taken)
+    return Verdict(promise="samples", status="holds", note=f"{twice} samples looked at")
+
+
+def ranks(trials: Trials) -> Verdict:
+    """Equal weights and buffers on all workers after every step."""
+    looked = []
+    for count in trials.asked.workers:
+        if count == 1:
+            continue
+        trial = trials.run(Setup(workers=count))
+        if trial.error is not None and not trial.trace.steps:
+            return _does_not_run("ranks", trial)
+        strategy = trial.trace.settings.get("strategy", {}).get("name", "")
+        if strategy in LOCAL:
+            note = f"strategy {strategy!r} lets the workers differ between two exchanges"
+            return Verdict(promise="ranks", status="not judged", note=note)
+        found = compare.between_ranks(trial.trace, ignore=_own_statistics(trial.trace))
+        if found is not None:
+            departure, one, other = found
+            return Verdict(
+                promise="ranks", status="fails", where=f"between rank {one} and rank {other} of {count}",
+                departure=departure, cause=find(trials, trial.setup, trial.setup, departure, "ranks"),
+            )  # fmt: skip
+        looked.append(count)
+    if not looked:
+        return Verdict(promise="ranks", status="not judged", note="there is one worker")
+    return Verdict(promise="ranks", status="holds", note="bit for bit, after every step")
+
+
+def _own_statistics(trace: Trace) -> list[str]:
+    """BatchNorm's buffers, where each worker has its own by the user's wish."""
+    if trace.settings.get("batch_norm") != "local":
+        return []
+    names = {name for line in trace.begins.values() for name in line.get("buffers", {})}
+    return [name for name in names if name.endswith(("running_mean", "running_var", "num_batches_tracked"))]
+
+
+PROMISES: Mapping[str, tuple[str, Callable[[Trials], Verdict]]] = {
+    "workers": ("same losses, gradients and weights on {workers} workers", workers),
+    "micro": ("the same with half the samples in a forward pass", micro),
+    "resume": ("the same after a kill in the middle and a resume", resume),
+    "samples": ("each sample once", samples),
+    "ranks": ("equal weights on all workers after every step", ranks),
+}
+"""In the order in which they are printed."""
+
+
+def same(trials: Trials, promise: str, one: Setup, other: Setup) -> Verdict:
+    """Whether two setups give the same: in bits with virtual workers, else but for rounding and by-design chance."""
+    ours, theirs = trials.run(one), trials.run(other)
+    for trial in (ours, theirs):
+        if trial.error is not None and not trial.trace.steps:
+            return _does_not_run(promise, trial)
+    where = f"{one} and {other}"
+    exact = ours.trace.settings.get("virtual_workers") is not None and promise == "workers"
+    if exact:
+        found = compare.in_bits(ours.trace, theirs.trace)
+        if found is None:
+            return _holds(promise, "bit for bit", ours, theirs)
+        return _fails(trials, promise, one, other, found)
+    first: Departure | None = None
+    if not (ours.trace.drew or theirs.trace.drew):
+        comparison = Comparison(ours.trace, theirs.trace, FLOAT32)
+        first = comparison.first_departure()
+        if first is None:
+            return _holds(promise, _equal_to(comparison.largest), ours, theirs)
+    if ours.trace.is_plain:
+        note = f"{where}: {first}; what a step's batch is, and how the loss weighs it, is the script's own affair"
+        return Verdict(promise=promise, status="not judged", note=note)
+    return _arbitrated(trials, promise, one, other, first)
+
+
+def _arbitrated(trials: Trials, promise: str, one: Setup, other: Setup, first: Departure | None) -> Verdict:
+    """Look at both again in float64 and without dropout, where neither rounding nor chance can be blamed."""
+    chance = first is None
+    ours, theirs = (trials.run(replace(setup, double=True)) for setup in (one, other))
+    tolerance = FLOAT64
+    if not (ours.trace.steps and theirs.trace.steps):
+        tolerance = FLOAT32_ALONE
+        ours, theirs = (trials.run(replace(setup, no_dropout=True)) for setup in (one, other))
+    if ours.trace.drew or theirs.trace.drew:
+        return _by_address(trials, promise, one, other)
+    comparison = Comparison(ours.trace, theirs.trace, tolerance)
+    found = comparison.first_departure()
+    if found is None:
+        size = amount_in_words(comparison.largest)
+        if chance:
+            note = f"equal to {size} without dropout, whose masks differ; equal bits with virtual_workers"
+        else:
+            note = f"departs by rounding alone: equal to {size} in float64"
+        return _holds(promise, note, ours, theirs)
+    if promise == "micro" and ours.trace.has_batch_norm:
+        frozen = [trials.run(replace(trial.setup, freeze_batch_norm=True)) for trial in (ours, theirs)]
+        if Comparison(frozen[0].trace, frozen[1].trace, tolerance).first_departure() is None:
+            note = f"but for BatchNorm, which sees one forward pass at a time: {found}"
+            return Verdict(promise=promise, status="holds", note=note)
+    return _fails(trials, promise, ours.setup, theirs.setup, found)
+
+
+def _by_address(trials: Trials, promise: str, one: Setup, other: Setup) -> Verdict:
+    """The forward pass draws numbers of its own, whose address has the worker's part in it: have the parts be fixed."""
+    if promise != "workers":
+        note = "each forward pass draws random numbers of its own, so half of one draws others"
+        return Verdict(promise=promise, status="not judged", note=note)
+    pair = [setup.with_settings(virtual_workers=PARTS) for setup in (one, other)]
+    ours, theirs = map(trials.run, pair)
+    for trial in (ours, theirs):
+        if trial.error is not None and not trial.trace.steps:
+            return _does_not_run(promise, trial)
+    found = compare.in_bits(ours.trace, theirs.trace)
+    if found is None:
+        note = f"the forward pass draws random numbers; bit for bit with virtual_workers={PARTS}"
+        return _holds(promise, note, ours, theirs)
+    return _fails(trials, promise, pair[0], pair[1], found)
+
+
+def _fails(trials: Trials, promise: str, one: Setup, other: Setup, found: Departure) -> Verdict:
+    cause = find(trials, one, other, found, promise)
+    return Verdict(promise=promise, status="fails", where=f"{one} and {other}", departure=found, cause=cause)
+
+
+def _holds(promise: str, note: str, *pair: Trial) -> Verdict:
+    """It holds for all steps that both have made; one that broke off early is told of instead."""
+    broken = next((trial for trial in pair if trial.error is not None), None)
+    return Verdict(promise=promise, status="holds", note=note) if broken is None else _does_not_run(promise, broken)
+
+
+def _does_not_run(promise: str, trial: Trial) -> Verdict:
+    error: ManyhostsError | None = trial.error
+    assert error is not None, "called for a trial that has failed"
+    cause = Cause("does not run", error.what, error.fix, evidence=error.where)
+    return Verdict(promise=promise, status="fails", where=f"with {trial.setup} it does not run", cause=cause)
+
+
+def _plain(promise: str, why: str) -> Verdict:
+    return Verdict(promise=promise, status="not judged", note=f"without mh.Trainer {why}")
+
+
+def _equal_to(largest: float) -> str:
+    return f"equal to {amount_in_words(largest)}" if largest else "bit for bit"
+
+
+def _workers(count: int) -> str:
+    return f"{count} worker{'s' * (count != 1)}"
+
+
+def _worst(verdicts: list[Verdict]) -> Verdict:
+    """One that fails, else one that was not judged, else the one with most to say."""
+    order = {"fails": 0, "not judged": 1, "holds": 2}
+    return min(verdicts, key=lambda verdict: (order[verdict.status], -len(verdict.note)))

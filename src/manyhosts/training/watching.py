@@ -1,0 +1,40 @@
+"""A look at every step from beside the loop, for `manyhosts prove`: nobody looks unless somebody was put here before.
+
+A listener is told what happened when it is over, on the leader; a watcher sees the tensors while they are there, on
+every worker, and may change what goes into a step to find out what depends on it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from manyhosts.config.settings import Settings
+    from manyhosts.data.steps import Step
+    from manyhosts.strategies.strategy import StepOutcome
+    from manyhosts.training.state import RunState
+
+
+class Watcher(Protocol):
+    """Called by `build` and by the loop, in this order."""
+
+    def made(self, model: nn.Module) -> None:
+        """The model is there, with a loss that has a state, and neither placed nor in an optimizer."""
+
+    def begins(self, parts: Any, settings: Settings, state: RunState) -> None:
+        """Training begins from where `state` stands, with `build.Parts`; once more where workers went or came."""
+
+    def reads(self, step: Step) -> None:
+        """The samples of a step are there, and nothing is computed of them yet."""
+
+    def differentiates(self, outcome: StepOutcome) -> None:
+        """The gradients of the step are in `grad`, neither clipped nor used."""
+
+    def steps(self, step: int) -> None:
+        """Optimizer step number `step` is done."""
+
+
+watcher: Watcher | None = None
+"""The one of this process."""

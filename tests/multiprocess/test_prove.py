@@ -1,0 +1,160 @@
+"""`manyhosts prove` on small scripts with real workers: right ones hold, and of a broken one the cause is named."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from prove_scripts import BROKEN, RIGHT, Script
+
+from manyhosts.errors import ConfigError, ScriptError
+from manyhosts.prove.prove import Proof, prove
+from manyhosts.prove.stage import Stage
+from manyhosts.prove.trials import Asked, make_stage
+
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    """One process that the workers of all these scripts are forked from."""
+    folder = tmp_path_factory.mktemp("stage")
+    (folder / "script.py").write_text("import manyhosts")
+    made = make_stage(Asked(script=str(folder / "script.py"), folder=folder))
+    made.load()
+    yield made
+    made.close()
+
+
+def proof_of(script: Script, folder: Path, stage: Stage, workers: tuple[int, ...] = (1, 2)) -> Proof:
+    path = folder / "script.py"
+    path.write_text(script.code)
+    promises = (script.promise,) if script.promise else ()
+    asked = Asked(script=str(path), folder=folder, workers=workers, steps=STEPS, promises=promises)
+    return prove(asked, lambda _: None, stage)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_script_is_not_accused(name: str, tmp_path: Path, stage: Stage) -> None:
+    proof = proof_of(RIGHT[name], tmp_path, stage, workers=(1, 2, 3) if name in ("batch norm", "dropout") else (1, 2))
+    assert proof.holds, json.dumps(proof.to_json(), indent=1)
+    assert all(verdict.status == "holds" or verdict.note for verdict in proof.verdicts)
+    assert [path.name for path in tmp_path.iterdir()] == ["script.py"], "nothing is left behind"
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_the_cause_is_named(name: str, tmp_path: Path, stage: Stage) -> None:
+    script = BROKEN[name]
+    proof = proof_of(script, tmp_path, stage)
+    (verdict,) = proof.verdicts
+    assert verdict.status == "fails", proof.to_json()
+    assert verdict.cause is not None
+    assert verdict.cause.kind == script.cause, verdict
+    assert script.named in verdict.cause.what
+    assert verdict.cause.fix
+    assert verdict.cause.evidence
+    assert not proof.holds
+
+
+def test_a_gradient_that_is_wrong_by_a_thousandth_is_found(tmp_path: Path, stage: Stage) -> None:
+    text = """
+from manyhosts.communication.world import World
+
+reduce = World.start_all_reduce
+World.start_all_reduce = lambda self, tensor: reduce(self, tensor.mul_(1.001) if tensor.numel() > 100 else tensor)
+fit()
+"""
+    proof = proof_of(Script(text, "workers"), tmp_path, stage)
+    (verdict,) = proof.verdicts
+    assert verdict.departure is not None, verdict
+    assert (verdict.departure.step, verdict.departure.what) == (1, "gradient")
+    assert verdict.departure.amount == pytest.approx(1e-3, rel=0.2)
+
+
+def test_a_script_that_fails_says_its_own_error(tmp_path: Path, stage: Stage) -> None:
+    with pytest.raises(ScriptError, match="this is my own"):
+        proof_of(Script("raise ValueError('this is my own')"), tmp_path, stage)
+    with pytest.raises(ConfigError, match="without an optimizer step"):
+        proof_of(Script("print('nothing to train')"), tmp_path, stage)
+    with pytest.raises(ConfigError, match="batch_size is -3"):
+        proof_of(Script("fit(batch_size=-3)"), tmp_path, stage)
+
+
+def test_a_refusal_on_two_workers_is_told_as_it_is(tmp_path: Path, stage: Stage) -> None:
+    (verdict,) = proof_of(Script("fit(strategy='single')", "workers"), tmp_path, stage).verdicts
+    assert verdict.cause is not None
+    assert "there are 2 workers" in verdict.cause.what
+
+
+def test_a_script_without_a_trainer_is_counted_by_its_optimizer(tmp_path: Path, stage: Stage) -> None:
+    text = """
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = nn.parallel.DistributedDataParallel(network())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+rank, size = dist.get_rank(), dist.get_world_size()
+for step in range(10**6):
+    optimizer.zero_grad()
+    own = torch.arange(12)[rank::size] + step % 4 * 12
+    nn.functional.cross_entropy(model(inputs[own]), targets[own]).backward()
+    optimizer.step()
+"""
+    proof = proof_of(Script(text), tmp_path, stage)
+    found = {verdict.promise: verdict for verdict in proof.verdicts}
+    assert proof.holds
+    assert {name for name, verdict in found.items() if verdict.status == "holds"} == {"workers", "ranks"}
+    diverging = proof_of(
+        Script(text.replace("nn.parallel.DistributedDataParallel(network())", "network()")), tmp_path, stage
+    )
+    found = {verdict.promise: verdict for verdict in diverging.verdicts}
+    assert found["ranks"].departure is not None
+    assert found["ranks"].departure.name == "0.weight"
+
+
+def test_the_command_prints_a_table_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(BROKEN["moving average counted per pass"].code)
+    words = [sys.executable, "-m", "manyhosts.cli.main", "prove", "--workers", "1,2", "--steps", "4", "train.py"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "scratch"), "PYTHONIOENCODING": "utf-8"}
+    (tmp_path / "scratch").mkdir()
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1, done.stderr
+    assert " ✗ same losses, gradients and weights on 1 and 2 workers" in done.stdout
+    assert " ✓ each sample once" in done.stdout
+    assert "`forward` changes `average`" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    left = [path.name for path in (tmp_path / "scratch").iterdir()]
+    assert not [name for name in left if not name.startswith("torchinductor_")], left  # that one is PyTorch's
+    assert {path.name for path in tmp_path.iterdir()} == {"train.py", "scratch"}
+    dry = subprocess.run([*words[:4], "--dry-run", "train.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert dry.stdout.splitlines()[0] == "1 worker, 20 steps: train.py"
+
+
+def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import manyhosts, time\nopen('there', 'w').close()\ntime.sleep(1000)")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "manyhosts.cli.main", "prove", "slow.py"],
+        cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not (tmp_path / "there").exists() and process.poll() is None:
+        time.sleep(0.05)
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert family
+    process.send_signal(signal.SIGINT)
+    _, words = process.communicate(timeout=120)
+    assert process.returncode == 130, words
+    assert not psutil.wait_procs(family, timeout=30)[1]
+    assert {path.name for path in tmp_path.iterdir()} - {"slow.py", "there"} <= {f"torchinductor_{getpass.getuser()}"}

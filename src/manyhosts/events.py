@@ -74,6 +74,8 @@ class StepDone:
     """What a `step` function of the user returned beside the loss: means over the global batch."""
     exchange_seconds: float = 0.0
     """From the first gradient's leaving to the last sum's arrival, hidden or not; 0 where that is not known (GPUs)."""
+    weight: float | None = None
+    """What the batch counts in the mean of the epoch; None: its samples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -53,6 +53,9 @@ class Settings:
     """Cut each batch into so many parts, whoever computes them: the same bits on 1 to that many workers."""
     audit: float | None = None
     """The share of the virtual workers' parts that another worker computes again, to compare the bits."""
+    weight: Literal["samples"] | None = None
+    """`samples`: pieces count by their samples in the mean over a batch, whatever the loss looks like. None: as the
+    script says, or as the loss is known or found to be."""
     threads: int | None = None
     """Threads that torch computes with in one worker. None: torch's own choice; 1 with virtual workers."""
     on_bad_step: Literal["stop", "skip", "rewind"] = "stop"
@@ -85,6 +88,7 @@ class Settings:
         _one_of("lr_scaling", self.lr_scaling, ("sqrt", "linear", None))
         _one_of("on_bad_step", self.on_bad_step, ("stop", "skip", "rewind"))
         _one_of("schedule_every", self.schedule_every, ("step", "epoch"))
+        _one_of("weight", self.weight, ("samples", None))
         _one_of("backend", self.backend, ("gloo", "nccl", None))
         for key in ("lr", "clip_gradients"):
             value = getattr(self, key)

@@ -30,7 +30,7 @@ class Fetcher:
         self.name = name
         """What the dataset is called in errors: train, validation, test."""
         self.collate = collate or default_collate
-        self.tensors = _as_tensors(dataset) if collate is None else None
+        self.tensors = tensors_of(dataset) if collate is None else None
         self.at_once = self.tensors is None and hasattr(dataset, "__getitems__")
 
     def __call__(self, epoch: int, indices: Indices) -> Any:
@@ -103,11 +103,11 @@ def collated(collate: Collate, samples: list[Any], seed: int, epoch: int, first:
     return collate(samples)
 
 
-def _as_tensors(dataset: Dataset[Any]) -> tuple[Sequence[torch.Tensor], torch.Tensor | None] | None:
+def tensors_of(dataset: Dataset[Any]) -> tuple[Sequence[torch.Tensor], torch.Tensor | None] | None:
     """The tensors behind `dataset` and the rows of them that it has, where it is nothing but tensors."""
     if type(dataset) is TensorDataset:
         return dataset.tensors, None
-    if type(dataset) is Subset and (inner := _as_tensors(dataset.dataset)) is not None:
+    if type(dataset) is Subset and (inner := tensors_of(dataset.dataset)) is not None:
         tensors, rows = inner
         chosen = torch.as_tensor(dataset.indices, dtype=torch.int64)
         return tensors, chosen if rows is None else rows[chosen]

@@ -4,7 +4,8 @@ Every line has `event`, `step`, `epoch` (from 0) and `time` (seconds since the U
 
     start        steps_per_epoch, total_steps, resumed_from
     step         loss, lr, samples, gradient_norm, bytes_sent, seconds and its parts: compute, communication_exposed,
-                 data_wait, snapshot_stall, other; values: what the user's step returned
+                 data_wait, snapshot_stall, other; values: what the user's step returned;
+                 weight: what the batch counts in the mean, where that is not its samples
     epoch        train_loss, seconds, samples
     validation   values: loss and every metric; best, seconds
     snapshot     path, bytes, seconds, stall_seconds
@@ -176,7 +177,7 @@ def stream(path: Path) -> Iterator[Line]:
 
 def text_of(event: Event) -> str:
     """The line that `event` becomes, with its end."""
-    if isinstance(event, StepDone) and not event.values:
+    if isinstance(event, StepDone) and not event.values and event.weight is None:
         timing, norm = event.timing, event.gradient_norm
         if math.isfinite(event.loss + event.lr + (norm or 0.0) + timing.total):
             return _STEP % (
@@ -198,6 +199,8 @@ def line_of(event: Event) -> Line:
     if isinstance(event, StepDone):
         timing = {name: round(seconds, 6) for name, seconds in fields.pop("timing").items()}
         values = fields.pop("values")
+        if event.weight is None:
+            del fields["weight"]
         fields["exchange_seconds"] = round(fields["exchange_seconds"], 6)
         line |= fields | {"seconds": timing.pop("total")} | timing | ({"values": values} if values else {})
     else:

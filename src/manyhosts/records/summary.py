@@ -135,7 +135,7 @@ def summarise(lines: Iterable[Line], record: RunRecord) -> Summary:
         restarts=len(story.restarts),
         steps_redone=sum(line["steps_redone"] for line in story.restarts),
         seconds_lost=round(sum(line["seconds_lost"] for line in story.restarts), 6),
-        train_loss=_ratio(story.loss_sum, story.loss_samples),
+        train_loss=_ratio(story.loss_sum, story.loss_weight),
         validation=story.validation.get("values", {}),
         best=story.best(record),
         test=story.test.get("values", {}),
@@ -163,7 +163,7 @@ class _Story:
         self.compression: Line = {}
         self.last_step = 0
         self.epoch = -1
-        self.loss_sum, self.loss_samples = 0.0, 0
+        self.loss_sum, self.loss_weight = 0.0, 0.0
         self.seconds = 0.0
         self._running_since: float | None = None
 
@@ -199,9 +199,10 @@ class _Story:
             self.bytes_in_exchanges += line["bytes_sent"]
             self.exchange_seconds += line["exchange_seconds"]
         if line["epoch"] != self.epoch:
-            self.epoch, self.loss_sum, self.loss_samples = line["epoch"], 0.0, 0
-        self.loss_sum += line["loss"] * line["samples"]
-        self.loss_samples += line["samples"]
+            self.epoch, self.loss_sum, self.loss_weight = line["epoch"], 0.0, 0
+        if weight := line.get("weight", line["samples"]):
+            self.loss_sum += line["loss"] * weight
+            self.loss_weight += weight
 
     def _clock(self, kind: str, time: float) -> None:
         """Count from each start, or what led to it, to the end; a run that broke off goes on counting."""

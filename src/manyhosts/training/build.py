@@ -45,6 +45,7 @@ from manyhosts.training.same_given import compare_descriptions, described, setti
 from manyhosts.training.source import Source, make_source
 from manyhosts.training.suitable import check_optimizer, check_tensors, is_lazy, make_whole
 from manyhosts.training.trained import check_optimized, model_of, trained, twice
+from manyhosts.training.weighing import Weighing, Weight
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -77,6 +78,7 @@ class Parts:
     data_identity: DataIdentity
     batch: int
     """The global batch: that of the beginning, however many workers there are later."""
+    weighing: Weighing
     make_source: Callable[[int], Source]
     """The source for a global batch and this worker's present place."""
     make_warmup: Callable[[Source], learning_rate.WarmUp]
@@ -217,7 +219,7 @@ def batch_for_norm(model: nn.Module, strategy: Strategy, settings: Settings, wor
     return OwnBatch() if not settings.compile and prepare(model) else None
 
 
-def build(  # the one place where everything the user gave comes together
+def build(  # noqa: PLR0913  # the one place where everything the user gave comes together
     *,
     settings: Settings,
     world: World,
@@ -227,8 +229,10 @@ def build(  # the one place where everything the user gave comes together
     step: UserStep | None,
     optimizer: MakeOptimizer,
     schedule: MakeSchedule | None,
+    weight: Weight | None,
 ) -> Parts:
     """Make everything that `fit` needs."""
+    weighing = Weighing(weight, loss, data=data, settings=settings, world=world)
     choose_kernels(settings, world)
     auditor = None if settings.audit is None else Auditor(settings.audit, settings.seed, world, tensor_checksums)
     strategy = make_strategy(settings, world, auditor)
@@ -287,6 +291,7 @@ def build(  # the one place where everything the user gave comes together
             data.train, seed=settings.seed, elsewhere=settings.loader_workers not in (0, "auto")
         ),
         batch=batch,
+        weighing=weighing,
         make_source=cut_source,
         make_warmup=warm,
     )
@@ -343,7 +348,7 @@ def make_optimizer(
     return made
 
 
-def make_evaluation(  # made in one place, by name
+def make_evaluation(  # noqa: PLR0913  # made in one place, by name
     name: str,
     dataset: Any,
     *,
@@ -353,6 +358,7 @@ def make_evaluation(  # made in one place, by name
     loss: Loss | None,
     step: UserStep | None,
     metrics: Mapping[str, Metric],
+    weighing: Weighing,
 ) -> Evaluation:
     """What evaluates models on `dataset`, the validation or the test set."""
     fetcher = Fetcher(
@@ -372,5 +378,6 @@ def make_evaluation(  # made in one place, by name
         loss=loss,
         step=step,
         metrics=metrics,
+        weighing=weighing,
         context=Precision(settings.precision, world.device).context,
     )

@@ -67,7 +67,6 @@ class ForwardPass:
     def __call__(self, model: nn.Module, piece: Piece) -> Mapping[str, Tensor]:
         """The means over the piece's samples: `loss`, and what the user's step returned beside it."""
         randomness.seed_compute(self.seed, randomness.COMPUTE, *piece.address)
-        model = model_of(model)
         if self.global_batch is not None:
             # In the backward pass, too, where a checkpoint computes again.
             self.global_batch.ghost = piece.weight == 0
@@ -75,11 +74,16 @@ class ForwardPass:
 
     def _values(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
         with self.context():
-            if self.step is not None:
-                return step_values(self.step(model, batch))
-            assert self.loss is not None, "a trainer has either a loss or a step"
-            inputs, targets = pair(batch)
-            loss = self.loss(model(inputs), targets)
+            return self.values(model, batch)
+
+    def values(self, module: nn.Module, batch: Any) -> Mapping[str, Tensor]:
+        """Those of one batch, with the random numbers and the precision of whoever calls."""
+        model = model_of(module)
+        if self.step is not None:
+            return step_values(self.step(model, batch))
+        assert self.loss is not None, "a trainer has either a loss or a step"
+        inputs, targets = pair(batch)
+        loss = self.loss(model(inputs), targets)
         if loss.dim():
             raise ConfigError(
                 f"the loss has shape {tuple(loss.shape)}, but must be one number: the mean over the samples",
@@ -102,6 +106,12 @@ def step_values(result: Tensor | Mapping[str, Any]) -> dict[str, Tensor]:
             f"step returned a {type(result).__name__} without a tensor named 'loss'",
             where="mh.Trainer(step=…)",
             fix='return the mean loss over the batch, or {"loss": loss, "name": value, …}',
+        )
+    if "weight" in result:
+        raise ConfigError(
+            "step returned a value named 'weight', but what a piece counts must be known before it is computed",
+            where="mh.Trainer(step=…)",
+            fix="give it as mh.Trainer(weight=function(batch) -> number), or log the value under another name",
         )
     device = result["loss"].device
     return {

@@ -8,7 +8,7 @@ sent to every worker and merged in the order of the parts, so no bit depends on 
 from __future__ import annotations
 
 import json
-from collections import Counter
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,6 +26,7 @@ from manyhosts.data.steps import Loader, mapped
 from manyhosts.errors import ConfigError
 from manyhosts.training.compute import Loss, UserStep, pair, step_values
 from manyhosts.training.metrics import Metrics
+from manyhosts.training.weighing import Weighing
 
 if TYPE_CHECKING:  # it takes a second to load, so whoever has no metrics does without it
     from torchmetrics import Metric
@@ -53,10 +54,11 @@ class Evaluation:
         loss: Loss | None,
         step: UserStep | None,
         metrics: Mapping[str, Metric],
+        weighing: Weighing,
         context: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         self.samples, self.batch, self.world = samples, batch, world
-        self.seed = fetcher.seed
+        self.seed, self.weighing = fetcher.seed, weighing
         self.loader = Loader(fetcher, processes=loader_workers, pin=world.device.type == "cuda")
         self.loss, self.step, self.context = loss, step, context
         self.metrics = Metrics(metrics, world, seed=fetcher.seed)
@@ -103,21 +105,24 @@ class Evaluation:
 
     def _part(
         self, model: nn.Module, pieces: Sequence[Indices], batches: Iterator[Any]
-    ) -> dict[str, tuple[float, int]]:
-        """By name, the sum over the samples of one part that had it, and their number."""
+    ) -> dict[str, tuple[float, float]]:
+        """By name, the sum over the samples of one part that had it, and what these count."""
         self.metrics.begin_part()
         sums: dict[str, Tensor] = {}
-        samples: Counter[str] = Counter()
+        counts: dict[str, float] = {}
         for piece in pieces:
-            batch = mapped(next(batches), lambda tensor: tensor.to(self.world.device, non_blocking=True))
+            on_host = next(batches)
+            count = len(piece) if self.weighing.evaluation is None else float(self.weighing.evaluation(on_host))
+            batch = mapped(on_host, lambda tensor: tensor.to(self.world.device, non_blocking=True))
             randomness.seed_compute(self.seed, randomness.COMPUTE, int(piece[0]))  # a model may sample here, too
             for name, value in self._values(model, batch, int(piece[0])).items():
-                weighted = value.double() * len(piece)
+                # The mean over nothing is no number, and counts nothing.
+                weighted = value.double() * count if count else torch.zeros_like(value, dtype=torch.float64)
                 sums[name] = sums[name] + weighted if name in sums else weighted
-                samples[name] += len(piece)
+                counts[name] = counts.get(name, 0.0) + count
             self.on_progress()
         self.metrics.end_part()
-        return {name: (value.item(), samples[name]) for name, value in sums.items()}
+        return {name: (value.item(), counts[name]) for name, value in sums.items()}
 
     def _values(self, model: nn.Module, batch: Any, first: int) -> Mapping[str, Tensor]:
         with self.context():
@@ -138,14 +143,15 @@ def _nothing() -> None:
     """What is done where nobody wants to know."""
 
 
-def _means(world: World, parts: Sequence[Mapping[str, tuple[float, int]]]) -> dict[str, float]:
-    """Of every name, the mean over the samples that had it, from the sums and samples of each part, in their order."""
+def _means(world: World, parts: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
+    """Of every name, the mean over the samples that had it, from the sums and counts of each part, in their order."""
     found = [json.loads(word) for word in gather_words(world, json.dumps(list(parts)))]
     rows = [row for worker in found for row in worker]
     means = {}
     for name in dict.fromkeys(name for row in rows for name in row):
         own = [row[name] for row in rows if name in row]
-        means[name] = sum((total for total, _ in own), 0.0) / sum(samples for _, samples in own)
+        counted = sum(count for _, count in own)
+        means[name] = sum((total for total, _ in own), 0.0) / counted if counted else math.nan
     return means
 
 

@@ -23,6 +23,7 @@ from manyhosts.training import watching
 from manyhosts.training.bad_steps import BadSteps
 from manyhosts.training.buffers import BufferCopies
 from manyhosts.training.build import Parts
+from manyhosts.training.counting import Counting
 from manyhosts.training.evaluate import Evaluation
 from manyhosts.training.first_steps import FirstSteps, compare_streams
 from manyhosts.training.keeping import Keeping
@@ -104,6 +105,7 @@ class Loop:
         """Whether a snapshot is lost that was being written when workers went."""
         self.since = time.time()
         """When what is being done now was begun."""
+        self.counting = Counting(parts, settings, state)
         self.buffers = BufferCopies(parts.trained) if keep_buffers else None
         self.watcher = watching.watcher
 
@@ -117,6 +119,7 @@ class Loop:
         self.parts.trained.train()
         if self.watcher is not None:
             self.watcher.begins(self.parts, self.settings, self.state)
+        self.counting.settled = False
         steps: Iterator[Step] | None = None
         while True:
             self.finish_step()
@@ -175,6 +178,7 @@ class Loop:
         begin, sent, stalled = time.perf_counter(), world.bytes_sent, self.keeping.stalled_s
         self.since, exchanged = time.time(), world.exchange_s
         step = next(steps)
+        weighed, weight = self.counting.of(step)  # before the step is under way: workers may be lost here, too
         fetched, exposed = time.perf_counter(), world.exposed_s
         if self.first_steps.stream_is_new:
             self.first_steps.stream_is_new = False
@@ -189,7 +193,7 @@ class Loop:
         if self.buffers:
             self.buffers.keep()
         lr = self.parts.optimizer.param_groups[0]["lr"] * self.parts.warmup.factor(state.step)
-        outcome, norm = self.pass_over() if left_out else self.train_step(step)
+        outcome, norm = self.pass_over() if left_out or weight == 0 else self.train_step(weighed)
         end = time.perf_counter()
         self.step_is_done(step)
         if self.watcher is not None:
@@ -207,6 +211,7 @@ class Loop:
             time=time.time(),
             indices=step.taken,
             shards=step.shards,
+            weight=weight,
         )
         self.numbers.add(facts, outcome, norm, world.take_waits())
         if not self.exchanges:

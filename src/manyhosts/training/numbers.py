@@ -49,6 +49,8 @@ class StepFacts:
     """The samples of the global batch, as `Step.taken` has them."""
     shards: int = 0
     """In how many their epoch is read; 0 where it is not."""
+    weight: float | None = None
+    """What the batch counts in the mean; None: its samples."""
 
 
 @dataclass(frozen=True, slots=True)

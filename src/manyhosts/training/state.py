@@ -22,6 +22,8 @@ class RunState:
     """Time spent, over all restarts, by the leader's clock."""
     epoch_loss: float = 0.0
     """Sum of the losses of the samples of the epoch under way."""
+    epoch_weight: float = 0.0
+    """What those samples count together: their number, unless the loss is another mean than over samples."""
     epoch_samples: int = 0
     epoch_seconds: float = 0.0
     validation: dict[str, float] = field(default_factory=dict)
@@ -32,6 +34,8 @@ class RunState:
     validations_without_gain: int = 0
     left_out: tuple[int, ...] = ()
     """Steps that went wrong before the run went back behind them: their samples are not trained on."""
+    counts_by: str = ""
+    """What a look at the loss before the first step has found pieces to count by; empty before it."""
     ended: str = ""
     """Why early stopping ended the run; empty while it has not."""
 
@@ -48,6 +52,7 @@ class RunState:
             "sample": self.position.sample,
             "seconds": self.seconds,
             "epoch_loss": self.epoch_loss,
+            "epoch_weight": self.epoch_weight,
             "epoch_samples": self.epoch_samples,
             "epoch_seconds": self.epoch_seconds,
             "validation": dict(self.validation),
@@ -56,13 +61,15 @@ class RunState:
             "best_step": self.best_step,
             "validations_without_gain": self.validations_without_gain,
             "left_out": list(self.left_out),
+            "counts_by": self.counts_by,
             "ended": self.ended,
         }
 
     @classmethod
     def from_dict(cls, kept: Mapping[str, Any], stream: Mapping[str, Any]) -> RunState:
         """What `to_dict` gave."""
-        plain = {key: value for key, value in kept.items() if key not in ("epoch", "sample", "left_out")}
+        plain: dict[str, Any] = {"epoch_weight": float(kept["epoch_samples"])}
+        plain |= {key: value for key, value in kept.items() if key not in ("epoch", "sample", "left_out")}
         return cls(
             position=Position(kept["epoch"], kept["sample"]),
             stream=stream,

@@ -55,7 +55,9 @@ class Telling:
         state.seconds = clock
         self.wishes.hear(asked)
         if good:
-            state.epoch_loss += numbers.values["loss"] * facts.samples
+            weight = facts.samples if facts.weight is None else facts.weight
+            state.epoch_loss += numbers.values["loss"] * weight
+            state.epoch_weight += weight
             state.epoch_samples += facts.samples
         state.epoch_seconds += facts.timing.total
         self.tell(step_done(numbers))
@@ -78,13 +80,13 @@ class Telling:
             EpochDone(
                 step=state.step,
                 epoch=state.position.epoch - 1,
-                train_loss=state.epoch_loss / state.epoch_samples if state.epoch_samples else math.nan,
+                train_loss=state.epoch_loss / state.epoch_weight if state.epoch_weight else math.nan,
                 seconds=state.epoch_seconds,
                 samples=state.epoch_samples,
                 time=time.time(),
             )
         )
-        state.epoch_loss, state.epoch_samples, state.epoch_seconds = 0.0, 0, 0.0
+        state.epoch_loss, state.epoch_weight, state.epoch_samples, state.epoch_seconds = 0.0, 0.0, 0, 0.0
 
     def check(self, numbers: StepNumbers) -> bool:
         """Whether the numbers of a step are numbers. Where not, stop, go back, or say that the step was left out."""
@@ -93,11 +95,13 @@ class Telling:
             self.last = facts
             return True
         where = _where(facts)
-        if facts.step in self.state.left_out:
+        if facts.weight == 0:
+            trouble = "none of its samples counts in the loss"
+        elif facts.step in self.state.left_out:
             trouble = "it went wrong before"
         elif self.bad_steps.rewinds:
             raise BadStep(facts.step, trouble, where)
-        if self.bad_steps.leave_out or self.bad_steps.rewinds:
+        if facts.weight == 0 or self.bad_steps.leave_out or self.bad_steps.rewinds:
             text = f"step {facts.step} was left out: {trouble} ({where})"
             self.tell(Note(text=text, step=facts.step, time=time.time()))
             return False
@@ -157,6 +161,7 @@ def step_done(numbers: StepNumbers) -> StepDone:
         ),
         bytes_sent=facts.bytes_sent,
         exchange_seconds=facts.exchange_s,
+        weight=facts.weight,
         time=facts.time,
         values={name: value for name, value in numbers.values.items() if name != "loss"},
     )

@@ -43,6 +43,7 @@ from manyhosts.training.metrics import flattened
 from manyhosts.training.result import Result
 from manyhosts.training.run import Run
 from manyhosts.training.same_weights import compare_weights
+from manyhosts.training.weighing import Weight
 from manyhosts.training.weights import load_initial
 
 if TYPE_CHECKING:
@@ -76,6 +77,8 @@ class Trainer:
         schedule: makes a learning-rate scheduler of the optimizer.
         schedule_every: when the schedule moves on: after each optimizer `"step"`, or at the end of each `"epoch"`, for
             which a schedule such as `StepLR(optimizer, step_size=1)` is mostly written.
+        weight: what a piece counts in the mean over a batch: `weight(batch)`, a number, called on the CPU before the
+            piece is computed; `"samples"`: its samples, whatever the loss looks like. Not needed for PyTorch's losses.
         strategy: how a step is spread over the workers: a name, or a value such as `mh.DDP()`.
         precision: `"fp32"`, `"bf16"` or `"fp16"`, by autocast.
         micro_batch_size: most samples in one forward pass; gradients add up.
@@ -116,6 +119,7 @@ class Trainer:
         metrics: Mapping[str, Metric | MetricCollection] | None = None,
         schedule: MakeSchedule | None = None,
         schedule_every: Literal["step", "epoch"] = "step",
+        weight: Weight | None = None,
         strategy: str | Strategy | None = None,
         precision: Literal["fp32", "bf16", "fp16"] = "fp32",
         micro_batch_size: int | None = None,
@@ -203,6 +207,7 @@ class Trainer:
                 step=step,
                 optimizer=optimizer,
                 schedule=schedule,
+                weight=weight,
             )
             if init_from is not None:
                 load_initial(parts.model, Path(init_from))
@@ -370,6 +375,7 @@ class Trainer:
             loss=self.loss,
             step=self.step,
             metrics=self.metrics,
+            weighing=self.parts.weighing,
         )
         if (reporter := self.reporter) is not None:
             evaluation.on_progress = lambda: reporter.send("busy")

@@ -1,0 +1,105 @@
+"""Before each step: what its pieces count, by a rule that is settled before the first one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from manyhosts.communication.batch_norm import GlobalBatch
+from manyhosts.config.settings import Settings
+from manyhosts.data.steps import LoadedPiece, Step
+from manyhosts.training import first_look
+from manyhosts.training.build import Parts
+from manyhosts.training.means import LOOKED_FOR
+from manyhosts.training.state import RunState
+
+GIVEN = "weight"
+"""What `RunState.counts_by` says where the user has given a rule, and it has been looked at."""
+
+
+class Counting:
+    """What one loop has its pieces count."""
+
+    def __init__(self, parts: Parts, settings: Settings, state: RunState) -> None:
+        self.parts, self.settings, self.state = parts, settings, state
+        self.settled = False
+        """Whether the rule is known for the workers of now."""
+
+    def of(self, step: Step) -> tuple[Step, float | None]:
+        """A step whose pieces have their weights, and what the batch counts; None: its samples.
+
+        Raises:
+            ConfigError: the loss is no mean, and a batch is cut.
+            TrainingError: the user's rule gives no number.
+        """
+        weighing = self.parts.weighing
+        if not self.settled:
+            self.settle(step.pieces)
+            self.settled = True
+        if weighing.counts_samples:
+            return step, None
+        weighed, weight = weighing.of(step, self.state.step + 1)
+        return replace(weighed, pieces=self._computed(weighed.pieces)), weight
+
+    def _computed(self, pieces: list[LoadedPiece]) -> list[LoadedPiece]:
+        """Those of `pieces` that must be computed: one that counts nothing only for a collective inside the model."""
+        if isinstance(self.parts.batch_norm, GlobalBatch) or self.settings.virtual_workers is not None:
+            return pieces
+        return [piece for piece in pieces if piece.plan.weight]
+
+    @property
+    def cuts(self) -> bool:
+        """Whether a batch may be computed in several pieces."""
+        settings = self.settings
+        in_parts = max(self.parts.world.size, settings.virtual_workers or 1) > 1
+        return in_parts or (settings.micro_batch_size or self.parts.batch) < self.parts.batch
+
+    def settle(self, pieces: Sequence[LoadedPiece]) -> None:
+        """Find the rule, where it does not follow from the script. All workers call this before the same step."""
+        weighing, state = self.parts.weighing, self.state
+        if weighing.knows:
+            return
+        if weighing.classes is not None:
+            weighing.look_at_targets(pieces)
+        elif callable(weighing.said):
+            if not state.counts_by:
+                self.look_at_given(pieces)
+        else:
+            if not state.counts_by:
+                self.look(pieces)
+            elif state.counts_by == first_look.NO_MEAN and self.cuts:
+                raise first_look.refused("the loss is no mean over the samples", by_step=self.by_step)
+            weighing.use(state.counts_by)
+        if not self.cuts:
+            weighing.guard, weighing.labels_guarded = None, False
+
+    @property
+    def by_step(self) -> bool:
+        """Whether the user gives `step`, and not `loss`."""
+        return self.parts.compute.step is not None
+
+    def look(self, pieces: Sequence[LoadedPiece]) -> None:
+        """Find by trial what the loss is a mean over, and say it where it is not its samples."""
+        parts = self.parts
+        seen = first_look.find_mean(parts.compute, parts.trained, pieces, parts.world, None)
+        found = first_look.choose(seen)
+        if found == first_look.NO_MEAN:
+            what = first_look.no_mean(seen)
+            if self.cuts:
+                raise first_look.refused(what, by_step=self.by_step)
+            parts.world.notes.append(f"{what}; on several workers, or with micro_batch_size, it would be refused")
+        elif found in LOOKED_FOR:
+            among = "labels that are not -100" + (", but for the first of each sequence" * found.startswith("shifted"))
+            parts.world.notes.append(f"the loss was found to be a mean over {among}: pieces count by those")
+        self.state.counts_by = found
+
+    def look_at_given(self, pieces: Sequence[LoadedPiece]) -> None:
+        """See whether the user's rule makes the loss a mean, and say it where not."""
+        parts = self.parts
+        seen = first_look.find_mean(parts.compute, parts.trained, pieces, parts.world, parts.weighing.rule)
+        if seen.could_look and not seen.holds:
+            parts.world.notes.append(
+                f"with this weight the loss is no mean: {seen.whole:.6g} over {seen.samples} samples, "
+                f"{seen.by_parts:.6g} as the mean over two parts of these"
+            )
+        self.state.counts_by = GIVEN

@@ -1,0 +1,159 @@
+"""What the pieces of a global batch count in its mean: known to all workers before the first backward pass.
+
+Pieces count by their samples unless the loss is known, found or said to be another mean. Then each step has one small
+exchange more: what all pieces count together. It is added up exactly, so no bit of it depends on who computed what.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+
+from manyhosts.communication.world import World
+from manyhosts.config.settings import Settings
+from manyhosts.data.data import Data
+from manyhosts.data.fetch import tensors_of
+from manyhosts.data.steps import LoadedPiece, Step
+from manyhosts.errors import ConfigError, TrainingError
+from manyhosts.training.means import LOOKED_FOR, ClassMean, Rule, class_mean, has_ignored, is_plain, refuse_sum
+
+Weight = Rule | Literal["samples"]
+
+
+class Weighing:
+    """How one trainer weighs its pieces."""
+
+    def __init__(self, weight: Weight | None, loss: Any, *, data: Data, settings: Settings, world: World) -> None:
+        """Find the rule, as far as it follows from what the script says.
+
+        Raises:
+            ConfigError: the loss is a sum, or the weight no function.
+        """
+        if weight is not None and weight != "samples" and not callable(weight):
+            raise ConfigError(
+                f"weight is {weight!r}",
+                where="mh.Trainer(weight=…)",
+                fix="give function(batch) -> what its batch counts in the mean, or leave it out",
+            )
+        self.world = world
+        self.parts = settings.virtual_workers or 1
+        self.by_part = settings.virtual_workers is not None
+        self.said = settings.weight or weight
+        """What the user says."""
+        if self.said is None:
+            refuse_sum(loss)
+        self.classes = class_mean(loss) if self.said is None else None
+        all_count = None if self.classes is None else _all_count(self.classes, data)
+        plain = self.said is None and self.classes is None and loss is not None and is_plain(loss)
+        self.knows = self.said == "samples" or all_count is True or plain
+        """Whether nobody need look at the loss."""
+        self.rule: Rule | None = None if self.said in (None, "samples") else self.said  # type: ignore[assignment]
+        """What a piece counts; None: its samples."""
+        self.evaluation: Rule | None = self.rule or self.classes
+        """The same in an evaluation, where to count costs no exchange."""
+        self.guard: ClassMean | None = None
+        """Where pieces count by their samples because no target was left out so far: what would change that."""
+        self.labels_guarded = False
+        self.must_look = self.classes is not None and all_count is None
+        """Whether only batches show if targets are left out."""
+
+    def use(self, name: str) -> None:
+        """Count by the rule of this name from now on, which was found by trial."""
+        self.rule = self.evaluation = LOOKED_FOR.get(name)
+        self.labels_guarded = name == "samples"
+
+    def look_at_targets(self, pieces: Sequence[LoadedPiece]) -> None:
+        """Where a loss by class may or may not leave targets out: see whether this step's do. All workers call this."""
+        assert self.classes is not None, "only such a loss has targets to look at"
+        if not self.must_look:
+            self.rule = self.classes
+            return
+        differs = self.world.any(any(self.classes.differs(piece.batch) for piece in pieces))
+        self.rule, self.guard = (self.classes, None) if differs else (None, self.classes)
+
+    @property
+    def counts_samples(self) -> bool:
+        """Whether no piece need be looked at."""
+        return self.rule is None and self.guard is None and not self.labels_guarded
+
+    def of(self, step: Step, number: int) -> tuple[Step, float]:
+        """A step whose pieces have their weights in the mean, and what all of the batch counts.
+
+        Raises:
+            TrainingError: a weight is no number of at least 0, here or on another worker.
+            ConfigError: a target does not count, which was not to be seen at the start.
+        """
+        if self.rule is None:
+            self._check(step.pieces, number)
+            return step, float(step.samples)
+        real = [piece for piece in step.pieces if piece.plan.weight]
+        counts, trouble = self._counts(real)
+        by_part = torch.zeros(self.parts, dtype=torch.float64)
+        for part in {piece.plan.part for piece in real} if not trouble else ():
+            own = [count for piece, count in zip(real, counts, strict=True) if piece.plan.part == part]
+            by_part[part if self.by_part else 0] = math.fsum(own)
+        if trouble:
+            by_part[:] = math.nan  # so that the others hear of it, and nobody waits
+        total = math.fsum(self.world.stack(by_part.to(self.world.device)).flatten().tolist())
+        if math.isnan(total):
+            raise TrainingError(
+                trouble or "the weight of a piece could not be found on another worker",
+                where=f"weight, step {number}",
+                fix="let weight(batch) return a finite number of at least 0: what the batch counts in the mean",
+            )
+        shares = iter([count / total if total else 0.0 for count in counts])
+        pieces = [
+            replace(piece, plan=replace(piece.plan, weight=next(shares))) if piece.plan.weight else piece
+            for piece in step.pieces
+        ]
+        audits = [replace(each, pieces=[self._share(piece, total) for piece in each.pieces]) for each in step.audits]
+        return replace(step, pieces=pieces, audits=audits), total
+
+    def _share(self, piece: LoadedPiece, total: float) -> LoadedPiece:
+        """A piece of another worker's, which is computed here once more: with the weight that it has there."""
+        assert self.rule is not None, "without a rule pieces count by their samples"
+        if not piece.plan.weight or not total:
+            return piece
+        return replace(piece, plan=replace(piece.plan, weight=float(self.rule(piece.batch)) / total))
+
+    def _counts(self, pieces: Sequence[LoadedPiece]) -> tuple[list[float], str]:
+        """What each piece counts; in words, why that cannot be known."""
+        assert self.rule is not None, "without a rule pieces count by their samples"
+        counts = []
+        for piece in pieces:
+            try:
+                count = float(self.rule(piece.batch))
+            except Exception as cause:
+                return [], f"the weight of a piece cannot be found: {type(cause).__name__}: {cause}"
+            if not 0 <= count < math.inf:
+                return [], f"the weight of a piece is {count}"
+            counts.append(count)
+        return counts, ""
+
+    def _check(self, pieces: Sequence[LoadedPiece], number: int) -> None:
+        for piece in pieces:
+            left_out = self.guard is not None and self.guard.leaves_out(piece.batch)
+            if left_out or (self.labels_guarded and has_ignored(piece.batch)):
+                raise ConfigError(
+                    f"a target of step {number} does not count in the loss (it is the ignored class), and at the start "
+                    "all did, so pieces were taken to count by their samples",
+                    where=f"mh.Trainer(loss=…), step {number}",
+                    fix="give weight=lambda batch: (batch[1] != -100).sum(), or what else a piece counts in the mean",
+                )
+
+
+def _all_count(classes: ClassMean, data: Data) -> bool | None:
+    """Whether all targets of the training set count alike; None where only reading them would tell."""
+    if classes.weight is not None:
+        return False
+    if data.collate is not None or data.train is None or (found := tensors_of(data.train)) is None:
+        return None
+    tensors, rows = found
+    if len(tensors) != 2:
+        return None
+    targets = tensors[1] if rows is None else tensors[1][rows]
+    return targets.is_floating_point() or not bool((targets == classes.ignore_index).any())

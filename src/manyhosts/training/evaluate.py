@@ -54,9 +54,10 @@ class Evaluation:
         loss: Loss | None,
         step: UserStep | None,
         metrics: Mapping[str, Metric],
-        weighing: Weighing,
         context: Callable[[], AbstractContextManager[Any]],
+        weighing: Weighing | None = None,
     ) -> None:
+        """`weighing`: what samples count in the mean; None: each the same."""
         self.samples, self.batch, self.world = samples, batch, world
         self.seed, self.weighing = fetcher.seed, weighing
         self.loader = Loader(fetcher, processes=loader_workers, pin=world.device.type == "cuda")
@@ -112,7 +113,8 @@ class Evaluation:
         counts: dict[str, float] = {}
         for piece in pieces:
             on_host = next(batches)
-            count = len(piece) if self.weighing.evaluation is None else float(self.weighing.evaluation(on_host))
+            rule = None if self.weighing is None else self.weighing.evaluation
+            count = len(piece) if rule is None else float(rule(on_host))
             batch = mapped(on_host, lambda tensor: tensor.to(self.world.device, non_blocking=True))
             randomness.seed_compute(self.seed, randomness.COMPUTE, int(piece[0]))  # a model may sample here, too
             for name, value in self._values(model, batch, int(piece[0])).items():

@@ -60,7 +60,10 @@ TABLE = (
         ("schedule",),
     ),
     Row("`warmup`", "as if it had been so from the first step", ("warmup",)),
-    Row("`weight`", "from the first step on; what the run has found its loss to be a mean over, it does not look for again"),
+    Row(
+        "`weight`",
+        "from the first step on; what the run has found its loss to be a mean over, it does not look for again",
+    ),
     Row("`clip_gradients`", "from the first step on", ("clip_gradients",)),
     Row("`precision`", "from the first step on; the scale of `fp16` begins anew", ("precision",)),
     Row(

@@ -243,4 +243,4 @@ def test_layer_that_changes_a_buffer_in_the_forward_pass_is_refused(
         run_dir=tmp_path,
     )
     with pytest.raises(ConfigError, match=r"changes the buffer .*_u'"):
-        trainer.fit("1 steps")
+        trainer.fit("2 steps")  # the first one leaves a vector of one element as it is

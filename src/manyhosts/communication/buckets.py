@@ -181,6 +181,7 @@ class GradientBuckets:
 
         `passengers`: float64, shape (n,), the same n on all workers. `finish` gives back their sums over the workers.
         """
+        self.order.forget()
         self.passengers = passengers if self.buckets else None
         if self.passengers is not None:
             if self.buckets[0].seats.numel() != seats_for(len(self.passengers), self.world.size):

@@ -109,7 +109,7 @@ def spread(tensors: Iterable[Tensor], world: World, source: int = 0) -> None:
 def _spread(tensors: Sequence[Tensor], world: World, source: int) -> None:
     if not tensors:
         return
-    parts = [_bytes(tensor).to(world.device) for tensor in tensors]
+    parts = [bytes_of(tensor).to(world.device) for tensor in tensors]
     flat = parts[0] if len(parts) == 1 else torch.cat(parts)
     if len(parts) == 1 and world.rank != source and flat.data_ptr() != tensors[0].data_ptr():
         flat = torch.empty_like(flat)
@@ -122,7 +122,7 @@ def _spread(tensors: Sequence[Tensor], world: World, source: int) -> None:
             tensor.copy_(part.clone().view(tensor.dtype).reshape(tensor.shape))
 
 
-def _bytes(tensor: Tensor) -> Tensor:
+def bytes_of(tensor: Tensor) -> Tensor:
     """The elements of `tensor` one after another, as bytes; its own memory where they lie so."""
     plain = tensor.resolve_conj().resolve_neg().contiguous()
     return plain.reshape(math.prod(plain.shape)).view(torch.uint8)

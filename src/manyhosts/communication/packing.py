@@ -70,6 +70,11 @@ class ReadyOrder:
         """Parameters whose gradient came several times in that pass, each time with more in it: whoever sees it come
         does not know whether it is whole before the pass is over. Reentrant checkpoints of a shared layer do that."""
 
+    def forget(self) -> None:
+        """A backward pass begins: what is known of one that broke off does not count."""
+        if self.seen is not None:
+            self.seen = []
+
     def note(self, number: int) -> None:
         """The gradient of the parameter of this number is ready."""
         if self.seen is not None:
@@ -79,24 +84,21 @@ class ReadyOrder:
         """The order that the leader saw, on every worker, the parameters it did not use last; None where known."""
         if self.seen is None:
             return None
-        first = list(dict.fromkeys(self.seen))
-        order = torch.tensor([*first, *(number for number in self.guess if number not in set(first))])
-        present = [int(number) for number in self.world.broadcast(order.to(self.world.device)).tolist()]
         counts = Counter(self.seen)
-        often = torch.tensor([counts[number] > 1 for number in range(len(present))], dtype=torch.int64)
-        often = often.to(self.world.device)
-        self.world.wait(self.world.start_all_reduce(often))
-        self.in_parts = {number for number, workers in enumerate(often.tolist()) if workers}
-        self.present = present
+        order = [*counts, *(number for number in self.guess if number not in counts)]
+        several = [int(counts[number] > 1) for number in order]
+        found = self.world.broadcast(torch.tensor([order, several], dtype=torch.int64, device=self.world.device))
+        self.present = [int(number) for number in found[0].tolist()]
+        self.in_parts = {number for number, flag in zip(self.present, found[1].tolist(), strict=True) if flag}
         self.seen = None  # not before: if the exchange breaks, the step is done again
         return self.present
 
     def meet(self, source: int) -> list[int]:
         """What worker `source` uses, on every worker: those that were not there when it was found out follow it."""
-        in_parts = [number in self.in_parts for number in range(len(self.present))]
+        in_parts = [number in self.in_parts for number in self.present]
         own = torch.tensor([self.seen is None, *self.present, *in_parts], device=self.world.device, dtype=torch.int64)
         known, *rest = (int(number) for number in self.world.broadcast(own, source).tolist())
         self.seen = None if known else []
-        self.present = rest[: len(in_parts)]
-        self.in_parts = {number for number, flag in enumerate(rest[len(in_parts) :]) if flag}
+        self.present, several = rest[: len(in_parts)], rest[len(in_parts) :]
+        self.in_parts = {number for number, flag in zip(self.present, several, strict=True) if flag}
         return self.present

@@ -143,6 +143,8 @@ class TreeBuckets:
     def arm(self, part: int) -> None:
         """From now on a bucket is sent as soon as the backward pass of `part` has filled it."""
         self.armed = part
+        if self.seen is not None:
+            self.seen = []
 
     def rest(self) -> None:
         """A step has broken off: nothing is sent before the next `arm`."""
@@ -195,6 +197,11 @@ class TreeBuckets:
                 self.on_handover([parameter.grad for parameter in bucket.parameters])
             for parameter in bucket.parameters:
                 parameter.grad = None
+
+    def send(self) -> None:
+        """Send everything, where `take` was told of no last part."""
+        for bucket in self.buckets:
+            self.exchange.send(bucket.total)
 
     def put(self) -> None:
         """Once the exchange has finished: put the sums where the optimizer looks for gradients."""

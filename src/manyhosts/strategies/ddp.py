@@ -18,6 +18,7 @@ from manyhosts.communication.compression.table import make_compression
 from manyhosts.communication.gathering import gather_words
 from manyhosts.communication.lanes import Lanes
 from manyhosts.communication.layout import spread
+from manyhosts.communication.model_watch import Agreement
 from manyhosts.communication.world import World
 from manyhosts.config.strategies import DDP
 from manyhosts.events import CompressionChosen
@@ -43,6 +44,11 @@ class DataParallel:
         self._whole = False
         self.names: dict[int, str] = {}
         """Of the parameters, by their numbers in the buckets."""
+        self.agreement: Agreement | None = None
+        self.unfrozen: list[str] = []
+        """The names of the parameters that are trained now and were not when the model was placed."""
+        self.more: list[GradientBuckets] = []
+        """Of those that were unfrozen since the buckets were made."""
 
     def shard(self) -> Shard:
         """One part for each worker."""
@@ -52,12 +58,20 @@ class DataParallel:
         """Move `model` to this worker's device and make it equal to the leader's."""
         model = model.to(self.world.device)
         spread([*model.parameters(), *model.buffers()], self.world)
-        parameters = [parameter for _, parameter in _trained(model)]
-        self.names = {number: name for number, (name, _) in enumerate(_trained(model))}
+        self.agreement = Agreement(model, self.world)
+        self._make_buckets()
+        return model
+
+    def _make_buckets(self) -> None:
+        """Make the buckets for the parameters that all workers train now."""
+        assert self.agreement is not None, "place() comes before"
+        trained = self.agreement.trained()
+        parameters = [parameter for _, parameter in trained]
+        self.names = {number: name for number, (name, _) in enumerate(trained)}
+        self.more = []
         self.buckets = GradientBuckets(
             parameters, self.world, bucket_bytes=self.bucket_bytes, compressor=self._compressor(parameters)
         )
-        return model
 
     @property
     def whole(self) -> bool:
@@ -82,10 +96,12 @@ class DataParallel:
             "steps": self.steps,
             "chosen": self._chosen(),
             "compression": {} if compressor is None else compressor.shared_state(),
+            "unfrozen": self.unfrozen,
         }
 
     def take_shared(self, state: Mapping[str, Any]) -> None:
         """Take up what `shared_state` gave on another worker."""
+        self._unfreeze(state["unfrozen"])
         if self.stopwatch is not None and state["chosen"]:
             self._settle_on(state["chosen"])
         self.steps = state["steps"]
@@ -95,15 +111,19 @@ class DataParallel:
 
     def meet(self, source: int, *, new: bool, gone: int) -> str:
         """Exchange gradients in the order of worker `source`, by the compression that any of them has chosen."""
+        self._merge_buckets()
         assert self.buckets is not None, "place() comes before meet()"
         self.agreed.forget()
+        if self.agreement is not None:
+            self.agreement.all_is_new()
         if self.asked == "auto":
             chosen = max(gather_words(self.world, self._chosen()))  # one name, or none
             if self.stopwatch is not None and chosen:
                 self._settle_on(chosen)
             elif self.stopwatch is not None:
                 self.stopwatch.times.clear()  # of other workers than those of now
-        self.buckets.meet(source)
+        for buckets in (self.buckets, *self.more):
+            buckets.meet(source)
         compressor = self.buckets.compressor
         if compressor is None or not compressor.feedback or not gone:
             return ""
@@ -145,16 +165,17 @@ class DataParallel:
         # every sum: whoever gets it knows that no other will have to do the step again with what it keeps changed.
         last_word = buckets.compressing and self.world.membership is not None
         rides = self.world.size > 1 and not last_word
+        told = self.agreement.numbers() if self.agreement is not None and self.world.size > 1 else []
+        tally.riders = [*riders, *told]
         buckets.arm(tally.packed(self.world.device) if rides else None)
         if last is not None:
-            try:
-                last.backward()
-            except BaseException:
-                buckets.rest()  # the model may be trained by another trainer, whose gradients are not for these buckets
-                raise
+            _backward(last, buckets)
         if watch is not None:
             watch.computed()
         summed = buckets.finish()
+        for late in self.more:
+            late.arm()
+            late.finish()
         if self.world.size > 1 and self.world.device.type == "cpu" and buckets.buckets:
             self.world.exchange_s += time.perf_counter() - buckets.first_left
         self._whole = last_word
@@ -162,6 +183,7 @@ class DataParallel:
             self.world.wait(tally.start_sum())
         else:
             tally.take(summed)
+        self._heed(tally, len(told))
         outcome = tally.outcome()
         if self.config.compression_errors and buckets.compressor is not None:
             errors = buckets.compressor.errors()
@@ -172,9 +194,14 @@ class DataParallel:
 
     def _begin(self, scale: Scale) -> GradientBuckets:
         """Ready the buckets for a step."""
+        self._merge_buckets()
         buckets = self.buckets
         assert buckets is not None, "place() comes before forward_backward()"
         self._whole = False
+        if self.agreement is not None:
+            self.agreement.watch.steps += 1
+        for late in self.more:
+            late.begin()
         watch = self.stopwatch
         if watch is not None and watch.enough:
             choice = watch.decide(self.config, buckets.parameters, bucket_bytes=self.bucket_bytes)
@@ -188,6 +215,45 @@ class DataParallel:
             factor = _factor(scale, self.world.device)
             buckets.begin(compressing=self.steps >= self.config.compression_warmup, scale=factor)
         return buckets
+
+    def _heed(self, tally: Tally, count: int) -> None:
+        """See that all workers agree, by the last `count` sums of riders, and take these out of the tally."""
+        if count and self.agreement is not None:
+            told, tally.riders = tally.riders[-count:], tally.riders[:-count]
+            self.agreement.check(torch.as_tensor(told).tolist())
+        self._take_in_unfrozen()
+
+    def _take_in_unfrozen(self) -> None:
+        """Sum the gradients of parameters that are trained from this step on, by all workers alike."""
+        assert self.agreement is not None, "place() comes before"
+        if found := self.agreement.unfrozen():
+            self.agreement.known()
+            self.unfrozen += [name for name, _ in found]
+            self.more.append(self._buckets_of([parameter for _, parameter in found]))
+            self.more[-1].arm()
+            self.more[-1].finish()
+
+    def _buckets_of(self, parameters: Sequence[nn.Parameter]) -> GradientBuckets:
+        return GradientBuckets(parameters, self.world, bucket_bytes=self.bucket_bytes)
+
+    def _merge_buckets(self) -> None:
+        """Where parameters were unfrozen: let their gradients leave with the others, while the backward pass runs.
+
+        What a compression keeps and remembers belongs to the parameters it knows; then the others go on travelling by
+        themselves, behind it and as they are.
+        """
+        if self.more and self.buckets is not None and self.buckets.compressor is None:
+            self._make_buckets()
+        elif len(self.more) > 1 and self.agreement is not None:
+            late = {parameter for buckets in self.more for parameter in buckets.parameters}
+            self.more = [self._buckets_of([each for _, each in self.agreement.trained() if each in late])]
+
+    def _unfreeze(self, names: Sequence[str]) -> None:
+        """Train the parameters of these names, too, as the other workers do, or as the run did before."""
+        assert self.agreement is not None, "place() comes before"
+        if found := self.agreement.unfreeze(names):
+            self.unfrozen = list(names)
+            self.more.append(self._buckets_of(found))
 
     def _tell(self, choice: Choice) -> None:
         self.world.notes.append(choice.why())
@@ -224,17 +290,20 @@ class DataParallel:
 
     def state_dict(self) -> dict[str, Any]:
         """What compression has kept back, and what `auto` has chosen; nothing where there is no compression."""
+        unfrozen = {"unfrozen": self.unfrozen} if self.unfrozen else {}
         if self.buckets is None or self.stopwatch is not None:
-            return {}
+            return {**unfrozen}
         if self.buckets.compressor is None:
-            return {"chosen": self.config.compression} if self.config.compression != self.asked else {}
+            chosen = {"chosen": self.config.compression} if self.config.compression != self.asked else {}
+            return {**unfrozen, **chosen}
         kept = self.buckets.compressor.state_dict()
-        chosen = self.config.compression if isinstance(self.config.compression, str) else ""
-        return {"steps": self.steps, "chosen": chosen, **kept}
+        name = self.config.compression if isinstance(self.config.compression, str) else ""
+        return {"steps": self.steps, "chosen": name, **unfrozen, **kept}
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Take up what every former worker kept back, shared out over those of now."""
         chosen = states[0].get("chosen", "") if states else ""
+        self._unfreeze(states[0].get("unfrozen", ()) if states else ())
         if self.stopwatch is not None and chosen:
             self._settle_on(chosen)
         if self.buckets is None or self.buckets.compressor is None:
@@ -243,8 +312,12 @@ class DataParallel:
         self.buckets.compressor.load_state_dict(states)
 
 
-def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+def _backward(loss: Tensor, buckets: GradientBuckets) -> None:
+    try:
+        loss.backward()
+    except BaseException:
+        buckets.rest()  # the model may be trained by another trainer, whose gradients are not for these buckets
+        raise
 
 
 def _factor(scale: Scale, device: torch.device) -> Tensor | None:

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from manyhosts.communication.gathering import gather_words
 from manyhosts.communication.layout import spread
+from manyhosts.communication.model_watch import Agreement
 from manyhosts.communication.part_norm import PartStatistics, normalise_by_part
 from manyhosts.communication.tree_buckets import TreeBuckets
 from manyhosts.communication.tree_sum import Exchange, Pace, TreeSum, pace_on
@@ -49,11 +51,13 @@ class VirtualWorkers:
         self.gradients: TreeBuckets | None = None
         self.statistics = PartStatistics([])
         self.news = News(world, self.exchange.pace)
-        self.buffers: dict[str, int] | None = None
-        """How often each buffer had been changed before the first part, until that has been looked at."""
-        self.looked = False
         self.digest: Digest | None = None
         """What sees the part that is computed now."""
+        self.agreement: Agreement | None = None
+        self.unfrozen: list[str] = []
+        """The names of the parameters that are trained now and were not when the model was placed."""
+        self.changed: list[str] = []
+        """The buffers that forward passes have changed, until all workers have been told."""
 
     def shard(self) -> Shard:
         """Some neighbouring parts for each worker."""
@@ -64,10 +68,12 @@ class VirtualWorkers:
         model = model.to(self.world.device)
         spread([*model.parameters(), *model.buffers()], self.world)
         self.statistics = normalise_by_part(model)
-        self.gradients = TreeBuckets(
-            model.parameters(), self.world, self.exchange, bucket_bytes=int(self.bucket_mb * 1e6)
-        )
+        self.agreement = Agreement(model, self.world)
+        self.gradients = self._buckets_of([each for _, each in self.agreement.trained()])
         return model
+
+    def _buckets_of(self, parameters: Sequence[nn.Parameter]) -> TreeBuckets:
+        return TreeBuckets(parameters, self.world, self.exchange, bucket_bytes=int(self.bucket_mb * 1e6))
 
     @property
     def whole(self) -> bool:
@@ -80,36 +86,50 @@ class VirtualWorkers:
     def step_back(self) -> None:
         """Forget what the forward passes of a step that broke off have left; the rest is made anew in each step."""
         self.statistics.take()
-        self.buffers, self.looked = None, False
+        self.changed = []
         if self.gradients is not None:
             self._watch(None)
 
     def shared_state(self) -> dict[str, Any]:
-        """Nothing: what it knows follows from the number of parts and of workers."""
-        return {}
+        """Which parameters were unfrozen; the rest follows from the number of parts and of workers."""
+        return {"unfrozen": self.unfrozen}
 
     def take_shared(self, state: Mapping[str, Any]) -> None:
-        """Nothing to take up."""
+        """Train what the others train."""
+        self._unfreeze(state["unfrozen"])
 
     def meet(self, source: int, *, new: bool, gone: int) -> str:
         """Nothing to agree on: every worker holds everything."""
         self.step_back()
         self.news.agreed.forget()
+        if self.agreement is not None:
+            self.agreement.all_is_new()
         return ""
+
+    def _unfreeze(self, names: Sequence[str]) -> None:
+        """Train the parameters of these names, too, as the other workers do, or as the run did before."""
+        assert self.agreement is not None, "place() comes before"
+        if self.agreement.unfreeze(names):
+            self.unfrozen = list(names)
+            self.gradients = self._buckets_of([each for _, each in self.agreement.trained()])
 
     def forward_backward(
         self, model: nn.Module, pieces: Sequence[Piece], compute: Compute, scale: Scale, riders: Sequence[float]
     ) -> StepOutcome:
         """Compute this worker's parts one after another, and sum them with those of the others in the tree."""
-        gradients = self.gradients
+        gradients, agreement = self.gradients, self.agreement
         assert gradients is not None, "place() comes before forward_backward()"
+        assert agreement is not None, "place() comes before forward_backward()"
         held = [range(*bounds(self.parts, self.world.size, rank)) for rank in range(self.world.size)]
         own = held[self.world.rank]
         self.exchange.forget()
-        if not self.looked:
-            self.buffers, self.looked = {name: buffer._version for name, buffer in model.named_buffers()}, True
+        agreement.watch.begin_step()  # what has changed between two steps was changed by what all share
+        unfrozen = [each for _, each in agreement.unfrozen()]
+        late = self._buckets_of(unfrozen) if unfrozen else None
         gradients.begin(held)
-        self.news.begin(held, riders)
+        if late is not None:
+            late.begin(held)
+        self.news.begin(held, [*riders, *([0.0] * self._told())])
         for part in own:
             last = part == own[-1]
             self._watch(self._digest_of(part))
@@ -120,13 +140,11 @@ class VirtualWorkers:
                 loss = scale(self.news.add(compute(model, piece), piece.weight))
                 if piece is computed[-1]:
                     self._close(part, last=last)
-                try:
-                    loss.backward()
-                except BaseException:
-                    gradients.rest()  # another trainer may train this model, with buckets of its own
-                    raise
+                _backward(loss, gradients)
             gradients.take(part, last=last)
-            self._check_buffers(model)
+            if late is not None:
+                late.take(part, last=False)
+        self.changed += agreement.watch.changed_state()  # by a backward pass: told in the next step
         self._watch(None)
         self.exchange.finish()
         if self.auditor is not None:
@@ -135,6 +153,11 @@ class VirtualWorkers:
             )
         gradients.put()
         found, statistics = self.news.split()
+        self._check(found.riders[len(riders) :])
+        found.riders = found.riders[: len(riders)]
+        if late is not None:
+            self._take_in(late)
+        agreement.leave_for_next_step()
         self.statistics.track(statistics)
         return found
 
@@ -163,27 +186,46 @@ class VirtualWorkers:
         self._watch(None)
         return digest.value
 
-    def _check_buffers(self, model: nn.Module) -> None:
-        """Refuse a model whose forward pass changes what the next part would see; looked at after the first part."""
-        if self.buffers is None:
+    def _told(self) -> int:
+        """How many numbers each worker tells of buffers and of what is trained."""
+        return 3 if self.agreement is not None and self.agreement.may_differ else 0
+
+    def _check(self, told: Sequence[float] | Tensor) -> None:
+        """Refuse, on all workers, a model whose forward pass changes what the next part would see."""
+        assert self.agreement is not None, "place() comes before"
+        if not len(told):
             return
-        changed = [
-            name for name, buffer in model.named_buffers() if self.buffers.get(name) not in (None, buffer._version)
-        ]
-        self.buffers = None
-        if changed:
+        changes, *sums = torch.as_tensor(told).tolist()
+        if changes:
+            names = [name for name in gather_words(self.world, next(iter(self.changed), "")) if name]
             raise ConfigError(
-                f"the forward pass changes the buffer {changed[0]!r}, whose bits would depend on who computes what",
+                f"the forward pass changes the buffer {names[0]!r}, whose bits would depend on who computes what",
                 where="virtual_workers",
                 fix="leave virtual_workers out, or take the layer that keeps this buffer out of the model",
             )
+        if self.world.size > 1:
+            self.agreement.check(sums)
+
+    def _take_in(self, late: TreeBuckets) -> None:
+        """Sum the gradients of parameters that are trained from this step on, by all workers alike."""
+        assert self.agreement is not None, "place() comes before"
+        late.send()
+        self.exchange.finish()
+        late.put()
+        known = set(late.parameters)
+        self.unfrozen += [name for name, each in self.agreement.frozen if each in known]
+        self.agreement.frozen = [(name, each) for name, each in self.agreement.frozen if each not in known]
+        self.gradients = self._buckets_of([each for _, each in self.agreement.trained()])
 
     def _close(self, part: int, *, last: bool) -> None:
         """All forward passes of `part` are done. After the last one the backward pass hides the exchange."""
+        assert self.agreement is not None, "place() comes before"
+        self.changed += self.agreement.watch.changed_state()
+        told = [float(len(self.changed)), *self.agreement.numbers()] if last and self._told() else []
         statistics = self.statistics.take()
         if self.digest is not None:
             self.digest.add([*self.news.seen(), *statistics])
-        self.news.close(part, statistics)
+        self.news.close(part, statistics, told)
         if last:
             assert self.gradients is not None, "place() comes before forward_backward()"
             self.exchange.send(self.news.total)
@@ -198,18 +240,27 @@ class VirtualWorkers:
         optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: what it knows follows from the number of parts and of workers."""
-        return {}
+        """Which parameters were unfrozen; the rest follows from the number of parts and of workers."""
+        return {"unfrozen": self.unfrozen} if self.unfrozen else {}
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Nothing to take up."""
+        """Train what was trained."""
+        self._unfreeze(states[0].get("unfrozen", ()) if states else ())
+
+
+def _backward(loss: Tensor, gradients: TreeBuckets) -> None:
+    try:
+        loss.backward()
+    except BaseException:
+        gradients.rest()  # another trainer may train this model, with buckets of its own
+        raise
 
 
 class News:
     """The values of each part and the statistics its BatchNorm layers saw: float64, one vector, one sum.
 
-    Riders travel in it, each worker's with its first part; their sum is equal on all workers, but not for any number
-    of them, so nothing that changes weights may depend on it.
+    Riders travel in it, each worker's with its first part, and what it tells late with its last; their sum is equal on
+    all workers, but not for any number of them, so nothing that changes weights may depend on it.
     """
 
     def __init__(self, world: World, pace: Pace) -> None:
@@ -239,13 +290,13 @@ class News:
         return seen
 
     @torch.no_grad()
-    def close(self, part: int, statistics: Sequence[Tensor]) -> None:
-        """`part` has seen all its samples."""
+    def close(self, part: int, statistics: Sequence[Tensor], told: Sequence[float] = ()) -> None:
+        """`part` has seen all its samples. `told` are this worker's last riders, where they are known by now only."""
         names, first = self.agreed.names, not self.parts
         if first:
             self._open(len(names) + len(self.riders) + 1 + sum(len(row) for row in statistics))
         riders = self.riders if first else [0.0] * len(self.riders)
-        numbers = [*riders, float(not self.own.fits(names))]
+        numbers = [*riders[: len(riders) - len(told)], *told, float(not self.own.fits(names))]
         row = torch.cat(
             [
                 *self.own.in_places(names, self.world.device),

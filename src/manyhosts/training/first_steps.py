@@ -57,6 +57,7 @@ class FirstSteps:
         if not self._before:
             self._before = self._weights()
         gradients = [each.grad for each in self.parts.trained.parameters() if each.grad is not None]
+        gradients = [each.coalesce().values() if each.is_sparse else each for each in gradients]
         if gradients:
             norms = torch.stack([each.detach().abs().amax().float() for each in gradients if each.numel()])
             self._gradient = max(self._gradient, norms.nan_to_num(nan=1.0).amax().item())

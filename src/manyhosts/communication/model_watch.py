@@ -1,0 +1,239 @@
+"""What may change in a model beside its gradients: buffers in a forward pass, and which parameters are trained.
+
+A buffer changes in place, or another tensor or other memory is put where it was: that shows in the module that holds
+it, without a look at the values. What is written through `.data` does not show, so the values are looked at in the
+first steps, and now and then. BatchNorm's running values are no affair of this: whoever computes sees to them.
+
+Two numbers per worker tell whether all workers have the same: a checksum h and its square, of which the sums over n
+workers are S and T. All checksums are equal where n T = S² (Cauchy-Schwarz), and the numbers are small enough for
+float64 to hold each exactly. They travel with others that are summed anyway, so as long as all is well nothing is sent
+for it. Where it is not, the workers tell each other the checksum of every buffer.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from operator import attrgetter, itemgetter
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from manyhosts.communication.gathering import gather_words
+from manyhosts.communication.layout import bytes_of, without_repeats
+from manyhosts.communication.world import World
+from manyhosts.errors import ConfigError
+
+_BITS = 20
+"""Of the checksum that is summed: its square over some thousand workers is exact in float64."""
+_PARAMETER, _IS_TRAINED = itemgetter(1), attrgetter("requires_grad")
+_FIRST_STEPS, _EVERY_STEPS = 4, 64
+"""In which the values are looked at."""
+_NORM = ("running_mean", "running_var", "num_batches_tracked")
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where a buffer is, and what stood there the last time."""
+
+    name: str
+    holder: dict[str, Tensor | None]
+    key: str
+    persistent: bool
+    tensor: Tensor | None = None
+    version: int = -1
+    memory: int = 0
+    checksum: int = 0
+    """Of the values; 0 for those of when the model was placed, equal on all workers."""
+
+    def __post_init__(self) -> None:
+        self.settle()
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether something else is here than before, as far as it shows without a look at the values."""
+        tensor = self.holder.get(self.key)
+        if tensor is not self.tensor:
+            return True
+        return tensor is not None and (tensor._version != self.version or tensor.data_ptr() != self.memory)
+
+    def settle(self) -> None:
+        """What is here now is what was here before."""
+        tensor = self.tensor = self.holder.get(self.key)
+        self.version, self.memory = (-1, 0) if tensor is None else (tensor._version, tensor.data_ptr())
+
+    def take_checksum(self) -> None:
+        """Look at the values."""
+        self.settle()
+        tensor = self.tensor
+        if tensor is None or tensor.layout is not torch.strided or tensor.is_quantized:
+            self.checksum = 0
+            return
+        own = bytes_of(without_repeats(tensor.detach())).cpu().numpy().data
+        self.checksum = zlib.crc32(own, zlib.crc32(f"{tensor.dtype}{_shape(tensor)}".encode())) or 1
+
+
+class BufferWatch:
+    """The buffers of one model, as they were when it was looked at last."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.places = [
+            _Place(
+                name=f"{path}.{key}" if path else key,
+                holder=module._buffers,
+                key=key,
+                persistent=key not in module._non_persistent_buffers_set,
+            )
+            for path, module in model.named_modules()
+            for key in module._buffers
+            if not (isinstance(module, _BatchNorm) and key in _NORM)
+        ]
+        self.steps = 0
+
+    @property
+    def looks_at_values(self) -> bool:
+        """Whether it does so in this step."""
+        return self.steps <= _FIRST_STEPS or self.steps % _EVERY_STEPS == 0
+
+    def look(self) -> list[_Place]:
+        """Those that have changed since the last look, or may have."""
+        if self.looks_at_values:
+            return self.places
+        return [place for place in self.places if place.has_changed]
+
+    def begin_step(self) -> None:
+        """A step begins. What is now is what it is to be."""
+        self.steps += 1
+        for place in self.look():
+            place.take_checksum()
+
+    def changed_state(self) -> list[str]:
+        """The names of those that have other values than at the last look, caches left out."""
+        names = []
+        for place in self.look():
+            before, checksum = place.tensor, place.checksum
+            place.take_checksum()
+            grown = place.tensor is not None and (before is None or before.shape != place.tensor.shape)
+            is_cache = grown and not place.persistent  # made of nothing but what can be made again
+            if checksum != place.checksum and not is_cache:
+                names.append(place.name)
+        return names
+
+
+class Agreement:
+    """Whether all workers have the same buffers and train the same parameters, in every step."""
+
+    def __init__(self, model: nn.Module, world: World) -> None:
+        """`model`: as all workers have it, just placed."""
+        self.model, self.world = model, world
+        self.watch = BufferWatch(model)
+        self.frozen = [(name, each) for name, each in model.named_parameters() if not each.requires_grad]
+        for _, parameter in self.frozen:
+            parameter.grad = None  # one that is unfrozen later has none of before
+
+    def all_is_new(self) -> None:
+        """The workers have changed, and those that are new were given the others' buffers: compare all from now on."""
+        self.watch = BufferWatch(self.model)
+        for place in self.watch.places:
+            place.take_checksum()
+
+    def unfreeze(self, names: Collection[str]) -> list[nn.Parameter]:
+        """Train the parameters of these names, too, as other workers or an earlier run did. Those that were frozen."""
+        found = [each for name, each in self.frozen if name in names]
+        for parameter in found:
+            parameter.requires_grad_()
+        self.known()
+        return found
+
+    def known(self) -> None:
+        """Those that are trained now are trained by all workers."""
+        self.frozen = [each for each in self.frozen if not each[1].requires_grad]
+
+    def leave_for_next_step(self) -> None:
+        """Those that were unfrozen in the middle of a step are trained from the next one on."""
+        for _, parameter in self.unfrozen():
+            parameter.grad = None
+
+    def trained(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters, with their names, that all workers are known to train."""
+        frozen = {name for name, _ in self.frozen}
+        found = self.model.named_parameters()
+        return [(name, each) for name, each in found if each.requires_grad and name not in frozen]
+
+    def unfrozen(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters, with their names, that were not trained and are to be trained now."""
+        if not any(map(_IS_TRAINED, map(_PARAMETER, self.frozen))):  # half the time of a loop, in every step
+            return []
+        return [(name, each) for name, each in self.frozen if each.requires_grad]
+
+    @property
+    def may_differ(self) -> bool:
+        """Whether there is anything in which workers could differ; the same on all of them."""
+        return bool(self.watch.places or self.frozen)
+
+    def numbers(self) -> list[float]:
+        """What this worker tells the others in a step, to be summed over them; empty where nothing can differ."""
+        if not self.may_differ:
+            return []
+        for place in self.watch.look():
+            place.take_checksum()
+        own = zlib.crc32("\0".join(name for name, _ in self.unfrozen()).encode()) if self.frozen else 0
+        for place in self.watch.places:
+            if place.checksum:
+                own = zlib.crc32(f"{place.name}\0{place.checksum}".encode(), own)
+        own >>= 32 - _BITS
+        return [float(own), float(own * own)]
+
+    def check(self, sums: Sequence[float]) -> None:
+        """See that all are alike, by the sums of their `numbers`. Called by all workers.
+
+        Raises:
+            ConfigError: they are not; on every worker.
+        """
+        total, squares = (int(each) for each in sums)
+        if self.world.size * squares == total * total:
+            return
+        for place in self.watch.places:
+            place.take_checksum()
+        found = {place.name: [place.checksum, place.persistent, _shape(place.tensor)] for place in self.watch.places}
+        told = [
+            json.loads(each)
+            for each in gather_words(self.world, json.dumps([found, [name for name, _ in self.unfrozen()]]))
+        ]
+        self._compare_trained([set(names) for _, names in told])
+        self._compare_buffers([buffers for buffers, _ in told])
+
+    def _compare_trained(self, told: Sequence[set[str]]) -> None:
+        for name, _ in self.frozen:
+            those = [rank for rank, names in enumerate(told) if name in names]
+            if 0 < len(those) < len(told):
+                raise ConfigError(
+                    f"the parameter {name!r} is to be trained on {len(those)} of {len(told)} workers",
+                    where=f"rank {', '.join(map(str, those))}",
+                    fix="set requires_grad on every worker in the same step: not in a listener, nor for the first only",
+                )
+
+    def _compare_buffers(self, told: Sequence[dict[str, list[object]]]) -> None:
+        caches = set()
+        for name, first in told[0].items():
+            others = [buffers[name] for buffers in told]
+            if all(other == first for other in others):
+                continue
+            _, persistent, _ = first
+            if not persistent and any(other[2] != first[2] for other in others):
+                caches.add(name)  # grown by what each has seen, and made of nothing else
+                continue
+            raise ConfigError(
+                f"the forward pass changes the buffer {name!r}, and other workers' samples change it otherwise",
+                where=f"rank {next(rank for rank, other in enumerate(others) if other != first)}",
+                fix="sum what it is made of over the workers (torch.distributed.all_reduce) before it is put into the "
+                "buffer, change it between steps by what all share, or train in one process",
+            )
+        self.watch.places = [place for place in self.watch.places if place.name not in caches]
+
+
+def _shape(tensor: Tensor | None) -> list[int] | None:
+    return None if tensor is None else list(tensor.shape)

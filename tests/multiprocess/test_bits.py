@@ -242,5 +242,5 @@ def test_layer_that_changes_a_buffer_in_the_forward_pass_is_refused(
         virtual_workers=2,
         run_dir=tmp_path,
     )
-    with pytest.raises(ConfigError, match=r"changes the buffer .*_u'"):
-        trainer.fit("2 steps")  # the first one leaves a vector of one element as it is
+    with pytest.raises(ConfigError, match=r"changes the buffer .*_v'"):
+        trainer.fit("2 steps")  # the first leaves the vectors as they are

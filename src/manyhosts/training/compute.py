@@ -83,14 +83,22 @@ class ForwardPass:
             return step_values(self.step(model, batch))
         assert self.loss is not None, "a trainer has either a loss or a step"
         inputs, targets = pair(batch)
-        loss = self.loss(model(inputs), targets)
-        if loss.dim():
-            raise ConfigError(
-                f"the loss has shape {tuple(loss.shape)}, but must be one number: the mean over the samples",
-                where="mh.Trainer(loss=…)",
-                fix='use reduction="mean"',
-            )
-        return {"loss": loss}
+        return {"loss": one_number(self.loss(model(inputs), targets), where="mh.Trainer(loss=…)")}
+
+
+def one_number(loss: Tensor, *, where: str) -> Tensor:
+    """`loss`, of shape ().
+
+    Raises:
+        ConfigError: it has another.
+    """
+    if loss.dim():
+        raise ConfigError(
+            f"the loss has shape {tuple(loss.shape)}, but must be one number: the mean over the samples",
+            where=where,
+            fix='use reduction="mean"',
+        )
+    return loss
 
 
 def step_values(result: Tensor | Mapping[str, Any]) -> dict[str, Tensor]:
@@ -100,7 +108,7 @@ def step_values(result: Tensor | Mapping[str, Any]) -> dict[str, Tensor]:
         ConfigError: there is no loss in it.
     """
     if isinstance(result, Tensor):
-        return {"loss": result}
+        return {"loss": one_number(result, where="mh.Trainer(step=…)")}
     if not isinstance(result, Mapping) or not isinstance(result.get("loss"), Tensor):
         raise ConfigError(
             f"step returned a {type(result).__name__} without a tensor named 'loss'",
@@ -113,6 +121,7 @@ def step_values(result: Tensor | Mapping[str, Any]) -> dict[str, Tensor]:
             where="mh.Trainer(step=…)",
             fix="give it as mh.Trainer(weight=function(batch) -> number), or log the value under another name",
         )
+    one_number(result["loss"], where="mh.Trainer(step=…)")
     device = result["loss"].device
     return {
         name: value if isinstance(value, Tensor) else torch.tensor(float(value), device=device)

@@ -24,7 +24,7 @@ from manyhosts.data.fetch import Fetcher
 from manyhosts.data.order import Indices, bounds
 from manyhosts.data.steps import Loader, mapped
 from manyhosts.errors import ConfigError
-from manyhosts.training.compute import Loss, UserStep, pair, step_values
+from manyhosts.training.compute import Loss, UserStep, one_number, pair, step_values
 from manyhosts.training.metrics import Metrics
 from manyhosts.training.weighing import Weighing
 
@@ -136,7 +136,7 @@ class Evaluation:
                 assert self.loss is not None, "a trainer has either a loss or a step"
                 inputs, targets = pair(batch)
                 outputs = model(inputs)
-                values = {"loss": self.loss(outputs, targets)}
+                values = {"loss": one_number(self.loss(outputs, targets), where="mh.Trainer(loss=…)")}
         self.metrics.update(first, outputs, targets)
         return values
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -31,5 +32,6 @@ def _largest(tensors: Sequence[Tensor]) -> Tensor:
     looked_at = [each for each in tensors if each.numel() and (each.is_floating_point() or each.is_complex())]
     if not looked_at:
         return torch.zeros(())
-    norms = torch._foreach_norm(looked_at, float("inf"))
+    # Numbers of one byte have no norm of their own.
+    norms = torch._foreach_norm([each.float() if each.element_size() == 1 else each for each in looked_at], math.inf)
     return torch.stack([norm.float() for norm in norms]).max()

@@ -208,8 +208,8 @@ def test_every_loss_has_the_same_bits_with_virtual_workers(tmp_path: Path) -> No
     more = {"virtual_workers": 3, "micro_batch_size": 3}
     [one] = run_ranks(1, fitted, tmp_path / "1", tuple(CASES), more)
     assert_plain(one)
-    for workers in (2, 3):
-        for found in run_ranks(workers, fitted, tmp_path / str(workers), tuple(CASES), more):
+    for workers, audit in ((2, {}), (3, {"audit": 1.0})):  # an audit computes the parts of others with their weights
+        for found in run_ranks(workers, fitted, tmp_path / str(workers), tuple(CASES), {**more, **audit}):
             assert found == one
 
 

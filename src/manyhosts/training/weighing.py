@@ -98,7 +98,8 @@ class Weighing:
             by_part[part if self.by_part else 0] = math.fsum(own)
         if trouble:
             by_part[:] = math.nan  # so that the others hear of it, and nobody waits
-        total = math.fsum(self.world.stack(by_part.to(self.world.device)).flatten().tolist())
+        told = self.world.stack(by_part.to(self.world.device))
+        total = math.fsum(told.flatten().tolist())
         if math.isnan(total):
             raise TrainingError(
                 trouble or "the weight of a piece could not be found on another worker",
@@ -110,7 +111,12 @@ class Weighing:
             replace(piece, plan=replace(piece.plan, weight=next(shares))) if piece.plan.weight else piece
             for piece in step.pieces
         ]
-        audits = [replace(each, pieces=[self._share(piece, total) for piece in each.pieces]) for each in step.audits]
+        counted = told.sum(0).tolist()
+        audits = [
+            replace(each, pieces=[self._share(piece, total) for piece in each.pieces])
+            for each in step.audits
+            if counted[each.audit.part]  # of a part that counts nothing, nobody computes anything
+        ]
         return replace(step, pieces=pieces, audits=audits), total
 
     def _share(self, piece: LoadedPiece, total: float) -> LoadedPiece:

@@ -38,7 +38,7 @@ def main() -> None:
         strategy = make(way, world)
         model = strategy.place(nn.Linear(1024, 1024, bias=False))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        piece = Piece(torch.ones(1, 1024), 1, 0.25, (0,))
+        piece = Piece(lambda: torch.ones(1, 1024), 1, 0.25, (0,))
         for step in range(3 + steps):  # three before: the order of gradients, groups, and a whole round of local steps
             if step == 3:
                 world.barrier()

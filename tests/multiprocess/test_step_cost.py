@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -47,7 +48,7 @@ def losses_of_steps(rank: int, dtype: torch.dtype, options: dict[str, Any]) -> l
     found = []
     for _ in range(STEPS):
         begun = world.sums
-        piece = Piece(torch.ones(2, 30, dtype=dtype), 2, WEIGHTS[rank], (0,))
+        piece = Piece(lambda: torch.ones(2, 30, dtype=dtype), 2, WEIGHTS[rank], (0,))
         outcome = strategy.forward_backward(model, [piece], compute, lambda loss: loss, [float(rank)])
         strategy.update(model, optimizer)
         assert strategy.buckets is not None
@@ -89,7 +90,10 @@ def gradients_with_one_unused(rank: int) -> tuple[list[Any], list[Any]]:
     found = []
     for _ in range(2):
         # The third layer has a gradient of the first piece, and none in the pass whose gradients leave as they come.
-        pieces = [Piece(torch.ones(samples, 20) * (rank + 1), samples, 0.25 * samples, (0,)) for samples in (1, 1, 2)]
+        pieces = [
+            Piece(partial(torch.full, (samples, 20), rank + 1.0), samples, 0.25 * samples, (0,))
+            for samples in (1, 1, 2)
+        ]
         strategy.forward_backward(model, pieces[rank:], compute, lambda loss: loss, [])
         found.append([None if p.grad is None else p.grad.tolist() for p in model.parameters()])
     return found[0], found[1]

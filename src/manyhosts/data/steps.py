@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from typing import Any, Literal
 
 import torch
@@ -53,6 +53,20 @@ class LoadedPiece:
     batch: Any
 
 
+class DuePiece:
+    """A piece whose batch is fetched when it is asked for, and held by nobody here: so few are in memory at a time."""
+
+    __slots__ = ("_fetch", "plan")
+
+    def __init__(self, plan: PiecePlan, fetch: Callable[[], Any]) -> None:
+        self.plan, self._fetch = plan, fetch
+
+    @property
+    def batch(self) -> Any:
+        """Ask once, in the order of the pieces; a piece may be passed over."""
+        return self._fetch()
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedAudit:
     """An audit, and what this worker has to compute for it: nothing where it is not one of those who check."""
@@ -71,7 +85,7 @@ class Step:
     after: Position
     """Where the data stands when the step is done."""
     ends_epoch: bool
-    pieces: list[LoadedPiece]
+    pieces: Sequence[LoadedPiece | DuePiece]
     taken: Indices
     """The samples of the global batch, by index; of a stream that is read in shards, by number (see `shards`)."""
     stream: Mapping[str, Any] = field(default_factory=dict)
@@ -173,13 +187,17 @@ class Loader:
                 yield plan.loaded(partial(self._fetch_piece, plan.epoch))
         # The plan is walked twice: once ahead, for the fetching, and once as steps are taken. So a step in which this
         # worker has no piece is taken without waiting for the first batch of a later one.
-        batches = self.batches(
-            (plan.epoch, piece.indices) for plan in _walk(copy(order), cut, position) for piece in plan.all_pieces()
+        batches = _InOrder(
+            self.batches(
+                (plan.epoch, piece.indices) for plan in _walk(copy(order), cut, position) for piece in plan.all_pieces()
+            )
         )
+        begun = 0
         for plan in _walk(order, cut, position):
-            yield plan.loaded(lambda _: next(batches))
+            yield plan.loaded(partial(batches.get, begun))
+            begun += len(plan.all_pieces())
 
-    def _fetch_piece(self, epoch: int, piece: PiecePlan) -> Any:
+    def _fetch_piece(self, epoch: int, number: int, piece: PiecePlan) -> Any:
         return self._fetch(epoch, piece.indices)
 
     def _fetch(self, epoch: int, indices: Indices) -> Any:
@@ -199,14 +217,19 @@ class _StepPlan:
 
     def all_pieces(self) -> list[PiecePlan]:
         """What is to be fetched, in the order in which `loaded` asks for it."""
-        return [*self.pieces, *(piece for _, pieces in self.audits for piece in pieces)]
+        return [*(piece for _, pieces in self.audits for piece in pieces), *self.pieces]
 
-    def loaded(self, fetch: Callable[[PiecePlan], Any]) -> Step:
-        """The step, with what `fetch` gives for each piece."""
-        own = [LoadedPiece(piece, fetch(piece)) for piece in self.pieces]
+    def loaded(self, fetch: Callable[[int, PiecePlan], Any]) -> Step:
+        """The step, with what `fetch` gives for each piece and its number among all.
+
+        What is audited is there at once, because it may be computed more than once; the rest when it is asked for.
+        """
+        numbers = count()
         audits = [
-            LoadedAudit(audit, [LoadedPiece(piece, fetch(piece)) for piece in pieces]) for audit, pieces in self.audits
+            LoadedAudit(audit, [LoadedPiece(piece, fetch(next(numbers), piece)) for piece in pieces])
+            for audit, pieces in self.audits
         ]
+        own = [DuePiece(piece, partial(fetch, next(numbers), piece)) for piece in self.pieces]
         ends = self.after.epoch > self.epoch
         return Step(self.epoch, len(self.taken), self.after, ends, own, self.taken, audits=audits)
 
@@ -219,6 +242,22 @@ def _walk(order: Order, cut: Cut, position: Position) -> Iterator[_StepPlan]:
         audits = plan_audits(indices, cut, position)
         yield _StepPlan(position.epoch, indices, after, plan_pieces(indices, cut), audits)
         position = after
+
+
+class _InOrder:
+    """Batches that come one after another, asked for by number: those that nobody asks for are passed over."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self.batches, self.come = batches, 0
+
+    def get(self, begun: int, number: int, piece: PiecePlan) -> Any:
+        """That of `piece`, the one behind `begun` + `number` others."""
+        wanted = begun + number
+        assert wanted >= self.come, f"batch {wanted} was asked for when {self.come} had come"
+        for _ in range(wanted - self.come):
+            next(self.batches)
+        self.come = wanted + 1
+        return next(self.batches)
 
 
 class _Requested:

@@ -33,13 +33,18 @@ class Piece:
     with `weight` 0, so that it takes part in every collective that stands inside the model and changes nothing.
     """
 
-    batch: Any
-    """What the model's step is given, on its device."""
+    bring: Callable[[], Any]
+    """Gives the batch on the model's device, once."""
     samples: int
     weight: float
     """This piece's share of the global batch: its samples over those of all workers. The weights of a step sum to 1."""
     address: tuple[int, ...]
     """(step, part, micro-batch): where dropout's random numbers come from."""
+
+    @property
+    def batch(self) -> Any:
+        """What the model's step is given. Ask once, in the order of the pieces; it is fetched then, and not before."""
+        return self.bring()
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,11 +66,12 @@ class ForwardPass:
 
     def __call__(self, model: nn.Module, piece: Piece) -> Mapping[str, Tensor]:
         """The means over the piece's samples: `loss`, and what the user's step returned beside it."""
+        batch = piece.batch  # it may draw random numbers of its own
         randomness.seed_compute(self.seed, randomness.COMPUTE, *piece.address)
         if self.global_batch is not None:
             # In the backward pass, too, where a checkpoint computes again.
             self.global_batch.ghost = piece.weight == 0
-        return self._values(model, piece.batch)
+        return self._values(model, batch)
 
     def _values(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
         with self.context():

@@ -6,6 +6,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from manyhosts.communication.shared_norm import acting
 from manyhosts.config.settings import Settings
 from manyhosts.data import randomness
-from manyhosts.data.steps import LoadedPiece, Step, mapped
+from manyhosts.data.steps import DuePiece, LoadedPiece, Step, mapped
 from manyhosts.events import ValidationDone
 from manyhosts.strategies.alone import Drifting, together
 from manyhosts.strategies.audit import Auditable
@@ -95,6 +96,8 @@ class Loop:
         """The last step that broke off since workers went; 0 where none did."""
         self.taken: Step | None = None
         """What the step under way, or the last one, has read."""
+        self.brought_s = 0.0
+        """Seconds that this worker has waited for batches in the midst of steps."""
         self.torn = False
         """Whether an update broke off, so that the parameters are those of no step."""
         self.trusted: int | None = None
@@ -176,7 +179,7 @@ class Loop:
         """One optimizer step, from waiting for its samples to telling its numbers."""
         world, state = self.parts.world, self.state
         begin, sent, stalled = time.perf_counter(), world.bytes_sent, self.keeping.stalled_s
-        self.since, exchanged = time.time(), world.exchange_s
+        self.since, exchanged, brought = time.time(), world.exchange_s, self.brought_s
         step = next(steps)
         weighed, weight = self.counting.of(step)  # before the step is under way: workers may be lost here, too
         fetched, exposed = time.perf_counter(), world.exposed_s
@@ -199,7 +202,9 @@ class Loop:
         if self.watcher is not None:
             self.watcher.steps(state.step)
         stall = self.keeping.stalled_s - stalled
-        timing = HostTiming(end - begin, fetched - begin, world.exposed_s - exposed, stall, end - fetched - stall)
+        in_between = self.brought_s - brought
+        waited, worked = fetched - begin + in_between, end - fetched - stall - in_between
+        timing = HostTiming(end - begin, waited, world.exposed_s - exposed, stall, worked)
         facts = StepFacts(
             step=state.step,
             epoch=step.epoch,
@@ -297,20 +302,26 @@ class Loop:
         self.schedule_step()
         return StepOutcome({"loss": torch.full((), math.nan, device=world.device)}, riders), None
 
-    def pieces(self, loaded_pieces: Sequence[LoadedPiece]) -> list[Piece]:
-        """Pieces of the step under way on this worker's device."""
-        device = self.parts.world.device
+    def pieces(self, due: Sequence[LoadedPiece | DuePiece]) -> list[Piece]:
+        """Pieces of the step under way. Each batch comes when the forward pass wants it: so few are in memory."""
         return [
             Piece(
-                batch=loaded.batch
-                if self.on_cpu
-                else mapped(loaded.batch, lambda tensor: tensor.to(device, non_blocking=True)),
+                bring=partial(self.bring, loaded),
                 samples=len(loaded.plan.indices),
                 weight=loaded.plan.weight,
                 address=(self.state.step, loaded.plan.part, loaded.plan.micro),
             )
-            for loaded in loaded_pieces
+            for loaded in due
         ]
+
+    def bring(self, piece: LoadedPiece | DuePiece) -> Any:
+        """The batch of a piece, on this worker's device. To wait for it is to wait for data."""
+        begin, device = time.perf_counter(), self.parts.world.device
+        batch = piece.batch
+        if not self.on_cpu:
+            batch = mapped(batch, lambda tensor: tensor.to(device, non_blocking=True))
+        self.brought_s += time.perf_counter() - begin
+        return batch
 
     def riders(self) -> tuple[float, ...]:
         """The leader's clock, whether this worker knows of one that wants to join, and what asked it to stop."""

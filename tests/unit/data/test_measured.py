@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from manyhosts.data import measured
 from manyhosts.data.fetch import Fetcher
 from manyhosts.data.measured import MEASURED, Timed, loaders_for, most_here
 from manyhosts.data.order import Order, Position
-from manyhosts.data.steps import Cut, Loader, Step
+from manyhosts.data.steps import Cut, LoadedPiece, Loader, Step
 
 
 class Slow(Dataset[torch.Tensor]):
@@ -84,7 +85,8 @@ def steps_of(processes: Any, seconds: float, count: int = 20) -> tuple[list[Step
     order = Order(30, batch=4, seed=3, shuffle=True, drop_last=False)
     found = []
     for step in islice(loader.steps(order, Cut(1, 0, 1, 3), Position(0)), count):
-        found.append(step)
+        pieces = [LoadedPiece(piece.plan, piece.batch) for piece in step.pieces]  # as a forward pass asks for them
+        found.append(replace(step, pieces=pieces))
         time.sleep(0.01)
     return found, loader, said
 

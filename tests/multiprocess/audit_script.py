@@ -58,7 +58,7 @@ class Faults:
             found = pieces(loop, loaded)
             if found and self.strike("input"):
                 inputs, labels = found[0].batch
-                found[0] = replace(found[0], batch=[flipped(inputs), labels])
+                found[0] = replace(found[0], bring=lambda: [flipped(inputs), labels])
             return found
 
         def wrong_step(loop: Loop, step: Any) -> Any:

@@ -35,10 +35,12 @@ def most_alive(rank: int, run_dir: Path, settings: dict[str, Any]) -> tuple[int,
 
     def step(model: nn.Module, batch: list[Tensor]) -> Tensor:
         nonlocal most, count
-        count += 1
-        alive.add(count)
-        weakref.finalize(batch[0], alive.discard, count)
-        most = max(most, len(alive))
+        if model.training:  # and not the look at what the loss is a mean over
+            count += 1
+            alive.add(count)
+            weakref.finalize(batch[0], alive.discard, count)
+            if count > 48:  # in the first step the batches that were looked at are still there
+                most = max(most, len(alive))
         return (model(batch[0]) - batch[1]).square().mean()
 
     inputs = torch.arange(96.0)[:, None].repeat(1, 4) / 96

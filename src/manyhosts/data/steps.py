@@ -97,6 +97,13 @@ class Step:
     audits: Sequence[LoadedAudit] = ()
     """The same ones on every worker."""
 
+    def fetched(self, most: int | None = None) -> list[LoadedPiece]:
+        """The first `most` pieces, or all, with their batches. Whoever asks puts them in the place of those."""
+        return [
+            piece if isinstance(piece, LoadedPiece) else LoadedPiece(piece.plan, piece.batch)
+            for piece in self.pieces[:most]
+        ]
+
 
 def plan_pieces(indices: Indices, cut: Cut) -> list[PiecePlan]:
     """The pieces of one global batch that a worker with `cut` computes; their weights over all workers sum to 1."""

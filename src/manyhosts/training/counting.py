@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from manyhosts.communication.batch_norm import GlobalBatch
 from manyhosts.config.settings import Settings
-from manyhosts.data.steps import LoadedPiece, Step
+from manyhosts.data.steps import DuePiece, LoadedPiece, Step
 from manyhosts.training import first_look
 from manyhosts.training.build import Parts
 from manyhosts.training.means import LOOKED_FOR
@@ -33,15 +33,18 @@ class Counting:
             TrainingError: the user's rule gives no number.
         """
         weighing = self.parts.weighing
-        if not self.settled:
-            self.settle(step.pieces)
-            self.settled = True
+        if not self.settled and not weighing.knows:
+            most = None if weighing.must_look else first_look.MOST_PIECES
+            looked_at = step.fetched(most)
+            step = replace(step, pieces=[*looked_at, *step.pieces[len(looked_at) :]])
+            self.settle(looked_at)
+        self.settled = True
         if weighing.counts_samples:
             return step, None
         weighed, weight = weighing.of(step, self.state.step + 1)
         return replace(weighed, pieces=self._computed(weighed.pieces)), weight
 
-    def _computed(self, pieces: list[LoadedPiece]) -> list[LoadedPiece]:
+    def _computed(self, pieces: Sequence[LoadedPiece | DuePiece]) -> Sequence[LoadedPiece | DuePiece]:
         """Those of `pieces` that must be computed: one that counts nothing only for a collective inside the model."""
         if isinstance(self.parts.batch_norm, GlobalBatch) or self.settings.virtual_workers is not None:
             return pieces
@@ -57,8 +60,6 @@ class Counting:
     def settle(self, pieces: Sequence[LoadedPiece]) -> None:
         """Find the rule, where it does not follow from the script. All workers call this before the same step."""
         weighing, state = self.parts.weighing, self.state
-        if weighing.knows:
-            return
         if weighing.classes is not None:
             weighing.look_at_targets(pieces)
         elif callable(weighing.said):

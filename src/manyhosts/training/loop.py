@@ -181,6 +181,8 @@ class Loop:
         begin, sent, stalled = time.perf_counter(), world.bytes_sent, self.keeping.stalled_s
         self.since, exchanged, brought = time.time(), world.exchange_s, self.brought_s
         step = next(steps)
+        if self.watcher is not None:
+            step = self.watcher.reads(step)
         weighed, weight = self.counting.of(step)  # before the step is under way: workers may be lost here, too
         fetched, exposed = time.perf_counter(), world.exposed_s
         if self.first_steps.stream_is_new:
@@ -188,8 +190,6 @@ class Loop:
             compare_streams(world, step)
         world.take_waits()  # what workers tell each other to find the samples is a part of waiting for those
         self.under_way, self.taken = state.step + 1, step
-        if self.watcher is not None:
-            self.watcher.reads(step)
         left_out = state.step + 1 in state.left_out
         if self.note_samples is not None and not left_out:
             self.note_samples(state.step + 1, _indices(step))

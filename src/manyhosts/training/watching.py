@@ -26,8 +26,8 @@ class Watcher(Protocol):
     def begins(self, parts: Any, settings: Settings, state: RunState) -> None:
         """Training begins from where `state` stands, with `build.Parts`; once more where workers went or came."""
 
-    def reads(self, step: Step) -> None:
-        """The samples of a step are there, and nothing is computed of them yet."""
+    def reads(self, step: Step) -> Step:
+        """The samples of a step are there, and nothing is computed of them yet. Returns the step to take."""
 
     def differentiates(self, outcome: StepOutcome) -> None:
         """The gradients of the step are in `grad`, neither clipped nor used."""

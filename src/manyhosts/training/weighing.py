@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -17,7 +18,7 @@ from manyhosts.communication.world import World
 from manyhosts.config.settings import Settings
 from manyhosts.data.data import Data
 from manyhosts.data.fetch import tensors_of
-from manyhosts.data.steps import LoadedPiece, Step
+from manyhosts.data.steps import DuePiece, LoadedPiece, Step
 from manyhosts.errors import ConfigError, TrainingError
 from manyhosts.training.means import LOOKED_FOR, ClassMean, Rule, class_mean, has_ignored, is_plain, refuse_sum
 
@@ -88,9 +89,10 @@ class Weighing:
             ConfigError: a target does not count, which was not to be seen at the start.
         """
         if self.rule is None:
-            self._check(step.pieces, number)
-            return step, float(step.samples)
-        real = [piece for piece in step.pieces if piece.plan.weight]
+            guarded = [DuePiece(piece.plan, partial(self._checked, piece, number)) for piece in step.pieces]
+            return replace(step, pieces=guarded), float(step.samples)
+        fetched = step.fetched()  # what they count is in their batches
+        real = [piece for piece in fetched if piece.plan.weight]
         counts, trouble = self._counts(real)
         by_part = torch.zeros(self.parts, dtype=torch.float64)
         for part in {piece.plan.part for piece in real} if not trouble else ():
@@ -109,7 +111,7 @@ class Weighing:
         shares = iter([count / total if total else 0.0 for count in counts])
         pieces = [
             replace(piece, plan=replace(piece.plan, weight=next(shares))) if piece.plan.weight else piece
-            for piece in step.pieces
+            for piece in fetched
         ]
         counted = told.sum(0).tolist()
         audits = [
@@ -140,16 +142,19 @@ class Weighing:
             counts.append(count)
         return counts, ""
 
-    def _check(self, pieces: Sequence[LoadedPiece], number: int) -> None:
-        for piece in pieces:
-            left_out = self.guard is not None and self.guard.leaves_out(piece.batch)
-            if left_out or (self.labels_guarded and has_ignored(piece.batch)):
+    def _checked(self, piece: LoadedPiece | DuePiece, number: int) -> Any:
+        """The batch of a piece, of which every target counts."""
+        batch = piece.batch
+        if piece.plan.weight:
+            left_out = self.guard is not None and self.guard.leaves_out(batch)
+            if left_out or (self.labels_guarded and has_ignored(batch)):
                 raise ConfigError(
                     f"a target of step {number} does not count in the loss (it is the ignored class), and at the start "
                     "all did, so pieces were taken to count by their samples",
                     where=f"mh.Trainer(loss=…), step {number}",
                     fix="give weight=lambda batch: (batch[1] != -100).sum(), or what else a piece counts in the mean",
                 )
+        return batch
 
 
 def _all_count(classes: ClassMean, data: Data) -> bool | None:

@@ -105,7 +105,8 @@ class Experiments:
         return found
 
     def _piece(self, samples: Sequence[Any]) -> Piece:
-        return Piece(batch=self._batch(samples), samples=len(samples), weight=1.0, address=(0, 0, 0))
+        batch = self._batch(samples)
+        return Piece(bring=lambda: batch, samples=len(samples), weight=1.0, address=(0, 0, 0))
 
     def _pass_over(self, kept: _Kept) -> Callable[[Piece], tuple[float, Tensor | None]]:
         """Computes a piece from the same state each time: its loss, and what the model gave, where that is a tensor."""

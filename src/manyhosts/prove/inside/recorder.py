@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -60,17 +61,18 @@ class Recorder:
         if self.conduct.experiments:
             self.experiments = Experiments(parts, settings, state, self.calm)
 
-    def reads(self, step: Step) -> None:
-        """Note the samples; take out of them, and of the model, what this trial leaves out."""
+    def reads(self, step: Step) -> Step:
+        """Note the samples. Returns the step without what this trial leaves out of them; so is the model."""
+        pieces = step.fetched()
         self.line = {
             "epoch": step.epoch,
             "samples": step.samples,
             "shards": step.shards,
             "taken": [int(index) for index in step.taken],
-            "own": [int(index) for piece in step.pieces if piece.plan.weight for index in piece.plan.indices],
+            "own": [int(index) for piece in pieces if piece.plan.weight for index in piece.plan.indices],
             "data": {
                 str(int(index)): digest
-                for piece in step.pieces
+                for piece in pieces
                 if piece.plan.weight
                 for index, digest in zip(
                     piece.plan.indices, digests_of_rows(piece.batch, len(piece.plan.indices)), strict=False
@@ -78,13 +80,13 @@ class Recorder:
             },
             "before": self._digests(),
         }
-        for number, piece in enumerate(step.pieces):
-            step.pieces[number] = LoadedPiece(piece.plan, self.calm.change_batch(piece.batch))
+        changed = [LoadedPiece(piece.plan, self.calm.change_batch(piece.batch)) for piece in pieces]
         self.calm.freeze(self.parts.trained)
         self.drew = False
         if self.experiments is not None:
             self.writer.add("experiments", **self.experiments.run())
             self.writer.end()
+        return replace(step, pieces=changed)
 
     def differentiates(self, outcome: StepOutcome) -> None:
         """Note losses and gradients."""

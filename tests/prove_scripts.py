@@ -151,8 +151,8 @@ class Centred(nn.Module):
 fit(model=Centred)
 """,
         "workers",
-        "state changed in forward",
-        "average",
+        "does not run",
+        "'average'",
     ),
     "a count of passes": Script(
         """
@@ -173,11 +173,6 @@ fit(model=Counting)
         "state changed in forward",
         "calls",
     ),
-    "a loss that is a sum": Script(
-        'fit(loss=nn.CrossEntropyLoss(reduction="sum"), optimizer=lambda p: torch.optim.SGD(p, lr=1e-3))',
-        "micro",
-        "loss is a sum",
-    ),
     "a sum over a fixed number": Script(
         """
 def step(model, batch):
@@ -187,7 +182,8 @@ def step(model, batch):
 fit(step=step)
 """,
         "workers",
-        "loss is a sum",
+        "does not run",
+        "the loss is no mean",
     ),
     "samples compared with each other": Script(
         """
@@ -199,7 +195,25 @@ def step(model, batch):
 fit(step=step)
 """,
         "workers",
-        "loss is no mean",
+        "does not run",
+        "the loss is no mean",
+    ),
+    "own generator in collate": Script(
+        """
+generator = np.random.default_rng(1)
+
+
+def masked(samples):
+    batch = torch.utils.data.default_collate(samples)
+    batch[0].mul_(float(generator.random()))
+    return batch
+
+
+fit(data={"collate": masked})
+""",
+        "resume",
+        "own generator in collate",
+        "generator",
     ),
     "samples mixed in the model": Script(
         """
@@ -276,6 +290,41 @@ fit(train=Timed())
 """,
         "resume",
         "data depends on the time",
+    ),
+    "a stream by the number of workers": Script(
+        """
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        random = torch.Generator().manual_seed(int(os.environ["WORLD_SIZE"]))
+        for target in targets:
+            yield torch.randn(8, generator=random), target
+
+
+fit(train=Stream())
+""",
+        "workers",
+        "data depends on the worker",
+        "the stream gives other samples",
+    ),
+    "data by the loader process": Script(
+        """
+import multiprocessing
+
+
+class Numbered(Plain):
+    def __getitem__(self, index):
+        return inputs[index] * (1 + sum(multiprocessing.current_process()._identity)), targets[index]
+
+
+fit(train=Numbered(), data={"loader_workers": 2})
+""",
+        "workers",
+        "loader processes",
+    ),
+    "weights without a seed": Script(
+        "torch.seed()\nfit(model=network())",
+        "workers",
+        "initial weights",
     ),
     "schedule by the number of workers": Script(
         """

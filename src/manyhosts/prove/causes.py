@@ -46,7 +46,7 @@ def find(trials: Trials, one: Setup, other: Setup, found: Departure, promise: st
 
 def _suspects(trials: Trials, ours: Trial, theirs: Trial, found: Departure, promise: str) -> Iterator[Cause | None]:
     """What may be the cause, cheap evidence first; a further trial is run only when its turn comes."""
-    yield of_inputs(ours, theirs, found)
+    yield _of_resumed_inputs(found) if promise == "resume" else of_inputs(ours, theirs, found)
     yield of_changed_workers(theirs.trace)
     if promise == "workers":
         yield from _of_settings(trials, ours, theirs)
@@ -57,7 +57,7 @@ def _suspects(trials: Trials, ours: Trial, theirs: Trial, found: Departure, prom
     yield apart.of_data(trials, ours, theirs)
     yield apart.of_forward()
     if promise == "resume":
-        yield _of_snapshot(ours, theirs, found, apart)
+        yield _of_snapshot(ours, theirs, found)
     yield apart.of_state()
     yield apart.of_loss()
     yield apart.of_counter()
@@ -94,6 +94,26 @@ def of_inputs(ours: Trial, theirs: Trial, found: Departure) -> Cause | None:
         pairs = zip(ours.trace.of(step)["lr"], theirs.trace.of(step)["lr"], strict=False)
         if step <= found.step and any(not math.isclose(one, other, rel_tol=1e-9) for one, other in pairs):
             return of_inputs(ours, theirs, Departure(step, "learning rate"))
+    return None
+
+
+def _of_resumed_inputs(found: Departure) -> Cause | None:
+    """The same of a run that has been resumed."""
+    if found.what == "samples":
+        return Cause(
+            "samples",
+            "after the resume the run takes other samples than it would have taken: some twice, or some never",
+            "give mh.Data the same dataset in the same order each time; a stream must go on where it stood",
+            f"step {found.step} takes {found.seen[0]} undisturbed, and {found.seen[1]} after a kill and a resume",
+        )
+    if found.what == "learning rate":
+        return Cause(
+            "lost by the resume",
+            f"the learning rate of step {found.step} is {found.seen[0]} undisturbed, and {found.seen[1]} after a kill"
+            " and a resume",
+            "give the schedule as mh.Trainer(schedule=…), and keep what it counts with in its state_dict",
+            "the rates that the optimizer had in each step",
+        )
     return None
 
 
@@ -205,6 +225,9 @@ class Experimented:
         if any(not found["again"] for found in self.data):
             found = next(found for found in self.data if not found["again"])
             return _of_second_reading(found)
+        for found in self.data:
+            if "collate" in found and not found["collate"]["again"]:
+                return _of_second_collate(found["collate"])
         if len({tuple(found["digests"]) for found in self.data}) == 1:
             return None
         alike = trials.run(replace(self.setup, seeds_alike=True)).trace.experiments
@@ -256,7 +279,8 @@ class Experimented:
             "state changed in forward",
             f"`forward` changes {_names(names)}, once per forward pass: on more workers, or in smaller pieces, by other"
             " samples and more often",
-            "change it once per step, from what is equal on all workers: in a callback, or from the parameters",
+            "sum what it is made of over the workers (torch.distributed.all_reduce), compute it from the parameters, or"
+            " train in one piece (one worker, no micro_batch_size)",
             f"{_names(names)} had other values after one forward pass",
         )
 
@@ -302,7 +326,8 @@ class Experimented:
             "state changed in forward",
             f"a forward pass changes {_names(names)}: it counts passes, whose number depends on the workers and begins"
             " anew after a resume",
-            "keep such state in a registered buffer, and change it once per step",
+            "keep such state in a registered buffer, which snapshots have, and have nothing depend on how many passes"
+            " a step has",
             f"{_names(names)} had other values after one forward pass",
         )
 
@@ -366,6 +391,22 @@ def _of_second_reading(found: Mapping[str, Any]) -> Cause:
     )
 
 
+def _of_second_collate(found: Mapping[str, Any]) -> Cause:
+    if names := [name.removeprefix("generator ") for name in found["changed"]] or found["moved"]:
+        return Cause(
+            "own generator in collate",
+            f"collate draws from {_names(names)}, which is not seeded for each batch",
+            _ADDRESS,
+            f"the same samples, put together twice, are not the same batch, and {_names(names)} has moved on",
+        )
+    return Cause(
+        "collate is not repeatable",
+        "the same samples, put together twice, are not the same batch",
+        "see what collate takes from outside: the clock, a service, os.urandom",
+        "one batch was put together twice under the same seed",
+    )
+
+
 def _of_second_pass(found: Mapping[str, Any]) -> Cause:
     names = found["changed"]
     generators = [name.removeprefix("generator ") for name in names if name.startswith("generator ")]
@@ -387,7 +428,8 @@ def _of_second_pass(found: Mapping[str, Any]) -> Cause:
         return Cause(
             "state changed in forward",
             f"a forward pass changes {_names(names)}, and what it gives with it",
-            "keep such state in a registered buffer, and change it once per step",
+            "keep such state in a registered buffer, which snapshots have, and have nothing depend on how many passes"
+            " a step has",
             f"the same piece has another loss when it is computed again, and {_names(names)} has changed",
         )
     return Cause(
@@ -398,7 +440,7 @@ def _of_second_pass(found: Mapping[str, Any]) -> Cause:
     )
 
 
-def _of_snapshot(ours: Trial, theirs: Trial, found: Departure, apart: Experimented) -> Cause | None:
+def _of_snapshot(ours: Trial, theirs: Trial, found: Departure) -> Cause | None:
     """State that a resumed run has not got back."""
     since = min((line["step"] for line in theirs.trace.begins.values()), default=0)
     if found.step == since and found.what in ("parameter", "buffer"):
@@ -409,6 +451,16 @@ def _of_snapshot(ours: Trial, theirs: Trial, found: Departure, apart: Experiment
             f"{found.what} {found.name} is not what it was when the snapshot was made{why}",
             "register it as a persistent buffer, or as a parameter",
             "the weights at the end of the step of the snapshot against those that the resumed run began with",
+        )
+    kept = ours.trace.of(since).get("optimizer", {}) if since in ours.trace.steps else {}
+    back: Mapping[str, str] = next((line.get("optimizer", {}) for line in theirs.trace.begins.values()), {})
+    lost = [name for name, digest in kept.items() if back.get(name) != digest]
+    if lost:
+        return Cause(
+            "lost by the resume",
+            f"what the optimizer keeps is not what it was when the snapshot was made: {_names(lost)}",
+            "have everything that the optimizer needs in its state_dict, and take it up in load_state_dict",
+            "the optimizer's state after the step of the snapshot against that which the resumed run began with",
         )
     return None
 

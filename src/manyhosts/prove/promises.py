@@ -111,7 +111,7 @@ def of_start(whole: Trace, back: Trace, since: int) -> Departure | None:
 
 def samples(trials: Trials) -> Verdict:
     """Each sample once: in a step by one worker, in an epoch in one step."""
-    twice = 0
+    looked = 0
     for count in trials.asked.workers:
         trial = trials.run(Setup(workers=count))
         trace = trial.trace
@@ -136,8 +136,10 @@ def samples(trials: Trials) -> Verdict:
                     ),
                 )  # fmt: skip
             before |= set(taken)
-            twice += len(taken)
-    return Verdict(promise="samples", status="holds", note=f"{twice} samples looked at")
+            looked += len(taken)
+        if trial.error is not None:
+            return _broke_off("samples", trial)
+    return Verdict(promise="samples", status="holds", note=f"{looked} samples looked at")
 
 
 def ranks(trials: Trials) -> Verdict:
@@ -160,6 +162,8 @@ def ranks(trials: Trials) -> Verdict:
                 promise="ranks", status="fails", where=f"between rank {one} and rank {other} of {count}",
                 departure=departure, cause=find(trials, trial.setup, trial.setup, departure, "ranks"),
             )  # fmt: skip
+        if trial.error is not None:
+            return _broke_off("ranks", trial)
         looked.append(count)
     if not looked:
         return Verdict(promise="ranks", status="not judged", note="there is one worker")
@@ -262,6 +266,14 @@ def _holds(promise: str, note: str, *pair: Trial) -> Verdict:
     """It holds for all steps that both have made; one that broke off early is told of instead."""
     broken = next((trial for trial in pair if trial.error is not None), None)
     return Verdict(promise=promise, status="holds", note=note) if broken is None else _does_not_run(promise, broken)
+
+
+def _broke_off(promise: str, trial: Trial) -> Verdict:
+    """It holds as far as the trial came, which is not to its end."""
+    assert trial.error is not None, "called for a trial that has failed"
+    steps = max(trial.trace.steps)
+    note = f"with {trial.setup} the script ends after step {steps}; until then it holds: {trial.error.what}"
+    return Verdict(promise=promise, status="not judged", note=note)
 
 
 def _does_not_run(promise: str, trial: Trial) -> Verdict:

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
-from manyhosts.data import randomness
+from manyhosts.data import fetch, randomness
 from manyhosts.prove.inside.calm import Calm
 from manyhosts.prove.inside.sketch import digest_of_sample, leaves_of
 from manyhosts.prove.inside.sources import changed, global_states, states_within, stopped_clock
@@ -37,6 +38,8 @@ class Experiments:
         """Only of a dataset with an index."""
         self.samples: list[Any] = []
         self.data: dict[str, Any] = {}
+        self.collate_draws = False
+        """Whether `collate` draws random numbers, so that two halves of a batch are not what the whole is."""
         self.epoch = state.position.epoch
         if self.fetcher is not None:
             indices = parts.source.order.at(state.position).tolist()
@@ -72,6 +75,22 @@ class Experiments:
             with stopped_clock():
                 self.data["with_stopped_clock"] = _digests(self._read()) == _digests(self._read())
             self.data["changed"] = changed(before, after)
+        if self.fetcher.collate is not default_collate:
+            self._collate_twice()
+
+    def _collate_twice(self) -> None:
+        before, drawn = states_within(self.fetcher.collate), global_states()
+        with randomness.kept():
+            digests = [digest_of_sample(leaves_of(self._collated())) for _ in range(2)]
+            moved = changed(drawn, global_states())
+        own = changed(before, states_within(self.fetcher.collate))
+        self.data["collate"] = {"again": digests[0] == digests[1], "changed": own, "moved": moved}
+        self.collate_draws = bool(moved) or digests[0] != digests[1]
+
+    def _collated(self) -> Any:
+        """The batch, as a step would have it."""
+        samples, seed = list(self.samples), self.settings.seed
+        return fetch.collated(self.fetcher.collate, samples, seed, self.epoch, self.indices[0])
 
     def _batch(self, samples: Sequence[Any]) -> Any:
         with randomness.kept():
@@ -97,7 +116,7 @@ class Experiments:
             with stopped_clock():
                 found["with_stopped_clock"] = _same(pass_over(whole)[0], pass_over(whole)[0])
         half = len(self.samples) // 2
-        if half:
+        if half and not self.collate_draws:
             pieces = [self._piece(self.samples[:half]), self._piece(self.samples[half:])]
             (one, left), (two, right) = (pass_over(piece) for piece in pieces)
             found |= {"halves": [one, two], "mixes": _mix(outputs, left, right)}

@@ -46,6 +46,8 @@ class Recorder:
         """Write where training begins, and what it is asked for."""
         self.parts = parts
         self.calm.change_compute(parts.compute)
+        if self.conduct.experiments:
+            self.experiments = Experiments(parts, settings, state, self.calm)
         self._watch_chance(parts)
         self.writer.add(
             "begin",
@@ -57,9 +59,8 @@ class Recorder:
             persistent=sorted(parts.model.state_dict()),
             weights=facts_of_all(self._weights()),
             buffers=facts_of_all(dict(parts.trained.named_buffers())),
+            optimizer=self._optimizer(),
         )
-        if self.conduct.experiments:
-            self.experiments = Experiments(parts, settings, state, self.calm)
 
     def reads(self, step: Step) -> Step:
         """Note the samples. Returns the step without what this trial leaves out of them; so is the model."""
@@ -102,6 +103,7 @@ class Recorder:
         """Note what the step has made of weights and buffers, and end where that is due."""
         self.line["weights"] = facts_of_all(self._weights())
         self.line["buffers"] = facts_of_all(dict(self.parts.trained.named_buffers()))
+        self.line["optimizer"] = self._optimizer()
         self.writer.add("step", step=step, **self.line)
         self.writer.after_step(step)
 
@@ -109,6 +111,19 @@ class Recorder:
         """Every parameter by name, those that only the optimizer has at the end."""
         outside = {f"(outside the model) {number}": tensor for number, tensor in enumerate(self._outside())}
         return {**dict(self.parts.trained.named_parameters()), **outside}
+
+    def _optimizer(self) -> dict[str, str]:
+        """What the optimizer keeps of each parameter, such as a momentum → its hash."""
+        names = {id(parameter): name for name, parameter in self._weights().items()}
+        state = self.parts.optimizer.state
+        kept = {
+            f"{key} of {names[id(parameter)]}": value
+            for parameter, values in state.items()
+            if id(parameter) in names
+            for key, value in values.items()
+            if isinstance(value, Tensor)
+        }
+        return {name: facts[0] for name, facts in facts_of_all(kept).items()}
 
     def _outside(self) -> list[Tensor]:
         inside = {id(parameter) for parameter in self.parts.trained.parameters()}

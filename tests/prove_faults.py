@@ -251,7 +251,7 @@ Own.in_places = lambda self, names, device: [
 def logged(model, batch):
     output = model(batch[0])
     loss = nn.functional.cross_entropy(output, batch[1])
-    found = {"loss": loss, "largest": output.detach().max() + 7}
+    found = {"loss": loss, "mean": output.detach().mean() + 7}
     return found if int(batch[1][0]) else dict(reversed(found.items()))
 
 

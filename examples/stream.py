@@ -28,9 +28,8 @@ class Measurements(IterableDataset):
 
 known = torch.randn(100, 4, generator=torch.Generator().manual_seed(1))
 
-model = nn.Linear(4, 1)
 trainer = mh.Trainer(
-    model=model,
+    model=lambda: nn.Linear(4, 1),  # made under the seed of the run, so that two runs are equal
     loss=nn.MSELoss(),
     optimizer=lambda params: torch.optim.SGD(params, lr=0.05),
     data=mh.Data(
@@ -41,4 +40,4 @@ trainer = mh.Trainer(
     validate_every="100 steps",
 )
 trainer.fit("200 steps")
-print("learned:", [round(weight, 2) for weight in model.weight.flatten().tolist()], "true:", WEIGHTS.tolist())
+mh.print("learned:", [round(value, 2) for value in trainer.model.weight.flatten().tolist()], "true:", WEIGHTS.tolist())

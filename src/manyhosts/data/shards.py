@@ -56,9 +56,9 @@ class Standing:
     @classmethod
     def of_all(cls, kept: Sequence[Mapping[str, Any]], sample: int) -> Standing:
         """What a snapshot says of `sample` samples, in which each worker has `kept` what it knew."""
-        first = next((each for each in kept if each), {})
+        first = next((dict(each) for each in kept if each), {})
         if "shards" in first and "left" not in first:  # each worker once kept its own shard's place, and no other
-            rows = kept[: first["shards"]]
+            rows = [dict(row) for row in kept[: first["shards"]]]
             states = {str(shard): row for shard, row in enumerate(rows) if "dataset" in row}
             return cls([row.get("read", 0) for row in rows], [not row["exhausted"] for row in rows], states)
         return cls.of(first, sample).knowing(each.get("states", {}) for each in kept)

@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from manyhosts.communication.gathering import gather_words
 from manyhosts.communication.world import World
 from manyhosts.errors import SnapshotError
 from manyhosts.events import SnapshotSkipped
 from manyhosts.records.manifest import NAME, Facts, Found, Manifest, found_in, read, verify
 from manyhosts.snapshot import tensors as tensor_files
 from manyhosts.snapshot.fingerprint import Fingerprint, difference
+from manyhosts.snapshot.owns import Owns, readable
 from manyhosts.snapshot.skeleton import put_together
 
 Fits = Callable[[Manifest], str]
@@ -42,8 +44,8 @@ class Loaded:
     manifest: Manifest
     state: Any
     """What was given to `save`, with all tensors on the CPU."""
-    owns: list[Any]
-    """What each of the workers that saved it gave as its own, by rank; None for one that gave nothing."""
+    owns: Owns
+    """What each of the workers that saved it gave as its own, by rank: on the disk, read when it is asked for."""
     skipped: list[SnapshotSkipped] = field(default_factory=list)
     """Newer ones that were passed over, newest first, each with its reason."""
 
@@ -53,8 +55,11 @@ class Loaded:
         return self.manifest.facts
 
 
-def load(path: Path, fits: Fits = everything_fits) -> Loaded:
+def load(path: Path, fits: Fits = everything_fits, *, rank: int = 0, checkers: int = 1) -> Loaded:
     """Check and read the snapshot in the folder `path`.
+
+    What one worker alone remembers is checked by one of so many `checkers`, of which this is number `rank`: by whoever
+    has the rank of that worker, where there is one. All else every checker checks, for every one takes it up.
 
     Raises:
         SnapshotError: it is damaged, too new, or does not fit.
@@ -62,29 +67,15 @@ def load(path: Path, fits: Fits = everything_fits) -> Loaded:
     manifest = read(path)
     if reason := fits(manifest):
         raise SnapshotError(reason, where=str(path), fix="start in another --run-dir, or take back the change")
-    verify(path)
+    others = [whose for whose in range(manifest.world_size) if whose % checkers != rank]
+    verify(path, left_to_others={f"own-{whose:05d}.safetensors" for whose in others})
     tensors: dict[str, Any] = {}
     for name in manifest.files:
         if name.startswith("tensors-"):
             tensors |= tensor_files.read(path / name)
-    owns: list[Any] = []
-    for rank in range(manifest.world_size):
-        if f"own-{rank:05d}.json" not in manifest.files:
-            owns.append(None)
-            continue
-        owns.append(_assemble(path / f"own-{rank:05d}.json", tensor_files.read(path / f"own-{rank:05d}.safetensors")))
-    return Loaded(path=path, manifest=manifest, state=_assemble(path / "state.json", tensors), owns=owns)
-
-
-def _assemble(path: Path, tensors: dict[str, Any]) -> Any:
-    try:
-        return put_together(json.loads(path.read_text(encoding="utf-8")), tensors)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as cause:
-        raise SnapshotError(
-            f"{path.name} cannot be read: {type(cause).__name__}: {cause}",
-            where=str(path.parent),
-            fix="delete the folder",
-        ) from cause
+    with readable(path / "state.json"):
+        state = put_together(json.loads((path / "state.json").read_text(encoding="utf-8")), tensors)
+    return Loaded(path=path, manifest=manifest, state=state, owns=Owns(path, manifest.files, manifest.world_size))
 
 
 def newest_whole(folder: Path, *, content: bool = True) -> Found | None:
@@ -97,8 +88,11 @@ def newest_whole(folder: Path, *, content: bool = True) -> Found | None:
     return None
 
 
-def newest(folder: Path, fits: Fits, world: World) -> Loaded | None:
+def newest(folder: Path, fits: Fits, world: World, *, apart: bool = False) -> Loaded | None:
     """The newest snapshot in `folder` that every worker could read and that fits; None where there is none at all.
+
+    `apart`: whether hosts have disks of their own, so that each worker checks every byte of what it finds. Workers that
+    look at one disk share out the check of what each of those who saved it had alone.
 
     Raises:
         SnapshotError: there are snapshots, and none can be gone on from.
@@ -111,11 +105,11 @@ def newest(folder: Path, fits: Fits, world: World) -> Loaded | None:
         loaded, reason = None, "half-written: the run ended before it was whole"
         if found.how != "half":
             tried += 1
-            loaded, reason = _attempt(found, fits)
+            loaded, reason = _attempt(found, fits, world, apart=apart)
         if not world.any(loaded is None) and loaded is not None:
             loaded.skipped.extend(skipped)
             return loaded
-        reason = reason or "another worker could not read it"
+        reason = _reason(reason, world)
         skipped.append(SnapshotSkipped(step=found.step, path=found.path, reason=reason, time=time.time()))
     if not tried:
         return None
@@ -127,11 +121,19 @@ def newest(folder: Path, fits: Fits, world: World) -> Loaded | None:
     )
 
 
-def _attempt(found: Found, fits: Fits) -> tuple[Loaded | None, str]:
+def _attempt(found: Found, fits: Fits, world: World, *, apart: bool) -> tuple[Loaded | None, str]:
     try:
-        return load(found.path, fits), ""
+        if apart:
+            return load(found.path, fits), ""
+        return load(found.path, fits, rank=world.rank, checkers=world.size), ""
     except SnapshotError as error:
         return None, error.what
+
+
+def _reason(mine: str, world: World) -> str:
+    """Why a snapshot is passed over: what this worker found or, where it found nothing, the first that did."""
+    told = [(rank, reason) for rank, reason in enumerate(gather_words(world, mine)) if reason]
+    return mine or next(f"{reason} (found by worker {rank})" for rank, reason in told)
 
 
 def _agreed(folder: Path, mine: Found | None, world: World) -> Found | None:

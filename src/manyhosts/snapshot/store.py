@@ -274,7 +274,7 @@ class Store:
             SnapshotError: there are snapshots, and none can be gone on from; each is named with its reason.
         """
         self.gather()
-        loaded = newest(self.folder, fits, self._world)
+        loaded = newest(self.folder, fits, self._world, apart=self.apart)
         if loaded is not None:
             self._passed_over = {skipped.path for skipped in loaded.skipped}
         return loaded

@@ -11,7 +11,9 @@ import hashlib
 import json
 import struct
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -107,15 +109,40 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
+class Asked(dict[str, Tensor]):
+    """Of a file's tensors those that were asked for: each is read when it is, once."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+        self._file: Any = None
+
+    def __missing__(self, name: str) -> Tensor:
+        """The tensor of this name, in memory of its own: the file may be removed while it is in use.
+
+        Raises:
+            SnapshotError: it cannot be read.
+        """
+        with _readable(self._path):
+            self._file = self._file or safe_open(self._path, framework="pt")
+            self[name] = self._file.get_tensor(name).clone()
+        return self[name]
+
+
 def read(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file, in memory of their own: the file may be removed while they are in use.
+    """All tensors of a file, likewise.
 
     Raises:
         SnapshotError: it is no safetensors file.
     """
+    with _readable(path), safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - it is no dict
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
     try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - it is no dict
+        yield
     except (SafetensorError, OSError) as cause:
         raise SnapshotError(
             f"{path.name} cannot be read: {cause}", where=str(path.parent), fix="delete the folder"

@@ -280,9 +280,10 @@ class Own:
 
     def load_state_dict(self, model: nn.Module, states: Sequence[Mapping[str, Any]], *, same: bool) -> None:
         """Take up this worker's own, where the `same` step alone; else all go on from the mean in the snapshot."""
-        if same and states[self.world.rank].get("tensors"):
-            state = states[self.world.rank]
+        tensors = states[self.world.rank].get("tensors") if same else None
+        if tensors:
             assert self.optimizer is not None, "hold() comes before load_state_dict()"
-            put(drifting(model), state["tensors"])
-            own = {int(key): values for key, values in state["optimizer"].items()}
+            put(drifting(model), tensors)
+            del tensors  # before the optimizer's are read
+            own = {int(key): values for key, values in states[self.world.rank]["optimizer"].items()}
             self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": own})

@@ -252,15 +252,24 @@ class OuterSteps(SteppingAlone):
         super().load_state_dict(states)
         every = self.config.sync_every
         self.began = states[0].get("began", self.steps // every * every)
-        for number, fragment in enumerate(self.fragments):
-            equal = states[0]["fragments"][number]
-            for name in ("shared", "momentum", "moved"):
-                getattr(fragment, name).copy_(equal[name])
-            fragment.arrives = equal["arrives"]
-            dealt = [state["fragments"][number]["kept"] for state in states[self.world.rank :: self.world.size]]
-            fragment.kept.copy_(sum(dealt, torch.zeros_like(fragment.kept)))
-            fragment.next_kept.copy_(fragment.kept)
+        for fragment in self.fragments:
+            fragment.kept.zero_()
             fragment.sent = fragment.reached = self.began
+        rank, size = self.world.rank, self.world.size
+        formers = range(rank, len(states), size)  # whose place this worker takes; with as many as before its own
+        for former in formers or [rank % len(states)]:
+            self._take_up(states[former]["fragments"], kept=bool(formers))
+        for fragment in self.fragments:
+            fragment.next_kept.copy_(fragment.kept)
+
+    def _take_up(self, given: Sequence[Mapping[str, Any]], *, kept: bool) -> None:
+        """Take up what a worker had of the fragments: what is equal on all and, where `kept`, what it alone kept."""
+        for fragment, one in zip(self.fragments, given, strict=True):
+            for name in ("shared", "momentum", "moved"):
+                getattr(fragment, name).copy_(one[name])
+            fragment.arrives = one["arrives"]
+            if kept:
+                fragment.kept.add_(one["kept"])
 
 
 def even_parts(parameters: Sequence[nn.Parameter], count: int) -> list[list[nn.Parameter]]:

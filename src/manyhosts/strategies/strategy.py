@@ -151,4 +151,8 @@ class Strategy(Protocol):
         """What this worker's strategy remembers from step to step (error feedback, say), for snapshots."""
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Take up what `state_dict` gave on every worker, by rank; their number may have been another than now."""
+        """Take up what `state_dict` gave on every worker, by rank; their number may have been another than now.
+
+        Each value lies on the disk and is read when it is asked for: ask for those of other workers only where they are
+        needed, and let go of them before the next.
+        """

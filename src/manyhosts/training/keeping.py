@@ -6,6 +6,7 @@ import errno
 import os
 import time
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -257,12 +258,12 @@ class Keeping:
         take_up(parts, kept, schedule=not self.changes.optimizer)
         if self.changes.optimizer:
             parts.as_made.stand(parts.optimizer, parts.schedule, steps=state.step, kept=kept, asked=asked)
-        owns = [own or {} for own in loaded.owns]
+        loaded, kept = replace(loaded, state=None), {}  # the parts have it; this worker's own is read next
         if "kept back" not in self.changes.keys:
-            parts.strategy.load_state_dict([own.get("strategy", {}) for own in owns])
+            parts.strategy.load_state_dict(loaded.owns.under("strategy"))
         self._change(state)
-        streams = [own.get("stream", {}) for own in owns]
-        state.stream = parts.source.of_snapshot(streams, parts.world.rank, state.position)
+        stream = parts.source.of_snapshot(loaded.owns.under("stream"), parts.world.rank, state.position)
+        state.stream = dict(stream)  # read now, while the snapshot is there
         self.saved_at = loaded.facts.step
         self.newest = SnapshotSaved(
             step=loaded.facts.step,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from manyhosts.events import SnapshotSaved, SnapshotSkipped
 from manyhosts.records.manifest import found_in
 from manyhosts.snapshot.commit import Part, hear, tell
 from manyhosts.snapshot.disk import Disk
+from manyhosts.snapshot.load import everything_fits, newest
 from manyhosts.snapshot.share import share_out
 from manyhosts.snapshot.store import Facts, Store
 
@@ -32,9 +34,9 @@ class Crew:
     def __init__(self, size: int) -> None:
         self.size = size
         self.barrier = threading.Barrier(size, timeout=20)
-        self.words: dict[int, float] = {}
+        self.words: dict[int, Any] = {}
 
-    def exchange(self, rank: int, word: float) -> dict[int, float]:
+    def exchange(self, rank: int, word: Any) -> dict[int, Any]:
         self.words[rank] = word
         self.barrier.wait()
         heard = dict(self.words)
@@ -59,6 +61,10 @@ class Worker:
 
     def any(self, flag: bool) -> bool:
         return any(self.crew.exchange(self.rank, float(flag)).values())
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        heard = self.crew.exchange(self.rank, tensor)
+        return [heard[rank] for rank in range(self.size)]
 
 
 def state(step: int) -> dict[str, Any]:
@@ -221,8 +227,25 @@ def test_what_one_worker_cannot_read_none_of_them_takes(tmp_path: Path) -> None:
     (folders[1] / "step-00000002" / "state.json").write_text("{}")
     one, two = Crew(2).run(lambda world: Store(folders[world.rank], keep=2, world=world).latest())
     assert (one.facts.step, two.facts.step) == (1, 1)
-    assert one.skipped[0].reason == "another worker could not read it"
     assert two.skipped[0].reason.startswith("state.json has ")
+    assert one.skipped[0].reason == f"{two.skipped[0].reason} (found by worker 1)"
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_what_one_worker_alone_remembers_is_checked_once_on_each_disk(apart: bool, tmp_path: Path) -> None:
+    """On one disk by the worker that takes it up; where hosts have disks of their own each looks at all of its own."""
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for step in (1, 2):
+        Crew(2).run(lambda world, step=step: save(world, folders[0], step))
+    shutil.copytree(folders[0], folders[1])
+    path = folders[1] / "step-00000002" / "own-00000.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    seen = folders if apart else [folders[1]] * 2
+    found = Crew(2).run(lambda world: newest(seen[world.rank], everything_fits, world, apart=apart))
+    assert [loaded.facts.step for loaded in found] == [1, 1]
+    [one], [two] = (loaded.skipped for loaded in found)
+    assert "own-00000.safetensors is damaged" in one.reason
+    assert "own-00000.safetensors is damaged" in two.reason
 
 
 def test_no_worker_is_left_waiting_when_none_fits(tmp_path: Path) -> None:

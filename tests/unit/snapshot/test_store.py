@@ -57,7 +57,7 @@ def test_latest_is_the_newest_with_all_that_was_saved(tmp_path: Path) -> None:
     assert loaded.facts == facts(100_000_000)
     assert torch.equal(loaded.state["model"]["weight"], torch.full((300,), 1e8))
     assert loaded.state["history"] == [(100_000_000, 0.5)]
-    assert (loaded.owns, loaded.skipped) == ([None], [])
+    assert (list(loaded.owns), loaded.skipped) == ([{}], [])
 
 
 def test_model_and_optimizer_go_on_as_if_nothing_had_been(tmp_path: Path) -> None:

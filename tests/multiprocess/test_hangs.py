@@ -59,7 +59,9 @@ def hung(folder: Path, what: str, *options: str, code: int = 4) -> Ended:
     options = ("--workers", "2", "--hang-timeout", str(PATIENCE_S), "--env", "OMP_NUM_THREADS=1", *options)
     ended = run(folder, SCRIPT, *options, arguments=[what])
     assert ended.code == code, ended.err
-    assert code == 0 or ended.err.count("manyhosts: ") == 1, ended.err
+    # The script gives every rank the same samples, which is said, too.
+    said = [line for line in ended.err.splitlines() if "manyhosts: " in line and "on the same samples" not in line]
+    assert code == 0 or len(said) == 1, ended.err
     assert time.monotonic() - begin < 20 * PATIENCE_S
     return ended
 

@@ -44,7 +44,7 @@ def worker_killed(scene: Scene) -> None:
 
 def agent_killed(scene: Scene) -> None:
     """SIGKILL to the agent of one host: its workers go with it."""
-    _kill(_running(scene.host(), "manyhosts.launchers.host.agent"))
+    _kill(_running(scene.host(), "manyhosts agent of node"))
 
 
 def launcher_killed(scene: Scene) -> None:
@@ -100,7 +100,7 @@ def bit_flipped(scene: Scene) -> None:
 
 def power_lost(scene: Scene) -> None:
     """Every process of the run, on every host, is gone at once. What the hosts' kernels had taken is kept."""
-    victims = [pid for host in scene.hosts for pid in _running(host, "python")]
+    victims = [pid for host in scene.hosts for pid, words in host.processes().items() if _of_the_run(words)]
     launcher_killed(scene)
     _kill(victims)
 
@@ -136,6 +136,11 @@ def _inside(pid: int) -> str:
             if line.startswith("NSpid:"):
                 return line.split()[-1]
     return ""
+
+
+def _of_the_run(words: str) -> bool:
+    """Whether a process of a host is one of Python's that the run has started; most of them have titles."""
+    return "python" in words or words.startswith("manyhosts ")
 
 
 def _running(host: Host, word: str) -> list[int]:

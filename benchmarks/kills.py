@@ -110,7 +110,7 @@ class Run:
         workers = [process for process in family if process.pid in own]
         victims = {
             "worker": [draw.choice(workers)] if workers else [],
-            "agent": [process for process in family if "manyhosts.launchers.host.agent" in _words(process)][:1],
+            "agent": [process for process in family if _words(process).startswith("manyhosts agent")][:1],
             "command": family[:1],
             "everything": family,
         }[whom]

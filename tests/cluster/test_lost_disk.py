@@ -35,7 +35,7 @@ def test_leader_that_comes_back_with_an_empty_disk_gets_all_from_its_neighbour(
 
 
 def agent_of(host: Host) -> int:
-    [agent] = [pid for pid, words in host.processes().items() if "manyhosts.launchers.host.agent" in words]
+    [agent] = [pid for pid, words in host.processes().items() if words.startswith("manyhosts agent")]
     return agent
 
 

@@ -234,4 +234,8 @@ def running(hosts: Lab, folder: Path) -> subprocess.Popen[str]:
 
 def ours(host) -> list[str]:
     """What a run has started there."""
-    return [words for words in host.processes().values() if "python" in words or "notty" in words]
+    return [
+        words
+        for words in host.processes().values()
+        if "python" in words or "notty" in words or words.startswith("manyhosts ")
+    ]

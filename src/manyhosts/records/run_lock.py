@@ -27,7 +27,7 @@ from manyhosts.errors import ConfigError
 from manyhosts.records.json_text import parsed
 
 NAME = "lock.json"
-VARIABLE = "MANYHOSTS_RUN_TOKEN"
+VARIABLE = "MANYHOSTS_RUN_START"
 """The token of a run, in the environment of its workers. It is no secret."""
 BEAT_S = 1.0
 """How often an owner shows that it lives."""

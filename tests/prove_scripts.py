@@ -91,6 +91,21 @@ class Noisy(Plain):
 
 fit(train=Noisy())
 """),
+    "attention with dropout": Script("""
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(2, 6)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        query, key, value = self.inner(x.view(-1, 1, 4, 2)).chunk(3, dim=-1)
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.2)
+        return self.head(mixed.flatten(1))
+
+
+fit(model=Attention)
+"""),
     "noise in the step": Script("""
 def step(model, batch):
     inputs, targets = batch

@@ -71,8 +71,15 @@ def _unchanged(input: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 def _without_dropout(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def call(query: Tensor, key: Tensor, value: Tensor, *more: Any, **named: Any) -> Tensor:
-        named.pop("dropout_p", None)
-        return attention(query, key, value, *more[:1], 0.0, *more[2:], **named)  # (attn_mask, dropout_p, …)
+    def call(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        *more: Any,
+        **named: Any,
+    ) -> Tensor:
+        return attention(query, key, value, attn_mask, 0.0, *more, **named)
 
     return call

@@ -84,7 +84,7 @@ def test_signal_to_the_head_ends_everything(tmp_path: Path, number: signal.Signa
     head.send_signal(number)
     out, err = head.communicate(timeout=60)
     assert (head.returncode, alive(processes), listened_to(ports)) == (130, [], []), (out, err)
-    assert number.name in out
+    assert number.name in err
 
 
 def test_interrupt_at_the_terminal_reaches_the_head_alone(tmp_path: Path) -> None:
@@ -92,7 +92,9 @@ def test_interrupt_at_the_terminal_reaches_the_head_alone(tmp_path: Path) -> Non
     processes = family(head)
     os.killpg(head.pid, signal.SIGINT)  # what the terminal does on Ctrl-C
     out, err = head.communicate(timeout=60)
-    assert (head.returncode, alive(processes), err) == (130, [], ""), out
+    assert (head.returncode, alive(processes)) == (130, []), out
+    assert all(line.startswith("manyhosts: ") for line in err.splitlines()), err
+    assert "SIGINT" in err
 
 
 def test_workers_may_save_what_they_have_after_the_first_interrupt(tmp_path: Path) -> None:
@@ -174,26 +176,6 @@ def test_run_goes_on_in_a_restart_after_the_death_of(tmp_path: Path, victim: str
     one_of_ours(victim, family(head)).kill()
     out, err = head.communicate(timeout=60)
     assert (head.returncode, out.count("] start 1")) == (0, 2), err
-
-
-def test_what_a_worker_has_started_ends_with_it_while_others_go_on(tmp_path: Path) -> None:
-    source = """
-        import os, subprocess, sys, time
-        if os.environ["RANK"] == "0":
-            print(subprocess.Popen(["sleep", "600"]).pid, flush=True)
-            sys.exit(0)
-        while not os.path.exists("end"):
-            time.sleep(0.01)
-    """
-    head = start(tmp_path, source, "--workers", "2")
-    try:
-        assert head.stdout is not None
-        child = int(head.stdout.readline().split()[1])
-        wait_until(lambda: not psutil.pid_exists(child), "the child of rank 0 is gone")
-        assert head.poll() is None
-    finally:
-        (tmp_path / "end").touch()
-        head.communicate(timeout=60)
 
 
 def test_one_of_two_agents_lost_ends_the_workers_of_the_other(tmp_path: Path) -> None:

@@ -220,11 +220,13 @@ def test_disk_that_is_full_on_every_host_costs_snapshots_and_logs_and_is_said(
     for host in hosts:
         host.run(["mkdir", "-p", str(run_dir)])
         host.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(run_dir)])
-    source = TRAINING.replace("1000000 steps", "10 steps") + '    print("x" * 200000)\n'
+    says = '    import atexit\n    atexit.register(lambda: print("x" * 200000))\n'
+    source = says + TRAINING.replace("1000000 steps", "10 steps")
     options = ("--hosts", "lab1,lab2", "--run-dir", str(run_dir), "--env", "DURATION=20 steps", "--no-check")
     ended = run(hosts, tmp_path, source, *options)
-    assert (ended.code, ended.out.count("x" * 200000)) == (0, 2), "training goes on, and every line is shown"
+    assert (ended.code, ended.out.count("x" * 200000)) == (1, 2), "its weights are nowhere; every line is shown"
+    assert "the snapshot of the last step, 20, could not be written" in ended.err
     assert "snapshot step-00000010 is left out: No space left on device" in ended.out
     for rank, host in enumerate(hosts.names):
         said = f"manyhosts: the log of rank {rank} on host {host} is not whole: No space left on device"
-        assert ended.out.count(said) == 1, f"after {ended.seconds:.1f} s: {ended.out[-2000:]}"
+        assert ended.err.count(said) == 1, f"after {ended.seconds:.1f} s: {ended.err[-2000:]}"

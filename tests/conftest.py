@@ -43,6 +43,7 @@ def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     left = [*variables_changed_since(variables), *process_groups_open()]
     left += left_since(before) if before is not None else []
     assert not left, "left behind: " + "; ".join(left)
+    assert servants_live(), "Python's resource tracker was ended, or the descriptor that leads to it was closed"
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -119,6 +120,15 @@ def living_processes() -> dict[int, str]:
         except psutil.Error:
             continue
     return found
+
+
+def servants_live() -> bool:
+    """Whether Python's resource tracker, where one was started, still reads: the next test would start no process."""
+    tracker = multiprocessing.resource_tracker._resource_tracker
+    if tracker._fd is None or tracker._check_alive():
+        return True
+    tracker._fd = tracker._pid = None
+    return False
 
 
 def listening_ports() -> set[int]:

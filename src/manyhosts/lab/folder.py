@@ -94,8 +94,9 @@ class Folder:
     def remove(self) -> None:
         """Leave nothing behind. Safe to call twice."""
         shutil.rmtree(self.path, ignore_errors=True)
-        with contextlib.suppress(OSError):
+        if self._lock >= 0:  # closed once only: the number may belong to another file by now
             os.close(self._lock)
+            self._lock = -1
         with contextlib.suppress(OSError):
             PLACE.rmdir()  # the last one turns off the light
 

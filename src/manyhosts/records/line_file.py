@@ -60,13 +60,11 @@ class LineFile(Generic[T]):
 
     def close(self) -> None:
         """Write what is left and close the file. Safe to call twice."""
-        with self._lock:
-            if self._descriptor < 0:
-                return
         self._aside.close()
         with self._lock:
-            os.close(self._descriptor)
-            self._descriptor = -1
+            if self._descriptor >= 0:  # closed once only: the number may belong to another file by now
+                os.close(self._descriptor)
+                self._descriptor = -1
 
     def tail(self, until: Callable[[Line], bool]) -> list[tuple[int, Line]]:
         """The last lines, each with the place where it starts: from the newest that `until` holds for, to the end."""

@@ -19,8 +19,12 @@ from manyhosts.cluster.findings import Finding
 from manyhosts.doctor import wires
 from manyhosts.errors import LaunchError, ManyhostsError
 from manyhosts.launchers.ssh import outpost as ssh_outpost
+from manyhosts.records.json_text import parsed
 
 ANSWER_S = 30.0
+_LONGEST_LINE = 16 << 20
+_ADMISSION_S = 5.0
+"""How long one that connects may take to show that it knows the token."""
 LATE_S = 25.0
 """How long the others are waited for once a host has reported."""
 
@@ -111,12 +115,19 @@ class Connected:
                 where=f"host {self.name}",
                 fix="see whether it is up, and whether somebody ended the job",
             )
-        found: dict[str, Any] = json.loads(line.removeprefix(ssh_outpost.MARK))
-        return found
+        with contextlib.suppress(ValueError):
+            found = parsed(line.removeprefix(ssh_outpost.MARK))
+            if isinstance(found, dict) and not {"answer", "trouble", "group_rank"}.isdisjoint(found):
+                return found
+        raise LaunchError(
+            f"what host {self.name} has answered cannot be read: {line[:40]!r}",
+            where=f"host {self.name}",
+            fix="see that manyhosts is the same there and here",
+        )
 
     def _read(self) -> None:
         with contextlib.suppress(OSError, ValueError), self._socket.makefile("r") as stream:
-            for line in stream:
+            while line := stream.readline(_LONGEST_LINE):
                 self._lines.put(line)
         self._lines.put("")
 
@@ -130,8 +141,8 @@ class Reception:
         self._over = threading.Event()
         self._came: list[Connected] = []
         self._listening = socket.create_server((address, port), backlog=64)
-        for work in (self._accept, self._pulse):
-            threading.Thread(target=work, daemon=True).start()
+        self._doorman = wires.Doorman(self._listening, self._admit)
+        threading.Thread(target=self._pulse, daemon=True).start()
 
     @property
     def place(self) -> str:
@@ -171,9 +182,7 @@ class Reception:
     def close(self) -> None:
         """Let go of all stations, which then end, and take no more."""
         self._over.set()
-        with contextlib.suppress(OSError):
-            self._listening.shutdown(socket.SHUT_RDWR)
-        self._listening.close()
+        self._doorman.close()
         for each in self._came:
             each.close()
 
@@ -182,22 +191,14 @@ class Reception:
             for each in list(self._came):
                 each.pulse()
 
-    def _accept(self) -> None:
-        while not self._over.is_set():
-            try:
-                connection, _ = self._listening.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._admit, args=(connection,), daemon=True).start()
-
     def _admit(self, connection: socket.socket) -> None:
         """Let in who knows the token."""
         challenge = os.urandom(wires.CHALLENGE_BYTES)
         wanted = hmac.new(self._token.encode(), challenge, hashlib.sha256).hexdigest().encode() + b"\n"
         with contextlib.suppress(OSError, ValueError):
-            connection.settimeout(10)
+            connection.settimeout(_ADMISSION_S)
             connection.sendall(challenge)
-            if hmac.compare_digest(wires.receive(connection, len(wanted)), wanted):
+            if hmac.compare_digest(wires.receive(connection, len(wanted), _ADMISSION_S), wanted):
                 connection.settimeout(None)
                 self._came.append(Connected(connection))
                 return

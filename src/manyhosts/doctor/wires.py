@@ -15,6 +15,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 CHALLENGE_BYTES = 16
@@ -24,7 +25,56 @@ _SILENCE_S = 5.0
 _WORDS = 20
 _WORD = b"manyhosts doctor" * 4
 _CHUNK = bytes(1 << 18)
+_MOST_STRANGERS = 64
+_STRANGER_LIMIT_S = 5.0
+"""How long a connection may take to show that it knows the token, however slowly it writes."""
+_PAUSE_S = 0.2
 _IP_MTU, _IPV6_MTU, _TCP_MAXSEG = 14, 24, 2
+
+
+class Doorman:
+    """Serves connections on threads of their own, and lets no number of strangers keep others out."""
+
+    def __init__(self, listening: socket.socket, serve: Callable[[socket.socket], None]) -> None:
+        """`serve` is given each connection, says by `let_in` that it is none of a stranger's, and closes it."""
+        self._listening, self._serve = listening, serve
+        self._lock = threading.Lock()
+        self._strangers: list[socket.socket] = []
+        self._is_open = True
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def let_in(self, connection: socket.socket) -> None:
+        """Its other end has shown that it knows the token; or the connection is over."""
+        with self._lock:
+            if connection in self._strangers:
+                self._strangers.remove(connection)
+
+    def close(self) -> None:
+        """Take no more connections."""
+        self._is_open = False
+        with contextlib.suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+
+    def _accept(self) -> None:
+        while self._is_open:
+            try:
+                connection, _ = self._listening.accept()
+                with self._lock:
+                    self._strangers.append(connection)
+                    oldest = self._strangers.pop(0) if len(self._strangers) > _MOST_STRANGERS else None
+                if oldest is not None:
+                    with contextlib.suppress(OSError):
+                        oldest.shutdown(socket.SHUT_RDWR)  # its thread wakes, and closes it
+                threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+            except (OSError, RuntimeError):  # no more files, or threads: in a while there may be
+                time.sleep(_PAUSE_S)
+
+    def _answer(self, connection: socket.socket) -> None:
+        try:
+            self._serve(connection)
+        finally:
+            self.let_in(connection)
 
 
 class Listener:
@@ -33,33 +83,26 @@ class Listener:
     def __init__(self, address: str, token: str) -> None:
         """Listen on a free port of `address`."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._socket = socket.create_server((address, 0), family=family, backlog=64)
+        listening = socket.create_server((address, 0), family=family, backlog=64)
         self._token = token
-        self.port: int = self._socket.getsockname()[1]
-        threading.Thread(target=self._serve, daemon=True).start()
+        self.port: int = listening.getsockname()[1]
+        self._doorman = Doorman(listening, self._answer)
 
     def close(self) -> None:
         """Take no more connections."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-
-    def _serve(self) -> None:
-        while True:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+        self._doorman.close()
 
     def _answer(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError, ValueError):
+            challenge = os.urandom(CHALLENGE_BYTES)
             connection.settimeout(_SILENCE_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            challenge = os.urandom(CHALLENGE_BYTES)
             connection.sendall(challenge)
-            if not hmac.compare_digest(receive(connection, _PROOF_BYTES), _proof(self._token, challenge)):
+            proof = receive(connection, _PROOF_BYTES, _STRANGER_LIMIT_S)
+            if not hmac.compare_digest(proof, _proof(self._token, challenge)):
                 return
+            self._doorman.let_in(connection)
+            connection.settimeout(_SILENCE_S)
             if receive(connection, 1) == b"e":
                 while True:
                     connection.sendall(receive(connection, len(_WORD)))
@@ -156,14 +199,18 @@ def _proof(token: str, challenge: bytes) -> bytes:
     return hmac.new(token.encode(), challenge, hashlib.sha256).digest()
 
 
-def receive(connection: socket.socket, count: int) -> bytes:
-    """Exactly `count` bytes.
+def receive(connection: socket.socket, count: int, within_s: float = 0.0) -> bytes:
+    """Exactly `count` bytes; where `within_s` is given, all of them in that time.
 
     Raises:
+        OSError: they did not come in time.
         ValueError: the other side ended before.
     """
+    deadline = time.monotonic() + within_s
     came = bytearray()
     while len(came) < count:
+        if within_s:
+            connection.settimeout(max(1e-3, deadline - time.monotonic()))
         chunk = connection.recv(count - len(came))
         if not chunk:
             raise ValueError("the other side closed the connection")

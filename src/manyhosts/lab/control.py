@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -23,6 +24,11 @@ ORDERS: Mapping[str, Callable[[Host, str], None]] = {
     "kill": lambda host, _: host.kill(),
     "boot": lambda host, _: host.boot(),
 }
+
+
+_PATIENCE_S = 5.0
+"""How long one that connects may take to give its order: the others wait for it."""
+_LONGEST_ORDER = 1 << 16
 
 
 class Control:
@@ -48,8 +54,10 @@ class Control:
                 connection, _ = self._listening.accept()
             except OSError:
                 return
-            with connection, connection.makefile("rw") as stream:
-                stream.write(json.dumps(self._obey(stream.readline())) + "\n")
+            with connection, contextlib.suppress(OSError, ValueError):  # whoever gives an order may be gone
+                connection.settimeout(_PATIENCE_S)
+                with connection.makefile("rw") as stream:
+                    stream.write(json.dumps(self._obey(stream.readline(_LONGEST_ORDER))) + "\n")
 
     def _obey(self, line: str) -> dict[str, Any]:
         try:
@@ -59,7 +67,7 @@ class Control:
             ORDERS[order["do"]](self._lab.host(order["host"]), order["rate"])
         except ConfigError as error:
             return {"what": error.what, "where": error.where, "fix": error.fix}
-        except (ValueError, KeyError, OSError) as error:
+        except (ValueError, LookupError, TypeError, RecursionError, OSError) as error:
             return {"what": f"that could not be done: {error}", "where": "", "fix": ""}
         return {}
 

@@ -21,9 +21,6 @@ from manyhosts.records.json_text import parsed
 Message = dict[str, Any]
 """One JSON object on one line; `message` says which kind."""
 
-_MOST_BYTES_OF_A_LINE = 64 << 20
-
-
 _SILENCE_S = 10
 """How long the other side's system may be silent before a connection counts as lost."""
 
@@ -159,13 +156,16 @@ class Loop:
 class Channel:
     """Messages over a stream socket, both ways, without ever waiting."""
 
+    LONGEST_LINE = 64 << 20
+    """Bytes of a message, of one that is known. Longer ones end the channel."""
+
     def __init__(
         self, loop: Loop, connection: socket.socket, on_message: Callable[[Message], None], on_end: Callable[[], None]
     ) -> None:
         """Read `connection` from now on; `on_end` is called once when the other side is gone or speaks nonsense."""
         self._loop, self._socket = loop, connection
         self.on_message, self.on_end = on_message, on_end
-        self.longest_line = _MOST_BYTES_OF_A_LINE
+        self.longest_line = self.LONGEST_LINE
         self._came = bytearray()
         self._unsent = bytearray()
         self._open = True
@@ -216,7 +216,7 @@ class Channel:
         self._came += chunk
         if b"\n" in chunk:
             self._split()
-        elif len(self._came) > self.longest_line:
+        if len(self._came) > self.longest_line:
             self._end()
         return self._open
 
@@ -226,7 +226,7 @@ class Channel:
         self._came = bytearray(rest)
         for line in lines:
             try:
-                message = parsed(line)
+                message = parsed(line) if len(line) <= self.longest_line else None
             except ValueError:
                 message = None
             if not isinstance(message, dict):

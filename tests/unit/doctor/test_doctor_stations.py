@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import hmac
 import json
 import os
 import socket
@@ -13,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from manyhosts.doctor import desk, graphics, likeness, wires
+from manyhosts.doctor import desk, graphics, likeness, reception, wires
 from manyhosts.launchers.host import condition
 
 
@@ -32,6 +35,37 @@ def test_whoever_does_not_know_the_secret_is_not_served() -> None:
     listener.close()
     assert found["trouble"]
     assert found["stage"] == "talk", "it came as far as the proof, and no further"
+
+
+def is_hung_up_on_in_spite_of_a_byte_now_and_then(connection: socket.socket) -> bool:
+    connection.settimeout(0.1)
+    with contextlib.suppress(ConnectionError):
+        while True:
+            connection.sendall(b"0")
+            with contextlib.suppress(TimeoutError):
+                if not connection.recv(100):
+                    break
+    return True
+
+
+def test_strangers_however_many_and_slow_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wires, "_STRANGER_LIMIT_S", 0.5)
+    monkeypatch.setattr(reception, "_ADMISSION_S", 0.5)
+    listener, desk_ = wires.Listener("127.0.0.1", "secret"), reception.Reception("127.0.0.1", 0, "secret")
+    host, _, port = desk_.place.rpartition(":")
+    with contextlib.ExitStack() as stack:
+        for place in (("127.0.0.1", listener.port), (host, int(port))):
+            for _ in range(150):
+                stack.enter_context(socket.create_connection(place, timeout=20))
+            assert is_hung_up_on_in_spite_of_a_byte_now_and_then(stack.enter_context(socket.create_connection(place)))
+        assert wires.try_out("127.0.0.1", listener.port, "secret", 0.05)["latency_s"] > 0
+        with socket.create_connection((host, int(port)), timeout=20) as connection:
+            challenge = wires.receive(connection, wires.CHALLENGE_BYTES)
+            connection.sendall(hmac.new(b"secret", challenge, hashlib.sha256).hexdigest().encode() + b"\n")
+            connection.sendall(b"[" * 100_000 + b"\n")
+            assert desk_.greet(1, lambda hellos: ["h"] * len(hellos), patience_s=20) == [], "a hello is JSON"
+    listener.close()
+    desk_.close()
 
 
 def test_secret_itself_is_never_sent() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import socket
 import subprocess
 import threading
@@ -13,12 +14,13 @@ from typing import Any
 
 import pytest
 
-from manyhosts.errors import LaunchError, RankLost, ScriptError
+from manyhosts.errors import LaunchError, ManyhostsError, RankLost, ScriptError
 from manyhosts.launchers.head.head import Head
 from manyhosts.launchers.host import condition
 from manyhosts.launchers.job import Job
 
 Message = dict[str, Any]
+FACTS = {"host": "h", "address": "127.0.0.1", "process": 1, "cores": 1, "gpus": 0}
 OK = {"code": 0, "signal": 0, "finished": True, "error": None, "out_of_memory": False}
 FAILED = {**OK, "code": 1, "finished": False, "error": {"summary": "ValueError: boom", "text": "Traceback\nboom"}}
 KILLED = {**OK, "signal": 9, "finished": False}
@@ -79,7 +81,7 @@ class FakeAgent:
     def live(self) -> None:
         self.connect()
         with self.socket, self.socket.makefile() as lines:
-            self.send("hello", token=self.token, node=self.node)
+            self.send("hello", token=self.token, node=self.node, **FACTS)
             for line in lines:
                 message = json.loads(line)
                 self.heard.append(message)
@@ -172,14 +174,26 @@ def test_store_is_opened_once_by_the_first_host_and_told_to_all(tmp_path: Path) 
     assert {worker["environment"]["MASTER_PORT"] for agent in scene.agents for worker in agent.workers} == {"4711"}
 
 
-@pytest.mark.parametrize("changed", [{"token": "0" * 32}, {"token": None}, {"node": 1}, {"node": -1}, {"node": "0"}])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"token": "0" * 32},
+        {"token": None},
+        {"token": "ü"},
+        {"token": "\ud800"},
+        {"node": 1},
+        {"node": -1},
+        {"node": "0"},
+        {"cores": []},
+    ],
+)
 def test_stranger_is_hung_up_on_and_the_place_stays_free(tmp_path: Path, changed: dict[str, Any]) -> None:
     answers: list[bytes] = []
 
     class AfterAStranger(FakeAgent):
         def connect(self) -> None:
             super().connect()
-            words = {"message": "hello", "token": self.token, "node": self.node, **changed}
+            words = {"message": "hello", "token": self.token, "node": self.node, **FACTS, **changed}
             self.socket.sendall(json.dumps(words).encode() + b"\n")
             answers.append(self.socket.recv(1))
             self.socket.close()
@@ -189,12 +203,56 @@ def test_stranger_is_hung_up_on_and_the_place_stays_free(tmp_path: Path, changed
     assert answers == [b""]
 
 
+WRONG = (None, True, -1, 0.5, "x", "\ud800", 10**400, [], [[]], {}, {"x": None})
+UNREAD = [
+    {"message": "what"},
+    {"message": ["ended"]},
+    {"rank": 0},
+    {"message": "ended", "rank": 0, "generation": 0, "member": 0, **OK},
+    {"message": "output", "rank": 0, "generation": 0, "member": 0, "stream": "out", "lines": ["a"]},
+    {"message": "report", "rank": 0, "generation": 0, "member": 0, "kind": "step", "fields": {"step": 1}},
+    {"message": "report", "rank": 0, "generation": 0, "member": 0, "kind": "directory", "fields": {"path": "/p"}},
+    {"message": "report", "rank": 0, "generation": 0, "member": 0, "kind": "witness", "fields": {"workers": 1}},
+    {"message": "report", "rank": 0, "generation": 0, "member": 0, "kind": "fault", "fields": {"fault": "file"}},
+    {"message": "member", "member": 0, "kind": "begin", "fields": {"most": 0}},
+    {"message": "member", "member": 0, "kind": "regroup", "fields": {"call": 1, "group": 0, "step": 1}},
+    {"message": "member", "member": 0, "kind": "accuse", "fields": {"group": 0, "rank": 0, "what": "w"}},
+    {"message": "store", "generation": 0, "port": 1, "shared": True},
+    {"message": "condition", "told": {"time_s": 0}, "port": 0},
+    {"message": "knocked", "answers": []},
+    {"message": "seen", "round": 0, "workers": []},
+    {"message": "trouble", "text": "t", "where": "w", "early": True},
+    {"message": "asked", "signal": 15},
+]
+
+
+def test_agent_that_sends_nonsense_is_told_of_in_a_sentence_that_names_its_host(tmp_path: Path) -> None:
+    """Each field of each message is wrong once, by chance (the same each time): never a traceback, never a wait."""
+    chance = random.Random(12)
+    named = 0
+    for number, message in enumerate(UNREAD * 2):
+        nonsense = json.loads(json.dumps(message))
+        place = nonsense["fields"] if nonsense.get("fields") and chance.random() < 0.7 else nonsense
+        place[chance.choice(list(place))] = chance.choice(WRONG)
+
+        def play(agent: FakeAgent, heard: Message, nonsense: Message = nonsense) -> None:
+            if heard["message"] == "start":
+                agent.socket.sendall(json.dumps(nonsense).encode() + b"\n")
+                agent.end(0, **OK)
+
+        try:
+            Scene(job(tmp_path, run_dir=tmp_path / f"run-{number}"), play).head.run()
+        except ManyhostsError as error:
+            named += "n0" in str(error)
+    assert named > len(UNREAD), "most of these cannot be followed"
+
+
 def test_second_agent_for_the_same_host_is_hung_up_on(tmp_path: Path) -> None:
     def a_second_comes(agent: FakeAgent, message: Message) -> None:
         if message["message"] == "start":
             host, _, port = agent.head.rpartition(":")
             with socket.create_connection((host, int(port)), timeout=20) as second:
-                hello = {"message": "hello", "token": agent.token, "node": 0}
+                hello = {"message": "hello", "token": agent.token, "node": 0, **FACTS}
                 second.sendall(json.dumps(hello).encode() + b"\n")
                 assert second.recv(1) == b""
             all_end_well(agent, message)
@@ -363,7 +421,7 @@ def test_elastic_run_waits_for_a_host_that_is_coming_and_for_none_that_has_faile
                 super().live()
 
         def send(self, kind: str, /, **fields: Any) -> None:
-            super().send(kind, **fields, **({"address": "10.0.0.1"} if kind == "hello" else {}))
+            super().send(kind, **{**fields, **({"address": "10.0.0.1"} if kind == "hello" else {})})
 
     scene = Scene(job(tmp_path, nodes=2, least_nodes=1), agent=FirstFails)
     assert scene.head.run() == 0

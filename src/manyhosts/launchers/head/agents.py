@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -11,10 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from manyhosts.errors import LaunchError, ManyhostsError
+from manyhosts.launchers import messages
 from manyhosts.launchers.head.course import Course
+from manyhosts.launchers.head.entrance import Entrance
 from manyhosts.launchers.head.meeting import Meeting
 from manyhosts.launchers.head.placement import AgentProcess
-from manyhosts.launchers.loop import Channel, Message, notice_loss
+from manyhosts.launchers.loop import Channel, Message
 
 SEE_ABOVE = "mend that on this host, or run without it; what was printed above may say more"
 
@@ -22,7 +22,6 @@ _GATHER_S = 15.0
 """How long a run that may begin with fewer nodes waits for the others."""
 _CALL_AGAIN_S = 2.0
 _LONGEST_CALL_AGAIN_S = 10.0
-_STRANGER_LIMIT_S = 10.0
 _GOODBYE_LIMIT_S = 5.0
 _LOOK_S = 0.2
 
@@ -77,10 +76,8 @@ class Agents:
         self._course, self._start_agent, self._owner, self.address = course, start_agent, owner, address
         self._meeting = meeting or Meeting()
         self._token = self._meeting.token
-        self._listening = socket.create_server((address, self._meeting.port))
-        course.loop.watch(self._listening, self._accept)
+        self._entrance = Entrance(course.loop, (address, self._meeting.port), self._token, self._admit)
         self.nodes = [Node(number, name, self._begin(number)) for number, name in enumerate(hosts)]
-        self._strangers: set[Channel] = set()
 
     def present(self) -> list[int]:
         """The numbers of the nodes whose agents are here."""
@@ -109,48 +106,40 @@ class Agents:
     # They come.
 
     def _begin(self, number: int) -> AgentProcess:
-        host, port = self._listening.getsockname()[:2]
-        return self._start_agent(number, f"{host}:{port}", self._token)
+        return self._start_agent(number, self._entrance.place, self._token)
 
-    def _accept(self) -> None:
-        connection, _ = self._listening.accept()
-        notice_loss(connection)
-        channel = Channel(
-            self._course.loop,
-            connection,
-            lambda message: self._admit(channel, message),
-            lambda: self._forget(channel),
-        )
-        channel.longest_line = 1 << 16  # until it has shown that it belongs to us
-        self._strangers.add(channel)
-        self._course.loop.after(_STRANGER_LIMIT_S, lambda: self._forget(channel))
-
-    def _forget(self, channel: Channel) -> None:
-        if channel in self._strangers:
-            self._strangers.discard(channel)
-            channel.close()
-
-    def _admit(self, channel: Channel, message: Message) -> None:
-        """The first message of a connection: whoever does not know the token is not listened to any further."""
-        number = message.get("node")
-        known = hmac.compare_digest(str(message.get("token", "")), self._token)
-        if not known or message["message"] != "hello" or not isinstance(number, int):
-            self._forget(channel)
-            return
+    def _admit(self, channel: Channel, hello: Message) -> bool:
+        """One that knows the token says which node it is."""
+        number = hello["node"]
         if not 0 <= number < len(self.nodes) or self.nodes[number].channel is not None:
-            self._forget(channel)
-            return
-        self._strangers.discard(channel)
-        channel.longest_line = 64 << 20
+            return False
         node = self.nodes[number]
-        node.channel, node.facts, node.heard = channel, message, time.monotonic()
+        node.channel, node.facts, node.heard = channel, hello, time.monotonic()
         channel.on_message = lambda heard: self._hear(node, heard)
         channel.on_end = lambda: self._lose(node)
         self._owner.welcome(node)
+        return True
 
     def _hear(self, node: Node, message: Message) -> None:
         node.heard = time.monotonic()
-        self._owner.hear(node, message)
+        fault = messages.fault_of(message)
+        if fault:
+            self.give_up(
+                node, f"its agent has sent a message ({message.get('message')!r}) that cannot be read: {fault}"
+            )
+            return
+        try:
+            self._owner.hear(node, message)
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as cause:
+            # Fields of reports, which nobody has looked at before: what is wrong may be in them or in the head.
+            error = LaunchError(
+                f"a message ({message['message']!r}) of the agent of host {node.name} could not be followed:"
+                f" {type(cause).__name__}: {cause}",
+                where=f"host {node.name}",
+                fix="see that manyhosts is the same there and here; --trace shows where it went wrong",
+            )
+            error.__cause__ = cause
+            self._course.result = error
 
     def expect(self, waited_s: float = 0) -> None:
         """Look now and then whether the agents that have not said hello are still on their way."""
@@ -255,10 +244,7 @@ class Agents:
         result = self._course.result
         code = result.exit_code if isinstance(result, ManyhostsError) else result
         self.tell_all("leave", code=1 if code is None else code)
-        self._course.loop.unwatch(self._listening)
-        self._listening.close()  # whoever comes now finds nobody, and leaves
-        for channel in list(self._strangers):
-            self._forget(channel)
+        self._entrance.close()  # whoever comes now finds nobody, and leaves
         for node in self.nodes:
             if node.channel is not None:
                 node.channel.flush(timeout_s=1)

@@ -10,7 +10,7 @@ import ctypes
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _READ_ONLY, _NO_DEVICES, _REMOUNT, _BIND, _RECURSIVE = 1, 4, 32, 4096, 16384
@@ -31,11 +31,14 @@ def environment_folders() -> list[str]:
     return chosen
 
 
-def move_into_copy(scratch: str, *, shown: Sequence[str], empty: Sequence[str]) -> None:
+def move_into_copy(
+    scratch: str, *, shown: Sequence[str], empty: Sequence[str], shared: Mapping[str, str] | None = None
+) -> None:
     """Make a copy of this machine's system the root of this mount namespace.
 
     `scratch` is an empty folder to build it in. `shown` are paths that look as they do here, and are read-only;
-    `empty` are more folders, without the leading slash, that the copy has empty.
+    `empty` are more folders, without the leading slash, that the copy has empty. `shared`, path in the copy → folder
+    of this machine, are those that it can write to and others see, too.
 
     Raises:
         OSError: the kernel refused a mount.
@@ -50,6 +53,9 @@ def move_into_copy(scratch: str, *, shown: Sequence[str], empty: Sequence[str]) 
         mount("tmpfs", f"{root}/{name}", "tmpfs", data="mode=1777" if name.endswith("tmp") else "mode=755")
     for path in shown:
         _show(path, root + path)
+    for path, source in (shared or {}).items():
+        Path(root + path).mkdir(parents=True, exist_ok=True)
+        mount(source, root + path, flags=_BIND)
     mount("/dev", f"{root}/dev", flags=_BIND | _RECURSIVE)
     mount("tmpfs", f"{root}/dev/shm", "tmpfs", data="mode=1777")  # noqa: S108  # a place to mount at
     mount("sysfs", f"{root}/sys", "sysfs")  # of this network namespace, so that it has this host's interfaces

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,8 @@ class Wishes:
     """Folders, without the leading slash, that it has empty beside the usual ones."""
     shown: tuple[str, ...] = ()
     """Folders that it sees as they are on this machine, also below one that is its own."""
+    shared: Mapping[str, str] = field(default_factory=dict)
+    """Its path → folder of this machine: a disk that hosts of the lab share, and the desk has not."""
 
 
 class Host:
@@ -192,6 +194,7 @@ class Host:
             "is_desk": wishes.is_desk,
             "empty": list(wishes.empty),
             "shown": list(wishes.shown),
+            "shared": dict(wishes.shared),
         }
         self._machine = subprocess.Popen(
             ["unshare", *_NAMESPACES, "--fork", "--kill-child", *_FIRST_PROCESS, json.dumps(description)],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 from manyhosts.errors import ConfigError
@@ -70,11 +70,13 @@ def lab(
     prefix: str = "lab",
     empty: tuple[str, ...] = (),
     shown: tuple[str, ...] = (),
+    shared: Mapping[str, Sequence[int]] | None = None,
 ) -> Iterator[Lab]:
     """Make `hosts` hosts named `prefix`1, `prefix`2, …, each on a cable of `bandwidth` in each direction.
 
     `empty` are more folders, without the leading slash, that are every host's own and empty; `shown` are folders that
-    hosts see as they are here, read-only, wherever they lie. Everything is gone when
+    hosts see as they are here, read-only, wherever they lie. `shared`, path → numbers of hosts from 0, is a disk that
+    these hosts have in common at that path, and the desk has not. Everything is gone when
     the block ends, and also when this process is killed.
 
     Raises:
@@ -90,6 +92,9 @@ def lab(
         addresses[DESK] = "10.77.0.254"
         folder.write(addresses, DESK)
         (folder.path / "empty").mkdir()
+        disks = {path: folder.path / f"disk{number}" for number, path in enumerate(shared or {})}
+        for disk in disks.values():
+            disk.mkdir()
         switch = Switch()
         undo.callback(switch.close)
         made = []
@@ -103,6 +108,7 @@ def lab(
                 is_desk=name == DESK,
                 empty=empty,
                 shown=shown,
+                shared={path: str(disks[path]) for path, having in (shared or {}).items() if number in having},
             )
             made.append(Host(wishes, switch))
             undo.callback(made[-1].kill)

@@ -27,7 +27,7 @@ _LISTENS = "0A"  # what /proc/net/tcp calls it
 
 
 def main() -> None:
-    """Be the host that `sys.argv[1]` describes: `name`, `folder` (the lab's), `is_desk`, `empty`, `shown`."""
+    """Be the host that `sys.argv[1]` describes: `name`, `folder` (the lab's), `is_desk`, `empty`, `shown`, `shared`."""
     wishes: dict[str, Any] = json.loads(sys.argv[1])
     _say(os.readlink("/proc/self"))  # as the lab's owner counts, for /proc is still the owner's
     sys.stdin.readline()  # the cable is plugged in now
@@ -43,7 +43,7 @@ def _become(wishes: dict[str, Any]) -> None:
     socket.sethostname(wishes["name"])
     if not wishes["is_desk"]:
         shown = [*wishes["shown"], *filesystem.environment_folders(), str(folder)]
-        filesystem.move_into_copy(str(folder / "empty"), shown=shown, empty=wishes["empty"])
+        filesystem.move_into_copy(str(folder / "empty"), shown=shown, empty=wishes["empty"], shared=wishes["shared"])
         keys = Path("/root/.ssh/authorized_keys")
         keys.parent.mkdir(mode=0o700)
         keys.write_text((folder / "key.pub").read_text())

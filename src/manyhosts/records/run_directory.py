@@ -17,7 +17,9 @@ VARIABLE = "MANYHOSTS_RUN_DIR"
 UNASKED = "MANYHOSTS_RUN_DIR_UNASKED"
 """Set where nobody asked for that directory, so that a script may choose another."""
 APART = "MANYHOSTS_DISKS_APART"
-"""Set where hosts do not share that directory: each has one of that name on its own disk."""
+"""Set where not all hosts share that directory: there are several of that name, on disks of their own."""
+DISK = "MANYHOSTS_DISK"
+"""A number of the disk that has a host's run directory: the same on hosts that share it. Unset: each has its own."""
 
 
 def check_is_folder(text: str, *, where: str) -> None:

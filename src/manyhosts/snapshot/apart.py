@@ -1,4 +1,4 @@
-"""Snapshots where hosts share no disk: two of them keep each one whole, so that any one host may be lost.
+"""Snapshots where hosts have several disks: two of them keep each one whole, so that any one host may be lost.
 
 Each copy is whole by itself, with its own manifest, and each host gives its own the name when it is written: nobody
 waits for anybody. Where a run begins, the newest that is whole on some host is brought to all others.
@@ -19,13 +19,14 @@ from torch import Tensor
 
 from manyhosts.communication.gathering import gather_lists, gather_words
 from manyhosts.communication.world import World
+from manyhosts.records import run_directory
 from manyhosts.records.manifest import NAME, read
 from manyhosts.snapshot.disk import Disk
 from manyhosts.snapshot.load import newest_whole
 from manyhosts.snapshot.skeleton import take_apart
 
 COPIES = 2
-"""Hosts that keep each snapshot: the leader's and the next one."""
+"""Disks that keep each snapshot: the leader's and the next one."""
 _CHUNK_BYTES = 16 << 20
 
 
@@ -44,27 +45,29 @@ def gather_own(own: Mapping[str, Any] | None, world: World) -> dict[int, tuple[s
     return found
 
 
-def first_of_host(world: World) -> bool:
-    """Whether this is the worker that writes for its host. Every worker calls this."""
-    nodes = _nodes(world)
-    return nodes.index(nodes[world.rank]) == world.rank
+def first_of_disk(world: World) -> bool:
+    """Whether this is the worker that writes to its disk, which several hosts may share. Every worker calls this."""
+    disks = _disks(world)
+    return disks.index(disks[world.rank]) == world.rank
 
 
 def keeps(world: World) -> bool:
     """Whether this worker's disk is one of the `COPIES` that snapshots are kept on. Every worker calls this."""
-    nodes = _nodes(world)
-    hosts = list(dict.fromkeys(nodes))[:COPIES]
-    return nodes[world.rank] in hosts and nodes.index(nodes[world.rank]) == world.rank
+    disks = _disks(world)
+    keeping = list(dict.fromkeys(disks))[:COPIES]
+    return disks[world.rank] in keeping and disks.index(disks[world.rank]) == world.rank
 
 
-def _nodes(world: World) -> list[int]:
-    own = torch.tensor([world.place.node_rank], dtype=torch.int64, device=world.device)
-    return [int(node) for node in world.stack(own).flatten().tolist()]
+def _disks(world: World) -> list[int]:
+    """A number of each worker's disk, by rank. A launcher tells all workers theirs, or none of them."""
+    number = int(os.environ.get(run_directory.DISK, world.place.node_rank))
+    own = torch.tensor([number], dtype=torch.int64, device=world.device)
+    return [int(disk) for disk in world.stack(own).flatten().tolist()]
 
 
 def bring_newest(folder: Path, world: World, disk: Disk) -> None:
     """Bring the newest snapshot that is whole on some host to all hosts that lack it. Every worker calls this."""
-    is_first = first_of_host(world)
+    is_first = first_of_disk(world)
     own = newest_whole(folder) if is_first else None
     path = None if own is None else own.path
     told = [word.split() for word in gather_words(world, "" if path is None else f"{path.name} {_content(path)}")]
@@ -78,7 +81,7 @@ def bring_newest(folder: Path, world: World, disk: Disk) -> None:
 
 def bring_best(path: Path, world: World, disk: Disk) -> None:
     """Bring the leader's best model to all hosts, where there is one. Every worker calls this."""
-    is_first = first_of_host(world)
+    is_first = first_of_disk(world)
     [there, *_] = told = gather_words(world, _content(path) if (path / NAME).exists() else "")
     if there:
         writes = is_first and told[world.rank] != there
@@ -110,9 +113,11 @@ def bring_files(reading: Path | None, writing: Path | None, names: Sequence[str]
 
 
 def _bring_file(reading: Path | None, writing: Path | None, size: int, world: World, source: int) -> None:
+    """The file gets its name when it is whole: what stands there may be open, also as the one that is being read."""
+    half = None if writing is None else writing.with_name(f".{writing.name}.half")
     with ExitStack() as stack:
         origin = stack.enter_context(reading.open("rb")) if reading is not None else None
-        target = stack.enter_context(writing.open("wb")) if writing is not None else None
+        target = stack.enter_context(half.open("wb")) if half is not None else None
         for begin in range(0, size, _CHUNK_BYTES):
             length = min(_CHUNK_BYTES, size - begin)
             chunk = torch.empty(length, dtype=torch.uint8)
@@ -124,6 +129,8 @@ def _bring_file(reading: Path | None, writing: Path | None, size: int, world: Wo
         if target is not None:
             target.flush()
             os.fsync(target.fileno())
+    if half is not None and writing is not None:
+        half.replace(writing)
 
 
 def _order(name: str) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""The run's records where hosts share no disk: the host next to the leader's has a copy that goes on growing."""
+"""The run's records where hosts have several disks: the one next to the leader's has a copy that goes on growing."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import torch
 
 from manyhosts.communication.world import World
 from manyhosts.records.run_directory import RunDirectory
-from manyhosts.snapshot.apart import bring_files, first_of_host
+from manyhosts.snapshot.apart import bring_files, first_of_disk
 
 _NAMES = ("run.json", "metrics.jsonl")
 
 
 def restore_records(directory: RunDirectory, world: World) -> None:
     """Where the leader's disk has no record, and another host's has, bring it. Every worker calls this at the start."""
-    own = directory.metrics.stat().st_size if first_of_host(world) and directory.metrics.exists() else 0
+    own = directory.metrics.stat().st_size if first_of_disk(world) and directory.metrics.exists() else 0
     sizes = world.stack(torch.tensor([own], dtype=torch.int64, device=world.device)).flatten().tolist()
     if sizes[0] or not any(sizes):
         return

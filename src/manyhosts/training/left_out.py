@@ -13,7 +13,7 @@ import torch
 
 from manyhosts.communication.world import World
 from manyhosts.events import Note, Recovered
-from manyhosts.snapshot.apart import first_of_host
+from manyhosts.snapshot.apart import first_of_disk
 from manyhosts.snapshot.set_aside import newest_step, set_aside
 from manyhosts.strategies.audit import WrongBits
 from manyhosts.training.keeping import Keeping
@@ -33,7 +33,7 @@ def keep_from_resuming(keeping: Keeping, world: World, trusted: int) -> None:
     """Set aside the snapshots from behind step `trusted`. Every worker calls this."""
     keeping.finish()
     world.barrier()  # what the leader was writing has its name now
-    if first_of_host(world):
+    if first_of_disk(world):
         set_aside(keeping.store.folder, after=trusted)
     world.barrier()
 

@@ -17,8 +17,9 @@ from manyhosts.errors import LaunchError
 from manyhosts.launchers.job import Job
 from manyhosts.launchers.ssh import agreement
 from manyhosts.launchers.ssh.cluster import Cluster
-from manyhosts.launchers.ssh.disks import is_on_a_network
+from manyhosts.launchers.ssh.disks import HERE, Disks
 from manyhosts.launchers.ssh.latecomer import Latecomer
+from manyhosts.launchers.ssh.outpost import is_on_a_network
 from manyhosts.launchers.ssh.sync import Files
 
 LONG = [sys.executable, "-c", "import time; time.sleep(60)"]
@@ -100,36 +101,68 @@ def test_disk_of_a_network_is_known_by_its_kind(folder: str, expected: bool, tmp
     mounts.write_text(
         "/dev/sda1 / ext4 rw 0 0\nserver:/home /home/me nfs4 rw 0 0\n/dev/sdb1 /home/me/scratch xfs rw 0 0\n"
     )
-    assert is_on_a_network(Path(folder), mounts) is expected
-    assert not is_on_a_network(Path(folder), tmp_path / "none")
+    assert is_on_a_network(folder, str(mounts)) is expected
+    assert not is_on_a_network(folder, str(tmp_path / "none"))
 
 
 @pytest.mark.parametrize(
-    ("apart", "others_share", "shares", "fits"),
+    ("disks", "apart", "fits"),
     [
-        (False, [True, True], True, True),
-        (False, [True, True], False, False),
-        (True, [False], False, True),
-        (True, [True, False], False, True),
-        (True, [False, False], True, True),
-        (True, [True, False], True, False),
+        ([0, 0, 0], False, True),
+        ([0, 0, 1], False, False),
+        ([0, 1, 2], True, True),
+        ([0, 1, 1], True, True),
+        ([0, 0, 1], True, True),
     ],
 )
-def test_comer_whose_disk_is_not_as_the_run_has_begun_is_refused(
-    apart: bool, others_share: list[bool], shares: bool, fits: bool, tmp_path: Path
+def test_comer_with_a_disk_of_its_own_is_refused_where_the_run_has_begun_on_one(
+    disks: list[int], apart: bool, fits: bool, tmp_path: Path
 ) -> None:
-    job = Job(program="train.py", folder=tmp_path, run_dir=tmp_path / "run", nodes=len(others_share) + 1, least_nodes=1)
+    job = Job(program="train.py", folder=tmp_path, run_dir=tmp_path / "run", nodes=3, least_nodes=1)
     connections = [SimpleNamespace(host=f"n{node}") for node in range(job.nodes)]
     cluster = Cluster(job, cast(Any, connections), cast(Any, None))
-    *others, comer = cluster._hosts
-    for host, shared in zip(others, others_share, strict=True):
-        host.shares_record = shared
-    comer.away, comer.shares_record, cluster._apart = LaunchError("away"), shares, apart
+    comer = cluster._hosts[2]
+    cluster._disks._of = dict(enumerate(disks))
+    comer.away, cluster._apart = LaunchError("away"), apart
     if fits:
         cluster._see_disk(comer)
     else:
-        with pytest.raises(LaunchError, match="host n"):
+        with pytest.raises(LaunchError, match="host n2 has a run directory of its own"):
             cluster._see_disk(comer)
+
+
+class Machine:
+    """A machine with folders: those of one number are one folder. `writes`: whether it may write there."""
+
+    def __init__(self, folders: dict[str, dict[str, int]], *, writes: bool = True) -> None:
+        self.folders, self.writes = folders, writes
+
+    def ask(self, question: str, *, folder: str, name: str = "") -> Any:
+        inside = self.folders.setdefault(folder, {})
+        if question == "mark" and self.writes:
+            inside[name] = 1
+        elif question == "unmark":
+            inside.pop(name, None)
+        return self.writes if question == "mark" else (list(inside), [id(inside), 0])
+
+
+def test_machines_are_grouped_by_what_they_share(tmp_path: Path) -> None:
+    """Two share all, one of them without the right to write; one shares nothing; and one comes later."""
+    nfs: dict[str, dict[str, int]] = {}
+    machines = [Machine({}), Machine(nfs), Machine(nfs, writes=False)]
+    disks = Disks(tmp_path, tmp_path / "run")
+    folders = disks.find(cast(Any, dict(enumerate(machines))))
+    assert folders == {HERE: HERE, 0: 0, 1: 1, 2: 1}
+    assert len({disks.of(HERE), disks.of(0), disks.of(1)}) == 3
+    assert disks.of(1) == disks.of(2)
+    assert not disks.find_late(3, cast(Any, Machine(nfs)))
+    assert disks.of(3) == disks.of(1)
+    assert not disks.find_late(0, cast(Any, Machine({})))
+    assert disks.of(0) not in {disks.of(HERE), disks.of(1)}, "it has lost its disk"
+    here = [*tmp_path.iterdir(), *(tmp_path / "run").iterdir()]
+    assert [path.name for path in here if "-record-here" not in path.name] == ["run"]
+    disks.forget()
+    assert list((tmp_path / "run").iterdir()) == []
 
 
 class Reached:
@@ -151,9 +184,11 @@ class Reached:
         return {**agreement.here(__version__), **own, "executable": "python3", "rsync": False}
 
     def ask(self, question: str, **details: Any) -> Any:
+        if question in ("mark", "marks", "unmark"):
+            return ([], []) if question == "marks" else question == "mark"
         if question == "knock":
             self.knocks += details["places"][:-1]
-        answers = {"way": self.address, "stamp": [[], []], "exists": True, "listen": 4711}
+        answers = {"way": self.address, "exists": True, "listen": 4711}
         return [""] * len(details["places"]) if question == "knock" else answers[question]
 
 

@@ -26,6 +26,23 @@ def here(manyhosts: str) -> dict[str, str]:
     return found
 
 
+def see_that_each_is_named_once(facts: Mapping[str, Mapping[str, Any]]) -> None:
+    """See that no two names stand for one machine: two agents of one host would write to the same files.
+
+    Raises:
+        LaunchError: two do.
+    """
+    names: dict[str, str] = {}
+    for host, found in facts.items():
+        machine = found.get("machine", "")
+        if machine and names.setdefault(machine, host) != host:
+            raise LaunchError(
+                f"{names[machine]} and {host} are two names of one machine",
+                where=f"host {host}",
+                fix="name it once, and give --workers-per-node for several workers on it",
+            )
+
+
 def see_that_they_agree(facts: Mapping[str, Mapping[str, Any]], mine: Mapping[str, str]) -> None:
     """See that every host (name → what it told) has the same packages.
 

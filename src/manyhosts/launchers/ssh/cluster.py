@@ -23,7 +23,7 @@ from manyhosts.launchers.interfaces import Interface
 from manyhosts.launchers.job import Job
 from manyhosts.launchers.ssh import agreement, outpost, sync
 from manyhosts.launchers.ssh.connection import Connection, Unreachable
-from manyhosts.launchers.ssh.disks import is_on_a_network
+from manyhosts.launchers.ssh.disks import HERE, Disks
 from manyhosts.launchers.ssh.latecomer import Latecomer, NotThere
 from manyhosts.records import run_directory
 
@@ -46,8 +46,6 @@ class Host:
     """Why it was not reached; a run whose nodes may come later begins without it."""
     facts: dict[str, Any] = field(default_factory=dict)
     interface: Interface | None = None
-    shares_record: bool = False
-    """Whether its run directory is that of this machine."""
     tunnelled: bool = False
     """Whether it reaches this machine through ssh only."""
     told: str = ""
@@ -86,7 +84,9 @@ class Cluster:
         self._ports: dict[int, int] = {}
         """Where an outpost listens, by node, so that others can see whether they reach its host."""
         self._files: sync.Files | None = None
+        self._disks = Disks(job.folder, job.run_dir)
         self._apart = False
+        """Whether hosts have several run directories."""
         self.head_address = ""
 
     @property
@@ -105,6 +105,7 @@ class Cluster:
         self._greet()
         here = self._here
         facts = {host.name: host.facts for host in here}
+        agreement.see_that_each_is_named_once(facts)
         agreement.see_that_they_agree(facts, agreement.here(__version__))
         targets = [here[1 if len(here) > 1 else 0], *([here[0]] * (len(here) - 1))]
         _of_all(here, lambda host: _find_interface(host, targets[here.index(host)].facts["address"]))
@@ -173,20 +174,19 @@ class Cluster:
         if self._job.sync:
             self._files = sync.Files.to_bring(self._job.folder, leave_out=self._job.run_dir)
         here = self._here
-        have_script = _of_all(here, self._provide)
-        self._see_script(here, have_script)
-        shared = all(host.shares_record for host in here)
+        first = self._disks.find({host.node: host.connection for host in here})
+        _of_all([host for host in here if first[host.node] == host.node], self._bring)
+        self._see_script(here, _of_all(here, self._has_script))
+        disks = {self._disks.of(host.node) for host in here}
+        self._apart = len(disks) > 1
         if len(here) == 1 < len(self._hosts):  # nothing tells what those will share that are away
-            shared = shared and is_on_a_network(self._job.run_dir)
-        self._apart = len(self._hosts) > 1 and not shared
+            self._apart = not here[0].connection.ask("network", folder=str(self._job.run_dir))
 
-    def _provide(self, host: Host) -> bool:
-        """Bring the files to one host. Returns whether it has the script."""
-        paths = [str(self._job.folder), str(self._job.run_dir)]
-        folder, record = host.connection.ask("stamp", paths=paths)
-        host.shares_record = record == outpost.stamp(paths[1])
-        if self._files is not None and folder != outpost.stamp(paths[0]):
+    def _bring(self, host: Host) -> None:
+        if self._files is not None:
             sync.bring(host.connection, self._files, with_rsync=host.has_rsync)
+
+    def _has_script(self, host: Host) -> bool:
         return self._job.kind != "script" or bool(host.connection.ask("exists", path=self._script))
 
     @property
@@ -253,20 +253,20 @@ class Cluster:
         agreement.see_that_they_meet(names, places, [["", *self._knock(host, met)]])
         if self._files is not None:
             self._files.see_that_none_has_changed()
-        self._see_script([host], [self._provide(host)])
-        if not host.began:
-            self._see_disk(host)
+        if not self._disks.find_late(host.node, host.connection):
+            self._bring(host)
+        self._see_script([host], [self._has_script(host)])
+        self._see_disk(host)
         self._ports[host.node] = _listen(host)
 
     def _see_disk(self, host: Host) -> None:
-        """See that a host that comes late shares the run directory with the others, or does not, as they have begun."""
-        if self._apart == host.shares_record and not (
-            self._apart and not any(other.shares_record for other in self._here)
-        ):
-            has = "the run directory of this machine" if host.shares_record else "a run directory of its own"
-            began = "hosts with a disk each" if self._apart else "hosts that share one"
+        """See that a host that comes late shares the run directory with the others, where they have begun with one."""
+        if self._apart:
+            return
+        others = {self._disks.of(other.node) for other in self._here if other is not host}
+        if others and self._disks.of(host.node) not in others:
             raise LaunchError(
-                f"host {host.name} has {has}, and the run has begun on {began}",
+                f"host {host.name} has a run directory of its own, and the run has begun on hosts that share one",
                 where=f"host {host.name}, {self._job.run_dir}",
                 fix="start the run again while this host is there: it goes on from its newest snapshot",
             )
@@ -277,7 +277,8 @@ class Cluster:
         if host.tunnelled:
             address, _, port = head.rpartition(":")
             head = f"127.0.0.1:{host.connection.tunnel(address, int(port))}"
-        words = agent_words(host.facts["executable"], head, host.node, host.interface)
+        disk = self._disks.of(host.node) if self._apart else None
+        words = agent_words(host.facts["executable"], head, host.node, host.interface, disk)
         # No stream of ours: ssh has writes to a pipe fail instead of wait, also ours, and lines would be lost.
         pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
         command = host.connection.command(words)
@@ -293,7 +294,7 @@ class Cluster:
     # The end.
 
     def fetch_record(self) -> None:
-        """Bring the run directory of the host that led here, and the logs of the others."""
+        """Bring the run directory of the host that led here, and the logs of the others: each disk's once."""
         run_dir, here = self._job.run_dir, self._here
         path = str(run_dir / "summary.json")
         if not here:
@@ -306,23 +307,29 @@ class Cluster:
 
         have = dict(zip((host.node for host in here), _of_all(here, has), strict=True))
         # The first host; or, where the run went on without it and ended on another one's disk, that one.
-        leader = next((node for node, found in have.items() if found), here[0].node)
+        led = self._disks.of(next((node for node, found in have.items() if found), here[0].node))
+        by_disk: dict[int, Host] = {}
+        for host in sorted(here, key=lambda host: have[host.node] is None):  # those that answer first
+            by_disk.setdefault(self._disks.of(host.node), host)
+        by_disk.pop(self._disks.of(HERE), None)
 
         def fetch(host: Host) -> str:
-            if host.shares_record:
-                return ""
             stays = f"manyhosts: the record on {host.name} stays there, in {run_dir}"
             if have[host.node] is None:
                 return f"{stays}: it does not answer"
-            only = "." if host.node == leader else "logs"
+            only = "." if self._disks.of(host.node) == led else "logs"
             try:
                 sync.fetch(host.connection, run_dir, only=only, with_rsync=host.has_rsync)
             except (LaunchError, OSError) as trouble:
                 return f"{stays}: {trouble}".partition("\n")[0]
             return ""
 
-        for words in filter(None, _of_all(here, fetch)):
+        for words in filter(None, _of_all(list(by_disk.values()), fetch)):
             self._display.warn(words)
+
+    def forget(self) -> None:
+        """Leave nothing here that only the hosts have looked for."""
+        self._disks.forget()
 
 
 def _find_interface(host: Host, target: str) -> None:
@@ -351,7 +358,7 @@ def _listen(host: Host) -> int:
 
 def _of_all(hosts: Sequence[Host], ask: Callable[[Host], T]) -> list[T]:
     """What `ask` gives for every host, all at the same time. The first trouble, by order of hosts, is raised."""
-    with ThreadPoolExecutor(len(hosts)) as pool:
+    with ThreadPoolExecutor(max(1, len(hosts))) as pool:
         return list(pool.map(ask, hosts))
 
 
@@ -365,9 +372,10 @@ def _pass_on(words: IO[bytes], again: bool) -> None:
             sys.stderr.flush()
 
 
-def agent_words(python: str, head: str, node: int, interface: Interface | None) -> str:
+def agent_words(python: str, head: str, node: int, interface: Interface | None, disk: int | None = None) -> str:
     """What a host's shell is told, to start the agent."""
-    words = [python, "-P", "-m", "manyhosts.launchers.host.agent", "--head", head, "--node", str(node)]
+    words = [] if disk is None else ["env", f"{run_directory.DISK}={disk}"]
+    words += [python, "-P", "-m", "manyhosts.launchers.host.agent", "--head", head, "--node", str(node)]
     if interface is not None:
         words += ["--address", interface.address, "--interface", interface.name]
     return "exec " + shlex.join(words)

@@ -20,6 +20,7 @@ import struct
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 MARK = "manyhosts-outpost "
@@ -29,6 +30,14 @@ _HERE_S = 4.0
 SILENCE_S = 20.0
 """How long the launcher may be silent before it counts as gone. It says something every `PULSE_S`."""
 PULSE_S = 2.0
+MARK_OF_DISK = ".manyhosts-disk-"
+"""How files begin that machines leave in a folder to see who else has it."""
+_OF_NETWORKS = (
+    *("9p", "afs", "beegfs", "ceph", "cifs", "fuse.glusterfs", "fuse.sshfs", "glusterfs", "gpfs", "lustre"),
+    *("nfs", "nfs4", "orangefs", "panfs", "smb3", "wekafs"),
+)
+_left: set[str] = set()
+"""Files that this process has left and that are to be gone when it ends."""
 
 
 def facts() -> dict[str, Any]:
@@ -43,7 +52,19 @@ def facts() -> dict[str, Any]:
         "address": connection[2] if len(connection) == 4 else "",
         "rsync": shutil.which("rsync") is not None,
         "interfaces": interfaces(),
+        "machine": machine(),
     }
+
+
+def machine() -> str:
+    """What no other machine has, nor a container of this one: its id, its last start, its network. Empty: unknown."""
+    found = []
+    for path in ("/etc/machine-id", "/proc/sys/kernel/random/boot_id"):
+        with contextlib.suppress(OSError), open(path) as file:
+            found.append(file.read().strip())
+    with contextlib.suppress(OSError):
+        found.append(str(os.stat("/proc/self/ns/net").st_ino))
+    return " ".join(found) if len(found) == 3 else ""
 
 
 def interfaces() -> list[dict[str, str]]:
@@ -123,6 +144,49 @@ def stamp(path: str) -> list[int]:
     return [state.st_ino, state.st_ctime_ns]
 
 
+def mark(folder: str, name: str) -> bool:
+    """Leave an empty file in `folder`, which is made if need be. Returns whether that was possible."""
+    path = os.path.join(folder, name)
+    try:
+        os.makedirs(folder, exist_ok=True)
+        os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
+    except OSError:
+        return False
+    _left.add(path)
+    return True
+
+
+def marks(folder: str) -> tuple[list[str], list[int]]:
+    """What `mark` has left in `folder`, on any machine, and its stamp."""
+    with contextlib.suppress(OSError):
+        return [name for name in os.listdir(folder) if name.startswith(MARK_OF_DISK)], stamp(folder)
+    return [], []
+
+
+def unmark(folder: str, name: str) -> None:
+    """Take away what `mark` has left."""
+    path = os.path.join(folder, name)
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+    _left.discard(path)
+
+
+def is_on_a_network(folder: str, mounts: str = "/proc/self/mounts") -> bool:
+    """Whether `folder` is on a file system of a network, as the kernel names it. False where nothing is known."""
+    path, best, kind = os.path.realpath(folder), "", ""
+    try:
+        with open(mounts) as table:
+            lines = table.read().splitlines()
+    except OSError:
+        return False
+    for line in lines:
+        _, place, found, *_ = line.split(" ")
+        place = place.encode().decode("unicode_escape")  # a space is \040 there
+        if (path == place or path.startswith(place.rstrip("/") + "/")) and len(place) >= len(best):
+            best, kind = place, found  # of two on one place, the later one covers the other
+    return kind in _OF_NETWORKS
+
+
 def _differing(folder: str, files: dict[str, list[int]]) -> list[str]:
     """Which of `files` (path → size, time of its last change in ns) are not like that in `folder`."""
     different = []
@@ -137,7 +201,17 @@ def _differing(folder: str, files: dict[str, list[int]]) -> list[str]:
     return different
 
 
+_OF_FOLDERS: dict[str, Callable[..., Any]] = {
+    "mark": mark,
+    "marks": marks,
+    "unmark": unmark,
+    "network": is_on_a_network,
+}
+
+
 def _answer(question: dict[str, Any], listening: list[socket.socket]) -> Any:
+    if question["ask"] in _OF_FOLDERS:
+        return _OF_FOLDERS[question.pop("ask")](**question)
     match question["ask"]:
         case "listen":
             listening.append(socket.create_server((question["address"], 0), backlog=256))
@@ -146,8 +220,6 @@ def _answer(question: dict[str, Any], listening: list[socket.socket]) -> Any:
             return knock_at_all(question["places"])
         case "way":
             return way_to(question["address"])
-        case "stamp":
-            return [stamp(path) for path in question["paths"]]
         case "make":
             os.makedirs(question["path"], exist_ok=True)
             return os.access(question["path"], os.W_OK)
@@ -160,6 +232,19 @@ def _answer(question: dict[str, Any], listening: list[socket.socket]) -> Any:
 
 def main() -> None:
     """Say what this host is, then answer until nobody asks any more."""
+    try:
+        _serve()
+    finally:
+        _take_marks_along()
+
+
+def _take_marks_along() -> None:
+    for path in list(_left):
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+def _serve() -> None:
     _say(facts())
     listening: list[socket.socket] = []
     heard = [time.monotonic()]
@@ -188,6 +273,7 @@ def hang_up() -> None:
         with open(f"/proc/{parent}/comm") as name:
             if name.read().startswith("sshd"):  # or it would wait for the other side for a quarter of an hour
                 os.kill(parent, signal.SIGTERM)
+    _take_marks_along()
     os._exit(1)
 
 

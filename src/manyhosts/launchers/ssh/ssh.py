@@ -47,18 +47,25 @@ class Ssh:
             cluster = Cluster(job, hosts, display)
             cluster.survey()
             display.warn(cluster.in_words())
-            cluster.bring_files()
             try:
-                return Head(
-                    cluster.job_there(),
-                    plan.hosts,
-                    cluster.start_agent,
-                    display,
-                    address=cluster.head_address,
-                    ways_are_known=True,
-                ).run()
+                cluster.bring_files()
+                return _run(cluster, plan, display)
             finally:
-                cluster.fetch_record()
+                cluster.forget()
+
+
+def _run(cluster: Cluster, plan: Plan, display: Display) -> int:
+    try:
+        return Head(
+            cluster.job_there(),
+            plan.hosts,
+            cluster.start_agent,
+            display,
+            address=cluster.head_address,
+            ways_are_known=True,
+        ).run()
+    finally:
+        cluster.fetch_record()
 
 
 def pythons(job: Job) -> list[str]:

@@ -14,11 +14,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manyhosts.errors import ConfigError, LaunchError
+from manyhosts.launchers.ssh import disks
 from manyhosts.launchers.ssh.connection import Connection
 from manyhosts.records import run_lock
 
 IGNORE_FILE = ".manyhostsignore"
-_IGNORED = (".git", "runs", ".venv", "venv", "__pycache__", "*.pyc", ".mypy_cache", ".ruff_cache", ".pytest_cache")
+_IGNORED = (
+    disks.MARKS,
+    ".git",
+    "runs",
+    ".venv",
+    "venv",
+    "__pycache__",
+    "*.pyc",
+    ".mypy_cache",
+    ".ruff_cache",
+    ".pytest_cache",
+)
 _MOST_BYTES = 2 << 30
 _DECIDING = (".py", ".so", ".json", ".toml", ".yaml", ".yml", ".ini", ".cfg", ".sh")
 """Code and settings. What else changes in a working directory is what programs write there while they run."""
@@ -135,12 +147,11 @@ def fetch(connection: Connection, folder: Path, *, only: str = ".", with_rsync: 
         return
     source.mkdir(parents=True, exist_ok=True)
     if with_rsync:
-        words = ["rsync", "--archive", f"--exclude=/{run_lock.NAME}", "--rsh", connection.shell]
+        excluded = [f"--exclude=/{run_lock.NAME}", f"--exclude=/{disks.MARKS}"]
+        words = ["rsync", "--archive", *excluded, "--rsh", connection.shell]
         _run(connection, [*words, f"{connection.host}:{source}/", f"{source}/"], b"")
         return
-    words = connection.command(
-        shlex.join(["tar", "--create", "--directory", str(source), f"--exclude=./{run_lock.NAME}", "."])
-    )
+    words = connection.command(shlex.join(["tar", "--create", "--directory", str(source), *excluded, "."]))
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True) as there:
         with tarfile.open(fileobj=there.stdout, mode="r|") as archive:
             archive.extractall(source, filter="data")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pty
+import re
 import socket
 import subprocess
 from pathlib import Path
 
 import pytest
-from launching import run, start
+from launching import MANYHOSTS, environment, run, start, wait_until, write_script
 
 pytestmark = pytest.mark.multiprocess
 
@@ -75,23 +79,38 @@ def test_line_appears_at_once(tmp_path: Path) -> None:
     assert head.returncode == 0
 
 
-def test_workers_wait_for_a_terminal_that_has_stopped_to_read(tmp_path: Path) -> None:
-    lines = 60_000
+def test_terminal_that_has_stopped_to_read_stops_no_worker(tmp_path: Path) -> None:
+    lines = 8_000
     source = f"""
         for number in range({lines}):
-            print(number, "." * 1000)
+            print(number, "." * 4000)
+        open("printed", "w").close()
         print("all printed")
     """
-    head = start(tmp_path, source)
+    script = write_script(tmp_path, source)
+    owner, terminal = pty.openpty()  # nobody reads it: the kernel takes some thousand bytes
+    words = [*MANYHOSTS, "run", "--run-dir", str(tmp_path / "run"), str(script)]
+    head = subprocess.Popen(words, cwd=tmp_path, env=environment(), stdin=terminal, stdout=terminal, stderr=terminal)
+    os.close(terminal)
     try:
-        with pytest.raises(subprocess.TimeoutExpired):
-            head.wait(timeout=5)
-        log = next((tmp_path / "run" / "logs").glob("*-0.log"))
-        assert log.stat().st_size < lines * 1000 / 2, "what nobody reads must not pile up in memory"
+        wait_until((tmp_path / "printed").exists, "the worker has printed everything", timeout_s=60)
+        assert head.poll() is None, "the end waits for a reader"
+        shown = bytearray()
+        with contextlib.suppress(OSError):  # so a terminal says that its last program has ended
+            while chunk := os.read(owner, 1 << 16):
+                shown += chunk
     finally:
-        out, _ = head.communicate(timeout=120)
-    assert head.returncode == 0
-    assert [int(line.split()[0]) for line in out.splitlines()[:-1]] == list(range(lines))
+        os.close(owner)
+        head.kill()
+        head.wait()
+    log = next((tmp_path / "run" / "logs").glob("*-0.log")).read_text().splitlines()
+    assert [int(line.split()[0]) for line in log[:-1]] == list(range(lines))
+    words = shown.decode().replace("\r\n", "\n")
+    seen = re.findall(r"(?m)(\d+) \.{4000}$", words)
+    missed = re.findall(r"manyhosts: (\d+) lines", words)
+    assert missed
+    assert sum(map(int, missed)) + len(seen) == lines
+    assert words.splitlines()[-1].endswith("all printed")
 
 
 def test_full_log_does_not_stop_the_worker(tmp_path: Path) -> None:

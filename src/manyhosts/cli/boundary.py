@@ -10,6 +10,7 @@ import traceback
 import click
 
 from manyhosts.errors import ManyhostsError
+from manyhosts.launchers.screen import say_last
 
 
 def exit_code_of(error: BaseException, *, trace: bool = False) -> int:
@@ -31,7 +32,7 @@ def exit_code_of(error: BaseException, *, trace: bool = False) -> int:
         raise error
     if trace:
         traceback.print_exception(error)
-    print(f"manyhosts: {error}", file=sys.stderr, flush=True)
+    say_last(sys.stderr, f"manyhosts: {error}\n")  # a terminal that is stopped cannot hold the end up
     return error.exit_code
 
 

@@ -25,6 +25,7 @@ from manyhosts.launchers.host import gpus
 from manyhosts.launchers.job import Job
 from manyhosts.launchers.launch import new_run_dir
 from manyhosts.launchers.launcher import LAUNCHERS
+from manyhosts.launchers.screen import Screen
 from manyhosts.records import run_directory, run_lock
 
 _TRAINING = ("manyhosts.training.trainer", "manyhosts.data.data")
@@ -165,11 +166,12 @@ def run(**options: Any) -> int:
             print(f"manyhosts: {note}", file=sys.stderr)
         print(f"{target}://{jobs.send(plan)}")
         return 0
-    display = _display()
-    try:
-        return launcher.submit(plan, display)
-    finally:
-        display.close()
+    with Screen(sys.stdout, sys.stderr, logs=job.run_dir / "logs") as screen:
+        display = _display(screen)
+        try:
+            return launcher.submit(plan, display)
+        finally:
+            display.close()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -310,10 +312,10 @@ def _behind_the_script(asked: _Asked) -> list[str]:
     return [f"{', '.join(found)} {stand} behind {asked.script} and so {go} to it; options of `run` stand before it"]
 
 
-def _display() -> Display:
+def _display(screen: Screen) -> Display:
     """The live display on a terminal, where it is installed; plain lines elsewhere."""
     if importlib.util.find_spec("manyhosts.listeners.terminal") is not None:
         from manyhosts.listeners.terminal import display
 
-        return display(sys.stdout, sys.stderr)
-    return PlainDisplay(sys.stdout, sys.stderr)
+        return display(screen.out, screen.err)
+    return PlainDisplay(screen.out, screen.err)

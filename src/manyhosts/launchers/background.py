@@ -27,6 +27,7 @@ from manyhosts.launchers.detached import Status
 from manyhosts.launchers.display import PlainDisplay
 from manyhosts.launchers.job import Plan
 from manyhosts.launchers.launcher import LAUNCHERS, Launcher
+from manyhosts.launchers.screen import Screen
 from manyhosts.records import run_lock
 from manyhosts.records.whole_file import read_json, write_json_whole
 
@@ -157,7 +158,8 @@ def main(words: list[str] | None = None) -> int:
     os.write(1, _READY)
     os.dup2(2, 1)  # the log from now on: whoever waited for the word reads no more
     try:
-        code = launcher.submit(plan, PlainDisplay(sys.stdout, sys.stderr))
+        with Screen(sys.stdout, sys.stderr, logs=job.run_dir / "logs") as screen:
+            code = launcher.submit(plan, PlainDisplay(screen.out, screen.err))
         note({0: "done", 130: "cancelled"}.get(code, "failed"), "" if code in (0, 130) else f"exit code {code}", code)
     except ManyhostsError as error:
         sys.stderr.write(f"manyhosts: {error}\n")

@@ -11,7 +11,7 @@ class Display(Protocol):
     """A terminal, a file, or a test."""
 
     def line(self, text: str, prefix: str, is_error: bool) -> None:
-        """Show one line of a worker's output. `prefix` names the worker; empty for the only one."""
+        """Show lines of a worker's output. `prefix` names the worker, before each; empty for the only one."""
 
     def progress(self, fields: Mapping[str, Any]) -> None:
         """Show how far training is; each call replaces the one before."""
@@ -34,7 +34,9 @@ class PlainDisplay:
 
     def line(self, text: str, prefix: str, is_error: bool) -> None:
         """Print it."""
-        self._print(self._err if is_error else self._out, prefix + text)
+        self._print(
+            self._err if is_error else self._out, prefix + (text.replace("\n", "\n" + prefix) if prefix else text)
+        )
 
     def progress(self, fields: Mapping[str, Any]) -> None:
         """Print nothing: lines cannot be replaced here."""

@@ -12,6 +12,7 @@ from manyhosts.launchers import scripts
 from manyhosts.launchers.display import Display, PlainDisplay
 from manyhosts.launchers.job import Job
 from manyhosts.launchers.launcher import LAUNCHERS
+from manyhosts.launchers.screen import Screen
 
 
 def run(  # noqa: PLR0913  # what `manyhosts run` takes
@@ -53,7 +54,8 @@ def run(  # noqa: PLR0913  # what `manyhosts run` takes
     )
     scripts.check_run_dir(job)
     launcher = LAUNCHERS.load("local")()
-    return launcher.submit(launcher.plan(job), display or PlainDisplay(sys.stdout, sys.stderr))
+    with Screen(sys.stdout, sys.stderr, logs=job.run_dir / "logs") as screen:
+        return launcher.submit(launcher.plan(job), display or PlainDisplay(screen.out, screen.err))
 
 
 def new_run_dir(program: str) -> Path:

@@ -60,6 +60,11 @@ def without_native_frames(text: str) -> str:
     return "\n".join(line for line in text.splitlines() if not is_native_frame(line))
 
 
+def may_hold_noise(text: str) -> bool:
+    """Whether lines of `text` may be native frames or idle notices: at once for many lines."""
+    return any(sign in text for sign in ("#", "[W", "raised from", "CapturedTraceback"))
+
+
 def is_native_frame(line: str) -> bool:
     """Whether `line` is one of a C++ backtrace."""
     return _NATIVE.match(line) is not None

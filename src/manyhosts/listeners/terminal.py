@@ -50,9 +50,10 @@ class Display:
         self._guarded: list[tuple[str, TextIO]] = []
 
     def line(self, text: str, prefix: str = "", is_error: bool = False) -> None:
-        """One line that a worker wrote, without its end."""
+        """Lines that a worker wrote, without the end of the last. `prefix` stands before each."""
         prefix = paint(prefix, "yellow" if is_error else "cyan") if self._coloured else prefix
-        self._above(writable(prefix + text, self._stream.encoding), to_errors=is_error)
+        text = prefix + text.replace("\n", "\n" + prefix) if prefix else text
+        self._above(writable(text, self._stream.encoding), to_errors=is_error)
 
     def say(self, text: str) -> None:
         """Lines of our own that stay. Paint in them is taken off where it would not show."""

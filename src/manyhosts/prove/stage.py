@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import time
 from collections import deque
@@ -66,6 +67,7 @@ class Stage:
             on_event=self._hear,
             on_warm=lambda _: self._be_warm(),
             on_end=self._lose,
+            on_words=_pass_on,
         )
 
     def run(self, job: Job, *, hang_s: float) -> tuple[ManyhostsError | None, Sequence[str]]:
@@ -264,3 +266,9 @@ def _error_of(record: Mapping[str, Any], rank: int) -> ManyhostsError:
         return ScriptError(str(record["summary"]), where=f"rank {rank}")
     kind = getattr(errors, str(words["type"]), ScriptError)
     return kind(words["what"], where=words["where"], fix=words["fix"])
+
+
+def _pass_on(words: str) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(words)
+        sys.stderr.flush()

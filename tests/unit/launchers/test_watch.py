@@ -38,6 +38,7 @@ class Host:
             log=folder / "logs" / "n1-3.log",
             error_file=self.error_file,
             tell=self.tell,
+            show=self.show,
             on_failure=self.note_failure,
             before_end=self.desk.drain,
             on_imported=self.imported.extend,
@@ -46,6 +47,9 @@ class Host:
 
     def tell(self, kind: str, /, **fields: Any) -> None:
         self.told.append((kind, fields))
+
+    def show(self, worker: dict[str, int], stream: str, lines: list[str]) -> None:
+        self.tell("output", **worker, stream=stream, lines=lines)
 
     def note_failure(self, worker: WatchedWorker) -> None:
         self.failed += 1
@@ -90,6 +94,7 @@ def test_log_that_cannot_be_written_is_told_once_and_every_line_is_passed_on(hos
         log=tmp_path / "logs" / "full-3.log",
         error_file=host.error_file,
         tell=host.tell,
+        show=host.show,
         on_failure=host.note_failure,
         before_end=host.desk.drain,
         on_imported=host.imported.extend,
@@ -145,19 +150,6 @@ def test_pipe_that_a_child_keeps_open_does_not_hold_up_the_end(host: Host) -> No
     kept = os.dup(host.out)
     assert host.end(0, 0)["code"] == 0
     os.close(kept)
-
-
-def test_output_waits_while_the_agent_pauses(host: Host) -> None:
-    host.worker.pause(True)
-    os.write(host.out, b"later\n")
-    passed: list[bool] = []
-    host.loop.after(0.1, lambda: passed.append(True))
-    host.loop.run(until=lambda: bool(passed))
-    assert host.told == []
-    host.worker.pause(False)
-    host.worker.pause(False)
-    host.loop.run(until=lambda: bool(host.told))
-    host.end()
 
 
 def test_report_that_makes_no_sense_harms_nobody(host: Host) -> None:

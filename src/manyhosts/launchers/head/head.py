@@ -197,6 +197,8 @@ class Head:
             case "report":
                 self._vigil.take_report(message["member"], message["kind"], message["fields"])
                 self._news.take_report(self._crew.rank(message), message["kind"], message["fields"])
+            case "unshown":
+                self._news.tell_of_unshown(node, self._crew.rank(message), message["lines"])
             case "unlogged":
                 self._news.tell_of_gaps(node, self._crew.rank(message), message["why"])
             case "seen":

@@ -10,7 +10,7 @@ from manyhosts.launchers.head.beginning import Beginning
 from manyhosts.launchers.head.course import Course
 from manyhosts.launchers.head.notices import Notices
 from manyhosts.launchers.head.script_faults import ScriptFaults
-from manyhosts.launchers.tracebacks import is_idle_notice, is_native_frame, without_native_frames
+from manyhosts.launchers.tracebacks import is_idle_notice, is_native_frame, may_hold_noise, without_native_frames
 
 
 class News:
@@ -28,9 +28,12 @@ class News:
         self.beginning.end()
         if self._course.job.show and rank not in self._course.job.show:
             return
-        for line in lines:
-            if not is_native_frame(line) and not is_idle_notice(line):
-                self._course.display.line(line, self._prefix(node, rank), is_error)
+        text = "\n".join(lines)
+        if may_hold_noise(text):
+            lines = [line for line in lines if not is_native_frame(line) and not is_idle_notice(line)]
+            text = "\n".join(lines)
+        if lines:
+            self._course.display.line(text, self._prefix(node, rank), is_error)
 
     def _prefix(self, node: Node, rank: int) -> str:
         job = self._course.job
@@ -64,6 +67,12 @@ class News:
     def tell_of_gaps(self, node: Node, rank: int, why: str) -> None:
         """The log of a worker cannot be written. What it prints is shown all the same."""
         self._course.display.warn(f"manyhosts: the log of rank {rank} on host {node.name} is not whole: {why}")
+
+    def tell_of_unshown(self, node: Node, rank: int, lines: int) -> None:
+        """A worker has printed more than is passed on."""
+        which = f"{lines} line{'s' if lines > 1 else ''} of rank {rank} on host {node.name}"
+        why = "printed faster than they could be passed on; its log has them"
+        self._course.display.warn(f"manyhosts: {which} are not shown here: {why}")
 
     def show_traceback(self, text: str) -> None:
         """The traceback of the worker that failed first."""

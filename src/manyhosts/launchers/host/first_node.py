@@ -27,6 +27,7 @@ from manyhosts.launchers.head.meeting import Elsewhere, Meeting
 from manyhosts.launchers.head.placement import AgentProcess
 from manyhosts.launchers.host import agent
 from manyhosts.launchers.job import Job
+from manyhosts.launchers.screen import Screen
 
 AGAIN = 75
 """The exit code of a node that was asked to end, or has lost the others: started again, the run goes on."""
@@ -64,13 +65,14 @@ def run(job: Job, station: Station, *, patience_s: float = PATIENCE_S) -> int:
     if station.number > 0:
         return _be_agent(station, patience_s)
     meeting = Meeting(token=station.token, port=int(station.head.rpartition(":")[2]), patience_s=patience_s)
-    display = PlainDisplay(sys.stdout, sys.stderr)
-    head = Head(job, station.hosts, _starter(station), display, address=station.address, meeting=meeting)
-    code = head.run()
-    if code >= 128:  # signals: the engine wants the node back
-        display.warn("manyhosts: this node was asked to end; started again, the run goes on from its last snapshot")
-        return AGAIN
-    return code
+    with Screen(sys.stdout, sys.stderr, logs=job.run_dir / "logs") as screen:
+        display = PlainDisplay(screen.out, screen.err)
+        head = Head(job, station.hosts, _starter(station), display, address=station.address, meeting=meeting)
+        code = head.run()
+        if code >= 128:  # signals: the engine wants the node back
+            display.warn("manyhosts: this node was asked to end; started again, the run goes on from its last snapshot")
+            return AGAIN
+        return code
 
 
 def _starter(station: Station) -> StartAgent:

@@ -42,13 +42,16 @@ class Nursery:
         on_event: Callable[[dict[str, Any]], None],
         on_warm: Callable[[list[str]], None],
         on_end: Callable[[], None],
+        on_words: Callable[[str], object],
     ) -> None:
         """Start it. Requests wait while it loads `preload`; `on_end` is called if it ends unasked.
 
         `stdin`: workers may read what comes on the standard input of this process.
-        `on_warm` hears what it has loaded beside that, because workers have imported it.
+        `on_warm` hears what it has loaded beside that, because workers have imported it; `on_words` what it and the
+        store print.
         """
         self._loop, self._on_event, self._on_warm, self._on_end = loop, on_event, on_warm, on_end
+        self._on_words = on_words
         self._is_warming = False
         self._socket, theirs = socket.socketpair()
         self._came = bytearray()
@@ -99,9 +102,7 @@ class Nursery:
         """What the template and the store have to say goes where this agent's own words go, but for idle notices."""
         chunk = os.read(self._words.fileno(), 1 << 16)
         lines = self._lines.feed(chunk) if chunk else self._lines.end()
-        with contextlib.suppress(OSError, ValueError):
-            sys.stderr.write("".join(f"{line}\n" for line in lines if not is_idle_notice(line)))
-            sys.stderr.flush()
+        self._on_words("".join(f"{line}\n" for line in lines if not is_idle_notice(line)))
         if not chunk:
             self._forget_words()
 

@@ -9,6 +9,7 @@ From the agent:
     knocked   answers                                  the answer to `knock`: for each place why not, or nothing
     store     generation, port, shared                     the answer to `open_store`
     output    rank, generation, member, stream ("out", "err"), lines
+    unshown   rank, generation, member, lines              so many lines were left out: the head did not keep up
     unlogged  rank, generation, member, why                its log has gaps: its disk is full, say
     report    rank, generation, member, kind, fields       what a worker said through `cluster.reports`
     member    member, kind, fields                         what a worker said through `cluster.membership`
@@ -62,16 +63,17 @@ from manyhosts.launchers.host import gpus
 from manyhosts.launchers.host.door import Door
 from manyhosts.launchers.host.inspection import Look, Seen
 from manyhosts.launchers.host.nursery import Nursery
+from manyhosts.launchers.host.outbox import Outbox
 from manyhosts.launchers.host.processes import command_of, descendants, kill_descendants
 from manyhosts.launchers.host.watch import ReportDesk, Seat, WatchedWorker
 from manyhosts.launchers.loop import Channel, Loop, Message
+from manyhosts.launchers.screen import Screen
 
 HEARTBEAT_S = 1.0
 _LONGEST_FOLDER = 80  # the name of a Unix socket has at most 107 characters, on macOS 103
-_MOST_BACKLOG_BYTES = 4 << 20
-_BREATH_S = 0.05
 _WAY_OUT_S = 3.0
 _ONE_WISH_S = 0.3
+_LAST_WORDS_S = 2.0
 
 
 class Supervisor:
@@ -85,15 +87,16 @@ class Supervisor:
         `stdin`: the first worker reads what comes on the standard input of this process.
         """
         self._stdin = stdin
+        self._words = Screen(sys.stderr, sys.stderr)
         self._loop = loop
         self._head = Channel(loop, connection, self._obey, self.leave)
+        self._output = Outbox(self._head, loop.after)
         self._workers: dict[str, WatchedWorker] = {}
         self._nursery: Nursery | None = None
         folder = tempfile.gettempdir()
         short = folder if len(folder) < _LONGEST_FOLDER else "/tmp"  # noqa: S108  # what is made there is for us alone
         self._scratch = Path(tempfile.mkdtemp(prefix="manyhosts-", dir=short))
         self._desk = ReportDesk(loop, self._scratch / "agent", self._pass_on, self._pass_on_membership)
-        self._paused = False
         self._asked = 0.0
         self._known = False
         """Whether the head has spoken to this agent."""
@@ -137,6 +140,7 @@ class Supervisor:
         self._desk.close()
         shutil.rmtree(self._scratch, ignore_errors=True)
         self._head.close()
+        self._words.close(stuck_s=_LAST_WORDS_S)
 
     def _tell_of_those_left(self) -> None:
         """Name what workers have started and left behind: it goes on, as under torchrun."""
@@ -145,7 +149,9 @@ class Supervisor:
         below = {process for parent in left for process in descendants(parent)}
         for process in [process for process in left if process not in below]:
             if words := command_of(process):
-                sys.stderr.write(f"manyhosts: {words} (process {process}) was left behind by the script, and goes on\n")
+                self._words.err.write(
+                    f"manyhosts: {words} (process {process}) was left behind by the script, and goes on\n"
+                )
 
     def ask_to_leave(self, number: signal.Signals) -> None:
         """Somebody asks this agent to end (a scheduler, say): the first time it is for the head to see to that.
@@ -242,6 +248,7 @@ class Supervisor:
                 on_event=self._hear_of_process,
                 on_warm=lambda modules: self._head.send("warm", modules=modules),
                 on_end=self._lose_nursery,
+                on_words=self._words.err.write,
             )
         return self._nursery
 
@@ -269,6 +276,7 @@ class Supervisor:
             log=self._logs / f"{self._host}-{seat.rank}.log",
             error_file=error_file,
             tell=self._tell,
+            show=self._output.put,
             on_failure=self._end_soon,
             before_end=self._desk.drain,
             on_imported=self._warm,
@@ -346,23 +354,9 @@ class Supervisor:
         self._loop.after(seconds, lambda: self._signal(generation, signal.SIGKILL, group=True))
 
     def _tell(self, kind: str, /, **fields: Any) -> None:
-        """Send to the head; where it does not keep up, workers wait, so that no memory fills."""
+        """Send what concerns a worker: its end comes behind all that it has printed."""
+        self._output.flush()
         self._head.send(kind, **fields)
-        if not self._paused and self._head.backlog_bytes > _MOST_BACKLOG_BYTES:
-            self._pause(True)
-
-    def _pause(self, paused: bool) -> None:
-        self._paused = paused
-        for worker in self._workers.values():
-            worker.pause(paused)
-        if paused:
-            self._loop.after(_BREATH_S, self._breathe)
-
-    def _breathe(self) -> None:
-        if self._head.backlog_bytes > _MOST_BACKLOG_BYTES / 2:
-            self._loop.after(_BREATH_S, self._breathe)
-        else:
-            self._pause(False)
 
 
 def _missing(command: Mapping[str, Any]) -> str:

@@ -32,6 +32,10 @@ class Tell(Protocol):
         """Send it."""
 
 
+Show = Callable[[dict[str, int], str, list[str]], None]
+"""Passes on what a worker has printed: who it is, on which stream ("out", "err"), whole lines."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seat:
     """What one worker of a host was started as."""
@@ -56,7 +60,7 @@ class Seat:
 class WatchedWorker:
     """Reads what a worker writes until it has ended and everything is read; then tells the head."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # each is a fact of its own
         self,
         loop: Loop,
         seat: Seat,
@@ -64,6 +68,7 @@ class WatchedWorker:
         log: Path,
         error_file: Path,
         tell: Tell,
+        show: Show,
         on_failure: Callable[[WatchedWorker], None],
         before_end: Callable[[], None],
         on_imported: Callable[[list[str]], None],
@@ -74,6 +79,7 @@ class WatchedWorker:
         `before_end` is called when it has ended, before the head is told.
         """
         self._loop, self._tell, self._error_file = loop, tell, error_file
+        self._pass_on = show
         self._on_failure, self._before_end, self._on_imported = on_failure, before_end, on_imported
         self.seat = seat
         self.process = 0
@@ -118,14 +124,6 @@ class WatchedWorker:
                 text += chunk
         return text.decode(errors="replace")
 
-    def pause(self, paused: bool) -> None:
-        """Leave output in its pipe for now, or read on."""
-        for stream in ("out", "err"):
-            if stream in self._pipes:
-                self._loop.unwatch(self._pipes[stream])
-                if not paused:
-                    self._watch(stream)
-
     def end(self, code: int, number: int) -> None:
         """The process has ended, with an exit code or by a signal. What is still in its pipes is read first."""
         if self._status is None:
@@ -164,7 +162,7 @@ class WatchedWorker:
         if lines:
             self._last_words = next((line.strip() for line in lines if _LAST_WORDS in line), self._last_words)
             self._keep(lines)
-            self._tell("output", **self.seat.to_json(), stream=stream, lines=lines)
+            self._pass_on(self.seat.to_json(), stream, lines)
 
     def _keep(self, lines: list[str]) -> None:
         try:

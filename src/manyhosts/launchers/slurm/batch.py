@@ -19,6 +19,7 @@ from manyhosts.launchers import choices, job_file
 from manyhosts.launchers.commands import run_command
 from manyhosts.launchers.display import PlainDisplay
 from manyhosts.launchers.job import Job
+from manyhosts.launchers.screen import Screen, say_last
 from manyhosts.launchers.slurm.slurm import Slurm
 
 _TO_REQUEUE_S = 15
@@ -28,7 +29,6 @@ _TO_REQUEUE_S = 15
 def main(words: list[str] | None = None) -> int:
     """Returns the exit code of the run."""
     [path] = sys.argv[1:] if words is None else words
-    display = PlainDisplay(sys.stdout, sys.stderr)
     warned: list[int] = []
 
     def hear(number: int, _: object) -> None:
@@ -39,12 +39,14 @@ def main(words: list[str] | None = None) -> int:
     try:
         job = _of_this_task(job_file.load(Path(path)))
         slurm = Slurm()
-        code = slurm.submit(slurm.plan(job), display)
+        with Screen(sys.stdout, sys.stderr, logs=job.run_dir / "logs") as screen:
+            code = slurm.submit(slurm.plan(job), PlainDisplay(screen.out, screen.err))
     except ManyhostsError as error:
         sys.stderr.write(f"manyhosts: {error}\n")
         return error.exit_code
     if warned and code != 0 and choices.yes(job.options, "requeue", default=True):
-        display.warn("manyhosts: the time limit is near: the job is queued again, and goes on from its last snapshot")
+        near = "manyhosts: the time limit is near: the job is queued again, and goes on from its last snapshot\n"
+        say_last(sys.stderr, near)
         run_command(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]])
     return code
 

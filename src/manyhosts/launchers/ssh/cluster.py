@@ -6,7 +6,6 @@ import contextlib
 import shlex
 import socket
 import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -285,7 +284,7 @@ class Cluster:
         agent = subprocess.Popen(command, stdin=pipe, stdout=nothing, stderr=pipe, start_new_session=True)
         assert agent.stdin is not None, "it was asked for as a pipe"
         assert agent.stderr is not None, "it was asked for as a pipe"
-        threading.Thread(target=_pass_on, args=(agent.stderr, again), daemon=True).start()
+        threading.Thread(target=_pass_on, args=(agent.stderr, again, self._display), daemon=True).start()
         with contextlib.suppress(OSError):  # ssh has ended already; the head hears of that
             agent.stdin.write(f"{token}\n".encode())
             agent.stdin.close()
@@ -362,14 +361,13 @@ def _of_all(hosts: Sequence[Host], ask: Callable[[Host], T]) -> list[T]:
         return list(pool.map(ask, hosts))
 
 
-def _pass_on(words: IO[bytes], again: bool) -> None:
+def _pass_on(words: IO[bytes], again: bool, display: Display) -> None:
     """Show what ssh and an agent have to say, until they have ended; of a host that was lost, not that it is away."""
     with words, contextlib.suppress(OSError, ValueError):
         for line in words:
             if again and line.startswith(_IT_IS_AWAY):
                 continue
-            sys.stderr.write(line.decode(errors="replace"))
-            sys.stderr.flush()
+            display.line(line.decode(errors="replace").rstrip("\n"), "", is_error=True)
 
 
 def agent_words(python: str, head: str, node: int, interface: Interface | None, disk: int | None = None) -> str:

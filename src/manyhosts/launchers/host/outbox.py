@@ -1,7 +1,7 @@
 """Lines of a host's workers on their way to the head, as many as it takes.
 
-They never hold a worker up: where the head does not keep up, the oldest are left out, and the head is told how many. The
-logs have them all.
+They never hold a worker up: where the head does not keep up, the oldest are left out, and the head is told how many.
+The logs have them all.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Words for amounts: durations read and written, bytes and seconds as people say them."""
+"""Words for amounts: durations and sizes read and written, bytes and seconds as people say them."""
 
 from __future__ import annotations
 
@@ -95,3 +95,15 @@ def bytes_in_words(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
+
+
+def bytes_of(text: str, *, where: str) -> int:
+    """`500 MB`, `1 GiB`, `20M` or `4096` in bytes. One letter counts as the decimal unit.
+
+    Raises:
+        ConfigError: the text is no size.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
+    if not found or (found[3] and not found[2]):
+        raise ConfigError(f"cannot read the size {text!r}", where=where, fix='write it as "500 MB", "1 GiB" or "0"')
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2] or " "))

@@ -52,14 +52,22 @@ def test_line_without_an_end_is_shown_when_the_worker_ends(tmp_path: Path) -> No
     assert sorted(ended.out.splitlines()) == ["[0] no end", "[1] no end"]
 
 
-def test_progress_bar_is_shown_in_its_last_state(tmp_path: Path) -> None:
-    ended = run(tmp_path, "print('10%\\r50%\\r100%')\nprint('done\\r')")
-    assert ended.out == "100%\ndone\n"
-
-
-def test_bytes_that_are_no_text_do_no_harm(tmp_path: Path) -> None:
-    ended = run(tmp_path, "import os; os.write(1, b'caf\\xe9 \\xff\\n')")
-    assert (ended.code, ended.out) == (0, "caf\N{REPLACEMENT CHARACTER} \N{REPLACEMENT CHARACTER}\n")
+def test_progress_bar_is_shown_in_its_last_state_and_the_log_has_every_byte(tmp_path: Path) -> None:
+    source = """
+        import os, time
+        from pathlib import Path
+        os.write(1, b"10%\\r50%\\r100%\\ncaf\\xe9 \\xff\\n")
+        [log] = Path("run/logs").glob("*-0.log")
+        while not log.stat().st_size:
+            time.sleep(0.01)
+        print("done\\r")
+    """
+    ended = run(tmp_path, source, "--log-size", "22")
+    words = "100%\ncaf\N{REPLACEMENT CHARACTER} \N{REPLACEMENT CHARACTER}\ndone\n"
+    assert (ended.code, ended.out) == (0, words)
+    [log] = (tmp_path / "run" / "logs").glob("*-0.log")
+    assert Path(f"{log}.1").read_bytes() == b"10%\r50%\r100%\ncaf\xe9 \xff\n"
+    assert log.read_bytes() == b"done\r\n"
 
 
 def test_line_appears_at_once(tmp_path: Path) -> None:

@@ -222,7 +222,7 @@ TRAINER_ARGUMENTS = (
 )
 OPTIONS = {
     "run": "--on --cluster --hosts --hostfile --workers --nodes --workers-per-node --restarts --hang-timeout --no-sync "
-    "--no-check --encrypt --show --no-prefix --env --set --run-dir --resume --module --no-python --rehearse --detach "
+    "--no-check --encrypt --show --log-size --no-prefix --env --set --run-dir --resume --module --no-python --rehearse --detach "
     "--dry-run --trace",
     "snapshots ls": "--json --quick --trace",
     "snapshots show": "--json --trace",

@@ -27,6 +27,7 @@ from manyhosts.launchers.launch import new_run_dir
 from manyhosts.launchers.launcher import LAUNCHERS
 from manyhosts.launchers.screen import Screen
 from manyhosts.records import run_directory, run_lock
+from manyhosts.units import bytes_of
 
 _TRAINING = ("manyhosts.training.trainer", "manyhosts.data.data")
 """Loaded once per host for scripts that import manyhosts."""
@@ -118,6 +119,13 @@ def _settings(ctx: click.Context, parameter: click.Parameter, value: Any) -> Any
     help="An option of the target; `run --on TARGET --help` lists them.",
 )
 @click.option("--show", metavar="RANK", help="Show the output of this rank alone, or of several: 0,3; logs keep all.")
+@click.option(
+    "--log-size",
+    default="1 GiB",
+    show_default=True,
+    metavar="SIZE",
+    help="How large a worker's log grows before it becomes LOG.1 and another is begun; 0: as it likes.",
+)
 @click.option("--no-prefix", is_flag=True, help="Show lines as they are, without the rank before them.")
 @click.option("--env", multiple=True, metavar="K=V", callback=beside_table, help="A variable that all workers get.")
 @click.option(
@@ -191,6 +199,7 @@ class _Asked:
     restarts: int
     hang_timeout: float | None
     show: str | None
+    log_size: str
     no_prefix: bool
     env: Sequence[str]
     settings: Sequence[str]
@@ -252,6 +261,7 @@ def _job(asked: _Asked) -> Job:
         restarts=asked.restarts,
         show=_ranks(asked.show),
         prefix=not asked.no_prefix,
+        log_bytes=bytes_of(asked.log_size, where="--log-size"),
         hang_timeout_s=asked.hang_timeout,
         hosts=hosts,
         options=pairs(asked.options, "-o"),

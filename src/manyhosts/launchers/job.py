@@ -49,6 +49,8 @@ class Job:
     """The ranks whose output is shown; all where it is empty. Logs are kept of all."""
     prefix: bool = True
     """Whether a line that is shown begins with its rank, where there are several."""
+    log_bytes: int = 1 << 30
+    """How large the log of a worker grows before another one is begun in its place; 0: as it likes."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that the workers get beside those of their host."""
     overrides: Mapping[str, str] = field(default_factory=dict)

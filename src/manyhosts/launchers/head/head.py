@@ -142,6 +142,7 @@ class Head:
                 run_lock.VARIABLE: self._hold.token,
             },
             run_dir=str(job.run_dir),
+            log_bytes=job.log_bytes,
             workers=job.workers_on(node.number),
             **self._precheck.wishes(node),
         )

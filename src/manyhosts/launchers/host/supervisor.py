@@ -24,7 +24,7 @@ From the agent:
 From the head:
 
     prepare     command, preload, environment, run_dir, workers,  once: load what the workers will need
-                tell_condition, listen
+                log_bytes, tell_condition, listen
     knock       places                            see whether this host reaches the others
     open_store  generation, address
     start       generation, workers: [{rank, local_rank, member, environment}]
@@ -215,7 +215,7 @@ class Supervisor:
             f"manyhosts agent of node {self._node}: {Path(self._command['program']).name}", "manyhosts agent"
         )
         self._host = message.get("host") or self._host
-        self._logs = Path(message["run_dir"]) / "logs"
+        self._logs, self._log_bytes = Path(message["run_dir"]) / "logs", message.get("log_bytes", 0)
         if missing := _missing(self._command):
             self._head.send("trouble", text=missing, where=self._command["folder"], early=True)
             self._fit = False
@@ -274,6 +274,7 @@ class Supervisor:
             self._loop,
             seat,
             log=self._logs / f"{self._host}-{seat.rank}.log",
+            log_bytes=self._log_bytes,
             error_file=error_file,
             tell=self._tell,
             show=self._output.put,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import io
 import json
 import os
 import socket
@@ -14,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from manyhosts.launchers.host.log import Log
 from manyhosts.launchers.host.output import Lines
 from manyhosts.launchers.host.processes import out_of_memory_kills
 from manyhosts.launchers.loop import Channel, Loop, Message
@@ -66,6 +65,7 @@ class WatchedWorker:
         seat: Seat,
         *,
         log: Path,
+        log_bytes: int,
         error_file: Path,
         tell: Tell,
         show: Show,
@@ -73,7 +73,9 @@ class WatchedWorker:
         before_end: Callable[[], None],
         on_imported: Callable[[list[str]], None],
     ) -> None:
-        """`on_failure` is called when the worker says that its program has failed, before its process ends.
+        """`log_bytes` is how large its log grows before another one is begun; 0: as it likes.
+
+        `on_failure` is called when the worker says that its program has failed, before its process ends.
 
         `on_imported` hears, once, which modules its program has imported.
         `before_end` is called when it has ended, before the head is told.
@@ -93,15 +95,10 @@ class WatchedWorker:
         self._records = b""
         self._pipes: dict[str, int] = {}
         self._stack_pipe = -1
-        self._log_path = log
         self.keepers: list[int] = []
         """Processes that write to the log what something prints that the worker has left behind."""
         self._out_of_memory_before = out_of_memory_kills()
-        try:
-            self._log: io.FileIO | None = io.FileIO(log, "a")
-        except OSError:
-            self._log = None  # a full disk must not stop training
-        self._log_has_gaps = False
+        self._log = Log(log, log_bytes, lambda why: tell("unlogged", **seat.to_json(), why=why))
         loop.after(_GLIMPSE_S, self._glimpse)
 
     def open_pipes(self) -> list[int]:
@@ -144,6 +141,7 @@ class WatchedWorker:
             for record in records:
                 self._note(json.loads(record))
         else:
+            self._log.write(stream, chunk)
             self._show(stream, self._lines[stream].feed(chunk))
 
     def _note(self, record: dict[str, Any]) -> None:
@@ -154,28 +152,18 @@ class WatchedWorker:
                 self._on_failure(self)
         elif record["record"] == "failed":
             self._error = record
-            self._keep(record.get("text", "").splitlines())
+            self._log.note(record.get("text", ""))
         elif record["record"] == "imported":
             self._on_imported(record["modules"])
 
     def _show(self, stream: str, lines: list[str]) -> None:
         if lines:
             self._last_words = next((line.strip() for line in lines if _LAST_WORDS in line), self._last_words)
-            self._keep(lines)
             self._pass_on(self.seat.to_json(), stream, lines)
-
-    def _keep(self, lines: list[str]) -> None:
-        try:
-            text = "".join(line + "\n" for line in lines).encode()
-            if self._log is not None and (self._log.write(text) or 0) < len(text):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # the disk took what it had room for
-        except OSError as error:
-            if not self._log_has_gaps:
-                self._log_has_gaps = True
-                self._tell("unlogged", **self.seat.to_json(), why=error.strerror or str(error))
 
     def _glimpse(self) -> None:
         if not self.ended:
+            self._log.glimpse()
             for stream, lines in self._lines.items():
                 self._show(stream, lines.glimpse())
             self._loop.after(_GLIMPSE_S, self._glimpse)
@@ -186,6 +174,7 @@ class WatchedWorker:
             self._loop.unwatch(pipe)
             os.close(pipe)
             if stream in self._lines:
+                self._log.end(stream)
                 self._show(stream, self._lines[stream].end())
 
     def _close_pipes(self) -> None:
@@ -198,7 +187,7 @@ class WatchedWorker:
 
     def _hand_over(self, pipe: int) -> None:
         """Something goes on behind a worker that has ended well: a closed pipe would end it at its next word."""
-        with contextlib.suppress(OSError), self._log_path.open("ab") as log:
+        with contextlib.suppress(OSError), self._log.path.open("ab") as log:
             words = ["cat"]
             keeper = subprocess.Popen(words, stdin=pipe, stdout=log, stderr=subprocess.DEVNULL, start_new_session=True)
             self.keepers.append(keeper.pid)
@@ -207,8 +196,7 @@ class WatchedWorker:
         if self._pipes or self._status is None or self.ended:
             return
         self.ended = True
-        if self._log is not None:
-            self._log.close()
+        self._log.close()
         if self._stack_pipe >= 0:
             os.close(self._stack_pipe)
             self._stack_pipe = -1

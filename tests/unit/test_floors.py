@@ -222,8 +222,8 @@ TRAINER_ARGUMENTS = (
 )
 OPTIONS = {
     "run": "--on --cluster --hosts --hostfile --workers --nodes --workers-per-node --restarts --hang-timeout --no-sync "
-    "--no-check --encrypt --show --log-size --no-prefix --env --set --run-dir --resume --module --no-python --rehearse --detach "
-    "--dry-run --trace",
+    "--no-check --encrypt --show --log-size --no-prefix --env --set --run-dir --resume --module --no-python --rehearse "
+    "--detach --dry-run --trace",
     "snapshots ls": "--json --quick --trace",
     "snapshots show": "--json --trace",
     "snapshots verify": "--json --trace",

@@ -138,6 +138,19 @@ def test_record_and_logs_of_all_hosts_are_brought_back(four: Lab, tmp_path: Path
     assert logs == {"lab1-0.log": "hello from 0\n", "lab2-1.log": "hello from 1\n"}
 
 
+def test_shell_that_greets_everybody_keeps_no_file_from_its_way(four: Lab, tmp_path: Path) -> None:
+    greeting = four[0].path("/root/.bashrc")
+    greeting.write_text("echo Welcome to the cluster; echo 'and mind the quota' >&2\n")
+    try:
+        source = "import os\nopen(os.environ['MANYHOSTS_RUN_DIR'] + '/result.txt', 'w').write('42')\nprint('done')"
+        ended = run(four, tmp_path, source, "--hosts", "lab1", "--run-dir", "kept")
+    finally:
+        greeting.unlink()
+    assert (ended.code, ended.out.splitlines()[-1]) == (0, "done"), ended.err
+    assert "Welcome" not in ended.out
+    assert (tmp_path / "kept" / "result.txt").read_text() == "42"
+
+
 def test_token_is_in_no_command_line_no_log_and_no_record(four: Lab, tmp_path: Path) -> None:
     source = """
         import os, pathlib

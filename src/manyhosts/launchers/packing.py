@@ -10,11 +10,11 @@ from pathlib import Path
 
 from manyhosts.errors import ConfigError
 from manyhosts.launchers.job import Job
-from manyhosts.launchers.ssh import sync
+from manyhosts.launchers.ssh.files import IGNORE_FILE, Files
 
 
-def pack(folder: Path, *, leave_out: Path) -> bytes:
-    """What a node needs of `folder`, as a compressed archive: the same bytes for the same files.
+def pack(folder: Path, *, leave_out: Path, needed: str = "") -> bytes:
+    """What a node needs of `folder`, as a compressed archive: the same bytes for the same files. See `Files.to_bring`.
 
     Raises:
         ConfigError: there is more than 2 GiB of it, or a file cannot be read.
@@ -25,13 +25,13 @@ def pack(folder: Path, *, leave_out: Path) -> bytes:
             gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as squeezed,
             tarfile.open(fileobj=squeezed, mode="w") as archive,
         ):
-            for path in sync.files_to_bring(folder, leave_out=leave_out):
+            for path in Files.to_bring(folder, leave_out=leave_out, needed=needed).paths:
                 archive.add(folder / path, arcname=path, recursive=False)
     except OSError as cause:
         raise ConfigError(
             f"a file of the working directory cannot be read: {cause.strerror}",
             where=str(cause.filename),
-            fix=f"name it in {sync.IGNORE_FILE} if the run does not need it",
+            fix=f"name it in {IGNORE_FILE} if the run does not need it",
         ) from cause
     return packed.getvalue()
 

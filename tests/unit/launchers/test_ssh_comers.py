@@ -18,9 +18,9 @@ from manyhosts.launchers.job import Job
 from manyhosts.launchers.ssh import agreement
 from manyhosts.launchers.ssh.cluster import Cluster
 from manyhosts.launchers.ssh.disks import HERE, Disks
+from manyhosts.launchers.ssh.files import Files
 from manyhosts.launchers.ssh.latecomer import Latecomer
 from manyhosts.launchers.ssh.outpost import is_on_a_network
-from manyhosts.launchers.ssh.sync import Files
 
 LONG = [sys.executable, "-c", "import time; time.sleep(60)"]
 

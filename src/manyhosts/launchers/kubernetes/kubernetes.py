@@ -69,7 +69,7 @@ class Kubernetes:
         job = plan.job
         packed = b""
         if "folder" not in job.options:
-            packed = packing.pack(job.folder, leave_out=job.run_dir)
+            packed = packing.pack(job.folder, leave_out=job.run_dir, needed=job.program if job.kind == "script" else "")
             kubernetes_manifest.check_size(packed, job.folder)
         context = job.options.get("context", "")
         client = self._connect(context)

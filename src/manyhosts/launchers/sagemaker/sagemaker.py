@@ -76,7 +76,7 @@ class SageMaker:
             LaunchError: as in `submit`.
         """
         job = plan.job
-        packed = packing.pack(job.folder, leave_out=job.run_dir)
+        packed = packing.pack(job.folder, leave_out=job.run_dir, needed=job.program if job.kind == "script" else "")
         profile = job.options.get("profile", "")
         client = self._connect(job.options.get("region", ""), profile)
         name = job_name(job, secrets.token_hex(3))

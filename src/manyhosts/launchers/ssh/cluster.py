@@ -23,14 +23,17 @@ from manyhosts.launchers.job import Job
 from manyhosts.launchers.ssh import agreement, outpost, sync
 from manyhosts.launchers.ssh.connection import Connection, Unreachable
 from manyhosts.launchers.ssh.disks import HERE, Disks
+from manyhosts.launchers.ssh.files import Files
 from manyhosts.launchers.ssh.latecomer import Latecomer, NotThere
 from manyhosts.records import run_directory
+from manyhosts.units import bytes_in_words
 
 T = TypeVar("T")
 _STILL_THERE_S = 8.0
 """How long a host has at the end of a run to say that it is there: one that was lost is not waited for long."""
 _QUICKLY_S = 2.0
 """How long a host that is well may take to say so."""
+_WORTH_A_WORD_BYTES = 10_000_000
 _IT_IS_AWAY = (b"mux_client_request_session: ", b"ssh: connect to host ")
 """How ssh begins to say what is said already."""
 
@@ -82,7 +85,7 @@ class Cluster:
         self._hosts = [Host(node, connection) for node, connection in enumerate(connections)]
         self._ports: dict[int, int] = {}
         """Where an outpost listens, by node, so that others can see whether they reach its host."""
-        self._files: sync.Files | None = None
+        self._files: Files | None = None
         self._disks = Disks(job.folder, job.run_dir)
         self._apart = False
         """Whether hosts have several run directories."""
@@ -171,10 +174,19 @@ class Cluster:
         """
         self._job.run_dir.mkdir(parents=True, exist_ok=True)
         if self._job.sync:
-            self._files = sync.Files.to_bring(self._job.folder, leave_out=self._job.run_dir)
+            needed = self._job.program if self._job.kind == "script" else ""
+            self._files = Files.to_bring(self._job.folder, leave_out=self._job.run_dir, needed=needed)
         here = self._here
         first = self._disks.find({host.node: host.connection for host in here})
-        _of_all([host for host in here if first[host.node] == host.node], self._bring)
+        lacking = [host for host in here if first[host.node] == host.node]
+        if lacking and self._files is not None:
+            for note in self._files.notes():
+                self._display.warn(f"manyhosts: {note}")
+            if self._files.size > _WORTH_A_WORD_BYTES:
+                names, size = ", ".join(host.name for host in lacking), bytes_in_words(self._files.size)
+                words = f"manyhosts: {len(self._files.paths)} files, {size}: what {names} lack is brought there"
+                self._display.warn(words)
+        _of_all(lacking, self._bring)
         self._see_script(here, _of_all(here, self._has_script))
         disks = {self._disks.of(host.node) for host in here}
         self._apart = len(disks) > 1
@@ -183,7 +195,12 @@ class Cluster:
 
     def _bring(self, host: Host) -> None:
         if self._files is not None:
-            sync.bring(host.connection, self._files, with_rsync=host.has_rsync)
+
+            def tell(gone: int, total: int) -> None:
+                at = f"{bytes_in_words(gone)} of {bytes_in_words(total)}"
+                self._display.warn(f"manyhosts: {at} are on {host.name}")
+
+            sync.bring(host.connection, self._files, with_rsync=host.has_rsync, tell=tell)
 
     def _has_script(self, host: Host) -> bool:
         return self._job.kind != "script" or bool(host.connection.ask("exists", path=self._script))

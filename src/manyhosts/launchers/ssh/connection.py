@@ -85,6 +85,8 @@ class Connection:
         """
         self.host, self._folder, self._pythons, self._program = host, folder, pythons, program
         self._path = folder / f"{abs(hash(host)):x}"
+        self.chats = False
+        """Whether a login there prints words of its own, which rsync cannot read past."""
         self._lines: queue.Queue[str | None] = queue.Queue()
         words = shlex.join(["sh", "-c", _CHOOSE, _START, *pythons])
         self._outpost = subprocess.Popen(
@@ -213,6 +215,8 @@ class Connection:
                 text = line.decode(errors="replace")
                 if text.startswith(ssh_outpost.MARK):  # the rest is what a login shell has to say
                     self._lines.put(text.removeprefix(ssh_outpost.MARK))
+                else:
+                    self.chats = True
         self._lines.put(None)
 
     def _read_errors(self) -> None:

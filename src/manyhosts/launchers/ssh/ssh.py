@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
 
-from manyhosts.errors import ConfigError
+from manyhosts.errors import ConfigError, ManyhostsError
 from manyhosts.launchers import variables
 from manyhosts.launchers.display import Display
 from manyhosts.launchers.head.head import Head
@@ -65,7 +65,10 @@ def _run(cluster: Cluster, plan: Plan, display: Display) -> int:
             ways_are_known=True,
         ).run()
     finally:
-        cluster.fetch_record()
+        try:
+            cluster.fetch_record()
+        except ManyhostsError as trouble:  # how the run itself ended is what the user is told
+            display.warn(f"manyhosts: the record stays on the hosts, in {plan.job.run_dir}: {trouble.what}")
 
 
 def pythons(job: Job) -> list[str]:

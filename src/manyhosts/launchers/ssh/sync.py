@@ -1,111 +1,46 @@
-"""Brings the working directory to a host, and the run directory back: only what changed, and what is of use there."""
+"""Brings the working directory to a host, and the run directory back: only what changed."""
 
 from __future__ import annotations
 
 import contextlib
-import fnmatch
+import functools
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import tarfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import IO
 
-from manyhosts.errors import ConfigError, LaunchError
+from manyhosts.errors import LaunchError
 from manyhosts.launchers.ssh import disks
 from manyhosts.launchers.ssh.connection import Connection
+from manyhosts.launchers.ssh.files import Files
 from manyhosts.records import run_lock
 
-IGNORE_FILE = ".manyhostsignore"
-_IGNORED = (
-    disks.MARKS,
-    ".git",
-    "runs",
-    ".venv",
-    "venv",
-    "__pycache__",
-    "*.pyc",
-    ".mypy_cache",
-    ".ruff_cache",
-    ".pytest_cache",
-)
-_MOST_BYTES = 2 << 30
-_DECIDING = (".py", ".so", ".json", ".toml", ".yaml", ".yml", ".ini", ".cfg", ".sh")
-"""Code and settings. What else changes in a working directory is what programs write there while they run."""
+Tell = Callable[[int, int], None]
+"""Is told now and then how many bytes of how many have gone."""
+_TELL_S = 5.0
+_BEGINS = b"manyhosts-archive "
+"""Stands before what is fetched: a login shell may have said something."""
+_AFTER = 'printf %s "$0"; exec "$@"'
+"""For sh: say what stands before the command, and run it."""
+_HARMLESS = ("file changed as we read it", "File removed before we read it")
+_WENT_AWAY = (23, 24)
+"""What rsync ends with, also, where a file was removed while it ran."""
 
 
-def ignored_patterns(folder: Path) -> list[str]:
-    """What stays at home: names, or paths below `folder`, with * and ? as in a shell."""
-    own = folder / IGNORE_FILE
-    lines = own.read_text().splitlines() if own.exists() else []
-    return [*_IGNORED, *(line.strip().strip("/") for line in lines if line.strip() and not line.startswith("#"))]
-
-
-@dataclass(frozen=True, slots=True)
-class Files:
-    """What is brought to hosts, and how it was when the first ones got it."""
-
-    folder: Path
-    paths: Sequence[str]
-    """Below `folder`."""
-    stamps: Mapping[str, tuple[int, int]]
-    """Of those that say what a worker does: path → size, time of the last change in ns."""
-
-    @classmethod
-    def to_bring(cls, folder: Path, *, leave_out: Path | None = None) -> Files:
-        """See `files_to_bring`."""
-        paths = files_to_bring(folder, leave_out=leave_out)
-        deciding = [path for path in paths if path.endswith(_DECIDING)]
-        return cls(folder, paths, {path: _stamp(folder / path) for path in deciding})
-
-    def see_that_none_has_changed(self) -> None:
-        """See that a host that gets them now gets what the others have.
-
-        Raises:
-            LaunchError: one is another now.
-        """
-        for path, before in self.stamps.items():
-            with contextlib.suppress(FileNotFoundError):
-                if _stamp(self.folder / path) == before:
-                    continue
-            raise LaunchError(
-                f"{path} is not what it was when the run began, so a host that comes now would run something else",
-                where=str(self.folder / path),
-                fix="put it back, or start the run again: it goes on from its newest snapshot",
-            )
-
-
-def _stamp(path: Path) -> tuple[int, int]:
-    state = path.lstat()
-    return state.st_size, state.st_mtime_ns
-
-
-def files_to_bring(folder: Path, *, leave_out: Path | None = None) -> list[str]:
-    """Paths below `folder` that every host needs, sorted. `leave_out` is a folder that it does not.
-
-    Raises:
-        ConfigError: they are more than 2 GiB.
-    """
-    found, total = [], 0
-    for path, size in _walk(folder, ignored_patterns(folder), leave_out):
-        found.append(path)
-        total += size
-        if total > _MOST_BYTES:
-            raise ConfigError(
-                "the working directory has more than 2 GiB to be brought to every host",
-                where=str(folder),
-                fix=f"name what is not needed there in {IGNORE_FILE}, or use --no-sync where the hosts share a disk",
-            )
-    return sorted(found)
-
-
-def bring(connection: Connection, files: Files, *, with_rsync: bool) -> None:
+def bring(connection: Connection, files: Files, *, with_rsync: bool, tell: Tell | None = None) -> None:
     """Make `files` on the host what they are here.
 
     Raises:
-        LaunchError: the host did not take them.
+        LaunchError: the host did not take them, or one cannot be read.
     """
     folder = files.folder
     if not connection.ask("make", path=str(folder)):
@@ -114,11 +49,13 @@ def bring(connection: Connection, files: Files, *, with_rsync: bool) -> None:
             where=f"host {connection.host}",
             fix="the same folder is used on all hosts: start from one that you may write to everywhere",
         )
-    if with_rsync:
-        words = ["rsync", "--archive", "--files-from=-", "--from0", "--rsh", connection.shell]
-        _run(connection, [*words, f"{folder}/", f"{connection.host}:{folder}/"], "\0".join(files.paths).encode())
+    if with_rsync and not connection.chats:
+        _bring_with_rsync(connection, files, tell)
         return
-    states = {path: (folder / path).lstat() for path in files.paths}
+    states = {}
+    for path in files.paths:
+        with contextlib.suppress(FileNotFoundError):
+            states[path] = (folder / path).lstat()
     wanted = connection.ask(
         "differing",
         folder=str(folder),
@@ -126,14 +63,19 @@ def bring(connection: Connection, files: Files, *, with_rsync: bool) -> None:
         timeout_s=60,
     )
     if wanted:
-        words = connection.command(shlex.join(["tar", "--extract", "--directory", str(folder)]))
-        with subprocess.Popen(words, stdin=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True) as there:
-            assert there.stdin is not None, "it was asked for as a pipe"
-            with tarfile.open(fileobj=there.stdin, mode="w|") as archive:
+
+        def pack(stream: IO[bytes]) -> None:
+            total, gone, told = sum(states[path].st_size for path in wanted), 0, time.monotonic()
+            with tarfile.open(fileobj=stream, mode="w|") as archive:
                 for path in wanted:
-                    archive.add(folder / path, arcname=path, recursive=False)
-            _, said = there.communicate()
-        _see(connection, there.returncode, said)
+                    with contextlib.suppress(FileNotFoundError):  # it was removed meanwhile
+                        archive.add(folder / path, arcname=path, recursive=False)
+                    gone += states[path].st_size
+                    if tell is not None and time.monotonic() - told > _TELL_S:
+                        told = time.monotonic()
+                        tell(gone, total)
+
+        _stream(connection, ["tar", "--extract", "--directory", str(folder)], pack, sends=True)
 
 
 def fetch(connection: Connection, folder: Path, *, only: str = ".", with_rsync: bool) -> None:
@@ -146,17 +88,26 @@ def fetch(connection: Connection, folder: Path, *, only: str = ".", with_rsync: 
     if not connection.ask("exists", path=str(source)):
         return
     source.mkdir(parents=True, exist_ok=True)
-    if with_rsync:
+    if with_rsync and not connection.chats:
         excluded = [f"--exclude=/{run_lock.NAME}", f"--exclude=/{disks.MARKS}"]
         words = ["rsync", "--archive", *excluded, "--rsh", connection.shell]
-        _run(connection, [*words, f"{connection.host}:{source}/", f"{source}/"], b"")
+        done = _run([*words, f"{connection.host}:{source}/", f"{source}/"], b"")
+        if done.returncode != _WENT_AWAY[1]:
+            _see(connection, done.returncode, done.stderr.decode(errors="replace").splitlines())
         return
-    words = connection.command(shlex.join(["tar", "--create", "--directory", str(source), *excluded, "."]))
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True) as there:
-        with tarfile.open(fileobj=there.stdout, mode="r|") as archive:
+
+    def unpack(stream: IO[bytes]) -> None:
+        window = b""
+        while not window.endswith(_BEGINS):
+            if not (byte := stream.read(1)):
+                raise tarfile.ReadError("it sent nothing")  # where there is an exit code, that says why
+            window = window[-len(_BEGINS) :] + byte
+        with tarfile.open(fileobj=stream, mode="r|") as archive:
             archive.extractall(source, filter="data")
-        _, said = there.communicate()
-    _see(connection, there.returncode, said)
+
+    excluded = [f"--exclude=./{run_lock.NAME}", f"--exclude=./{disks.MARKS}"]
+    tar = ["tar", "--create", "--directory", str(source), *excluded, "."]
+    _stream(connection, ["sh", "-c", _AFTER, _BEGINS.decode(), *tar], unpack, sends=False)
 
 
 def rsync_here() -> bool:
@@ -164,34 +115,104 @@ def rsync_here() -> bool:
     return shutil.which("rsync") is not None
 
 
-def _walk(folder: Path, patterns: Sequence[str], leave_out: Path | None) -> Iterator[tuple[str, int]]:
-    """Paths below `folder` that no pattern names, with their sizes. What is linked to is not followed."""
-    for place, folders, files in os.walk(folder):
-        here = os.path.relpath(place, folder)
-        folders[:] = [name for name in folders if not _named(here, name, patterns) and Path(place, name) != leave_out]
-        links = [name for name in folders if Path(place, name).is_symlink()]
-        for name in [*files, *links]:
-            path = os.path.normpath(os.path.join(here, name))
-            state = os.lstat(os.path.join(place, name))
-            if not _named(here, name, patterns):
-                yield path, state.st_size
+def _bring_with_rsync(connection: Connection, files: Files, tell: Tell | None) -> None:
+    folder, paths = files.folder, files.paths
+    words = ["rsync", "--archive", "--files-from=-", "--from0", "--rsh", connection.shell]
+    words += ["--info=progress2"] if tell is not None and _rsync_tells() else []
+    while True:
+        content = "\0".join(paths).encode(errors="surrogateescape")
+        done = _run([*words, f"{folder}/", f"{connection.host}:{folder}/"], content, tell, files.size)
+        still_here = [path for path in paths if (folder / path).is_symlink() or (folder / path).exists()]
+        if done.returncode not in _WENT_AWAY or len(still_here) == len(paths):
+            break
+        paths = still_here
+    _see(connection, done.returncode, done.stderr.decode(errors="replace").splitlines())
 
 
-def _named(here: str, name: str, patterns: Sequence[str]) -> bool:
-    path = os.path.normpath(os.path.join(here, name))
-    return any(fnmatch.fnmatch(name, pattern) or fnmatch.fnmatch(path, pattern) for pattern in patterns)
+@functools.cache
+def _rsync_tells() -> bool:
+    """Whether this machine's rsync says how far it is: since 3.1, and that of macOS never."""
+    said = subprocess.run(["rsync", "--version"], capture_output=True, text=True).stdout
+    found = re.match(r"rsync +version v?(\d+)\.(\d+)", said)
+    return found is not None and (int(found[1]), int(found[2])) >= (3, 1)
 
 
-def _run(connection: Connection, words: Sequence[str], content: bytes) -> None:
-    done = subprocess.run(words, input=content, capture_output=True, start_new_session=True)
-    _see(connection, done.returncode, done.stderr)
+def _run(
+    words: Sequence[str], content: bytes, tell: Tell | None = None, total: int = 0
+) -> subprocess.CompletedProcess[bytes]:
+    """Run rsync. `tell` hears how far it is, of `total` bytes."""
+    with tempfile.TemporaryFile() as names, tempfile.TemporaryFile() as said:
+        names.write(content)
+        names.seek(0)
+        pipe = subprocess.PIPE
+        with subprocess.Popen(words, stdin=names, stdout=pipe, stderr=said, start_new_session=True) as rsync:
+            assert rsync.stdout is not None, "it was asked for as a pipe"
+            told = time.monotonic()
+            while chunk := os.read(rsync.stdout.fileno(), 1 << 16):
+                amounts = re.findall(rb"([\d,.]+) +\d+%", chunk)
+                if tell is not None and amounts and time.monotonic() - told > _TELL_S:
+                    told = time.monotonic()
+                    tell(int(re.sub(rb"\D", b"", amounts[-1])), total)
+        said.seek(0)
+        return subprocess.CompletedProcess(list(words), rsync.returncode, b"", said.read())
 
 
-def _see(connection: Connection, code: int, said: bytes) -> None:
-    if code != 0:
-        last = next(iter(reversed(said.decode(errors="replace").strip().splitlines())), f"exit code {code}")
+def _stream(connection: Connection, words: Sequence[str], work: Callable[[IO[bytes]], None], *, sends: bool) -> None:
+    """Run `words` on the host while `work` writes its standard input, or reads its output.
+
+    Raises:
+        LaunchError: either side failed.
+    """
+    pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+    there = subprocess.Popen(
+        connection.command(shlex.join(words)),
+        stdin=pipe if sends else nothing,
+        stdout=nothing if sends else pipe,
+        stderr=pipe,
+        start_new_session=True,
+    )
+    stream = there.stdin if sends else there.stdout
+    assert stream is not None, "it was asked for as a pipe"
+    said: deque[str] = deque(maxlen=50)
+    reading = threading.Thread(target=_listen, args=(there.stderr, said), daemon=True)  # or a full pipe stops both
+    reading.start()
+    trouble: Exception | None = None
+    try:
+        work(stream)
+    except BrokenPipeError:
+        pass  # the other side has ended, and says why
+    except (OSError, tarfile.TarError) as cause:
+        trouble = cause
+    with contextlib.suppress(OSError):
+        stream.close()
+    code = there.wait()
+    reading.join()
+    if isinstance(trouble, OSError):  # here, so the other side's words are of what follows from it
         raise LaunchError(
-            f"files could not be brought to or from host {connection.host}: {last}",
+            f"files could not be brought to or from host {connection.host}: {trouble.strerror}",
+            where=str(trouble.filename or "this machine"),
+            fix="see that the disk here has room and that the file may be read and written; what a run does not need"
+            " can be named in .manyhostsignore",
+        ) from trouble
+    if code == 1 and said and all(line.endswith(_HARMLESS) for line in said):
+        return
+    _see(connection, code, said)
+    if trouble is not None:
+        _see(connection, 1, [str(trouble)])
+
+
+def _listen(stream: IO[bytes] | None, said: deque[str]) -> None:
+    assert stream is not None, "it was asked for as a pipe"
+    with stream:
+        for line in stream:
+            said.append(line.decode(errors="replace").rstrip())
+
+
+def _see(connection: Connection, code: int, said: Sequence[str]) -> None:
+    if code != 0:
+        last = next((line for line in reversed(said) if line.strip()), f"exit code {code}")
+        raise LaunchError(
+            f"files could not be brought to or from host {connection.host}: {last.strip()}",
             where=f"host {connection.host}",
             fix="see that its disk is not full and that you may write there; --no-sync leaves this step out",
         )

@@ -1,0 +1,119 @@
+"""What of a working directory goes to hosts, and how it gets there and back: against a host that is this machine."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from manyhosts.errors import LaunchError
+from manyhosts.launchers.ssh import files, outpost, sync
+from manyhosts.launchers.ssh.files import Files
+from manyhosts.launchers.ssh.outpost import MARK_OF_DISK
+
+CHATTY = "head -c 200000 /dev/zero | tr '\\0' 'e' >&2; echo 'Welcome to the cluster!'; "
+
+
+def put(folder: Path, *paths: str) -> None:
+    for path in paths:
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(path)
+
+
+def chosen(folder: Path, **more: Any) -> set[str]:
+    return set(Files.to_bring(folder, **more).paths)
+
+
+def test_secrets_caches_and_what_git_ignores_stay_and_the_user_may_overrule_that(tmp_path: Path) -> None:
+    kept = ("train.py", "tracked.pt", "id_map.py", "data/x.bin")
+    put(tmp_path, *kept, ".env", "id_ed25519", "ssl/server.key", "runs/a/run.json", ".venv/x.py")
+    assert chosen(tmp_path) == set(kept)
+    put(tmp_path, "new.py", "big/model.pt", "big/notes.txt", "loose.pt")
+    (tmp_path / ".gitignore").write_text("*.pt\nbig/\ntrain.py\n")
+    git = ["git", "-C", str(tmp_path)]
+    for words in (["init", "-q"], ["add", "-f", "tracked.pt", "id_map.py", "data"]):
+        subprocess.run([*git, *words], check=True)
+    expected = {*kept, "new.py", ".gitignore"}
+    found = Files.to_bring(tmp_path, needed="train.py")
+    assert set(found.paths) == expected, "the script is brought, whatever git thinks of it"
+    assert found.left_out == [".env", "big", "id_ed25519", "loose.pt", "ssl/server.key"]
+    assert "big, id_ed25519, loose.pt, ssl/server.key; a line !NAME in .manyhostsignore brings it" in found.notes()[0]
+    (tmp_path / ".manyhostsignore").write_text("# mine\n!.env\n!big/model.pt\nnew.py\n")
+    wanted = {*kept, ".gitignore", ".manyhostsignore", ".env", "big/model.pt"}
+    assert chosen(tmp_path, needed="train.py") == wanted
+    put(tmp_path / "big", "own.py")
+    assert "own.py" in chosen(tmp_path / "big"), "a folder that is itself ignored was chosen by the user"
+
+
+def test_much_is_told_with_the_largest_and_what_vanishes_while_it_is_listed_is_no_trouble(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path, "train.py")
+    with (tmp_path / "huge.bin").open("wb") as file:
+        file.truncate(300_000_000)
+    walk = files._Choice.walk
+
+    def with_a_ghost(self: Any) -> Iterator[str]:
+        yield from ("ghost.py", *walk(self))
+
+    monkeypatch.setattr(files._Choice, "walk", with_a_ghost)
+    found = Files.to_bring(tmp_path)
+    assert found.paths == ["huge.bin", "train.py"]
+    assert "the largest are huge.bin (300.0 MB)" in found.notes()[0]
+
+
+class Far:
+    """A host on this machine, which has the folder `root` where this side has `here`. `first`: what a login does."""
+
+    host, chats = "far", True
+
+    def __init__(self, here: Path, root: Path, first: str = CHATTY) -> None:
+        self.here, self.root, self.first = str(here), str(root), first
+        root.mkdir(exist_ok=True)
+
+    def command(self, words: str) -> list[str]:
+        return ["bash", "-c", self.first + words.replace(self.here, self.root)]
+
+    def ask(self, question: str, *, timeout_s: float = 0, **details: Any) -> Any:
+        there = {key: value.replace(self.here, self.root) for key, value in details.items() if isinstance(value, str)}
+        return outpost._answer({"ask": question, **details, **there}, [])
+
+
+def test_shell_with_a_banner_and_much_on_stderr_stops_nothing(tmp_path: Path) -> None:
+    here, root = tmp_path / "here", tmp_path / "there"
+    put(here, "train.py", "data/x.bin", "gone.py")
+    (here / "data" / "x.bin").write_bytes(bytes(10_000_000))
+    found = Files.to_bring(here)
+    (here / "gone.py").unlink()
+    far = cast(Any, Far(here, root))
+    told: list[tuple[int, int]] = []
+    sync.bring(far, found, with_rsync=True, tell=lambda *numbers: told.append(numbers))
+    assert sorted(str(path.relative_to(root)) for path in root.rglob("*.*")) == ["data/x.bin", "train.py"]
+    put(root, "run/result.txt", "run/logs/far-0.log", f"run/{MARK_OF_DISK}1")
+    sync.fetch(far, here / "run", with_rsync=True)
+    assert (here / "run" / "result.txt").read_text() == "run/result.txt"
+    assert not (here / "run" / f"{MARK_OF_DISK}1").exists()
+
+
+def test_what_goes_wrong_with_files_is_a_sentence(tmp_path: Path) -> None:
+    here, root = tmp_path / "here", tmp_path / "there"
+    put(here, "train.py", "data/x.bin")
+    (here / "data" / "x.bin").write_bytes(bytes(10_000_000))
+    found = Files.to_bring(here)
+
+    def far(first: str) -> Any:
+        return Far(here, root, first)
+
+    with pytest.raises(LaunchError, match="host far: tar: x: No space left on device"):
+        sync.bring(far("echo 'tar: x: No space left on device' >&2; exit 2; "), found, with_rsync=False)
+    put(root, "run/result.txt")
+    for first in ("exit 1; ", "printf 'manyhosts-archive rubbish'; exit 0; ", "exit 0; "):
+        with pytest.raises(LaunchError, match="files could not be brought to or from host far"):
+            sync.fetch(far(first), here / "run", with_rsync=False)
+    (here / "run" / "result.txt").mkdir(parents=True)  # the archive's file cannot take its place
+    (here / "run" / "result.txt" / "x").touch()
+    with pytest.raises(LaunchError, match=r"host far: .*irectory"):
+        sync.fetch(far(""), here / "run", with_rsync=False)

@@ -57,19 +57,30 @@ def test_process_that_a_script_leaves_behind_goes_on_and_is_named(tmp_path: Path
 
 def test_child_that_a_script_forks_reports_nothing_for_its_worker(tmp_path: Path) -> None:
     source = """
-        import os, sys
+        import multiprocessing, os, signal, sys
+        def pipes():
+            names = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd") if int(name) > 2]
+            links = {os.readlink(name) for name in names if os.path.islink(name)}
+            return {link for link in links if link.startswith("pipe:")}
+        mine = pipes()
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            lost = len(mine - pool.apply(pipes))
         child = os.fork()
         if child == 0 and sys.argv[1] == "raise":
             raise ValueError("of the child")
         if child == 0:
-            sys.exit(7)
+            sys.exit(7 if sys.argv[1] == "exit" else 0)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        print("child ended with", status)
+        print("child ended with", status, "and had", lost, "pipe to the agent less")
+        if sys.argv[1] == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
     """
-    for word, status in (("exit", 7), ("raise", 1)):
+    for word, status in (("exit", 7), ("raise", 1), ("killed", 0)):
         ended = run(tmp_path, source, arguments=[word])
-        assert (ended.code, ended.out) == (0, f"child ended with {status}\n"), ended.err
+        assert ended.out == f"child ended with {status} and had 1 pipe to the agent less\n", ended.err
+        assert ended.code == (1 if word == "killed" else 0)
         assert ("ValueError: of the child" in ended.err) == (word == "raise")
+        assert ("was killed by SIGKILL" in ended.err) == (word == "killed")
 
 
 SPAWNS = """

@@ -30,6 +30,26 @@ from manyhosts.launchers.host import children, exchanges, inspection, libraries,
 Request = dict[str, Any]
 
 
+class Line:
+    """What a worker tells its agent, as long as it is the worker that speaks: what it has forked has no line."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        os.register_at_fork(after_in_child=self._let_go)
+
+    def tell(self, record: str, **fields: Any) -> None:
+        """Send one record. After the end of the agent it is dropped."""
+        with contextlib.suppress(OSError):
+            message = json.dumps({"record": record, **fields}, default=str).encode() + b"\n"
+            while message and self._descriptor >= 0:
+                message = message[os.write(self._descriptor, message) :]
+
+    def _let_go(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+
+
 def be(request: Request, descriptors: list[int]) -> int:
     """Run the user's program in this process. Returns its exit code; an executable never returns.
 
@@ -59,7 +79,7 @@ def be(request: Request, descriptors: list[int]) -> int:
     except BaseException as error:
         code = 1
         if os.getpid() == own:
-            _tell(line, "failed", **_account(error))
+            line.tell("failed", **_account(error))
         else:
             traceback.print_exception(error)
     if os.getpid() != own:  # a process that the script has forked: its end is not the worker's
@@ -67,21 +87,21 @@ def be(request: Request, descriptors: list[int]) -> int:
         return code
     if code == 0:
         faulthandler.disable()  # the work is done: an abort on the way out is no news
-    _tell(line, "finished", code=code, exchanges=exchanges.made())
+    line.tell("finished", code=code, exchanges=exchanges.made())
     _wind_up()
     if watching is not None and code == 0:
         watching.tell_end()
     return code
 
 
-def _tell_of_imports(line: int) -> None:
+def _tell_of_imports(line: Line) -> None:
     """Have the first worker of a host say what the script has imported, once it trains."""
     if os.environ.get("LOCAL_RANK") != "0":
         return
     before = frozenset(sys.modules)
 
     def tell() -> None:
-        _tell(line, "imported", modules=warmth.imported_since(before))
+        line.tell("imported", modules=warmth.imported_since(before))
 
     reports.when_told("trainer", lambda: reports.when_told("step", tell))
 
@@ -91,7 +111,7 @@ def _name_process(program: str) -> None:
     titles.of_worker(rank, workers, program)
 
 
-def _take_streams(descriptors: list[int], *, has_stdin: bool) -> int:
+def _take_streams(descriptors: list[int], *, has_stdin: bool) -> Line:
     """Make the descriptors stdin, unless it has one, stdout and stderr. Returns the line to the agent."""
     out, err, line = descriptors
     nothing = 0 if has_stdin else os.open(os.devnull, os.O_RDONLY)
@@ -102,18 +122,18 @@ def _take_streams(descriptors: list[int], *, has_stdin: bool) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)  # a line appears when it is whole, also in a pipe
-    return line
+    return Line(line)
 
 
-def _execute(request: Request, line: int) -> int:
+def _execute(request: Request, line: Line) -> int:
     command = [request["program"], *request["arguments"]]
     try:
         os.execvp(command[0], command)  # noqa: S606  # no shell is wanted
     except OSError as error:
         what = f"cannot start {command[0]!r}: {error.strerror}"
         fix = "name an executable that every host has, or leave --no-python out to run a Python script"
-        _tell(
-            line, "failed", words={"what": what, "where": command[0], "fix": fix, "exit_code": 2, "type": "ConfigError"}
+        line.tell(
+            "failed", words={"what": what, "where": command[0], "fix": fix, "exit_code": 2, "type": "ConfigError"}
         )
     return 127
 
@@ -205,10 +225,3 @@ def _wind_up() -> None:
             stream.flush()
     with contextlib.suppress(Exception):
         ctypes.CDLL(None).fflush(None)  # what C code has printed
-
-
-def _tell(line: int, record: str, **fields: Any) -> None:
-    with contextlib.suppress(OSError):
-        message = json.dumps({"record": record, **fields}, default=str).encode() + b"\n"
-        while message:
-            message = message[os.write(line, message) :]

@@ -42,6 +42,7 @@ _FROM_AGENT: Mapping[str, Mapping[str, Any]] = {
     "store": {"generation": int, "port": int, "shared": bool},
     "trouble": {"text": str, "where": str, "early": bool},
     "unlogged": {**_WORKER, "why": str},
+    "unshown": {**_WORKER, "lines": int},
     "warm": {"modules": [str]},
 }
 """By kind, the fields that must be there. A list stands for a list of such values, an object for an object."""

@@ -43,7 +43,6 @@ def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     left = [*variables_changed_since(variables), *process_groups_open()]
     left += left_since(before) if before is not None else []
     assert not left, "left behind: " + "; ".join(left)
-    assert servants_live(), "Python's resource tracker was ended, or the descriptor that leads to it was closed"
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -53,6 +52,7 @@ def file_leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]
     yield
     left = left_since(before) if before is not None else []
     assert not left, "left behind: " + "; ".join(left)
+    assert servants_live(), "Python's resource tracker was ended, or the descriptor that leads to it was closed"
 
 
 def starts_processes(request: pytest.FixtureRequest) -> bool:

@@ -179,6 +179,14 @@ def test_the_command_prints_a_table_and_leaves_nothing(tmp_path: Path) -> None:
     assert dry.stdout.splitlines()[0] == "1 worker, 20 steps: train.py"
 
 
+def test_other_children_of_the_caller_live_on(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("")
+    with subprocess.Popen(["sleep", "60"]) as other:
+        make_stage(Asked(script=str(tmp_path / "script.py"), folder=tmp_path)).close()
+        assert other.poll() is None
+        other.kill()
+
+
 def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text("import manyhosts, time\nopen('there', 'w').close()\ntime.sleep(1000)")
     process = subprocess.Popen(

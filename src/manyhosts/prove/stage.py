@@ -130,8 +130,8 @@ class Stage:
         for worker in self._workers.values():
             worker.close()
         if not self._lost:
+            kill_descendants(of=self._nursery.pid)  # not those of this process, which may have others of its own
             self._nursery.close()
-        kill_descendants()
         self._loop.close()
         shutil.rmtree(self._scratch, ignore_errors=True)
 

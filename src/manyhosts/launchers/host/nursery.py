@@ -72,6 +72,11 @@ class Nursery:
         self._words, self._lines = self._process.stderr, Lines()
         loop.watch(self._words, self._pass_on)
 
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
     def ask(self, do: str, descriptors: Sequence[int] = (), **fields: Any) -> None:
         """Send one request, with the descriptors it needs. They stay open here."""
         line = json.dumps({"do": do, **fields}).encode() + b"\n"

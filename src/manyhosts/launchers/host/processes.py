@@ -46,9 +46,9 @@ def command_of(process: int) -> str:
         return ""
 
 
-def kill_descendants() -> None:
-    """End whatever this process has started and not seen end, by SIGKILL."""
-    for process in descendants(os.getpid()):
+def kill_descendants(of: int | None = None) -> None:
+    """End whatever process `of`, by itself this one, has started and not seen end, by SIGKILL."""
+    for process in descendants(os.getpid() if of is None else of):
         with contextlib.suppress(OSError):
             os.kill(process, signal.SIGKILL)
 

@@ -7,7 +7,8 @@ on between its workers and the head, which alone decides. From the worker (`kind
     done       call, outcome             it is over, on every worker, and the script goes its own way until the next
     regroup    call, step                the group is broken, or is to change: this worker has finished so many steps
     join       call, most                a worker that was started later is ready to be one of them
-    accuse     group, rank, what    the bits of that worker of the group are wrong: it is to be left out, and its host
+    accuse     group, rank, what         the bits of that worker of the group are wrong: leave it out, and its host
+    saving                               nobody goes on, and this worker saves what it holds: its agent waits for it
     withdraw                             from now on nobody can go on without this worker, or come to it
 
 Calls (`fit`, `test`, …) are numbered in the order in which the script makes them, from 1.
@@ -19,6 +20,7 @@ To the worker (`message`):
     group      see `Group`               the answer to `regroup` and `join`
     passed     call, outcome, replaces   another answer: the others have finished that call
     refused    reason                    the last one: nobody goes on
+    headless   reason                    the head is gone, so nobody will: finish the step if that can be, save, and end
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import json
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from queue import SimpleQueue
@@ -39,6 +42,8 @@ MEMBER = "MANYHOSTS_MEMBER"
 """Numbers a worker in the environment: no two workers that a run ever had share a number."""
 JOINS = "MANYHOSTS_JOINS"
 """Set in the environment of a worker that was started while the others train."""
+_STEP_S = 2.0
+"""How long workers whose head is gone have to finish their step together, before their group counts as broken."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +107,8 @@ class Membership:
         """The number of the group that somebody waited to join last."""
         self._broken = -1
         """The number of the group that broke last."""
+        self.headless = False
+        """Whether the head is gone, so that this worker is to save what it has and end."""
         self._address, self._member, self._local_rank = address, member, local_rank
         self._socket: socket.socket | None = None
         self._process = os.getpid()
@@ -122,8 +129,8 @@ class Membership:
 
     @property
     def change_asked(self) -> bool:
-        """Whether somebody waits to join the present group."""
-        return self._to_change == self.group
+        """Whether the workers are to meet after this step: somebody waits to join them, or the head is gone."""
+        return self.headless or self._to_change == self.group
 
     @property
     def is_broken(self) -> bool:
@@ -163,6 +170,10 @@ class Membership:
     def accuse(self, rank: int, what: str) -> None:
         """Say that a worker of the present group has computed wrongly, in words that follow its name."""
         self._send("accuse", group=self.group, rank=rank, what=what)
+
+    def saving(self) -> None:
+        """Say that this worker, without whom nobody goes on, is about to save what it holds."""
+        self._send("saving")
 
     def withdraw(self) -> None:
         """Say that nobody can go on without this worker any more. Safe to call twice."""
@@ -204,6 +215,10 @@ class Membership:
     def _hear(self, message: dict[str, Any]) -> None:
         if message["message"] in ("group", "passed", "refused"):
             self._answers.put(message)
+        elif message["message"] == "headless":
+            self.headless = True
+            self._answers.put({"message": "refused", "reason": message["reason"]})
+            threading.Thread(target=self._break_soon, name="headless", daemon=True).start()
         elif message["message"] == "change":
             # Perhaps of a group that this worker has yet to enter. It is told once, and whoever waits waits for it.
             self._to_change = message["group"]
@@ -211,6 +226,11 @@ class Membership:
             self._broken = message["group"]  # told once, and perhaps before this worker enters it
             if self.is_broken:
                 self.on_broken()
+
+    def _break_soon(self) -> None:
+        """The head is gone, and so may be workers that others wait for."""
+        time.sleep(_STEP_S)
+        self.on_broken()
 
 
 def _nothing() -> None:

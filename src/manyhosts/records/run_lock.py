@@ -20,7 +20,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from manyhosts.errors import ConfigError
@@ -187,6 +187,69 @@ def take(run_dir: Path, token: str, *, launches: bool = False) -> RunLock | None
             raise found.refusal(run_dir)
     _held[path] = RunLock(path, mine)
     return _held[path]
+
+
+@contextlib.contextmanager
+def shut(run_dir: Path, token: str) -> Iterator[bool]:
+    """Within, nobody takes the lock of `run_dir`: whoever wants it waits.
+
+    For the end of a run whose owner is gone: its workers may still write there. Several processes may do so at a time.
+    Gives False where another run than that of `token` has the directory, or is taking it, or where the disk has no
+    lock to be shut.
+    """
+    path = run_dir.absolute() / NAME
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        yield False
+        return
+    try:
+        found = None
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            found = _read(path) if _is_at(file, path) else None
+        yield found is not None and found.token == token
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_UN)
+        os.close(file)
+
+
+@contextlib.contextmanager
+def alone_in(run_dir: Path, name: str) -> Iterator[bool]:
+    """Within, no other process does in `run_dir` what goes by this name. Gives False where the disk has no locks.
+
+    Raises:
+        OSError: the disk takes no file.
+    """
+    path = run_dir.absolute() / name
+    with _guarded(path) as is_guarded:
+        try:
+            yield is_guarded
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def wrest(run_dir: Path, token: str) -> bool:
+    """Whether the owner of `run_dir`, of the start `token`, no longer runs there; one that is back later, cannot.
+
+    An owner elsewhere that has shown no sign of life for some beats finds another owner in the file, and ends. Called
+    where the lock is `shut`.
+    """
+    path = run_dir.absolute() / NAME
+    found = _read(path)
+    if found is None or found.token != token:
+        return False
+    if found.is_here:
+        return not found.launches or not found.may_live
+    before, deadline = _touched(path), time.monotonic() + SILENT_S / 2
+    while time.monotonic() < deadline:
+        time.sleep(BEAT_S / 4)
+        if _touched(path) != before:
+            return False
+    nobody = Owner.here(new_token(), launches=False)
+    path.write_text(json.dumps(asdict(replace(nobody, began="never")), indent=1) + "\n")
+    return True
 
 
 def see_that_free(run_dir: Path) -> None:

@@ -190,6 +190,35 @@ class Store:
         self._thread.start()
         self._count_stall(begin)
 
+    def save_alone(self, state: Mapping[str, Any], facts: Facts) -> bool:
+        """Write `state`, all of it, as the snapshot of `facts.step`, without any other worker, before this returns.
+
+        For a worker that is about to end. Whether it is whole; `finished` tells more.
+
+        Raises:
+            SnapshotError: a value in `state` is of a kind that cannot be kept.
+        """
+        self.wait()
+        begin, path = time.perf_counter(), self.folder / f"step-{facts.step:08d}"
+        shared = take_apart(state)
+        name = "tensors-00000-of-00001.safetensors"
+        self._failed, self._gave_up, self._stall_s = False, "", 0.0
+        task = _Task(
+            path=path,
+            half=path.with_name(f"{path.name}.{os.urandom(6).hex()}.half"),
+            facts=facts,
+            copying=self._space.begin({f"state:{key}": tensor for key, tensor in shared.tensors.items()}, ()),
+            texts={"state.json": _json(shared.nodes)},
+            tensors={name: {key: f"state:{key}" for key in shared.tensors}},
+            rank=0,
+            size=self._world.size,
+            writers=range(1),
+            begin=begin,
+        )
+        self._run(task)
+        self._raise_crash()
+        return not self._failed
+
     def before_update(self) -> None:
         """Wait until the parameters may change: usually not at all. Call it right before anything changes them."""
         copying = self._copying

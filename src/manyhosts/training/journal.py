@@ -100,21 +100,25 @@ class Journal:
         self.copy_records()
         self.open_samples()
 
-    def take_lead(self) -> None:
-        """Be the leader from now on, and tell what every worker knows and the last leader has not written."""
-        was_told = self.lead()
+    def take_lead(self, *, locks: bool = True) -> None:
+        """Be the leader from now on, and tell what every worker knows and the last leader has not written.
+
+        `locks`: take the lock of the run directory, too.
+        """
+        was_told = self.lead(locks=locks)
         if was_told is None:
             return
         for event in told_by_all(self.remembered()):
             if not was_told(event):
                 self.tell(event)
 
-    def lead(self) -> Callable[[Event], bool] | None:
+    def lead(self, *, locks: bool = True) -> Callable[[Event], bool] | None:
         """Take over the records of a leader that is gone. Says of an event whether that one has written it."""
         if self.led:
             return None
         self.led = True
-        self.lock()
+        if locks:
+            self.lock()
         self.news.close()
         metrics = MetricsFile(self.directory.metrics)
         was_told = metrics.take_over()
@@ -210,6 +214,14 @@ class Journal:
             self.samples.add(step, indices, group=0 if membership is None else membership.group)
 
     def resume_samples(self, step: int) -> None:
-        """Steps behind `step` are taken again: what was noted of them counts no more."""
-        if self.samples is not None:
-            self.samples.resume_at(step)
+        """Steps behind `step` are taken again: what was noted of them counts no more, by ranks that are gone, too."""
+        if self.samples is None:
+            return
+        self.samples.resume_at(step)
+        world = self.world
+        for path in self.directory.samples(world.rank).parent.glob("samples-*.jsonl"):
+            rank = int(path.stem.removeprefix("samples-"))
+            if rank >= world.size and rank % world.size == world.rank:
+                of_another = SamplesFile(path)
+                of_another.resume_at(step)
+                of_another.close()

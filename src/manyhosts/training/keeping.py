@@ -130,6 +130,14 @@ class Keeping:
         )
         self.listen()
 
+    def save_alone(self, state: RunState) -> bool:
+        """Make a snapshot of what this worker holds, without any other. Whether it is whole now."""
+        run = asked_of(self.settings, self.parts)
+        kept = {**held_by(self.parts), "run": state.to_dict()}
+        is_whole = self.store.save_alone(kept, replace(self._facts(state), run=run))
+        self.listen()
+        return is_whole
+
     def leave_out(self, state: RunState) -> None:
         """Make no snapshot here, for a disk does not take the records of the steps that it would count."""
         self.saved_at = state.step

@@ -35,6 +35,8 @@ class Reunion:
         self.calls, self.world, self.most, self.run = calls, calls.world, most, run
         self.membership: Membership = calls.world.membership
         self.since = time.time()
+        self.refused = ""
+        """Why nobody goes on; empty where somebody does."""
 
     def make(self, once: Callable[[], None]) -> None:
         """Join the others where this worker comes late, and call `once` until all have done it together.
@@ -101,7 +103,8 @@ class Reunion:
             lost = self.let_go() or lost
             try:
                 group = self.membership.regroup(self.calls.number, self.progress())
-            except Refused:
+            except Refused as refused:
+                self.refused = str(refused)
                 raise error from None
             try:
                 self.meet(group, lost=lost)

@@ -16,7 +16,7 @@ from manyhosts.communication.gathering import gather_words
 from manyhosts.communication.world import is_break
 from manyhosts.config.settings import Settings
 from manyhosts.config.strategies import Single
-from manyhosts.errors import ConfigError, ManyhostsError, TrainingError, first_line
+from manyhosts.errors import CommunicationError, ConfigError, ManyhostsError, TrainingError, first_line
 from manyhosts.events import Listener, Note, Recovered, RunEnded
 from manyhosts.records.run_directory import RunDirectory
 from manyhosts.snapshot.fingerprint import weights_sha256
@@ -29,6 +29,7 @@ from manyhosts.training.calls import Calls, Holder
 from manyhosts.training.evaluate import Evaluation
 from manyhosts.training.journal import Journal
 from manyhosts.training.keeping import Keeping
+from manyhosts.training.last_snapshot import LastSnapshot
 from manyhosts.training.loop import Loop, WorkersChange
 from manyhosts.training.notes import announce
 from manyhosts.training.recover import Recovery, why_not_survive
@@ -265,9 +266,30 @@ class Run:
                 if recovery is None or not (isinstance(error, WorkersChange) or is_break(error)):
                     raise
                 bad = None  # whoever goes on stands before it, and will come to it again
-                recovery.go_on(error)
+                self.go_on_or_save(error, loop)
             else:
                 return outcome
+
+    def go_on_or_save(self, error: Exception, loop: Loop) -> None:
+        """Meet those that are left; where nobody goes on, keep what this worker holds, and end.
+
+        Raises:
+            Exception: `error`, where nobody goes on.
+        """
+        assert self.recovery is not None, "the caller has seen to that"
+        last = LastSnapshot(self.keeping, self.journal, loop)
+        try:
+            self.recovery.go_on(error)
+        except Passed:
+            raise
+        except Exception as ended:
+            if self.recovery.refused:
+                last.make()
+            if isinstance(ended, WorkersChange):  # all was well, but for the head
+                raise CommunicationError(
+                    self.recovery.refused, where="recovery", fix="start it again: it goes on from its last snapshot"
+                ) from None
+            raise
 
     def leave_out(self, wrong: WrongBits, loop: Loop) -> None:
         """Go on without workers that compute wrongly, or end where that cannot be.

@@ -45,7 +45,7 @@ def compare_weights(parts: Parts, moment: str) -> None:
     own = tensor_checksums(tensors)
     if agree(world, combined(own)):
         return
-    statistics = _own_statistics(parts)
+    statistics = own_statistics(parts)
     if statistics:
         weighted_mean([each for each in statistics if each.is_floating_point()], 1 / world.size, world)
         for each in statistics:
@@ -67,7 +67,7 @@ def _compared(model: nn.Module, strategy: Strategy) -> dict[str, Tensor]:
     return held
 
 
-def _own_statistics(parts: Parts) -> list[Tensor]:
+def own_statistics(parts: Parts) -> list[Tensor]:
     """What BatchNorm layers have seen, where each has its own batch. Local steps average it with the model."""
     alike = isinstance(parts.batch_norm, GlobalBatch) or isinstance(parts.strategy, Drifting | VirtualWorkers)
     layers = () if alike else parts.trained.modules()

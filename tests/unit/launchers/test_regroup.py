@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from manyhosts.launchers.head.regroup import KILL_AFTER_S, START_LIMIT_S, Regroup
+from manyhosts.launchers.head.regroup import BREAK_AFTER_S, KILL_AFTER_S, START_LIMIT_S, Regroup
 from manyhosts.launchers.head.roster import MOST_WITHOUT_PROGRESS, Member
 
 
@@ -181,3 +181,14 @@ def test_failures_in_calls_that_follow_each_other_are_no_failures_in_a_row(regro
         finish_call(regroup, call)
         for member in regroup.roster.trained():
             regroup.hear(member.number, "begin", {"call": call + 1, "most": 0})
+
+
+def test_where_nobody_goes_on_those_that_wait_for_a_silent_host_are_told_to_wait_no_more(
+    regroup: Regroup, hosts: Hosts, clock: Clock
+) -> None:
+    regroup.hear(1, "done", {"call": 1, "outcome": None})
+    regroup.refuse()
+    regroup.refuse()
+    assert hosts.told == [], "they may find out by themselves"
+    clock.pass_time(BREAK_AFTER_S)
+    assert [(number, kind) for number, kind, _ in hosts.told] == [(0, "broken")], "the other waits for nobody"

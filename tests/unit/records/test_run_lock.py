@@ -128,3 +128,55 @@ def test_disk_without_locks_is_settled_by_who_wrote_last(tmp_path: Path, monkeyp
     monkeypatch.setattr(run_lock.time, "sleep", lambda _: put(tmp_path / "two", rival))
     with pytest.raises(ConfigError, match=f"process {rival.process}"):
         run_lock.take(tmp_path / "two", "mine")
+
+
+@pytest.mark.parametrize("launches", [True, False], ids=["head", "leader"])
+def test_owner_here_is_wrested_from_where_it_is_no_head_that_lives(tmp_path: Path, launches: bool) -> None:
+    put(tmp_path, replace(parent(), launches=launches))
+    assert run_lock.wrest(tmp_path, "another") is not launches
+    assert not run_lock.wrest(tmp_path, "a third run's")
+    put(tmp_path, replace(parent(), launches=launches, process=2**22 + 1))
+    assert run_lock.wrest(tmp_path, "another")
+    assert not run_lock.wrest(tmp_path / "nowhere", "another")
+
+
+def test_owner_elsewhere_that_beats_keeps_the_directory_and_a_silent_one_that_is_back_finds_it_gone(
+    tmp_path: Path,
+) -> None:
+    head = run_lock.take(tmp_path, "the run's", launches=True)
+    assert head is not None
+    elsewhere = replace(head.owner, machine="another")
+    (tmp_path / NAME).write_text(json.dumps(asdict(elsewhere)))
+    assert not run_lock.wrest(tmp_path, "the run's"), "it touches the file"
+    head._over.set()  # the host of the head is frozen
+    head._thread.join()
+    with run_lock.shut(tmp_path, "the run's") as is_ours:
+        assert is_ours
+        assert run_lock.wrest(tmp_path, "the run's")
+        assert not run_lock.wrest(tmp_path, "the run's"), "another worker has it"
+    back = run_lock.RunLock(tmp_path / NAME, head.owner)  # it is back, and beats again
+    back._thread.join(timeout=10)
+    with pytest.raises(ConfigError, match="is going on"):
+        back.check()
+    after = run_lock.take(tmp_path, "the next run's")
+    assert after is not None, "what is named there never began, so the next start waits for nobody"
+    after.release()
+
+
+def test_directory_that_is_shut_is_taken_by_nobody_until_it_is_open_again(tmp_path: Path) -> None:
+    put(tmp_path, replace(parent(), process=2**22 + 1))
+    taken = threading.Event()
+
+    def take() -> None:
+        run_lock.take(tmp_path, "mine")
+        taken.set()
+
+    with run_lock.shut(tmp_path, "another") as is_ours, run_lock.shut(tmp_path, "mine") as is_another:
+        assert (is_ours, is_another) == (True, False)
+        waiting = threading.Thread(target=take)
+        waiting.start()
+        assert not taken.wait(0.3)
+    waiting.join()
+    assert taken.is_set()
+    with run_lock.shut(tmp_path / "nowhere", "mine") as is_there:
+        assert not is_there

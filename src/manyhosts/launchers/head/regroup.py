@@ -149,11 +149,19 @@ class Regroup:
         self._try()
 
     def refuse(self) -> None:
-        """Nobody goes on: whoever waits is told."""
+        """Nobody goes on: whoever waits is told, and whoever may wait for a host that is silent soon waits no more."""
+        if not self.ended:
+            self._loop.after(BREAK_AFTER_S, self._break)
         self.ended = True
         for member in self.roster.members.values():
             if member.asked is not None:
                 self._hosts.tell_member(member, "refused", reason="the run is ending")
+
+    def _break(self) -> None:
+        """Those that train are to save what they hold, and cannot while they wait for one another."""
+        for member in self.roster.trained():
+            if member.enrolled and not member.resting and member.asked is None:
+                self._hosts.tell_member(member, "broken", group=self.roster.group)
 
     # A new group.
 

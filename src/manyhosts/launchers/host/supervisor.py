@@ -36,7 +36,8 @@ From the head:
     signal      generation, signal, cause, farewell_s   to the workers themselves; SIGKILL when the time is over
     leave       code                             end everything; code is what the run ends with
 
-When the head is gone, everything this host runs is ended.
+When the head is gone, everything this host runs is ended. Workers that have a Trainer may first save what they hold,
+for `FAREWELL_S` at most; meanwhile nobody else can begin to run in the run directory.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +69,16 @@ from manyhosts.launchers.host.processes import command_of, descendants, kill_des
 from manyhosts.launchers.host.watch import ReportDesk, Seat, WatchedWorker
 from manyhosts.launchers.loop import Channel, Loop, Message
 from manyhosts.launchers.screen import Screen
+from manyhosts.records import run_lock
 
 HEARTBEAT_S = 1.0
 _LONGEST_FOLDER = 80  # the name of a Unix socket has at most 107 characters, on macOS 103
 _WAY_OUT_S = 3.0
 _ONE_WISH_S = 0.3
 _LAST_WORDS_S = 2.0
+FAREWELL_S = 30.0
+"""How long workers have, where nobody goes on, to save what they hold and end."""
+_LOOK_S = 0.05
 
 
 class Supervisor:
@@ -89,7 +94,7 @@ class Supervisor:
         self._stdin = stdin
         self._words = Screen(sys.stderr, sys.stderr)
         self._loop = loop
-        self._head = Channel(loop, connection, self._obey, self.leave)
+        self._head = Channel(loop, connection, self._obey, self._lose_head)
         self._output = Outbox(self._head, loop.after)
         self._workers: dict[str, WatchedWorker] = {}
         self._nursery: Nursery | None = None
@@ -97,7 +102,14 @@ class Supervisor:
         short = folder if len(folder) < _LONGEST_FOLDER else "/tmp"  # noqa: S108  # what is made there is for us alone
         self._scratch = Path(tempfile.mkdtemp(prefix="manyhosts-", dir=short))
         self._desk = ReportDesk(loop, self._scratch / "agent", self._pass_on, self._pass_on_membership)
+        self._until_left = contextlib.ExitStack()
+        """What is held until everything on this host has ended."""
         self._asked = 0.0
+        self._headless = False
+        self._trainers: set[int] = set()
+        """Members that have a Trainer, which saves and ends where it is asked to stop."""
+        self._saving: set[int] = set()
+        """Members that save what they hold, because nobody goes on."""
         self._known = False
         """Whether the head has spoken to this agent."""
         self._fit = True
@@ -140,7 +152,39 @@ class Supervisor:
         self._desk.close()
         shutil.rmtree(self._scratch, ignore_errors=True)
         self._head.close()
+        self._until_left.close()
         self._words.close(stuck_s=_LAST_WORDS_S)
+
+    def _lose_head(self) -> None:
+        """The head is gone: workers that have a Trainer may save what they hold before everything is ended."""
+        trainers = self._desk.members | self._trainers
+        saving = [each for each in self._workers.values() if not each.ended and each.seat.member in trainers]
+        if self.done or self._headless or not saving:
+            self.leave()
+            return
+        token = self._environment.get(run_lock.VARIABLE, "")
+        if not self._until_left.enter_context(run_lock.shut(self._run_dir, token)):
+            self.leave()  # another run has the directory
+            return
+        self._headless = True
+        for worker in self._workers.values():
+            if worker.seat.member in self._desk.members:
+                message = {"message": "headless", "reason": "the head of this run is gone"}
+                self._desk.tell(worker.seat.member, message)
+            elif worker in saving and self._nursery is not None:
+                # None of them could go on without the others, so they save together, as where a scheduler asks them to.
+                self._nursery.ask("signal", name=worker.seat.name, signal=signal.SIGTERM, group=False)
+            else:
+                self._kill(worker)
+        deadline = time.monotonic() + FAREWELL_S
+
+        def look() -> None:
+            if all(worker.ended for worker in saving) or time.monotonic() > deadline:
+                self.leave()
+            else:
+                self._loop.after(_LOOK_S, look)
+
+        look()
 
     def _tell_of_those_left(self) -> None:
         """Name what workers have started and left behind: it goes on, as under torchrun."""
@@ -158,7 +202,7 @@ class Supervisor:
 
         A head that has not spoken yet has given the run up: mpirun ends those whose agents came too late for that.
         """
-        if not self._known:
+        if not self._known or self._headless:
             self.leave()
             return
         if self._asked and time.monotonic() > self._asked + _ONE_WISH_S:
@@ -215,7 +259,8 @@ class Supervisor:
             f"manyhosts agent of node {self._node}: {Path(self._command['program']).name}", "manyhosts agent"
         )
         self._host = message.get("host") or self._host
-        self._logs, self._log_bytes = Path(message["run_dir"]) / "logs", message.get("log_bytes", 0)
+        self._run_dir = Path(message["run_dir"])
+        self._logs, self._log_bytes = self._run_dir / "logs", message.get("log_bytes", 0)
         if missing := _missing(self._command):
             self._head.send("trouble", text=missing, where=self._command["folder"], early=True)
             self._fit = False
@@ -322,10 +367,15 @@ class Supervisor:
         seats = [worker.seat for worker in self._workers.values() if worker.seat.local_rank == local_rank]
         if seats:
             newest = max(seats, key=lambda seat: seat.member)
+            if kind == "trainer":
+                self._trainers.add(newest.member)
             self._head.send("report", **newest.to_json(), kind=kind, fields=fields)
 
     def _pass_on_membership(self, member: int, kind: str, fields: dict[str, Any]) -> None:
         """What a worker says about who trains together."""
+        if kind == "saving":
+            self._saving.add(member)  # concerns this agent alone
+            return
         self._head.send("member", member=member, kind=kind, fields=fields)
 
     def _warm(self, modules: list[str]) -> None:
@@ -346,13 +396,23 @@ class Supervisor:
         if not worker.ended and self._nursery is not None:
             self._nursery.ask("signal", name=worker.seat.name, signal=signal.SIGKILL, group=True)
 
-    def _signal(self, generation: int, number: int, *, group: bool) -> None:
+    def _signal(self, generation: int, number: int, *, group: bool, but: Set[int] = frozenset()) -> None:
         for worker in self._workers.values():
+            if worker.seat.member in but:
+                continue
             if worker.seat.generation == generation and not worker.ended and self._nursery is not None:
                 self._nursery.ask("signal", name=worker.seat.name, signal=number, group=group)
 
     def _kill_later(self, generation: int, seconds: float) -> None:
-        self._loop.after(seconds, lambda: self._signal(generation, signal.SIGKILL, group=True))
+        """Kill the workers when the time is over; those that save what they hold then have `FAREWELL_S` more."""
+
+        def kill() -> None:
+            saving = [each for each in self._workers.values() if each.seat.member in self._saving]
+            if saving and not all(each.ended for each in saving):
+                self._loop.after(FAREWELL_S, lambda: self._signal(generation, signal.SIGKILL, group=True))
+            self._signal(generation, signal.SIGKILL, group=True, but=self._saving)
+
+        self._loop.after(seconds, kill)
 
     def _tell(self, kind: str, /, **fields: Any) -> None:
         """Send what concerns a worker: its end comes behind all that it has printed."""

@@ -244,6 +244,11 @@ class ReportDesk:
         self._channels: set[Channel] = set()
         loop.watch(self._listening, self._accept)
 
+    @property
+    def members(self) -> frozenset[int]:
+        """The workers, by number, that hear what the head has to say."""
+        return frozenset(self._lines)
+
     def close(self) -> None:
         """Hear nobody any more."""
         for channel in self._channels:

@@ -1,0 +1,120 @@
+"""Where nobody goes on, a worker that is left saves what it holds, and the next start goes on from there."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from commands import alive_workers, finish, kill_all, start, steps_done, summary, wait_for_step
+from launching import agents, family
+from runs import CHANCY, samples_by_step, step_lines, trained
+
+from manyhosts.records.manifest import NAME, found_in
+
+pytestmark = pytest.mark.multiprocess
+STEPS = 60
+RECIPE = replace(
+    CHANCY,
+    schedule=True,
+    accuracy=False,
+    sample_s=0.002,
+    # Where a validation is under way nothing is saved, so there is none.
+    trainer={"virtual_workers": 4, "snapshots": {"every": "10000 steps"}, "validate_every": "10000 steps"},
+)
+LONG = replace(RECIPE, duration="100000 steps")
+WHOLE = replace(RECIPE, duration=f"{STEPS} steps")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("undisturbed")
+    trained(1, WHOLE, run_dir)
+    return run_dir
+
+
+def saved(run_dir: Path) -> list[int]:
+    """The steps of the snapshots that are whole."""
+    return [found.step for found in found_in(run_dir / "snapshots") if found.how == "" and (found.path / NAME).exists()]
+
+
+def lose_head(process: subprocess.Popen[str], pids: Path) -> None:
+    everything = family(process)
+    process.kill()
+    process.communicate()
+    psutil.wait_procs(everything, timeout=25)
+    assert not [each for each in everything if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+
+
+def lose_head_and_leader(process: subprocess.Popen[str], pids: Path) -> None:
+    """The launcher and the leader stand still; then the connections to the launcher end, as those of a lost host do."""
+    everything, leader = family(process), psutil.Process(alive_workers(pids)[0])
+    for each in (psutil.Process(process.pid), leader):
+        each.send_signal(signal.SIGSTOP)
+    beside = agents(everything)[0]
+    beside = [beside, *beside.children(recursive=True)]
+    others = [each for each in everything if each not in beside]
+    process.kill()
+    _, left = psutil.wait_procs(others, timeout=25)
+    for each in beside:
+        with suppress(psutil.NoSuchProcess):
+            each.kill()
+    process.communicate()
+    psutil.wait_procs(everything, timeout=10)
+    assert not left, left
+
+
+def freeze_hosts(process: subprocess.Popen[str], pids: Path) -> None:
+    """All hosts but one stand still: too few are left, and the head says that nobody goes on."""
+    everything = family(process)
+    for agent in agents(everything)[1:]:
+        for each in (agent, *agent.children(recursive=True)):
+            each.send_signal(signal.SIGSTOP)
+    process.wait(timeout=60)
+    for each in everything:  # those that stand still hold what it printed to
+        with suppress(psutil.NoSuchProcess):
+            each.kill()
+    output, _ = process.communicate()
+    assert process.returncode == 4, output
+    assert "was lost: the host has given no sign of life" in output
+
+
+LOSSES: dict[str, tuple[int, list[str], Callable[[subprocess.Popen[str], Path], None]]] = {
+    "head, 1 worker": (1, [], lose_head),
+    "head, 3 workers": (3, [], lose_head),
+    "head and leader": (1, ["--nodes", "2"], lose_head_and_leader),
+    "hosts": (1, ["--nodes", "2:3", "--hang-timeout", "4"], freeze_hosts),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_worker_that_is_left_saves_its_step_and_the_next_start_goes_on_there(
+    loss: str, tmp_path: Path, undisturbed: Path
+) -> None:
+    workers, options, lose = LOSSES[loss]
+    run_dir, pids = tmp_path / "run", tmp_path / "pids"
+    process = start(workers, run_dir, LONG, options, pids=pids)
+    try:
+        wait_for_step(process, run_dir, 7)
+        before = steps_done(run_dir)
+        lose(process, pids)
+    except BaseException:
+        kill_all(process)
+        raise
+    [step] = saved(run_dir)
+    assert before <= step < STEPS
+    assert [line["step"] for line in step_lines(run_dir)] == list(range(1, step + 1))
+    again = start(1, run_dir, WHOLE, [])
+    output = finish(again)
+    assert again.returncode == 0, output
+    ended, whole = summary(run_dir), summary(undisturbed)
+    assert ended["weights_sha256"] == whole["weights_sha256"], output
+    assert ended["steps_redone"] == 0, output
+    assert [line["step"] for line in step_lines(run_dir)] == list(range(1, STEPS + 1))
+    assert [line["loss"] for line in step_lines(run_dir)] == [line["loss"] for line in step_lines(undisturbed)]
+    assert samples_by_step(run_dir) == samples_by_step(undisturbed)

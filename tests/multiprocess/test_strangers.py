@@ -1,16 +1,22 @@
-"""Whatever strangers send to the head of a run, and however many they are: it goes on to the same weights."""
+"""Whatever strangers send to the head of a run, and however many they are: it goes on to the same weights.
+
+And one who records what its agents and it say to each other reads nothing in it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import random
 import resource
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -48,6 +54,7 @@ mh.Trainer(
     data=mh.Data(train=Squares(), batch_size=16),
 ).fit("2 epochs")
 """
+TOKEN, VALUE = "5e" * 16, "the value of an --env option"
 _MANY = 2000
 
 
@@ -56,18 +63,59 @@ def free_port() -> int:
         return int(listening.getsockname()[1])
 
 
-def start(folder: Path, port: int) -> list[subprocess.Popen[str]]:
-    """Two nodes of an engine's job; the first of them is the head, at a port that anybody can see."""
+class Relay:
+    """Passes on what an agent and its head say to each other, on threads of its own, and keeps all of it."""
+
+    def __init__(self, port: int) -> None:
+        self.head, self.kept = port, bytearray()
+        self.listening = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self.listening.getsockname()[1])
+        threading.Thread(target=self.accept, daemon=True).start()
+
+    def accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                one = self.listening.accept()[0]
+                try:
+                    other = call(self.head)
+                except OSError:
+                    one.close()  # the head is not there yet, or no more
+                    continue
+                other.settimeout(None)
+                for pair in ((one, other), (other, one)):
+                    threading.Thread(target=self.carry, args=pair, daemon=True).start()
+
+    def carry(self, one: socket.socket, other: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while words := one.recv(1 << 16):
+                self.kept += words
+                other.sendall(words)
+        for each in (one, other):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+        one.close()
+
+    def close(self) -> None:
+        self.listening.shutdown(socket.SHUT_RDWR)
+        self.listening.close()
+
+
+def start(folder: Path, port: int, *, way: int = 0) -> list[subprocess.Popen[str]]:
+    """Two nodes of an engine's job; the first of them is the head, at a port that anybody can see.
+
+    `way` is the port at which the second calls the head.
+    """
     folder.mkdir()
     (folder / "script.py").write_text(TRAINS)
-    job = Job(program="script.py", folder=folder, run_dir=folder / "run", nodes=2)
+    environment_of_workers = {"PASSWORD": VALUE}
+    job = Job(program="script.py", folder=folder, run_dir=folder / "run", nodes=2, environment=environment_of_workers)
     nodes = []
     for index in range(2):
         own = {
             manifest.JOB: job_file.text_of(job),
-            manifest.HEAD: f"127.0.0.1:{port}",
+            manifest.HEAD: f"127.0.0.1:{way if way and index else port}",
             manifest.ADDRESS: "127.0.0.1",
-            manifest.TOKEN: "5e" * 16,
+            manifest.TOKEN: TOKEN,
             "JOB_COMPLETION_INDEX": str(index),
         }
         words = [sys.executable, "-P", "-m", "manyhosts.launchers.kubernetes.node"]
@@ -109,7 +157,7 @@ def nonsense() -> Iterator[bytes]:
     yield b"{}\n[]\n0\n\n"
     yield b"x" * (1 << 20)
     yield b"\x16\x03\x01\x02\x00\x01" + b"\0" * 600  # the beginning of a TLS handshake that leads nowhere
-    for _ in range(40):
+    for _ in range(20):
         yield chance.randbytes(chance.choice([1, 10, 1000, 100_000])) + b"\n"
 
 
@@ -135,13 +183,16 @@ def come_in_crowds(port: int, head: psutil.Process) -> None:
 
 
 def write_slowly(port: int) -> None:
+    """The beginning of a TLS handshake, byte by byte."""
     connections = [call(port) for _ in range(10)]
+    words = itertools.chain(b"\x16\x03\x01\x40\x00", itertools.repeat(0))
     until = time.monotonic() + 60
     while connections and time.monotonic() < until:
+        word = bytes([next(words)])
         for connection in list(connections):
             connection.settimeout(0.01)
             try:
-                connection.sendall(b" ")
+                connection.sendall(word)
                 gone = connection.recv(1) == b""
             except TimeoutError:
                 gone = False
@@ -168,7 +219,18 @@ def take_all_files(port: int, head: psutil.Process) -> None:
     head.rlimit(psutil.RLIMIT_NOFILE, most)
 
 
-def test_strangers_change_nothing(tmp_path: Path) -> None:
+def is_kept_from_workers_and_disks(nodes: list[subprocess.Popen[str]], folder: Path) -> bool:
+    below = [child for node in nodes for child in psutil.Process(node.pid).children(recursive=True)]
+    assert len(below) >= 4, "agents, and what they have started"
+    own = [psutil.Process(node.pid) for node in nodes]
+    assert [child for child in below if TOKEN in str(child.environ())] == []
+    assert [process for process in [*own, *below] if TOKEN in str(process.cmdline())] == []
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert [path for path in files if TOKEN.encode() in path.read_bytes()] == []
+    return True
+
+
+def test_strangers_change_nothing_and_learn_nothing(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < _MANY + 200:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, _MANY + 200), hard))
@@ -176,17 +238,25 @@ def test_strangers_change_nothing(tmp_path: Path) -> None:
     expected = start(tmp_path / "undisturbed", undisturbed)
     (tmp_path / "undisturbed" / "go on").touch()
     folder = tmp_path / "disturbed"
-    nodes = start(folder, disturbed)
+    relay = Relay(disturbed)
+    nodes = start(folder, disturbed, way=relay.port)
     try:
         begun = folder / "begun"
         wait_until(lambda: begun.exists() or nodes[0].poll() is not None, "it trains", timeout_s=90)
         head = psutil.Process(nodes[0].pid)
-        speak_nonsense(disturbed)
-        write_slowly(disturbed)
+        assert is_kept_from_workers_and_disks(nodes, folder)
+        with ThreadPoolExecutor() as pool:
+            slow = pool.submit(write_slowly, disturbed)
+            speak_nonsense(disturbed)
+            slow.result()
         come_in_crowds(disturbed, head)
         take_all_files(disturbed, head)
     finally:
         (folder / "go on").touch()
         got, wanted = weights_of(nodes, folder), weights_of(expected, tmp_path / "undisturbed")
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    relay.close()
     assert got == wanted
+    assert len(relay.kept) > 2000
+    for words in (TOKEN, VALUE, "script.py", "PASSWORD", '"message"'):
+        assert words.encode() not in relay.kept, "what was recorded on the way can be read"

@@ -14,7 +14,8 @@ from manyhosts.errors import ConfigError
 from manyhosts.launchers import choices, variables
 from manyhosts.launchers.display import Display
 from manyhosts.launchers.head.head import Head
-from manyhosts.launchers.host.agent import TOKEN
+from manyhosts.launchers.head.placement import AgentProcess
+from manyhosts.launchers.host.line import inherited
 from manyhosts.launchers.job import Job, Plan
 
 _ADDRESS = "127.0.0.1"
@@ -39,7 +40,7 @@ class Local:
         return Plan(
             job=job,
             hosts=tuple(hosts),
-            agents=tuple(_agent_command(node, f"{_ADDRESS}:PORT") for node in range(job.nodes)),
+            agents=tuple(_agent_command(node, "fd:NUMBER") for node in range(job.nodes)),
             workers=variables.of_all(job, address=_ADDRESS),
         )
 
@@ -58,7 +59,9 @@ class Local:
                 where=str(plan.job.run_dir),
                 fix="give another --run-dir, on a disk that is writable and not full",
             ) from cause
-        return Head(plan.job, plan.hosts, _start_agent, display, address=_ADDRESS, ways_are_known=True).run()
+        return Head(
+            plan.job, plan.hosts, _nowhere_else, display, address=_ADDRESS, start_here=_start_agent, ways_are_known=True
+        ).run()
 
 
 def run(job: Job, display: Display) -> int:
@@ -72,14 +75,19 @@ def run(job: Job, display: Display) -> int:
 
 
 def _agent_command(node: int, head: str) -> tuple[str, ...]:
-    words = (sys.executable, "-P", "-m", "manyhosts.launchers.host.agent", "--head", head, "--node", str(node))
-    return (*words, "--stdin") if node == 0 else words
+    words = [sys.executable, "-P", "-m", "manyhosts.launchers.host.agent", "--head", head, "--node", str(node)]
+    return (*words, "--address", _ADDRESS, *(["--stdin"] if node == 0 else []))
 
 
-def _start_agent(node: int, head: str, token: str) -> subprocess.Popen[bytes]:
+def _start_agent(node: int, connection: socket.socket) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        _agent_command(node, head),
-        env={**os.environ, **variables.of_one_machine(os.environ), TOKEN: token},
+        _agent_command(node, inherited(connection)),
+        env={**os.environ, **variables.of_one_machine(os.environ)},
         stdin=None if node == 0 else subprocess.DEVNULL,  # the first worker reads what this process was given
+        pass_fds=(connection.fileno(),),
         start_new_session=True,  # Ctrl-C reaches the head alone, which then asks the workers
     )
+
+
+def _nowhere_else(node: int, head: str, token: str) -> AgentProcess:
+    raise AssertionError(f"node {node} is on this machine, as all of them are")

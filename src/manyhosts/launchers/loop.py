@@ -43,6 +43,27 @@ class Readable(Protocol):
         """The number that the system knows it by."""
 
 
+class Cipher(Protocol):
+    """One end of an encrypted connection, apart from what carries it: `launchers.tls.Tls` is one."""
+
+    @property
+    def fingerprint(self) -> bytes:
+        """SHA-256 of the other side's certificate; empty where it has shown none."""
+
+    def send(self, words: bytes) -> None:
+        """Encrypt `words`, for `take`."""
+
+    def take(self) -> bytes:
+        """What is to be carried to the other side."""
+
+    def receive(self, came: bytes) -> bytes:
+        """What the other side says in bytes that came from it.
+
+        Raises:
+            OSError: they are not its own, or it has ended the connection.
+        """
+
+
 class Loop:
     """Calls whoever waits for something that has come."""
 
@@ -160,10 +181,19 @@ class Channel:
     """Bytes of a message, of one that is known. Longer ones end the channel."""
 
     def __init__(
-        self, loop: Loop, connection: socket.socket, on_message: Callable[[Message], None], on_end: Callable[[], None]
+        self,
+        loop: Loop,
+        connection: socket.socket,
+        on_message: Callable[[Message], None],
+        on_end: Callable[[], None],
+        *,
+        tls: Cipher | None = None,
     ) -> None:
-        """Read `connection` from now on; `on_end` is called once when the other side is gone or speaks nonsense."""
-        self._loop, self._socket = loop, connection
+        """Read `connection` from now on; `on_end` is called once when the other side is gone or speaks nonsense.
+
+        `tls` is this end of it, where it is encrypted.
+        """
+        self._loop, self._socket, self._tls = loop, connection, tls
         self.on_message, self.on_end = on_message, on_end
         self.longest_line = self.LONGEST_LINE
         self._came = bytearray()
@@ -171,6 +201,12 @@ class Channel:
         self._open = True
         connection.setblocking(False)
         loop.watch(connection, self.read)
+        self._write_encrypted()  # who calls says the first word
+
+    @property
+    def fingerprint(self) -> bytes:
+        """SHA-256 of the certificate that the other side has shown; empty where the connection is not encrypted."""
+        return self._tls.fingerprint if self._tls is not None else b""
 
     @property
     def backlog_bytes(self) -> int:
@@ -181,10 +217,12 @@ class Channel:
         """Send one message. After the end of the channel it is dropped."""
         if not self._open:
             return
-        idle = not self._unsent
-        self._unsent += json.dumps({"message": kind, **fields}).encode() + b"\n"
-        if idle:
-            self._write()
+        words = json.dumps({"message": kind, **fields}).encode() + b"\n"
+        if self._tls is None:
+            self._add(words)
+            return
+        self._tls.send(words)
+        self._write_encrypted()
 
     def flush(self, timeout_s: float) -> None:
         """Wait until everything is sent, for at most `timeout_s` seconds: before a process ends."""
@@ -213,6 +251,14 @@ class Channel:
         if not chunk:
             self._end()
             return False
+        if self._tls is not None:
+            try:
+                chunk = self._tls.receive(chunk)
+            except OSError:
+                self._write_encrypted()  # TLS says what it thinks of that
+                self._end()
+                return False
+            self._write_encrypted()
         self._came += chunk
         if b"\n" in chunk:
             self._split()
@@ -235,6 +281,16 @@ class Channel:
             self.on_message(message)
             if not self._open:
                 return
+
+    def _write_encrypted(self) -> None:
+        if self._tls is not None and (words := self._tls.take()):
+            self._add(words)
+
+    def _add(self, words: bytes) -> None:
+        idle = not self._unsent
+        self._unsent += words
+        if idle:
+            self._write()
 
     def _write(self) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -11,10 +12,10 @@ from typing import Any, Protocol
 from manyhosts.errors import LaunchError, ManyhostsError
 from manyhosts.launchers import messages
 from manyhosts.launchers.head.course import Course
-from manyhosts.launchers.head.entrance import Entrance
 from manyhosts.launchers.head.meeting import Meeting
 from manyhosts.launchers.head.placement import AgentProcess
 from manyhosts.launchers.loop import Channel, Message
+from manyhosts.launchers.proof import PROTOCOL
 
 SEE_ABOVE = "mend that on this host, or run without it; what was printed above may say more"
 
@@ -27,6 +28,8 @@ _LOOK_S = 0.2
 
 StartAgent = Callable[[int, str, str], AgentProcess]
 """Starts the agent of a node, given the head's address (host:port) and the run's token."""
+StartHere = Callable[[int, socket.socket], AgentProcess | None]
+"""Starts the agent of a node on this machine with one end of a pair of sockets; None for a node that is elsewhere."""
 
 
 @dataclass(slots=True)
@@ -71,12 +74,18 @@ class Agents:
         address: str,
         owner: Owner,
         meeting: Meeting | None = None,
+        start_here: StartHere | None = None,
     ) -> None:
-        """Start them all. `address` is where they reach this process, `hosts` the names of the nodes in order."""
+        """Start them all. `address` is where they reach this process, `hosts` the names of the nodes in order.
+
+        Nothing listens where all agents are of this machine.
+        """
         self._course, self._start_agent, self._owner, self.address = course, start_agent, owner, address
+        self._start_here = start_here
         self._meeting = meeting or Meeting()
-        self._token = self._meeting.token
-        self._entrance = Entrance(course.loop, (address, self._meeting.port), self._token, self._admit)
+        self._entrance: Any = None
+        self._unheard: set[Channel] = set()
+        """The connections of agents of this machine that have not said a word yet."""
         self.nodes = [Node(number, name, self._begin(number)) for number, name in enumerate(hosts)]
 
     def present(self) -> list[int]:
@@ -106,19 +115,61 @@ class Agents:
     # They come.
 
     def _begin(self, number: int) -> AgentProcess:
-        return self._start_agent(number, self._entrance.place, self._token)
+        if self._start_here is not None and (started := self._begin_here(self._start_here, number)) is not None:
+            return started
+        if self._entrance is None:
+            from manyhosts.launchers.head.entrance import Entrance  # here, for it loads OpenSSL, which few runs need
 
-    def _admit(self, channel: Channel, hello: Message) -> bool:
-        """One that knows the token says which node it is."""
-        number = hello["node"]
-        if not 0 <= number < len(self.nodes) or self.nodes[number].channel is not None:
-            return False
-        node = self.nodes[number]
-        node.channel, node.facts, node.heard = channel, hello, time.monotonic()
-        channel.on_message = lambda heard: self._hear(node, heard)
-        channel.on_end = lambda: self._lose(node)
-        self._owner.welcome(node)
-        return True
+            place = (self.address, self._meeting.port)
+            self._entrance = Entrance(self._course.loop, place, self._meeting.token, self._admit)
+        return self._start_agent(number, self._entrance.place, self._meeting.token)
+
+    def _begin_here(self, start_here: StartHere, number: int) -> AgentProcess | None:
+        """Start an agent that nobody else can speak for, nor listen to: the two ends know of each other alone."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            started = start_here(number, theirs)
+        if started is None:
+            ours.close()
+            return None
+
+        def admit(hello: Message) -> None:
+            self._unheard.discard(channel)
+            self._admit(channel, hello, PROTOCOL)
+
+        channel = Channel(self._course.loop, ours, admit, lambda: self._unheard.discard(channel))
+        self._unheard.add(channel)
+        return started
+
+    def _admit(self, channel: Channel, hello: Message, protocol: int) -> None:
+        """One that belongs to the run says which node it is."""
+        number = hello.get("node")
+        if messages.fault_in(hello, messages.HELLO) or not isinstance(number, int):
+            channel.close()
+        elif not 0 <= number < len(self.nodes) or self.nodes[number].channel is not None:
+            channel.send("leave", code=None)
+            channel.close()
+        elif protocol != PROTOCOL:
+            channel.close()
+            self._refuse_version(self.nodes[number], protocol)
+        else:
+            node = self.nodes[number]
+            node.channel, node.facts, node.heard = channel, hello, time.monotonic()
+            channel.on_message = lambda heard: self._hear(node, heard)
+            channel.on_end = lambda: self._lose(node)
+            self._owner.welcome(node)
+
+    def _refuse_version(self, node: Node, protocol: int) -> None:
+        error = LaunchError(
+            f"the agent of host {node.name} speaks version {protocol} of the protocol between head and agents, and this"
+            f" head version {PROTOCOL}",
+            where=f"host {node.name}",
+            fix="install the same manyhosts there and here",
+        )
+        if self._course.running:
+            self._course.display.warn(f"manyhosts: {error}\nmanyhosts: the run goes on without host {node.name}")
+        else:
+            self._course.result = error
 
     def _hear(self, node: Node, message: Message) -> None:
         node.heard = time.monotonic()
@@ -244,7 +295,10 @@ class Agents:
         result = self._course.result
         code = result.exit_code if isinstance(result, ManyhostsError) else result
         self.tell_all("leave", code=1 if code is None else code)
-        self._entrance.close()  # whoever comes now finds nobody, and leaves
+        if self._entrance is not None:
+            self._entrance.close()  # whoever comes now finds nobody, and leaves
+        for channel in self._unheard:
+            channel.close()
         for node in self.nodes:
             if node.channel is not None:
                 node.channel.flush(timeout_s=1)

@@ -5,13 +5,14 @@ Nothing that a stranger sends ends more than its own connection, and no number o
 
 from __future__ import annotations
 
-import hmac
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from manyhosts.launchers import messages
+from manyhosts.launchers import messages, tls
 from manyhosts.launchers.loop import Channel, Loop, Message, notice_loss
+from manyhosts.launchers.proof import Answerer
 
 MOST_STRANGERS = 64
 """Connections that have not yet shown who they are. One more, and the oldest of them is closed."""
@@ -24,18 +25,28 @@ _PAUSE_S = 0.2
 """How long nobody is let in where this process can open no more files."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Stranger:
+    """A connection that has not shown yet who it is."""
+
+    came: float
+    """On the monotonic clock."""
+    proof: Answerer
+
+
 class Entrance:
-    """The listening socket of the head."""
+    """The listening socket of the head. Everything that goes over its connections is encrypted."""
 
     def __init__(
-        self, loop: Loop, address: tuple[str, int], token: str, admit: Callable[[Channel, Message], bool]
+        self, loop: Loop, address: tuple[str, int], token: str, admit: Callable[[Channel, Message, int], None]
     ) -> None:
-        """`admit` takes the connection of one that knows `token`, with its first message, or returns False."""
+        """`admit` is given the connection of one that knows `token`, its `hello` and which version it speaks."""
         self._loop, self._token, self._admit = loop, token, admit
+        self._identity = tls.Identity()
         self._listening = socket.create_server(address, backlog=128)
         self._listening.setblocking(False)
-        self._strangers: dict[Channel, float] = {}
-        """When each has come, on the monotonic clock; the oldest is the first."""
+        self._strangers: dict[Channel, _Stranger] = {}
+        """The oldest is the first."""
         loop.watch(self._listening, self._accept)
         self._is_open = True
 
@@ -65,12 +76,16 @@ class Entrance:
             self._turn_away(next(iter(self._strangers)))
         notice_loss(connection)
         channel = Channel(
-            self._loop, connection, lambda message: self._hear(channel, message), lambda: self._turn_away(channel)
+            self._loop,
+            connection,
+            lambda message: self._hear(channel, message),
+            lambda: self._turn_away(channel),
+            tls=self._identity.answer(),
         )
         channel.longest_line = _LONGEST_LINE
         if not self._strangers:
             self._loop.after(_SWEEP_S, self._sweep)
-        self._strangers[channel] = time.monotonic()
+        self._strangers[channel] = _Stranger(time.monotonic(), Answerer(self._token, self._identity.fingerprint))
 
     def _rest(self) -> None:
         """This process has no room for one more open file: make some, and try again in a while."""
@@ -86,7 +101,7 @@ class Entrance:
 
     def _sweep(self) -> None:
         late = time.monotonic() - STRANGER_LIMIT_S
-        for channel in [channel for channel, came in self._strangers.items() if came < late]:
+        for channel in [channel for channel, each in self._strangers.items() if each.came < late]:
             self._turn_away(channel)
         if self._strangers:
             self._loop.after(_SWEEP_S, self._sweep)
@@ -96,18 +111,22 @@ class Entrance:
         channel.close()
 
     def _hear(self, channel: Channel, message: Message) -> None:
-        """The first message of a connection: whoever does not know the token is not listened to any further."""
-        if not self._knows_the_token(message):
+        """It calls, and is told that we know the token; then it shows that it does, or is not heard any further."""
+        proof, answer = self._strangers[channel].proof, None
+        if message.get("message") == "call":
+            answer = proof.prove(message)
+        elif message.get("message") == "hello" and proof.is_proven_by(message):
+            self._let_in(channel, message, proof.protocol)
+            return
+        if answer is None:
+            self._turn_away(channel)
+        else:
+            channel.send("prove", **answer)
+
+    def _let_in(self, channel: Channel, hello: Message, protocol: int) -> None:
+        if messages.fault_in(hello, messages.HELLO):
             self._turn_away(channel)
             return
         self._strangers.pop(channel, None)
         channel.longest_line = Channel.LONGEST_LINE
-        if not self._admit(channel, message):
-            channel.close()
-
-    def _knows_the_token(self, message: Message) -> bool:
-        if message.get("message") != "hello" or messages.fault_in(message, {"token": str, **messages.HELLO}):
-            return False
-        # Bytes: of text, letters outside ASCII are refused by an exception. What JSON lets stand alone, too.
-        shown = message["token"].encode("utf-8", "surrogatepass")
-        return hmac.compare_digest(shown, self._token.encode())
+        self._admit(channel, hello, protocol)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from manyhosts.errors import LaunchError, ManyhostsError
 from manyhosts.launchers import variables
 from manyhosts.launchers.display import Display
-from manyhosts.launchers.head.agents import SEE_ABOVE, Agents, Node, StartAgent
+from manyhosts.launchers.head.agents import SEE_ABOVE, Agents, Node, StartAgent, StartHere
 from manyhosts.launchers.head.course import Course
 from manyhosts.launchers.head.ending import Ending
 from manyhosts.launchers.head.failures import Failure
@@ -40,32 +40,26 @@ class Head:
         *,
         address: str = "127.0.0.1",
         meeting: Meeting | None = None,
+        start_here: StartHere | None = None,
         ways_are_known: bool = False,
     ) -> None:
         """`hosts` are the names of the nodes in order; `address` is where agents can reach this process.
 
         `meeting` is what agents that an engine starts have been told beforehand; `ways_are_known`: it was seen already
-        that all hosts reach each other.
+        that all hosts reach each other. `start_here` starts the agents that are on this machine, without a port.
         """
         self._course = Course(job, display)
         self._hold = Hold(self._course)
         try:
-            self._begin(hosts, start_agent, address, meeting, ways_are_known=ways_are_known)
+            agents = Agents(self._course, hosts, start_agent, address, self, meeting, start_here)
+            self._begin(agents, ways_are_known=ways_are_known)
         except BaseException:
             self._hold.release()
             raise
 
-    def _begin(
-        self,
-        hosts: Sequence[str],
-        start_agent: StartAgent,
-        address: str,
-        meeting: Meeting | None,
-        *,
-        ways_are_known: bool,
-    ) -> None:
-        self._news = News(self._course, len(hosts))
-        self._agents = Agents(self._course, hosts, start_agent, address, self, meeting)
+    def _begin(self, agents: Agents, *, ways_are_known: bool) -> None:
+        self._agents = agents
+        self._news = News(self._course, len(agents.nodes))
         self._ending = Ending(self._course, self._agents, self._news)
         self._crew = self._ending.crew
         self._vigil = Vigil(

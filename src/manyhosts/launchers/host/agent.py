@@ -2,6 +2,8 @@
 
     python -m manyhosts.launchers.host.agent --head HOST:PORT --node N
 
+Where the head has started it on its own machine, it is given one end of a pair of sockets: `--head fd:NUMBER`.
+
 It ends when the head says so, when the head is gone, and when it is asked to twice.
 """
 
@@ -14,9 +16,10 @@ import socket
 import sys
 
 from manyhosts.launchers import interfaces, titles
+from manyhosts.launchers.host.line import connect
 from manyhosts.launchers.host.processes import adopt_orphans
 from manyhosts.launchers.host.supervisor import Supervisor
-from manyhosts.launchers.loop import Loop, notice_loss
+from manyhosts.launchers.loop import Loop
 
 TOKEN = "MANYHOSTS_TOKEN"  # noqa: S105  # the name of the variable, not a secret
 
@@ -27,7 +30,7 @@ def main(words: list[str] | None = None) -> int:
     The run's token is in the environment, or is the first line of the standard input.
     """
     parser = argparse.ArgumentParser(prog="manyhosts agent")
-    parser.add_argument("--head", required=True, help="host:port")
+    parser.add_argument("--head", required=True, help="host:port, or fd:NUMBER")
     parser.add_argument("--node", type=int, required=True, help="this host's number, from 0")
     parser.add_argument("--address", default="", help="where other hosts reach this one")
     parser.add_argument(
@@ -37,28 +40,24 @@ def main(words: list[str] | None = None) -> int:
     asked = parser.parse_args(words)
     for name in interfaces.VARIABLES if asked.interface else ():
         os.environ.setdefault(name, asked.interface)
-    token = os.environ.pop(TOKEN, "") or sys.stdin.readline().strip()
+    born_with_it = asked.head.startswith("fd:")
+    token = "" if born_with_it else os.environ.pop(TOKEN, "") or sys.stdin.readline().strip()
+    if not (token or born_with_it):
+        sys.stderr.write("manyhosts: this agent was given no secret, by which it would know its head\n")
+        return 2
     try:
         connection = connect(asked.head)
     except OSError as error:
         sys.stderr.write(f"manyhosts: this host cannot reach the head at {asked.head}: {error}\n")
         return 3
-    serve(connection, node=asked.node, token=token, address=asked.address, stdin=asked.stdin)
+    serve(connection, asked.head, node=asked.node, token=token, address=asked.address, stdin=asked.stdin)
     return 0
 
 
-def connect(head: str) -> socket.socket:
-    """A connection to `head`, host:port.
-
-    Raises:
-        OSError: there is none to be had.
-    """
-    host, _, port = head.rpartition(":")
-    return socket.create_connection((host, int(port)), timeout=30)
-
-
-def serve(connection: socket.socket, *, node: int, token: str, address: str, stdin: bool = False) -> int | None:
-    """Be the agent of this host until the head has said that all is over, or is lost.
+def serve(
+    connection: socket.socket, head: str, *, node: int, token: str, address: str, stdin: bool = False
+) -> int | None:
+    """Be the agent of this host until the head, which `connection` leads to, has said that all is over, or is lost.
 
     Returns:
         The exit code of the run, or None if the head was lost before it has said one.
@@ -66,10 +65,9 @@ def serve(connection: socket.socket, *, node: int, token: str, address: str, std
     titles.set_title(f"manyhosts agent of node {node}", "manyhosts agent")
     adopt_orphans()
     loop = Loop()
-    notice_loss(connection)
     # First the signals, which the loop hears when it runs: what the supervisor makes on this host must be taken away.
     loop.on_signals([signal.SIGTERM, signal.SIGINT, signal.SIGHUP], lambda number: agent.ask_to_leave(number))
-    agent = Supervisor(loop, connection, node=node, token=token, address=address, stdin=stdin)
+    agent = Supervisor(loop, connection, head, node=node, token=token, address=address, stdin=stdin)
     try:
         loop.run(until=lambda: agent.done)
     finally:

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from manyhosts.launchers.host import condition
-from manyhosts.launchers.loop import Channel, Loop
+from manyhosts.launchers.host.line import Line
+from manyhosts.launchers.loop import Loop
 from manyhosts.launchers.ssh import outpost as ssh_outpost
 
 _OPEN_S = 30.0
@@ -20,7 +21,7 @@ _OPEN_S = 30.0
 class Door:
     """Where other hosts knock. Nothing that comes is read."""
 
-    def __init__(self, loop: Loop, head: Channel, address: str) -> None:
+    def __init__(self, loop: Loop, head: Line, address: str) -> None:
         """`address` is where other hosts reach this one."""
         self._loop, self._head, self._address = loop, head, address
 

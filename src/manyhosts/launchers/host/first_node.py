@@ -21,11 +21,11 @@ from types import FrameType
 from manyhosts.errors import LaunchError, ManyhostsError
 from manyhosts.launchers import addresses, interfaces
 from manyhosts.launchers.display import PlainDisplay
-from manyhosts.launchers.head.agents import StartAgent
+from manyhosts.launchers.head.agents import StartHere
 from manyhosts.launchers.head.head import Head
 from manyhosts.launchers.head.meeting import Elsewhere, Meeting
 from manyhosts.launchers.head.placement import AgentProcess
-from manyhosts.launchers.host import agent
+from manyhosts.launchers.host import agent, line
 from manyhosts.launchers.job import Job
 from manyhosts.launchers.screen import Screen
 
@@ -67,7 +67,15 @@ def run(job: Job, station: Station, *, patience_s: float = PATIENCE_S) -> int:
     meeting = Meeting(token=station.token, port=int(station.head.rpartition(":")[2]), patience_s=patience_s)
     with Screen(sys.stdout, sys.stderr, logs=job.run_dir / "logs") as screen:
         display = PlainDisplay(screen.out, screen.err)
-        head = Head(job, station.hosts, _starter(station), display, address=station.address, meeting=meeting)
+        head = Head(
+            job,
+            station.hosts,
+            _start_elsewhere,
+            display,
+            address=station.address,
+            meeting=meeting,
+            start_here=_starter(station),
+        )
         code = head.run()
         if code >= 128:  # signals: the engine wants the node back
             display.warn("manyhosts: this node was asked to end; started again, the run goes on from its last snapshot")
@@ -75,17 +83,23 @@ def run(job: Job, station: Station, *, patience_s: float = PATIENCE_S) -> int:
         return code
 
 
-def _starter(station: Station) -> StartAgent:
-    def start_agent(number: int, head: str, token: str) -> AgentProcess:
+def _start_elsewhere(number: int, head: str, token: str) -> AgentProcess:
+    return Elsewhere()
+
+
+def _starter(station: Station) -> StartHere:
+    def start_here(number: int, connection: socket.socket) -> AgentProcess | None:
         if number > 0:
-            return Elsewhere()
-        words = [sys.executable, "-P", "-m", "manyhosts.launchers.host.agent", "--head", head, "--node", "0"]
-        own = {**os.environ, agent.TOKEN: token}
+            return None
+        words = [sys.executable, "-P", "-m", "manyhosts.launchers.host.agent", "--head", line.inherited(connection)]
         return subprocess.Popen(
-            [*words, "--address", station.address], env=own, stdin=subprocess.DEVNULL, start_new_session=True
+            [*words, "--node", "0", "--address", station.address],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(connection.fileno(),),
+            start_new_session=True,
         )
 
-    return start_agent
+    return start_here
 
 
 def _be_agent(station: Station, patience_s: float) -> int:
@@ -94,7 +108,7 @@ def _be_agent(station: Station, patience_s: float) -> int:
         connection = call(station.head, patience_s)
     finally:
         signal.signal(signal.SIGTERM, before)
-    verdict = agent.serve(connection, node=station.number, token=station.token, address=station.address)
+    verdict = agent.serve(connection, station.head, node=station.number, token=station.token, address=station.address)
     return AGAIN if verdict is None or verdict >= 128 else verdict
 
 
@@ -111,7 +125,7 @@ def call(head: str, patience_s: float) -> socket.socket:
     deadline = time.monotonic() + patience_s
     while True:
         try:
-            return agent.connect(head)
+            return line.connect(head)
         except OSError as error:  # its name may not be known yet either
             if time.monotonic() > deadline:
                 raise LaunchError(

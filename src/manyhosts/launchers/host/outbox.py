@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from manyhosts.launchers.loop import Channel
+from manyhosts.launchers.host.line import Line
 
 MOST_WAITING_BYTES = 16 << 20
 _ON_THE_WAY_BYTES = 1 << 20
@@ -23,7 +23,7 @@ After = Callable[[float, Callable[[], None]], object]
 class Outbox:
     """What waits for room in `channel`."""
 
-    def __init__(self, channel: Channel, after: After) -> None:
+    def __init__(self, channel: Line, after: After) -> None:
         """`after` calls back after so many seconds."""
         self._channel, self._after = channel, after
         self._waiting: deque[tuple[int, dict[str, Any]]] = deque()

@@ -1,10 +1,11 @@
 """What an agent does: starts the workers of its host, watches them, and tells the head. It needs no torch.
 
-Messages, one JSON object per line, over one connection that the agent opens.
+Messages, one JSON object per line, over one encrypted connection that the agent opens.
 
 From the agent:
 
-    hello     token, node, host, address, process, cores, gpus, python, torch (or null), manyhosts
+    call      protocol, nonce                          see `launchers.proof`, as for the next
+    hello     proof, node, host, address, process, cores, gpus, python, torch (or null), manyhosts
     condition told, port                               once, where `prepare` asks for it: see `launchers.condition`
     knocked   answers                                  the answer to `knock`: for each place why not, or nothing
     store     generation, port, shared                     the answer to `open_store`
@@ -23,6 +24,7 @@ From the agent:
 
 From the head:
 
+    prove       protocol, nonce, proof                see `launchers.proof`
     prepare     command, preload, environment, run_dir, workers,  once: load what the workers will need
                 log_bytes, tell_condition, listen
     knock       places                            see whether this host reaches the others
@@ -63,11 +65,12 @@ from manyhosts.launchers import titles, variables
 from manyhosts.launchers.host import gpus
 from manyhosts.launchers.host.door import Door
 from manyhosts.launchers.host.inspection import Look, Seen
+from manyhosts.launchers.host.line import Line
 from manyhosts.launchers.host.nursery import Nursery
 from manyhosts.launchers.host.outbox import Outbox
 from manyhosts.launchers.host.processes import command_of, descendants, kill_descendants
 from manyhosts.launchers.host.watch import ReportDesk, Seat, WatchedWorker
-from manyhosts.launchers.loop import Channel, Loop, Message
+from manyhosts.launchers.loop import Loop, Message
 from manyhosts.launchers.screen import Screen
 from manyhosts.records import run_lock
 
@@ -85,17 +88,25 @@ class Supervisor:
     """Everything of a run that happens on this host."""
 
     def __init__(
-        self, loop: Loop, connection: socket.socket, *, node: int, token: str, address: str = "", stdin: bool = False
+        self,
+        loop: Loop,
+        connection: socket.socket,
+        head: str,
+        *,
+        node: int,
+        token: str,
+        address: str = "",
+        stdin: bool = False,
     ) -> None:
-        """`address` is where other hosts reach this one; by default, where the head is talked to from.
+        """`connection` leads to `head`: host:port, or what this process was given.
+
+        `address` is where other hosts reach this one; by default, where the head is talked to from.
 
         `stdin`: the first worker reads what comes on the standard input of this process.
         """
         self._stdin = stdin
         self._words = Screen(sys.stderr, sys.stderr)
         self._loop = loop
-        self._head = Channel(loop, connection, self._obey, self._lose_head)
-        self._output = Outbox(self._head, loop.after)
         self._workers: dict[str, WatchedWorker] = {}
         self._nursery: Nursery | None = None
         folder = tempfile.gettempdir()
@@ -118,24 +129,26 @@ class Supervisor:
         self.done = False
         self.verdict: int | None = None
         """The exit code of the run, once the head has said it; a head that was lost has not."""
-        address = address or connection.getsockname()[0]
-        self._door = Door(loop, self._head, address)
         self._node = node
         self._host = socket.gethostname()
-        self._head.send(
-            "hello",
-            token=token,
-            node=node,
-            host=self._host,
-            address=address,
-            process=os.getpid(),
-            cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-            gpus=gpus.count(os.environ),
-            python=platform.python_version(),
-            torch=_version("torch"),
-            manyhosts=__version__,
+        address = address or str(connection.getsockname()[0])
+        hello = {
+            "node": node,
+            "host": self._host,
+            "address": address,
+            "process": os.getpid(),
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            "gpus": gpus.count(os.environ),
+            "python": platform.python_version(),
+            "torch": _version("torch"),
+            "manyhosts": __version__,
+        }
+        self._head = Line(
+            loop, connection, head=head, token=token, hello=hello, on_message=self._obey, on_end=self._lose_head
         )
-        loop.every(HEARTBEAT_S, lambda: self._head.send("alive"))
+        self._output = Outbox(self._head, loop.after)
+        self._door = Door(loop, self._head, address)
+        loop.every(HEARTBEAT_S, self._head.give_sign_of_life)
 
     def leave(self) -> None:
         """End everything on this host. Called when the head says so, and when it is gone."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from manyhosts.errors import ConfigError, ManyhostsError
-from manyhosts.launchers import variables
+from manyhosts.launchers import tls, variables
 from manyhosts.launchers.display import Display
 from manyhosts.launchers.head.head import Head
 from manyhosts.launchers.job import Job, Plan
@@ -43,6 +43,7 @@ class Ssh:
     def submit(self, plan: Plan, display: Display) -> int:
         """Reach all hosts, see that they agree, bring the working directory, and run the job to its end."""
         job = plan.job
+        tls.prepare()
         with connected(plan.hosts, pythons(job)) as hosts:
             cluster = Cluster(job, hosts, display)
             cluster.survey()

@@ -1,0 +1,231 @@
+"""Head and agents prove to each other who they are, and nobody between them reads, changes or says a word."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from manyhosts.launchers import tls
+from manyhosts.launchers.head.agents import Agents
+from manyhosts.launchers.head.entrance import Entrance
+from manyhosts.launchers.host import line
+from manyhosts.launchers.host.line import Line
+from manyhosts.launchers.loop import Channel, Loop, Message
+from manyhosts.launchers.proof import PROTOCOL, Answerer, Caller
+
+TOKEN = "0123456789abcdef" * 2
+FACTS = {"host": "h", "address": "10.1.2.3", "process": 1, "cores": 1, "gpus": 0}
+SECRET = "the-value-of-an-env-option"
+
+
+class Scene:
+    """A head's entrance and an agent's line, in one loop; what each of them hears."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop, self.admitted, self.ended = loop, list[tuple[Channel, Message]](), list[bool]()
+        self.at_head, self.at_agent = list[Message](), list[Message]()
+        self.entrance = Entrance(loop, ("127.0.0.1", 0), TOKEN, self.admit)
+        self.line: Line | None = None
+
+    def admit(self, channel: Channel, hello: Message, protocol: int) -> None:
+        self.admitted.append((channel, hello))
+        channel.on_message = self.at_head.append
+
+    def call(self, place: str = "", token: str = TOKEN) -> None:
+        place = place or self.entrance.place
+        self.line = Line(
+            self.loop,
+            line.connect(place),
+            head=place,
+            token=token,
+            hello={"node": 0, **FACTS},
+            on_message=self.at_agent.append,
+            on_end=lambda: self.ended.append(True),
+        )
+
+    def run(self, until: Callable[[], bool], limit_s: float = 20.0) -> None:
+        over: list[bool] = []
+        cancel = self.loop.after(limit_s, lambda: over.append(True))
+        self.loop.run(lambda: bool(over) or until())
+        cancel()
+        assert not over, "waited in vain"
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    loop = Loop()
+    made = Scene(loop)
+    yield made
+    if made.line is not None:
+        made.line.close()
+    for channel, _ in made.admitted:
+        channel.close()
+    made.entrance.close()
+    loop.close()
+
+
+class Relay:
+    """Passes bytes on between an agent and the head, and keeps them. `change` may make others of them."""
+
+    def __init__(self, loop: Loop, place: str) -> None:
+        self.loop, self.place, self.kept = loop, place, bytearray()
+        self.calls = 0
+        self.change: Callable[[bytes], bytes] = lambda words: words
+        self.listening = socket.create_server(("127.0.0.1", 0))
+        loop.watch(self.listening, self.accept)
+        self.open: list[socket.socket] = []
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.listening.getsockname()[1]}"
+
+    def accept(self) -> None:
+        self.calls += 1
+        one, other = self.listening.accept()[0], line.connect(self.place)
+        self.open += [one, other]
+        self.loop.watch(one, lambda: self.carry(one, other))
+        self.loop.watch(other, lambda: self.carry(other, one))
+
+    def carry(self, one: socket.socket, other: socket.socket) -> None:
+        try:
+            words = one.recv(1 << 16)
+            self.kept += words
+            other.sendall(self.change(words))
+        except OSError:
+            words = b""
+        if not words:
+            for each in (one, other):
+                self.loop.unwatch(each)
+                each.close()
+
+    def close(self) -> None:
+        for each in [*self.open, self.listening]:
+            self.loop.unwatch(each)
+            each.close()
+
+
+def test_recorded_conversation_shows_neither_secret_nor_settings_nor_commands(scene: Scene) -> None:
+    relay = Relay(scene.loop, scene.entrance.place)
+    scene.call(relay.address)
+    scene.run(lambda: bool(scene.admitted))
+    assert scene.line is not None
+    scene.admitted[0][0].send("prepare", environment={"PASSWORD": SECRET}, command={"program": "secret_train.py"})
+    scene.line.send("output", lines=["a printed line"] * 10_000)
+    scene.run(lambda: bool(scene.at_agent and scene.at_head))
+    assert scene.at_agent[0]["environment"] == {"PASSWORD": SECRET}
+    assert scene.at_head[0]["lines"] == ["a printed line"] * 10_000
+    assert scene.admitted[0][1]["address"] == "10.1.2.3"
+    for word in (TOKEN, SECRET, "secret_train", "printed", "prepare", "10.1.2.3", "hello"):
+        assert word.encode() not in relay.kept
+    relay.close()
+
+
+def test_changed_byte_ends_the_connection_and_the_agent_calls_again(scene: Scene) -> None:
+    relay = Relay(scene.loop, scene.entrance.place)
+    relay.change = lambda words: words if relay.calls > 1 or len(relay.kept) < 900 else words[:-1] + b"\x5a"
+    scene.call(relay.address)
+    scene.run(lambda: bool(scene.admitted))
+    assert relay.calls == 2
+    relay.close()
+
+
+@pytest.mark.parametrize("token", ["f" * 32, "", "ü"], ids=["another", "empty", "not_ascii"])
+def test_fake_head_is_told_nothing_and_not_obeyed(
+    token: str, scene: Scene, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has TLS and knows the protocol, but not the secret; and sends a command as the head would."""
+    monkeypatch.setattr(line, "_PATIENCE_S", 0.0)
+    identity, heard = tls.Identity(), list[Message]()
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def answer(message: Message) -> None:
+        heard.append(message)
+        channel.send("prepare", command={"program": "/bin/sh"})
+        channel.send("prove", **(Answerer(token, identity.fingerprint).prove(message) or {}))
+        channel.send("prepare", command={"program": "/bin/sh"})
+
+    scene.call(f"127.0.0.1:{listening.getsockname()[1]}")
+    channel = Channel(scene.loop, listening.accept()[0], answer, lambda: None, tls=identity.answer())
+    scene.run(lambda: bool(scene.ended))
+    assert [sorted(message) for message in heard] == [["message", "nonce", "protocol"]]
+    assert scene.at_agent == []
+    assert "does not know the secret of this run" in capfd.readouterr().err
+    channel.close()
+    listening.close()
+
+
+def test_one_in_the_middle_with_its_own_certificate_is_believed_by_neither_side(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It passes every word on, decrypted and encrypted again."""
+    monkeypatch.setattr(line, "_PATIENCE_S", 0.0)
+    identity, listening = tls.Identity(), socket.create_server(("127.0.0.1", 0))
+    heard: list[Message] = []
+
+    def pass_on(message: Message, to: Channel) -> None:
+        heard.append(dict(message))
+        to.send(message.pop("message"), **message)
+
+    scene.call(f"127.0.0.1:{listening.getsockname()[1]}")
+    to_agent = Channel(
+        scene.loop, listening.accept()[0], lambda m: pass_on(m, to_head), lambda: None, tls=identity.answer()
+    )
+    to_head = Channel(
+        scene.loop, line.connect(scene.entrance.place), lambda m: pass_on(m, to_agent), lambda: None, tls=tls.call()
+    )
+    scene.run(lambda: bool(scene.ended))
+    assert [message["message"] for message in heard] == ["call", "prove"]
+    assert scene.admitted == []
+    to_agent.close()
+    to_head.close()
+    listening.close()
+
+
+def say(scene: Scene, hello: dict[str, Any], token: str = TOKEN, own: int = PROTOCOL) -> list[str]:
+    """Prove to know `token`, say `hello`, and return what comes back until the head hangs up."""
+    caller, heard, ended = Caller(token, own), list[str](), list[bool]()
+
+    def answer(message: Message) -> None:
+        heard.append(message["message"])
+        if message["message"] == "prove":
+            proof = caller.proof_for(message, channel.fingerprint) or "0" * 64
+            channel.send("hello", **{"proof": proof, **hello})
+
+    channel = Channel(
+        scene.loop, line.connect(scene.entrance.place), answer, lambda: ended.append(True), tls=tls.call()
+    )
+    channel.send("call", **caller.call())
+    scene.run(lambda: bool(ended or scene.admitted))
+    channel.close()
+    return heard
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"proof": "0" * 64}, {"proof": None}, {"proof": "ü"}, {"proof": "\ud800"}, {"node": "0"}, {"cores": []}],
+    ids=str,
+)
+def test_whoever_does_not_prove_it_or_says_nonsense_is_hung_up_on(changed: dict[str, Any], scene: Scene) -> None:
+    assert say(scene, {"node": 0, **FACTS, **changed}) == ["prove"]
+    assert say(scene, {"node": 0, **FACTS}, token="f" * 32) == ["prove"]
+    assert scene.admitted == []
+
+
+def test_one_who_speaks_another_version_is_told_of_with_both(scene: Scene) -> None:
+    """And a second agent for one host, or one for a host that there is not, is sent away."""
+    course = SimpleNamespace(loop=scene.loop, running=set(), result=None, is_over=False)
+    agents = Agents(cast(Any, course), ["far"], lambda *_: cast(Any, None), "127.0.0.1", cast(Any, None))
+    agents.nodes[0].channel = cast(Any, object())
+    scene.entrance._admit = agents._admit
+    assert say(scene, {"node": 0, **FACTS}) == ["prove", "leave"]
+    assert say(scene, {"node": 7, **FACTS}) == ["prove", "leave"]
+    agents.nodes[0].channel = None
+    say(scene, {"node": 0, **FACTS}, own=PROTOCOL + 1)
+    told = str(course.result)
+    assert f"host far speaks version {PROTOCOL + 1}" in told
+    assert f"this head version {PROTOCOL}" in told
+    agents._entrance.close()

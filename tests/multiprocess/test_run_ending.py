@@ -188,6 +188,30 @@ def test_one_of_two_agents_lost_ends_the_workers_of_the_other(tmp_path: Path) ->
     assert "rank 1 on host node1 was lost: its agent is gone; 1 other worker was ended" in err
 
 
+def test_host_that_is_silent_for_a_while_is_named_and_costs_nothing(tmp_path: Path) -> None:
+    source = """
+        import os, time
+        open(f"running-{os.environ['RANK']}", "w").close()
+        while not os.path.exists("go-on"):
+            time.sleep(0.05)
+    """
+    head = start(tmp_path, source, "--nodes", "2", "--workers-per-node", "1")
+    assert head.stderr is not None
+    try:
+        wait_until(lambda: len(list(tmp_path.glob("running-*"))) == 2, "all run")
+        [agent] = [each for each in agents(family(head)) if "node 1:" in " ".join(each.cmdline())]
+        agent.suspend()
+        named = head.stderr.readline()
+        agent.resume()
+        back = head.stderr.readline()
+    finally:
+        (tmp_path / "go-on").touch()
+        _, rest = head.communicate(timeout=60)
+    assert re.fullmatch(r"manyhosts: host node1 has not been heard from for [2-9]\.\d s\n", named)
+    assert re.fullmatch(r"manyhosts: host node1 is back after [2-9]\.\d s\n", back)
+    assert (head.returncode, rest) == (0, "")
+
+
 def test_stopped_workers_are_ended_too(tmp_path: Path) -> None:
     head = start_and_wait(tmp_path, SLEEP, "--workers", "2")
     processes = family(head)

@@ -14,8 +14,9 @@ from manyhosts.launchers.head import vigil as vigil_module
 from manyhosts.launchers.head.agents import Agents, Node
 from manyhosts.launchers.head.course import Course
 from manyhosts.launchers.head.crew import Crew
+from manyhosts.launchers.head.silences import GIVEN_UP_S, LEAST_GIVEN_UP_S
 from manyhosts.launchers.head.verdict import Verdict
-from manyhosts.launchers.head.vigil import LEAST_SILENCE_S, PATIENCE_S, SILENCE_S, Vigil
+from manyhosts.launchers.head.vigil import PATIENCE_S, Vigil
 from manyhosts.launchers.job import Job
 from manyhosts.launchers.loop import Loop
 
@@ -56,8 +57,11 @@ class Scene:
 
     def __init__(self, clock: Clock, hang_timeout_s: float | None) -> None:
         self.clock = clock
+        self.told: list[str] = []
         job = Job(program="t.py", folder=Path("/w"), run_dir=Path("/w/run"), nodes=2, hang_timeout_s=hang_timeout_s)
-        self.course = Course(job, cast(Display, None), loop=cast(Loop, clock), running={0, 1})
+        self.course = Course(
+            job, cast(Display, SimpleNamespace(warn=self.told.append)), loop=cast(Loop, clock), running={0, 1}
+        )
         self.nodes = [Node(number, f"n{number}", cast(Any, None), cast(Any, object())) for number in (0, 1)]
         for node in self.nodes:
             node.heard = clock.now
@@ -200,17 +204,33 @@ def test_workers_that_wait_for_a_new_group_do_not_hang(scene: Callable[..., Scen
     assert len(here.verdicts) == 1
 
 
-@pytest.mark.parametrize(("hang_timeout_s", "limit_s"), [(None, SILENCE_S), (0.0, SILENCE_S), (10.0, 10.0), (2.0, 3.0)])
+@pytest.mark.parametrize(("hang_timeout_s", "limit_s"), [(None, GIVEN_UP_S), (0.0, GIVEN_UP_S), (8.0, 8.0), (2.0, 3.0)])
 def test_silent_host_is_named_with_the_seconds(
     scene: Callable[..., Scene], hang_timeout_s: float | None, limit_s: float
 ) -> None:
-    assert limit_s >= LEAST_SILENCE_S
+    assert limit_s >= LEAST_GIVEN_UP_S
     here = scene(hang_timeout_s)
     here.pass_by(limit_s, alive=(0,))
     assert here.silent == []
     here.pass_by(0.5, alive=(0,))
     name, seconds = here.silent[0]
     assert (name, seconds) == ("n1", pytest.approx(limit_s, abs=0.5))
+    assert here.told == ["manyhosts: host n1 has not been heard from for 2.5 s"]
+
+
+def test_host_that_is_back_after_a_while_is_named_and_forgiven(scene: Callable[..., Scene]) -> None:
+    here = scene()
+    here.pass_by(20)
+    here.pass_by(5, alive=(0,))
+    here.pass_by(20)
+    assert here.told == [
+        "manyhosts: host n1 has not been heard from for 2.5 s",
+        "manyhosts: host n1 is back after 5.2 s",
+    ]
+    assert here.silent == []
+    here.pass_by(9, alive=(0,))
+    here.pass_by(1)
+    assert len(here.told) == 2, "such silences are known of it by now"
 
 
 def test_time_that_the_head_itself_was_asleep_is_nobodys_fault(scene: Callable[..., Scene]) -> None:

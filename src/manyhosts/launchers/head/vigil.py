@@ -1,6 +1,6 @@
 """Notices that a run gets no further, and finds out who is to blame: a host that is silent, a worker that hangs.
 
-Agents give a sign of life every second. Workers report their steps; where one has not got further for too long, all
+Agents give signs of life (`silences`). Workers report their steps; where one has not got further for too long, all
 agents look at their workers, and `verdict` judges. The head's own clock counts: what it slept itself is nobody's fault.
 """
 
@@ -15,16 +15,15 @@ from manyhosts.launchers.head import stacks
 from manyhosts.launchers.head.agents import Agents, Node
 from manyhosts.launchers.head.course import Course
 from manyhosts.launchers.head.crew import Crew
+from manyhosts.launchers.head.silences import Silences
 from manyhosts.launchers.head.verdict import Sight, Verdict, judge
 from manyhosts.launchers.loop import Message
 
-SILENCE_S = 15.0
-"""How long an agent may give no sign of life."""
-LEAST_SILENCE_S = 3.0
-"""The same, where the user is less patient."""
 PATIENCE_S = 600.0
 """How long a Trainer may get no further, where the user has not said it."""
 _LOOK_S = 0.25
+_BLINK_S = 0.5
+"""When the head was kept from looking for so long, no host is to blame for the silence."""
 _NAP_S = 2.0
 """When the head was kept from looking for so long, it was asleep or overloaded."""
 _ANSWER_S = 2.0
@@ -81,13 +80,14 @@ class Vigil:
         on_verdict: Callable[[Verdict], None],
         gone: Callable[[], Sequence[str]],
     ) -> None:
-        """`on_silence` hears of a host that gives no sign of life, with the seconds; `on_verdict` of workers.
+        """`on_silence` hears of a host that is given up, because it gives no sign of life, with the seconds.
 
-        `gone` says which workers have come to their end.
+        `on_verdict` hears of workers; `gone` says which have come to their end.
         """
         self._gone = gone
         self._course, self._agents, self._crew = course, agents, crew
-        self._on_silence, self._on_verdict = on_silence, on_verdict
+        self._silences = Silences(course.display.warn, on_silence)
+        self._on_verdict = on_verdict
         self._asked_for = course.job.hang_timeout_s
         self._paces: dict[int, _Pace] = {}
         self._waits: dict[int, _Wait] = {}
@@ -101,11 +101,6 @@ class Vigil:
     def limit_s(self) -> float:
         """How long a worker may get no further; 0 where nobody minds."""
         return PATIENCE_S if self._asked_for is None else self._asked_for
-
-    @property
-    def silence_s(self) -> float:
-        """How long a host may be silent."""
-        return min(SILENCE_S, max(LEAST_SILENCE_S, self._asked_for)) if self._asked_for else SILENCE_S
 
     # What is heard.
 
@@ -168,25 +163,22 @@ class Vigil:
         now = time.monotonic()
         slept = now - self._looked - _LOOK_S
         self._looked = now
+        if slept > _BLINK_S:
+            for node in self._agents.nodes:
+                self._silences.forgive(node, now, slept)
         if slept > _NAP_S:
             self._forgive(slept)
-        self._look_at_hosts(now)
+        for node in self._agents.nodes:
+            self._silences.look(node, now, self._asked_for)
         self._look_at_workers(now)
         self._course.loop.after(_LOOK_S, self._look)
 
     def _forgive(self, slept_s: float) -> None:
         """The head itself was away: nobody could be heard meanwhile."""
-        for node in self._agents.nodes:
-            node.heard += slept_s
         for pace in self._paces.values():
             pace.at += slept_s if pace.at else 0.0
         self._waits.clear()
         self._round = None
-
-    def _look_at_hosts(self, now: float) -> None:
-        for node in self._agents.nodes:
-            if node.channel is not None and now - node.heard > self.silence_s:
-                self._on_silence(node, now - node.heard)
 
     def _look_at_workers(self, now: float) -> None:
         if not self.limit_s or self._course.interrupted or not self._course.running:

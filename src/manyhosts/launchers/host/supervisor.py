@@ -74,7 +74,7 @@ from manyhosts.launchers.loop import Loop, Message
 from manyhosts.launchers.screen import Screen
 from manyhosts.records import run_lock
 
-HEARTBEAT_S = 1.0
+HEARTBEAT_S = 0.5
 _LONGEST_FOLDER = 80  # the name of a Unix socket has at most 107 characters, on macOS 103
 _WAY_OUT_S = 3.0
 _ONE_WISH_S = 0.3

@@ -25,8 +25,17 @@ from typing import Any, Protocol
 import kubernetes_validate
 
 VERSION = "1.34"
-_KINDS = {"jobs": "Job", "services": "Service", "secrets": "Secret", "configmaps": "ConfigMap", "pods": "Pod"}
-_PATH = re.compile(r"/(?:api/v1|apis/batch/v1)/namespaces/([^/]+)/(\w+)(?:/([^/]+))?(?:/(\w+))?")
+_KINDS = {
+    "jobs": "Job",
+    "services": "Service",
+    "secrets": "Secret",
+    "configmaps": "ConfigMap",
+    "pods": "Pod",
+    "networkpolicies": "NetworkPolicy",
+}
+_PATH = re.compile(
+    r"/(?:api/v1|apis/batch/v1|apis/networking.k8s.io/v1)/namespaces/([^/]+)/(\w+)(?:/([^/]+))?(?:/(\w+))?"
+)
 _INDEX = "batch.kubernetes.io/job-completion-index"
 
 

@@ -67,6 +67,9 @@ def _settings(ctx: click.Context, parameter: click.Parameter, value: Any) -> Any
     return beside_table(ctx, parameter, value)
 
 
+_ENV = "A variable that all workers get; NAME alone takes the value that it has here. Its value is shown nowhere."
+
+
 @click.command(cls=_Run, context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
 @click.option(
     "--on",
@@ -127,7 +130,7 @@ def _settings(ctx: click.Context, parameter: click.Parameter, value: Any) -> Any
     help="How large a worker's log grows before it becomes LOG.1 and another is begun; 0: as it likes.",
 )
 @click.option("--no-prefix", is_flag=True, help="Show lines as they are, without the rank before them.")
-@click.option("--env", multiple=True, metavar="K=V", callback=beside_table, help="A variable that all workers get.")
+@click.option("--env", multiple=True, metavar="K[=V]", callback=beside_table, help=_ENV)
 @click.option(
     "--set",
     "settings",
@@ -268,6 +271,7 @@ def _job(asked: _Asked) -> Job:
         sync=not asked.no_sync,
         check=not asked.no_check,
         encrypt=asked.encrypt is not None,
+        hidden=tuple(_variables(asked.env)),
         environment={
             **_variables(asked.env),
             **overrides.to_environment(changed),
@@ -298,8 +302,19 @@ def _ranks(words: str | None) -> tuple[int, ...]:
 
 
 def _variables(words: Sequence[str]) -> dict[str, str]:
-    """What `--env` gives to all workers."""
-    given = pairs(words, "--env")
+    """What `--env` gives to all workers: `NAME=value`, or `NAME` alone with the value that it has here.
+
+    Raises:
+        ConfigError: a name alone has no value here, or a variable is one that differs from worker to worker.
+    """
+    by_name = [word for word in words if "=" not in word]
+    if missing := [name for name in by_name if name not in os.environ]:
+        raise ConfigError(
+            f"{missing[0]!r} has no value here",
+            where="--env",
+            fix=f"export it before, or write it as --env {missing[0] or 'NAME'}=value",
+        )
+    given = pairs([f"{word}={os.environ[word]}" if word in by_name else word for word in words], "--env")
     if own := [name for name in variables.OF_ONE_WORKER if name in given]:
         what = f"{own[0]} differs from worker to worker, and --env gives all of them {given[own[0]]!r}"
         raise ConfigError(what, where="--env", fix="leave it out; ranks go by the order of the hosts")
@@ -308,7 +323,7 @@ def _variables(words: Sequence[str]) -> dict[str, str]:
 
 def _rehearsed(words: Sequence[str]) -> dict[str, str]:
     """What a rehearsal adds to the environment: the GPUs that it is to have, and none of the real ones."""
-    gpus_to_have = pairs(words, "--env").get("CUDA_VISIBLE_DEVICES", "")
+    gpus_to_have = _variables(words).get("CUDA_VISIBLE_DEVICES", "")
     return {variables.FIRST: _REHEARSAL, REHEARSED_GPUS: gpus_to_have, "CUDA_VISIBLE_DEVICES": ""}
 
 

@@ -11,6 +11,8 @@ from typing import Literal
 
 from manyhosts.errors import ConfigError
 
+HIDDEN = "…hidden"
+"""Stands for a value that is not shown."""
 LEAST_HANG_TIMEOUT_S = 2
 """Steps are reported twice a second at most, and a look at all workers takes half a second."""
 
@@ -53,6 +55,8 @@ class Job:
     """How large the log of a worker grows before another one is begun in its place; 0: as it likes."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that the workers get beside those of their host."""
+    hidden: tuple[str, ...] = ()
+    """Those of these variables whose values are shown nowhere: what the user has given may be a secret."""
     overrides: Mapping[str, str] = field(default_factory=dict)
     """What `--set` asked for; already part of `environment`, kept to notice that nobody heard it."""
     preload: tuple[str, ...] = ()
@@ -170,7 +174,9 @@ class Plan:
 
     def __str__(self) -> str:
         job = self.job
-        shared = [f"    {name}={value}" for name, value in sorted(job.environment.items())]
+        shared = [
+            f"    {name}={HIDDEN if name in job.hidden else value}" for name, value in sorted(job.environment.items())
+        ]
         lines = [f"$ {shlex.join(job.command())}", f"  in {job.folder}", f"  record in {job.run_dir}"]
         lines += ["  every worker, beside what its host has:", *shared] if shared else []
         for path, text in self.files.items():

@@ -68,7 +68,7 @@ WRONG = [
     (["run", "--workers", "1", "--workers-per-node", "1", __file__], "both --workers and --workers-per-node"),
     (["run", "--set", "lr", __file__], "cannot read 'lr'"),
     (["run", "--set", "batch_sise=3", __file__], "there is no setting named 'batch_sise'"),
-    (["run", "--env", "NAME", __file__], "cannot read 'NAME'"),
+    (["run", "--env", "NAME", __file__], "'NAME' has no value here"),
     (["run", "--on", "mars", __file__], "there is no target named 'mars'"),
     (["run", "-m", "--no-python", "x"], "exclude each other"),
 ]

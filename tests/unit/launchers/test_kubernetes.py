@@ -40,6 +40,10 @@ EVERYTHING = {
     "node-selector": "pool=big,zone=a",
     "tolerations": "gpu-only,spot",
     "service-account": "trainer",
+    "user": "1000",
+    "env-from": "wandb,hub",
+    "network-policy": "yes",
+    "queue": "team-queue",
     "pull-secret": "registry",
     "priority-class": "low",
     "time": "8h",
@@ -73,7 +77,7 @@ def test_everything_that_is_sent_fits_the_schema_of_the_api(options: dict[str, s
     wished = job(options=options, workers_per_node=4, environment={"A": "$(B)"})
     kubernetes_manifest.check(wished)
     made = kubernetes_manifest.manifests(wished)
-    assert list(made) == ["Job", "Service", "Secret", *(["ConfigMap"] if not options else [])]
+    assert list(made) == ["Job", "Service", "Secret", *(["NetworkPolicy"] if options else ["ConfigMap"])]
     for manifest in made.values():
         kubernetes_validate.validate(manifest, VERSION, strict=True)
 
@@ -90,6 +94,7 @@ def test_every_option_reaches_the_manifest() -> None:
     assert EVERYTHING.keys() == kubernetes_manifest.OPTIONS.keys()
     words = ["me/train:1", '"namespace": "team"', "/data/project", '"disk"', '"/more"', '"nvidia.com/gpu": "4"']
     words += ['"cpu": "8"', '"memory": "64Gi"', '"sizeLimit": "8Gi"', '"pool": "big"', '"key": "spot"', '"trainer"']
+    words += ['"secretRef": {"name": "hub"}', '"runAsUser": 1000', '"kueue.x-k8s.io/queue-name": "team-queue"']
     words += ['"name": "registry"', '"low"', '"activeDeadlineSeconds": 28800', "/opt/python", "10 min"]
     assert [word for word in words if word not in text] == []
 
@@ -104,6 +109,34 @@ def test_dry_run_prints_yaml_that_a_reader_of_yaml_and_the_api_take(
     for document in documents:
         kubernetes_validate.validate(document, VERSION, strict=True)
     assert here.asked == [], "a dry run asks nobody"
+
+
+def test_values_of_env_are_in_the_secret_alone_and_pods_may_do_nothing_else() -> None:
+    """What the Pod Security Standard `restricted` asks for, for a user that is named; and no token for the cluster."""
+    words = ("run", "--env", "KEY=s3cret", "--env=KEY=s3cret", "train.py")
+    wished = job(environment={"KEY": "s3cret", "LR": "1"}, hidden=("KEY",), words=words, options={"user": "7"})
+    made = kubernetes_manifest.manifests(wished, token=b"token")
+    assert "s3cret" not in json.dumps({kind: each for kind, each in made.items() if kind != "Secret"})
+    assert json.loads(base64.b64decode(made["Secret"]["data"]["environment"])) == {"KEY": "s3cret"}
+    assert "s3cret" not in str(Kubernetes().plan(wished))
+    pod = made["Job"]["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    assert container["resources"]["requests"] == {"cpu": "1", "memory": "2Gi"}
+    policy = kubernetes_manifest.manifests(job(options={"network-policy": "yes"}))["NetworkPolicy"]["spec"]
+    assert policy["ingress"] == [{"from": [{"podSelector": policy["podSelector"]}]}]
+
+
+def test_network_policy_is_made_and_goes_with_the_job_and_kueue_says_when_it_begins(here: Cluster) -> None:
+    more = ["-o", "network-policy=yes", "-o", "queue=team-queue"]
+    assert send("--detach", "--run-dir", "runs/first", *more) == 0
+    assert {kind for kind, _, _ in here.objects} == {"Job", "Service", "Secret", "ConfigMap", "NetworkPolicy"}
+    assert here.objects["Job", "default", "first"]["spec"]["suspend"] is True
+    assert main(["cancel", "kubernetes://default/first"]) == 0
+    assert here.objects == {}
 
 
 VALUES = st.recursive(

@@ -36,6 +36,8 @@ EVERYTHING = {
     "data": "digits=s3://ours/digits,more=s3://ours/more",
     "subnets": "subnet-1,subnet-2",
     "security-groups": "sg-1",
+    "kms-key": "arn:aws:kms:eu-west-1:123456789012:key/ours",
+    "network-isolation": "yes",
     "tags": "team=vision,cost=42",
     "python": "/opt/python",
 }
@@ -88,6 +90,7 @@ def test_every_option_reaches_the_request() -> None:
     words = [LEAST["image"], LEAST["role"], "s3://ours/runs/first/run", "ml.g5.xlarge", "/opt/python", '"subnet-2"']
     words += ['"MaxRuntimeInSeconds": 28800', '"MaxWaitTimeInSeconds": 72000', '"VolumeSizeInGB": 200', '"sg-1"']
     words += ['"EnableManagedSpotTraining": true', "s3://ours/digits", '"Key": "cost", "Value": "42"']
+    words += ['"KmsKeyId": "arn:aws:kms', '"VolumeKmsKeyId": "arn:aws:kms', '"EnableNetworkIsolation": true']
     words += [
         '"EnableInterContainerTrafficEncryption": true',
         '"InstanceCount": 2',

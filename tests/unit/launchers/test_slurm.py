@@ -76,6 +76,21 @@ def test_every_option_is_explained_and_reaches_slurm() -> None:
     assert all(part in text for part in ("--no-requeue\n", "--exclusive\n", "B:USR1@7\n", "exec /opt/python "))
 
 
+def test_values_of_env_are_for_the_owner_of_the_job_alone(tmp_path: Path) -> None:
+    fake = FakeSlurm(sbatch="4711\n")
+    words = ("run", "--env", "KEY=s3cret", "--env", "NAME", "train.py")
+    wished = job(tmp_path, environment={"KEY": "s3cret", "NAME": "s3cret"}, hidden=("KEY", "NAME"), words=words)
+    plan = Slurm({}, fake, lambda _: None).plan(wished)
+    assert "s3cret" not in str(plan)
+    assert "KEY=…hidden" in str(plan)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "job.json").write_text("of a run before")
+    Slurm({}, fake, lambda _: None).send(plan)
+    kept = tmp_path / "run" / "job.json"
+    assert kept.stat().st_mode & 0o777 == 0o600
+    assert job_file.load(kept) == plan.job
+
+
 def test_plan_touches_nothing_and_dry_run_shows_files_and_command(tmp_path: Path) -> None:
     fake = FakeSlurm()
     plan = Slurm({}, fake).plan(job(tmp_path))

@@ -42,11 +42,15 @@ class Client:
         settings.retries = False  # one answer, and what is wrong is said at once
         client = kubernetes.ApiClient(settings)
         self._server = settings.host
-        self._parts = {"batch": kubernetes.BatchV1Api(client), "core": kubernetes.CoreV1Api(client)}
+        self._parts = {
+            "batch": kubernetes.BatchV1Api(client),
+            "core": kubernetes.CoreV1Api(client),
+            "networking": kubernetes.NetworkingV1Api(client),
+        }
         self._refusal = kubernetes.ApiException
 
     def ask(self, part: str, call: str, /, *words: Any, **more: Any) -> Any:
-        """What the cluster answers to `call` of the API's `part`, `batch` or `core`.
+        """What the cluster answers to `call` of the API's `part`: `batch`, `core` or `networking`.
 
         Raises:
             LaunchError: it refused, or was not reached.

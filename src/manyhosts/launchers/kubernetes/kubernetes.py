@@ -20,7 +20,12 @@ from manyhosts.launchers.kubernetes.manifest import CONTAINER, LABEL, OPTIONS, j
 
 _LOOK_S = 2.0
 _INDEX = "batch.kubernetes.io/job-completion-index"
-_KINDS = {"Service": "service", "Secret": "secret", "ConfigMap": "config_map"}
+_KINDS = {
+    "Service": ("core", "service"),
+    "Secret": ("core", "secret"),
+    "NetworkPolicy": ("networking", "network_policy"),
+    "ConfigMap": ("core", "config_map"),
+}
 
 
 class Kubernetes:
@@ -79,11 +84,12 @@ class Kubernetes:
         new = client.ask("batch", "create_namespaced_job", namespace, made["Job"])
         owner = {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": new.metadata.uid}
         try:
-            for kind, word in _KINDS.items():
+            for kind, (part, word) in _KINDS.items():
                 if kind in made:
                     made[kind]["metadata"]["ownerReferences"] = [owner]
-                    client.ask("core", f"create_namespaced_{word}", namespace, made[kind])
-            client.ask("batch", "patch_namespaced_job", name, namespace, {"spec": {"suspend": False}})
+                    client.ask(part, f"create_namespaced_{word}", namespace, made[kind])
+            if "queue" not in job.options:  # else it is for Kueue to say when
+                client.ask("batch", "patch_namespaced_job", name, namespace, {"spec": {"suspend": False}})
         except BaseException:  # Ctrl-C too: half a job helps nobody
             self._delete(client, namespace, name)
             raise

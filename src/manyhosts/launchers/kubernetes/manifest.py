@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import re
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -22,12 +23,16 @@ OPTIONS = {
     "folder": "the working directory in the image or on a volume; without it, the one here is sent, up to 1 MB",
     "volumes": "persistent volume claims and where they are seen: CLAIM:/path,CLAIM:/path",
     "gpus": "NVIDIA GPUs of each node",
-    "cpu": "cores of each node: 8, or 500m",
-    "memory": "memory of each node: 32Gi",
+    "cpu": "cores of each node: 8, or 500m (asked for without it: 1)",
+    "memory": "memory of each node: 32Gi (asked for without it: 2Gi)",
     "shm": "shared memory for the workers of DataLoaders (default 2Gi)",
     "node-selector": "labels that the machines must have: KEY=VALUE,KEY=VALUE",
     "tolerations": "taints of machines that are no hindrance: KEY,KEY",
-    "service-account": "the service account of the pods",
+    "service-account": "the service account of the pods; without one they get no token for the cluster",
+    "user": "the number of the user that the pods run as, not 0; namespaces that are `restricted` ask for one",
+    "env-from": "Secrets whose values the workers get as variables: SECRET,SECRET",
+    "network-policy": "yes: nothing but the pods of this run may open connections to them",
+    "queue": "the LocalQueue of Kueue, which then says when the pods start",
     "pull-secret": "the Secret for pulling the image",
     "priority-class": "the priority class of the pods",
     "time": "the longest time that the run may take: 8h",
@@ -35,6 +40,7 @@ OPTIONS = {
     "python": "the Python in the image (default python3)",
 }
 CONTAINER = "node"
+_VERSIONS = {"Job": "batch/v1", "NetworkPolicy": "networking.k8s.io/v1"}
 LABEL = "manyhosts-run"
 UNPACKED = "/manyhosts/folder"
 """Where the working directory is in a pod, if it was sent."""
@@ -50,13 +56,19 @@ _NAME = r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?"
 _PATTERNS = {
     "cpu": r"\d+(\.\d+)?|\d+m",
     **dict.fromkeys(("memory", "shm"), _BYTES),
-    **dict.fromkeys(("namespace", "service-account", "pull-secret", "priority-class"), _NAME),
+    **dict.fromkeys(("namespace", "service-account", "pull-secret", "priority-class", "queue"), _NAME),
+    "env-from": f"{_NAME}(,{_NAME})*",
+    "user": r"[1-9]\d*",
 }
 _KEPT_S = 7 * 24 * 60 * 60
-JOB, HEAD, ADDRESS, TOKEN, ARCHIVE = (
-    f"MANYHOSTS_NODE_{what}" for what in ("JOB", "HEAD", "ADDRESS", "TOKEN", "ARCHIVE")
+JOB, HEAD, ADDRESS, TOKEN, ARCHIVE, HIDDEN = (
+    f"MANYHOSTS_NODE_{what}" for what in ("JOB", "HEAD", "ADDRESS", "TOKEN", "ARCHIVE", "HIDDEN")
 )
-"""Variables of a pod: what to run as JSON, host:port of the head, this pod's address, the token, the packed folder."""
+"""Variables of a pod: what to run as JSON, host:port of the head, this pod's address, the token, the packed folder, and
+what `--env` gives the workers as JSON."""
+QUEUE = "kueue.x-k8s.io/queue-name"
+_LEAST = {"cpu": "1", "memory": "2Gi"}
+"""What a node asks for that nobody has said anything of: pods without requests are the first to be evicted."""
 
 
 def check(job: Job) -> None:
@@ -75,6 +87,7 @@ def check(job: Job) -> None:
     _check_words(job)
     _check_folder(job)
     choices.pairs(job.options, "node-selector", OPTIONS)
+    choices.yes(job.options, "network-policy", default=False)
     for key in ("time", "wait"):
         choices.seconds(job.options, key)
     for path in _volumes(job).values():
@@ -158,7 +171,7 @@ def keeps_record(job: Job) -> bool:
 
 
 def manifests(job: Job, *, token: bytes = NOT_YET, packed: bytes = NOT_YET) -> dict[str, dict[str, Any]]:
-    """The Job, the Service, the Secret and the ConfigMap, in this order: the others go when the Job goes.
+    """The Job and what it needs, which goes when the Job goes.
 
     The Job begins suspended: its pods are started when all that they need is there.
     """
@@ -166,19 +179,29 @@ def manifests(job: Job, *, token: bytes = NOT_YET, packed: bytes = NOT_YET) -> d
 
     def head(kind: str) -> dict[str, Any]:
         labels = {"app.kubernetes.io/managed-by": "manyhosts", LABEL: name}
+        labels |= {QUEUE: job.options["queue"]} if kind == "Job" and "queue" in job.options else {}
         meta = {"name": name, "namespace": job.options.get("namespace", "default"), "labels": labels}
-        return {"apiVersion": "batch/v1" if kind == "Job" else "v1", "kind": kind, "metadata": meta}
+        return {"apiVersion": _VERSIONS.get(kind, "v1"), "kind": kind, "metadata": meta}
 
     ports = [{"name": "head", "port": PORT}]
     service = {"clusterIP": "None", "selector": {LABEL: name}, "publishNotReadyAddresses": True, "ports": ports}
     made = {
         "Job": {**head("Job"), "spec": _job_spec(job, name)},
         "Service": {**head("Service"), "spec": service},
-        "Secret": {**head("Secret"), "type": "Opaque", "data": {"token": _in_base64(token)}},
+        "Secret": {**head("Secret"), "type": "Opaque", "data": _secrets(job, token)},
     }
+    if choices.yes(job.options, "network-policy", default=False):
+        own = {"matchLabels": {LABEL: name}}
+        rule = {"podSelector": own, "policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": own}]}]}
+        made["NetworkPolicy"] = {**head("NetworkPolicy"), "spec": rule}
     if "folder" not in job.options:
         made["ConfigMap"] = {**head("ConfigMap"), "binaryData": {_ARCHIVE: _in_base64(packed)}}
     return made
+
+
+def _secrets(job: Job, token: bytes) -> dict[str, str]:
+    values = json.dumps(job_file.hidden(job)).encode() if token != NOT_YET else NOT_YET
+    return {"token": _in_base64(token), "environment": _in_base64(values)}
 
 
 def _job_spec(job: Job, name: str) -> dict[str, Any]:
@@ -224,9 +247,16 @@ def _pod_spec(job: Job, name: str) -> dict[str, Any]:
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": int(job.farewell_s) + 30,
         "enableServiceLinks": False,  # variables about everybody's services, which no worker needs
+        "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
         "containers": [{**_container(job, name), "volumeMounts": mounts}],
         "volumes": volumes,
     }
+    if "service-account" not in options:
+        spec["automountServiceAccountToken"] = False
+    if "user" in options:
+        number = int(options["user"])
+        who = {"runAsNonRoot": True, "runAsUser": number, "runAsGroup": number, "fsGroup": number}
+        spec["securityContext"] |= who
     if "node-selector" in options:
         spec["nodeSelector"] = choices.pairs(job.options, "node-selector", OPTIONS)
     if "tolerations" in options:
@@ -241,25 +271,31 @@ def _pod_spec(job: Job, name: str) -> dict[str, Any]:
 
 def _container(job: Job, name: str) -> dict[str, Any]:
     options = job.options
+    public = job_file.without_hidden(job_there(job))
     limits = {key: options[key] for key in ("cpu", "memory") if key in options}
     if choices.gpus(options) != "0":
         limits["nvidia.com/gpu"] = choices.gpus(options)
     variables: list[dict[str, Any]] = [
-        {"name": JOB, "value": job_file.text_of(job_there(job)).replace("$(", "$$(")},  # which stands for a variable
+        {"name": JOB, "value": job_file.text_of(public).replace("$(", "$$(")},  # which stands for a variable
         {"name": HEAD, "value": f"{name}-0.{name}:{PORT}"},
         {"name": ADDRESS, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         {"name": TOKEN, "valueFrom": {"secretKeyRef": {"name": name, "key": "token"}}},
+        {"name": HIDDEN, "valueFrom": {"secretKeyRef": {"name": name, "key": "environment"}}},
     ]
     if "folder" not in options:
         variables.append({"name": ARCHIVE, "value": str(PurePosixPath(_PACKED, _ARCHIVE))})
-    return {
+    container = {
         "name": CONTAINER,
         "image": options["image"],
         "command": [options.get("python", "python3"), "-P", "-m", "manyhosts.launchers.kubernetes.node"],
         "workingDir": options.get("folder", UNPACKED),
         "env": variables,
-        "resources": {"limits": limits},
+        "resources": {"limits": limits, "requests": {**_LEAST, **limits}},
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
     }
+    if "env-from" in options:
+        container["envFrom"] = [{"secretRef": {"name": secret}} for secret in options["env-from"].split(",")]
+    return container
 
 
 def _volumes(job: Job) -> dict[str, str]:

@@ -5,9 +5,11 @@ The pod's environment says everything: what to run, which node this is, where th
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import MutableMapping
+from dataclasses import replace
 from pathlib import Path
 
 from manyhosts.errors import ManyhostsError
@@ -24,11 +26,12 @@ def main(variables: MutableMapping[str, str] | None = None) -> int:
     variables = os.environ if variables is None else variables
     own = {
         name: variables.pop(name, "")  # no worker needs them
-        for name in (manifest.JOB, manifest.HEAD, manifest.ADDRESS, manifest.TOKEN, manifest.ARCHIVE)
+        for name in (manifest.JOB, manifest.HEAD, manifest.ADDRESS, manifest.TOKEN, manifest.ARCHIVE, manifest.HIDDEN)
     }
     try:
         number = node.number_of("kubernetes", variables)
         job = job_file.of_text(own[manifest.JOB], where=manifest.JOB)
+        job = replace(job, environment={**job.environment, **json.loads(own[manifest.HIDDEN] or "{}")})
         if own[manifest.ARCHIVE]:
             packing.unpack(Path(own[manifest.ARCHIVE]), job.folder)
         head = own[manifest.HEAD]

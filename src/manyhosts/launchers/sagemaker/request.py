@@ -26,6 +26,8 @@ OPTIONS = {
     "data": "further input, NAME=s3://BUCKET/FOLDER,...; the script finds it in /opt/ml/input/data/NAME",
     "subnets": "subnets of your VPC, SUBNET,SUBNET; with security-groups",
     "security-groups": "security groups of your VPC, GROUP,GROUP; they must let the instances talk to each other",
+    "kms-key": "the KMS key that the instances' disks, the output and what is sent are encrypted with",
+    "network-isolation": "yes: the containers talk to each other and to nobody else",
     "tags": "tags of the job: KEY=VALUE,KEY=VALUE",
     "python": "the Python in the image (default python3)",
 }
@@ -150,12 +152,15 @@ def request(job: Job, name: str) -> dict[str, Any]:
         "StoppingCondition": stopping,
         "EnableManagedSpotTraining": spot,
         "EnableInterContainerTrafficEncryption": job.encrypt,
+        "EnableNetworkIsolation": choices.yes(options, "network-isolation", default=False),
         "HyperParameters": {"script": job.program, **job.overrides},  # to be seen and searched for in the console
         "Tags": [
             {"Key": key, "Value": value}
             for key, value in {"manyhosts": job.run_id, **choices.pairs(options, "tags", OPTIONS)}.items()
         ],
     }
+    if "kms-key" in options:
+        made["OutputDataConfig"]["KmsKeyId"] = made["ResourceConfig"]["VolumeKmsKeyId"] = options["kms-key"]
     if "subnets" in options:
         groups = options["security-groups"].split(",")
         made["VpcConfig"] = {"Subnets": options["subnets"].split(","), "SecurityGroupIds": groups}

@@ -86,8 +86,11 @@ class SageMaker:
             sagemaker_node.JOB: job_file.text_of(job_there(job)).encode(),
             sagemaker_node.TOKEN: secrets.token_hex(16).encode(),
         }
+        key = {}
+        if "kms-key" in job.options:
+            key = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": job.options["kms-key"]}
         for file, body in content.items():
-            client.ask("s3", "put_object", Bucket=bucket, Key=f"{folder}/{file}", Body=body)
+            client.ask("s3", "put_object", Bucket=bucket, Key=f"{folder}/{file}", Body=body, **key)
         client.ask("sagemaker", "create_training_job", **sagemaker_request.request(job, name))
         return f"{profile}@{client.region}/{name}" if profile else f"{client.region}/{name}"
 

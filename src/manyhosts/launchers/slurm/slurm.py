@@ -98,7 +98,10 @@ class Slurm:
             )
         (plan.job.run_dir / "logs").mkdir(parents=True, exist_ok=True)
         for path, text in plan.files.items():
-            Path(path).write_text(text)
+            if path == str(_job_file(plan.job)):
+                job_file.write(plan.job, Path(path))  # the plan shows it without what is hidden
+            else:
+                Path(path).write_text(text)
         return self._run(plan.command).strip().partition(";")[0]  # number;cluster
 
     def status(self, name: str) -> Status:
@@ -177,8 +180,13 @@ class Slurm:
 
 def _outside(job: Job) -> Plan:
     script = job.run_dir / "job.sbatch"
-    files = {str(script): slurm_script.script(job), str(job.run_dir / "job.json"): job_file.text_of(job)}
+    shown = job_file.text_of(job_file.without_hidden(job))
+    files = {str(script): slurm_script.script(job), str(_job_file(job)): shown}
     return Plan(job=job, hosts=(), agents=(), workers=(), files=files, command=("sbatch", "--parsable", str(script)))
+
+
+def _job_file(job: Job) -> Path:
+    return job.run_dir / "job.json"
 
 
 def _srun(job: Job, hosts: Sequence[str], nodes: Sequence[int], head: str) -> list[str]:

@@ -6,9 +6,13 @@ import importlib
 import os
 from typing import Any
 
+from manyhosts import refusals
 from manyhosts.errors import speak_plainly
 
 __version__ = "0.1.0"
+
+_AGENT = "MANYHOSTS_AGENT"
+"""The variable of `cluster.reports`, whose import takes longer than all of this one."""
 
 # Imported when first asked for, so that the command line starts without torch.
 _PUBLIC = {
@@ -44,12 +48,12 @@ def __getattr__(name: str) -> Any:
     if name == "launch":  # a module: `mh.launch.run`
         return importlib.import_module("manyhosts.launchers.launch")
     if name in _PUBLIC:
-        from manyhosts.cluster.reports import VARIABLE
-
-        if VARIABLE not in os.environ:  # else the agent's worker tells what the script raises
-            speak_plainly()  # from the first word of ours on: mh.Data(...) comes before any Trainer
         return getattr(importlib.import_module(_PUBLIC[name]), name)
     raise AttributeError(f"module 'manyhosts' has no attribute {name!r}")
+
+
+if _AGENT not in os.environ:  # else the agent's worker tells what the script raises
+    speak_plainly(refusals.explained)  # from the import on: a model may be sent to a GPU before any word of ours
 
 
 def __dir__() -> list[str]:

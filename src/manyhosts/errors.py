@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, ClassVar
 
@@ -114,21 +115,22 @@ def plain_lines(said: str) -> list[str]:
     return [line for line in lines if line]
 
 
-def speak_plainly() -> None:
+def speak_plainly(explain: Callable[[BaseException], ManyhostsError | None] | None = None) -> None:
     """Have a script that nobody launched end with an error of ours as `manyhosts run` would: sentence, exit code.
 
-    Other errors are shown as before, and these too where `MANYHOSTS_TRACE` is set or somebody types line by line.
-    Safe to call twice.
+    `explain` gives the sentence for an error of somebody else's, or None. Errors without one are shown as before, and
+    all of them where `MANYHOSTS_TRACE` is set or somebody types line by line. Safe to call twice.
     """
     before = sys.excepthook
     if getattr(before, "__module__", "") == __name__ or hasattr(sys, "ps1") or sys.flags.interactive:
         return
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not isinstance(error, ManyhostsError) or os.environ.get(TRACE):
+        told = error if isinstance(error, ManyhostsError) or explain is None else explain(error)
+        if not isinstance(told, ManyhostsError) or os.environ.get(TRACE):
             before(kind, error, trace)
             return
-        sys.stderr.write(f"manyhosts: {error}\n")
-        raise SystemExit(error.exit_code)  # the one way to an exit code from here
+        sys.stderr.write(f"manyhosts: {told}\n")
+        raise SystemExit(told.exit_code)  # the one way to an exit code from here
 
     sys.excepthook = show

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
 import pytest
+import torch
 from launching import Ended, run, run_words
 
 pytestmark = pytest.mark.multiprocess
@@ -263,3 +265,37 @@ def test_logs_that_a_host_cannot_keep_are_told_with_host_and_folder(tmp_path: Pa
     assert ended.err.startswith("manyhosts: cannot make the folder for logs")
     assert "host node" in ended.err
     assert str(tmp_path / "run" / "logs") in ended.err
+
+
+ASKS_FOR_A_GPU = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import manyhosts as mh
+
+def step(model, batch):
+    inputs, targets = batch
+    if torch.distributed.get_rank() == 1:
+        inputs = inputs.cuda()
+    return nn.functional.mse_loss(model(inputs), targets)
+
+mh.Trainer(
+    model=lambda: nn.Linear(2, 1), step=step, optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+    data=mh.Data(train=TensorDataset(torch.ones(8, 2), torch.ones(8, 1)), batch_size=4),
+).fit("1 epoch")
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it asks for a GPU where there is none")
+def test_worker_that_asks_for_a_gpu_is_told_the_line_on_the_screen_and_in_the_summary(tmp_path: Path) -> None:
+    """The leader waits for it then, and does not live to write a summary itself."""
+    ended = run(tmp_path, ASKS_FOR_A_GPU, "--workers", "2")
+    assert ended.code == 1
+    assert "Traceback" not in ended.err
+    assert "Gloo" not in ended.err
+    headline = next(line for line in ended.err.splitlines() if line.startswith("manyhosts: "))
+    assert headline.endswith("and the script asks for one: inputs = inputs.cuda()")
+    assert f"where: {tmp_path / 'script.py'}, line 10\n" in ended.err
+    assert "leave that out: the trainer moves the model and its batches to each worker's device" in ended.err
+    summary = json.loads((ended.run_dir / "summary.json").read_text())
+    assert (summary["status"], summary["reason"]) == ("failed", headline.removeprefix("manyhosts: "))

@@ -25,7 +25,7 @@ OTHER_FILES = [path for folder in ("tests", "examples", "benchmarks") for path i
 
 FLOORS = [  # from the ground up
     ["errors"],  # the ground's own ground: those beside it in the design raise them
-    ["events", "imports", "units", "table"],
+    ["events", "imports", "refusals", "units", "table"],
     ["config", "cluster", "records"],
     ["communication", "data", "launchers", "listeners", "analysis", "rehearsal"],
     ["strategies", "snapshot", "planner", "study", "lab"],
@@ -38,6 +38,7 @@ WITHOUT_TORCH = [
     "errors",
     "events",
     "imports",
+    "refusals",
     "units",
     "table",
     "cli",

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TypeVar
 
 from manyhosts.errors import ConfigError
 from manyhosts.table import nearest
 
 P = ParamSpec("P")
+R = TypeVar("R")
 
 _EPOCHS = 'the length of a run is said when it starts: trainer.fit("20 epochs")'
 _STEPS = 'the length of a run is said when it starts: trainer.fit("5000 steps")'
@@ -77,16 +78,43 @@ OF_DATA = {
     "prefetch_factor": 'loader_workers="auto" measures how many are needed; leave it out',
 }
 """Of `mh.Data`, likewise."""
+OF_FIT = {
+    "epochs": 'trainer.fit("20 epochs")',
+    "max_epochs": 'trainer.fit("20 epochs")',
+    "num_epochs": 'trainer.fit("20 epochs")',
+    "max_steps": 'trainer.fit("5000 steps")',
+    "steps": 'trainer.fit("5000 steps")',
+    "max_time": 'trainer.fit("2h30m")',
+    "model": "mh.Trainer(model=…) has it already",
+    "train_dataloaders": _DATA,
+    "train_loader": _DATA,
+    "datamodule": _DATA,
+    "ckpt_path": OF_TRAINER["ckpt_path"],
+    "resume_from_checkpoint": OF_TRAINER["ckpt_path"],
+}
+"""Of `Trainer.fit`, likewise."""
+_TO_GIVE = {
+    "model": "model=lambda: ConvNet()",
+    "optimizer": _OPTIMIZER,
+    "data": _DATA,
+    "train": "train=train_set: a Dataset of torch.utils.data",
+}
+"""What to write where it is missing."""
+_BY_NAME = {
+    "mh.Trainer": "mh.Trainer(model=…, data=…, optimizer=…)",
+    "mh.Data": "mh.Data(train=…, batch_size=…)",
+    "trainer.fit": 'trainer.fit("20 epochs"): model and data are those of mh.Trainer',
+}
 
 
-def answers(who: str, elsewhere: Mapping[str, str]) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Have an `__init__` answer arguments that it does not know with a sentence, before Python does."""
+def answers(who: str, elsewhere: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Have a method answer arguments that it does not know, or lacks, with a sentence, before Python does."""
 
-    def around(init: Callable[P, None]) -> Callable[P, None]:
-        @functools.wraps(init)
-        def checked(*given: P.args, **named: P.kwargs) -> None:
-            check_by_name(init, who, elsewhere, given[1:], named)
-            init(*given, **named)
+    def around(method: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(method)
+        def checked(*given: P.args, **named: P.kwargs) -> R:
+            check_by_name(method, who, elsewhere, given[1:], named)
+            return method(*given, **named)
 
         return checked
 
@@ -96,19 +124,24 @@ def answers(who: str, elsewhere: Mapping[str, str]) -> Callable[[Callable[P, Non
 def check_by_name(
     function: Callable[..., Any], who: str, elsewhere: Mapping[str, str], given: Sequence[Any], named: Mapping[str, Any]
 ) -> None:
-    """See that `function` knows every argument: `given` without a name, and `named`.
+    """See that `function` knows every argument, `given` without a name and `named`, and lacks none.
 
     Raises:
-        ConfigError: it does not; with what to write instead, where that is known from other libraries.
+        ConfigError: it does not, or lacks one; with what to write, where that is known.
     """
     known = [each for each in inspect.signature(function).parameters.values() if each.name != "self"]
     places = sum(each.kind is not inspect.Parameter.KEYWORD_ONLY for each in known)
     if len(given) > places:
         kind = type(given[places]).__name__
-        fix = f"write {who}({'model=…, data=…, optimizer=…' if who == 'mh.Trainer' else 'train=…, batch_size=…'})"
-        raise ConfigError(f"{who} takes its arguments by name, but a {kind} comes without one", where=who, fix=fix)
+        takes = "takes the length of the run alone" if who == "trainer.fit" else "takes its arguments by name"
+        what = f"{who} {takes}, but a {kind} comes without a name"
+        raise ConfigError(what, where=who, fix=f"write {_BY_NAME[who]}")
     names = [each.name for each in known]
     for name in named:
         if name not in names:
             fix = elsewhere.get(name) or f"{nearest(name, names)}known: {', '.join(names)}"
             raise ConfigError(f"{who} has no argument {name!r}", where=f"{who}({name}=…)", fix=fix)
+    for each in known[len(given) :]:
+        if each.default is inspect.Parameter.empty and each.name not in named:
+            fix = _TO_GIVE.get(each.name, f"give {each.name}=…")
+            raise ConfigError(f"{who} is given no {each.name}", where=f"{who}({each.name}=…)", fix=fix)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
+from manyhosts import refusals
 from manyhosts.data import randomness
 from manyhosts.data.order import Indices
 from manyhosts.errors import DataError, ManyhostsError
@@ -85,9 +86,12 @@ class Fetcher:
     def _unreadable(self, which: str, cause: Exception) -> ManyhostsError:
         if isinstance(cause, ManyhostsError):
             return cause
+        if (refused := refusals.explained(cause)) is not None:
+            return refused
+        place = refusals.place_in_script(cause)
         return DataError(
             f"{which} of the {self.name} set cannot be read: {type(cause).__name__}: {cause}",
-            where=f"{type(self.dataset).__name__}.__getitem__",
+            where=f"{type(self.dataset).__name__}.__getitem__" + (f", {place}" if place else ""),
             fix="read that sample alone to see the whole error",
         )
 

@@ -18,6 +18,7 @@ from manyhosts.data.audits import Audit, AuditPlan
 from manyhosts.data.fetch import Fetcher
 from manyhosts.data.measured import MEASURED, Timed, chosen_for
 from manyhosts.data.order import Indices, Order, Position, bounds
+from manyhosts.errors import ManyhostsError
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +186,10 @@ class Loader:
                 generator=torch.Generator(),  # or it would draw its seed from the generator that dropout uses
             )
             batches = iter(loader)
-        yield from batches
+        for batch in batches:
+            if isinstance(batch, Failed):
+                raise batch.error
+            yield batch
 
     def steps(self, order: Order, cut: Cut, position: Position) -> Iterator[Step]:
         """Every step from `position` on, epoch after epoch without end."""
@@ -274,7 +278,17 @@ class _Requested:
         self.fetcher = fetcher
 
     def __getitems__(self, requests: list[tuple[int, Indices]]) -> list[Any]:
-        return [self.fetcher(epoch, indices) for epoch, indices in requests]
+        try:
+            return [self.fetcher(epoch, indices) for epoch, indices in requests]
+        except ManyhostsError as error:
+            return [Failed(error)]
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """What a loader process gives in the place of a batch. An error that it raised would come as two tracebacks."""
+
+    error: ManyhostsError
 
 
 def _only(batches: list[Any]) -> Any:

@@ -17,13 +17,14 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from manyhosts import refusals
 from manyhosts.data import randomness
 from manyhosts.data.fetch import Collate, collated
 from manyhosts.data.first_samples import numbers_of
 from manyhosts.data.one_pass import Pass
 from manyhosts.data.order import Indices, Position
-from manyhosts.data.steps import Cut, LoadedAudit, LoadedPiece, PiecePlan, Step, plan_audits, plan_pieces
-from manyhosts.errors import DataError
+from manyhosts.data.steps import Cut, Failed, LoadedAudit, LoadedPiece, PiecePlan, Step, plan_audits, plan_pieces
+from manyhosts.errors import DataError, ManyhostsError
 
 Made = TypeVar("Made")
 
@@ -56,9 +57,27 @@ class Stream:
 
     def ahead(self, make: Callable[[], Iterator[Made]]) -> Iterator[Made]:
         """What `make` gives, made ahead of time in a loader process where that was asked for."""
+        told = partial(self._told, make)
         if not self.processes:
-            return make()
-        return iter(DataLoader(_Produced(make), batch_size=None, num_workers=1, generator=torch.Generator()))
+            made: Iterator[Made | Failed] = told()
+        else:
+            made = iter(DataLoader(_Produced(told), batch_size=None, num_workers=1, generator=torch.Generator()))
+        for each in made:
+            if isinstance(each, Failed):
+                raise each.error
+            yield each
+
+    def _told(self, make: Callable[[], Iterator[Made]]) -> Iterator[Made | Failed]:
+        """What `make` gives, and at its end the error that it raised, where it did: in a sentence."""
+        try:
+            yield from make()
+        except ManyhostsError as error:
+            yield Failed(error)
+        except Exception as cause:
+            what = f"the {self.name} stream cannot be read: {type(cause).__name__}: {cause}"
+            place = refusals.place_in_script(cause) or type(self.dataset).__name__
+            fix = "read the stream alone up to there to see the whole error"
+            yield Failed(refusals.explained(cause) or DataError(what, where=place, fix=fix))
 
     def _steps(self, cut: Cut, position: Position, state: Mapping[str, Any]) -> Iterator[Step]:
         epoch, first = position.epoch, True

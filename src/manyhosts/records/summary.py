@@ -107,11 +107,16 @@ class Summary:
         )
 
 
-def summarise(lines: Iterable[Line], record: RunRecord) -> Summary:
-    """The summary of a run whose metrics are `lines`, in their order, also across restarts."""
+def summarise(lines: Iterable[Line], record: RunRecord, *, failure: str = "") -> Summary:
+    """The summary of a run whose metrics are `lines`, in their order, also across restarts.
+
+    `failure`: why it failed, for a run that has no end on record or whose leader knew less.
+    """
     story = _Story()
     for line in lines:
         story.hear(line)
+    if failure and story.end.get("status", "failed") == "failed":
+        story.end = {**story.end, "status": "failed", "reason": failure}
     strategy = record.settings.get("strategy") or {}
     return Summary(
         status=story.end.get("status", "interrupted" if story.totals else "completed"),

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from manyhosts import refusals
 from manyhosts.cluster.membership import Passed
 from manyhosts.cluster.reports import Reporter, cause
 from manyhosts.communication.gathering import gather_words
@@ -203,7 +204,9 @@ class Run:
             self.end("failed", error.what)
             raise
         except Exception as error:
-            self.end("failed", f"{type(error).__name__}: {first_line(error)}" if str(error) else type(error).__name__)
+            told = refusals.explained(error)
+            said = f"{type(error).__name__}: {first_line(error)}" if str(error) else type(error).__name__
+            self.end("failed", said if told is None else told.what)
             raise
         except KeyboardInterrupt:
             self.end("interrupted", "a second signal, obeyed at once")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -22,6 +22,60 @@ from manyhosts.errors import ConfigError
 
 Forward = Callable[[nn.Module, Any], Any]
 """Shows a batch to a model."""
+
+
+def check_given(*, model: Any, loss: Any, step: Any, schedule: Any, metrics: Any, listeners: Any) -> None:
+    """See that what is to be called can be called as it will be, and is no class in the place of what it makes.
+
+    Raises:
+        ConfigError: it is something else, named with what to write.
+    """
+    if isinstance(loss, type):
+        name = loss.__name__
+        raise ConfigError(
+            f"the loss is the class {name}, which makes losses", where="mh.Trainer(loss=…)", fix=f"write loss={name}()"
+        )
+    if not isinstance(model, nn.Module) and callable(model) and (lacking := _lacking(model)):
+        name = getattr(model, "__name__", "make")
+        raise ConfigError(
+            f"the model is made by {name}(), which cannot be called without {lacking}",
+            where="mh.Trainer(model=…)",
+            fix=f"write model=lambda: {name}(…), with its arguments",
+        )
+    if isinstance(schedule, torch.optim.lr_scheduler.LRScheduler):
+        name = type(schedule).__name__
+        raise ConfigError(
+            f"the schedule is a {name} of an optimizer that is not the run's",
+            where="mh.Trainer(schedule=…)",
+            fix=f"write schedule=lambda optimizer: torch.optim.lr_scheduler.{name}(optimizer, …)",
+        )
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise ConfigError(
+            f"metrics is a {type(metrics).__name__}, and each metric needs a name",
+            where="mh.Trainer(metrics=…)",
+            fix='write metrics={"accuracy": MulticlassAccuracy(num_classes=10)}',
+        )
+    for name, function in (("step", step), ("schedule", schedule)):
+        if function is not None and not callable(function):
+            raise ConfigError(
+                f"{name} is a {type(function).__name__}, which cannot be called",
+                where=f"mh.Trainer({name}=…)",
+                fix="give a function",
+            )
+    if callable(listeners):
+        raise ConfigError(
+            "listeners is a function", where="mh.Trainer(listeners=…)", fix="write listeners=[function], a list"
+        )
+
+
+def _lacking(function: Callable[..., Any]) -> str:
+    """The names of the arguments that `function` has no values for when it is given none; empty where it has all."""
+    try:
+        known = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # written in C: it will say so itself
+        return ""
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return ", ".join(each.name for each in known if each.default is inspect.Parameter.empty and each.kind not in kinds)
 
 
 def is_lazy(model: nn.Module) -> bool:

@@ -19,7 +19,7 @@ from manyhosts.cluster.reports import Reporter
 from manyhosts.communication.gathering import gather_words
 from manyhosts.communication.world import World
 from manyhosts.config import overrides
-from manyhosts.config.arguments import OF_TRAINER, answers
+from manyhosts.config.arguments import OF_FIT, OF_TRAINER, answers
 from manyhosts.config.settings import Settings
 from manyhosts.config.snapshots import Snapshots
 from manyhosts.config.stopping import EarlyStopping
@@ -43,6 +43,7 @@ from manyhosts.training.metrics import flattened
 from manyhosts.training.result import Result
 from manyhosts.training.run import Run
 from manyhosts.training.same_weights import compare_weights
+from manyhosts.training.suitable import check_given
 from manyhosts.training.weighing import Weight
 from manyhosts.training.weights import load_initial
 
@@ -156,6 +157,7 @@ class Trainer:
                 where="mh.Trainer(data=…)",
                 fix="write data=mh.Data(train=train_set, batch_size=64), with datasets: it makes the batches itself",
             )
+        check_given(model=model, loss=loss, step=step, schedule=schedule, metrics=metrics, listeners=listeners)
         self.settings = overrides.apply(
             Settings(
                 batch_size=data.batch_size,
@@ -224,6 +226,7 @@ class Trainer:
         """The model, as the strategy has placed it."""
         return self.parts.model
 
+    @answers("trainer.fit", OF_FIT)
     def fit(self, duration: str | None = None) -> Result:
         """Train until the run is `duration` long: `"20 epochs"`, `"500 steps"`, `"2h30m"`, `"20 epochs or 2h"`.
 

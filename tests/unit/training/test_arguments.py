@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import manyhosts as mh
-from manyhosts.config.arguments import OF_DATA, OF_TRAINER
+from manyhosts.config.arguments import OF_DATA, OF_FIT, OF_TRAINER
 from manyhosts.errors import ConfigError
 
 
@@ -48,6 +48,35 @@ SLIPS: dict[str, tuple[Callable[[], Any], str, str]] = {
         "the train set is a DataLoader",
         "mh.Data(train=loader.dataset, batch_size=7)",
     ),
+    "the length as a number of epochs": (lambda: trainer().fit(max_epochs=3), "no argument 'max_epochs'", "20 epochs"),
+    "model and loader for fit": (
+        lambda: trainer().fit(network(), DataLoader(dataset())),  # type: ignore[call-arg, arg-type]  # the slip
+        "takes the length of the run alone, but a DataLoader comes without a name",
+        'trainer.fit("20 epochs")',
+    ),
+    "no optimizer": (
+        lambda: mh.Trainer(model=network, loss=nn.MSELoss(), data=mh.Data(dataset())),  # type: ignore[call-arg]
+        "mh.Trainer is given no optimizer",
+        "lambda params",
+    ),
+    "the class of a loss": (
+        lambda: trainer(loss=nn.CrossEntropyLoss),
+        "the loss is the class CrossEntropyLoss",
+        "loss=CrossEntropyLoss()",
+    ),
+    "the class of a model with arguments": (
+        lambda: trainer(model=nn.Linear),
+        "cannot be called without in_features, out_features",
+        "model=lambda: Linear(…)",
+    ),
+    "a schedule that is made": (
+        lambda: trainer(schedule=torch.optim.lr_scheduler.StepLR(torch.optim.SGD(network().parameters()), 10)),
+        "the schedule is a StepLR of an optimizer that is not the run's",
+        "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, …)",
+    ),
+    "metrics without names": (lambda: trainer(metrics=[1]), "metrics is a list", 'metrics={"accuracy"'),
+    "a listener by itself": (lambda: trainer(listeners=print), "listeners is a function", "[function]"),
+    "a step that is none": (lambda: trainer(loss=None, step=3), "step is a int", "a function"),
     "weights that are not there": (lambda: trainer(init_from="nowhere.pt"), "no such file", "state_dict"),
 }
 
@@ -66,3 +95,7 @@ def test_no_answer_is_for_an_argument_that_there_is() -> None:
         for name in answers:
             with pytest.raises(ConfigError, match=f"no argument '{name}'"):
                 kind(**{name: 1})
+    made = trainer()
+    for name in OF_FIT:
+        with pytest.raises(ConfigError, match=f"no argument '{name}'"):
+            made.fit(**{name: 1})  # type: ignore[arg-type]

@@ -131,16 +131,35 @@ def test_loss_that_is_no_number_stops_with_step_samples_and_snapshot(tmp_path: P
     assert '"status": "failed"' in (tmp_path / "run" / "summary.json").read_text()
 
 
-def test_sample_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    class Broken(TensorDataset):
-        def __getitem__(self, index: int) -> Any:
-            if index == 11:
-                raise OSError("torn file")
-            return super().__getitem__(index)
+class Broken(TensorDataset):
+    def __getitem__(self, index: int) -> Any:
+        if index == 11:
+            raise OSError("torn file")
+        return super().__getitem__(index)
 
-    data = mh.Data(train=Broken(*images_and_labels(20)), batch_size=5)
-    with pytest.raises(DataError, match="sample 11 of the train set cannot be read: OSError: torn file"):
-        trainer(tmp_path, data=data).fit("1 epoch")
+
+class BrokenStream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        yield from TensorDataset(*images_and_labels(11))
+        raise OSError("torn file")
+
+
+@pytest.mark.parametrize("processes", [0, 1], ids=["in the worker", "in a loader process"])
+@pytest.mark.parametrize(
+    ("dataset", "what"),
+    [(Broken(*images_and_labels(20)), "sample 11 of the train set"), (BrokenStream(), "the train stream")],
+    ids=["by index", "stream"],
+)
+def test_what_cannot_be_read_is_named_with_the_line_and_no_traceback_of_a_loader(
+    dataset: Any, what: str, processes: int, tmp_path: Path
+) -> None:
+    data = mh.Data(train=dataset, batch_size=5, loader_workers=processes)
+    with pytest.raises(DataError) as caught:
+        trainer(tmp_path / "run", data=data).fit("1 epoch")
+    assert caught.value.what == f"{what} cannot be read: OSError: torn file"
+    assert f"{__file__}, line " in caught.value.where
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["reason"]) == ("failed", caught.value.what)
 
 
 def test_run_directory_of_another_script_is_refused(tmp_path: Path) -> None:

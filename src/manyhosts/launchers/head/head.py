@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from manyhosts.errors import LaunchError, ManyhostsError
 from manyhosts.launchers import variables
 from manyhosts.launchers.display import Display
+from manyhosts.launchers.head import failed_record
 from manyhosts.launchers.head.agents import SEE_ABOVE, Agents, Node, StartAgent, StartHere
 from manyhosts.launchers.head.course import Course
 from manyhosts.launchers.head.ending import Ending
@@ -94,6 +95,7 @@ class Head:
         if isinstance(course.result, ManyhostsError):
             if course.result.exit_code != 2:
                 course.result.go_on = self._hold.command_to_go_on()
+            failed_record.write(course.directories, course.result)
             raise course.result
         if course.result == 0:
             self._news.tell_end()

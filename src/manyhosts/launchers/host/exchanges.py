@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
 from typing import Any
 
@@ -16,7 +17,7 @@ _made: list[int] = []
 def begin(distributed: Any) -> None:
     """Watch over the groups that `torch.distributed.distributed_c10d` makes. Once per worker, before its script."""
     _spare_groups(distributed)
-    _refuse_mpi(distributed)
+    _look_at_mpi(distributed)
 
 
 def made() -> int | None:
@@ -48,23 +49,32 @@ def _spare_groups(distributed: Any) -> None:
     _put(distributed, "destroy_process_group", destroy_process_group)
 
 
-def _refuse_mpi(distributed: Any) -> None:
-    """Say in a sentence why the MPI backend of torch is not to be had, before torch says it otherwise or waits."""
+def _look_at_mpi(distributed: Any) -> None:
+    """Say in a sentence why the MPI backend of torch is not to be had; where torch has it, see that it knows all.
+
+    MPI takes its ranks from mpirun. A worker that mpirun knows nothing of is alone in its group, and trains alone.
+    """
     make = distributed.init_process_group
+    gloo = "give it 'gloo' on CPUs or 'nccl' on GPUs"
 
     @functools.wraps(make)
     def init_process_group(backend: Any = None, *arguments: Any, **named: Any) -> Any:
-        if str(backend or "").lower() == "mpi":
-            has_it = distributed.is_mpi_available()
+        by_mpi = str(backend or "").lower() == "mpi"
+        if by_mpi and not distributed.is_mpi_available():
             raise ConfigError(
-                "the MPI backend takes its ranks from mpirun, and these workers have theirs from manyhosts"
-                if has_it
-                else "this torch has no MPI backend: PyTorch's wheels come without",
+                "this torch has no MPI backend: PyTorch's wheels come without",
                 where="torch.distributed.init_process_group",
-                fix="give it 'gloo' on CPUs or 'nccl' on GPUs; `--on mpi` has mpirun start the hosts with either"
-                + ("; or start the script with mpirun itself" if has_it else ""),
+                fix=f"{gloo}; `--on mpi` has mpirun start the hosts with either",
             )
-        return make(backend, *arguments, **named)
+        group = make(backend, *arguments, **named)
+        known, workers = int(distributed.get_world_size()) if by_mpi else 0, os.environ.get("WORLD_SIZE", "1")
+        if by_mpi and known != int(workers):
+            raise ConfigError(
+                f"mpirun knows {known} of the {workers} workers, and the MPI backend takes its ranks from it",
+                where="torch.distributed.init_process_group",
+                fix=f"{gloo}; or `--on mpi` with one worker per node; or start the script with mpirun itself",
+            )
+        return group
 
     _put(distributed, "init_process_group", init_process_group)
 

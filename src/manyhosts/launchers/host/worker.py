@@ -21,6 +21,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+from manyhosts import refusals
 from manyhosts.cluster import reports
 from manyhosts.errors import ManyhostsError
 from manyhosts.imports import when_imported
@@ -139,7 +140,11 @@ def _execute(request: Request, line: Line) -> int:
 
 
 def _freshen() -> None:
-    """Undo what one process must not share with its siblings: random state, keys; and take the threads it was given."""
+    """Undo what one process must not share with its siblings: random state, keys; and take the threads it was given.
+
+    What the agent does about errors of its own is none of the script's.
+    """
+    sys.excepthook = sys.__excepthook__
     multiprocessing.current_process().authkey = os.urandom(32)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
@@ -189,9 +194,9 @@ def _account(error: BaseException) -> dict[str, Any]:
     account: dict[str, Any] = {"summary": tracebacks.summary(error), "monotonic_s": time.monotonic()}
     account["exchanges"] = exchanges.made()
     account["step"] = reports.last_step()
-    if isinstance(error, ManyhostsError):
-        words = {"what": error.what, "where": error.where, "fix": error.fix}
-        account["words"] = {**words, "exit_code": error.exit_code, "type": type(error).__name__}
+    if (told := error if isinstance(error, ManyhostsError) else refusals.explained(error)) is not None:
+        words = {"what": told.what, "where": told.where, "fix": told.fix}
+        account["words"] = {**words, "exit_code": told.exit_code, "type": type(told).__name__}
     account["text"] = tracebacks.text(error)
     _write_error_file(account)
     put_in_by_script = str(getattr(sys.excepthook, "__module__", "")).partition(".")[0] not in ("sys", "torch")

@@ -46,7 +46,7 @@ def test_node_that_dies_is_dropped_and_taken_in_again_when_it_is_back(tmp_path: 
         raise
     ended = summary(tmp_path / "run")
     assert ended["status"] == "interrupted", output
-    assert "rank 0 on host node0 was lost: its agent is gone" in output
+    assert "rank 0 on host node0 was lost: its agent is gone: killed by SIGKILL" in output
     steps = ended["steps"]
     assert isinstance(steps, int)
     trained(1, recipe(steps), tmp_path / "whole")

@@ -185,7 +185,7 @@ def test_one_of_two_agents_lost_ends_the_workers_of_the_other(tmp_path: Path) ->
     agent.kill()
     _, err = head.communicate(timeout=60)
     assert (head.returncode, alive(processes)) == (4, [])
-    assert "rank 1 on host node1 was lost: its agent is gone; 1 other worker was ended" in err
+    assert "rank 1 on host node1 was lost: its agent is gone: killed by SIGKILL; 1 other worker was ended" in err
 
 
 def test_host_that_is_silent_for_a_while_is_named_and_costs_nothing(tmp_path: Path) -> None:

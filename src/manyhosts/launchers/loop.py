@@ -10,6 +10,7 @@ import os
 import selectors
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -23,6 +24,10 @@ Message = dict[str, Any]
 
 _SILENCE_S = 10
 """How long the other side's system may be silent before a connection counts as lost."""
+
+
+_TCP_INFO_BYTES = 60
+"""Of Linux's struct tcp_info, up to tcpi_last_ack_recv, in ms."""
 
 
 def notice_loss(connection: socket.socket) -> None:
@@ -196,6 +201,8 @@ class Channel:
         self._loop, self._socket, self._tls = loop, connection, tls
         self.on_message, self.on_end = on_message, on_end
         self.longest_line = self.LONGEST_LINE
+        self.trouble: OSError | None = None
+        """What the system said of the connection when it was lost; None where the other side has closed it."""
         self._came = bytearray()
         self._unsent = bytearray()
         self._open = True
@@ -212,6 +219,15 @@ class Channel:
     def backlog_bytes(self) -> int:
         """What is still to be sent."""
         return len(self._unsent)
+
+    @property
+    def unanswered_s(self) -> float | None:
+        """For how long the other side's system, which is asked every 2 s, has not answered; None where nobody knows."""
+        try:
+            facts = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        except (OSError, AttributeError):  # a socket within this machine, or a system that does not tell
+            return None
+        return int.from_bytes(facts[-4:], sys.byteorder) / 1000 if len(facts) == _TCP_INFO_BYTES else None
 
     def send(self, kind: str, /, **fields: Any) -> None:
         """Send one message. After the end of the channel it is dropped."""
@@ -246,7 +262,8 @@ class Channel:
             chunk = self._socket.recv(1 << 18)
         except BlockingIOError:
             return False
-        except OSError:
+        except OSError as error:
+            self.trouble = error
             chunk = b""
         if not chunk:
             self._end()
@@ -299,7 +316,8 @@ class Channel:
         except BlockingIOError:
             self._loop.watch_writing(self._socket, self._write)
             return
-        except OSError:
+        except OSError as error:
+            self.trouble = error
             self._unsent.clear()  # the end shows itself when we read
             return
         self._loop.watch_writing(self._socket, None)

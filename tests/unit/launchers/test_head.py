@@ -237,7 +237,10 @@ def test_host_that_is_lost_is_told_and_the_others_are_ended(tmp_path: Path) -> N
     scene = Scene(job(tmp_path, nodes=2), lose_the_second)
     with pytest.raises(RankLost) as caught:
         scene.head.run()
-    assert caught.value.what == "rank 1 on host n1 was lost: its agent is gone; 1 other worker was ended"
+    assert (
+        caught.value.what
+        == "rank 1 on host n1 was lost: its agent is gone: it ended with exit code 0; 1 other worker was ended"
+    )
 
 
 def test_failure_is_told_once_with_how_many_were_ended_for_it(tmp_path: Path) -> None:

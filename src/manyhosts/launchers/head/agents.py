@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from manyhosts.errors import LaunchError, ManyhostsError
 from manyhosts.launchers import messages
+from manyhosts.launchers.head import losses
 from manyhosts.launchers.head.course import Course
 from manyhosts.launchers.head.meeting import Meeting
 from manyhosts.launchers.head.placement import AgentProcess
@@ -156,7 +157,7 @@ class Agents:
             node = self.nodes[number]
             node.channel, node.facts, node.heard = channel, hello, time.monotonic()
             channel.on_message = lambda heard: self._hear(node, heard)
-            channel.on_end = lambda: self._lose(node)
+            channel.on_end = lambda: self._lose(node, losses.of_end(node.agent, channel))
             self._owner.welcome(node)
 
     def _refuse_version(self, node: Node, protocol: int) -> None:
@@ -230,7 +231,7 @@ class Agents:
 
     # They go, and are called back.
 
-    def _lose(self, node: Node, why: str = "its agent is gone") -> None:
+    def _lose(self, node: Node, why: str) -> None:
         node.channel = None
         if not node.leaving and not self._course.is_over:
             self._owner.lose(node, why)
@@ -240,6 +241,11 @@ class Agents:
         if node.channel is not None:
             node.channel.close()
             self._lose(node, why)
+
+    def give_up_silent(self, node: Node, seconds: float) -> None:
+        """Count an agent as lost that has given no sign of life for so long."""
+        if node.channel is not None:
+            self.give_up(node, losses.of_silence(seconds, node.channel))
 
     def send_home(self, node: Node) -> None:
         """Do without an agent that is of no use; its host may be mended, and is called again now and then."""

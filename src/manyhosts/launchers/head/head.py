@@ -67,7 +67,7 @@ class Head:
             self._course,
             self._agents,
             self._crew,
-            on_silence=self._lose_silent,
+            on_silence=self._agents.give_up_silent,
             on_verdict=self._ending.note_verdict,
             gone=lambda: self._ending.ended_well,
         )
@@ -147,9 +147,6 @@ class Head:
         """All agents are here, or enough of them."""
         self._news.beginning.await_workers(self._course.job.on(self._agents.present()).workers)
         self._precheck.before(self._ending.begin)
-
-    def _lose_silent(self, node: Node, seconds: float) -> None:
-        self._agents.give_up(node, f"the host has given no sign of life for {seconds:.0f} s")
 
     def lose(self, node: Node, why: str) -> None:
         """An agent is gone, and with it its workers."""

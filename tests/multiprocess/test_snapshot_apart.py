@@ -11,6 +11,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from runs import Recipe, make_trainer, step_lines
+from safetensors.torch import load_file
 
 import manyhosts as mh
 from manyhosts.cluster.place import Place
@@ -68,6 +69,32 @@ def test_two_hosts_keep_all_and_the_others_nothing(tmp_path: Path) -> None:
     assert "tensors-00000-of-00001.safetensors" in written[0]
     assert written[1] == written[0]
     assert written[2] == written[3] == []
+
+
+OWN_BYTES = 1 << 20
+
+
+def save_much(rank: int, folder: Path) -> tuple[int, bool]:
+    """What this worker sends for a snapshot, in bytes, and whether what all workers keep is written as it was."""
+    store = store_of(rank, folder)
+    world, own = store._world, {"residual": torch.full((OWN_BYTES // 4,), float(rank))}
+    before = world.bytes_sent
+    store.save(STATE, facts(3), own=own if rank != 1 else None)
+    sent = world.bytes_sent - before
+    store.wait()
+    world.barrier()
+    if rank > 1:
+        return sent, not (folder / f"disk{rank}").exists()
+    owns = {each.stem: load_file(each)["residual"] for each in (folder / f"disk{rank}").rglob("own-*.safetensors")}
+    kept = {f"own-{each:05d}": torch.full((OWN_BYTES // 4,), float(each)) for each in (0, 2, 3)}
+    return sent, owns.keys() == kept.keys() and all(torch.equal(owns[name], kept[name]) for name in kept)
+
+
+def test_what_a_worker_keeps_for_itself_is_sent_to_the_two_that_write_it(tmp_path: Path) -> None:
+    found = run_ranks(4, save_much, tmp_path)
+    assert all(is_right for _, is_right in found)
+    in_own_bytes = [round(sent / OWN_BYTES, 1) for sent, _ in found]
+    assert in_own_bytes == [1, 0, 2, 2], "rank 1 has nothing of its own"
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from manyhosts.communication import handover
 from manyhosts.communication.gathering import gather_lists, gather_words
 from manyhosts.communication.world import World
 from manyhosts.records import run_directory
@@ -40,9 +41,37 @@ def gather_own(own: Mapping[str, Any] | None, world: World) -> dict[int, tuple[s
     for rank, word in enumerate(gather_words(world, text)):
         told = json.loads(word)
         if told is not None:
-            nodes = json.dumps(told["nodes"], indent=1, allow_nan=False) + "\n"
-            found[rank] = (nodes, dict(zip(told["names"], tensors[rank], strict=True)))
+            found[rank] = (_text(told["nodes"]), dict(zip(told["names"], tensors[rank], strict=True)))
     return found
+
+
+def send_own(
+    own: Mapping[str, Any] | None, world: World, to: Sequence[int]
+) -> dict[int, tuple[str, dict[str, Tensor]]] | None:
+    """What each worker keeps for itself, as text and tensors, by rank, on the workers `to`; None on all others.
+
+    Every worker calls this. They send one after another, and those that receive take it in the same order: no two wait
+    for each other.
+    """
+    apart = take_apart(own) if own else None
+    found: dict[int, tuple[str, dict[str, Tensor]]] = {}
+    for source in range(world.size):
+        if source == world.rank:
+            text, tensors = json.dumps(apart and apart.nodes, allow_nan=False), dict(apart.tensors) if apart else {}
+            for rank in to:
+                if rank != source:
+                    handover.give(world, rank, text, tensors)
+        elif world.rank in to:
+            text, tensors = handover.take(world, source)
+        else:
+            continue
+        if (nodes := json.loads(text)) is not None:
+            found[source] = (_text(nodes), tensors)
+    return found if world.rank in to else None
+
+
+def _text(nodes: Any) -> str:
+    return json.dumps(nodes, indent=1, allow_nan=False) + "\n"
 
 
 def first_of_disk(world: World) -> bool:
@@ -51,11 +80,15 @@ def first_of_disk(world: World) -> bool:
     return disks.index(disks[world.rank]) == world.rank
 
 
-def keeps(world: World) -> bool:
-    """Whether this worker's disk is one of the `COPIES` that snapshots are kept on. Every worker calls this."""
+def keepers(world: World) -> list[int]:
+    """The workers that write a copy of each snapshot, one for each of `COPIES` disks. Every worker calls this."""
     disks = _disks(world)
-    keeping = list(dict.fromkeys(disks))[:COPIES]
-    return disks[world.rank] in keeping and disks.index(disks[world.rank]) == world.rank
+    return [disks.index(disk) for disk in list(dict.fromkeys(disks))[:COPIES]]
+
+
+def keeps(world: World) -> bool:
+    """Whether this worker is one of the `keepers`. Every worker calls this."""
+    return world.rank in keepers(world)
 
 
 def _disks(world: World) -> list[int]:

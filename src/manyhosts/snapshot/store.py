@@ -29,7 +29,7 @@ from manyhosts.events import SnapshotSaved, SnapshotSkipped
 from manyhosts.records import run_directory
 from manyhosts.records.manifest import NAME, Facts, FileRecord, Manifest, found_in
 from manyhosts.snapshot import tensors as tensor_files
-from manyhosts.snapshot.apart import bring_best, bring_newest, gather_own, keeps
+from manyhosts.snapshot.apart import bring_best, bring_newest, keepers, keeps, send_own
 from manyhosts.snapshot.commit import Part, discard, hear, put_in_place, remove_halves, remove_words, tell
 from manyhosts.snapshot.copy import Copying, CopySpace
 from manyhosts.snapshot.disk import Disk
@@ -156,10 +156,11 @@ class Store:
         shared = take_apart(state)
         rank, writers = world.rank, range(world.size)
         if self.apart:
-            owns = gather_own(own, world)
-            if not keeps(world):
+            sent = send_own(own, world, keepers(world))
+            if sent is None:
                 self._count_stall(begin)
                 return
+            owns = sent
             rank, writers = 0, range(1)  # the only one, as far as its disk goes
         else:
             owns = {world.rank: (_json(apart.nodes), apart.tensors)} if own and (apart := take_apart(own)) else {}

@@ -252,7 +252,7 @@ def _job(asked: _Asked) -> Job:
         kind=kind,
         arguments=tuple(asked.arguments),
         folder=Path.cwd(),
-        run_dir=_run_dir(asked, kind),
+        run_dir=_run_dir(asked, kind, elsewhere=not here),
         words=tuple(click.get_current_context().find_root().obj or ()),
         run_dir_is_chosen=bool(asked.run_dir or asked.resume),
         nodes=len(hosts) or (1 if most is None else most),
@@ -285,10 +285,10 @@ def _job(asked: _Asked) -> Job:
     return job
 
 
-def _run_dir(asked: _Asked, kind: scripts.Kind) -> Path:
+def _run_dir(asked: _Asked, kind: scripts.Kind, *, elsewhere: bool) -> Path:
     """Where the record is kept: what was asked for, the newest of this script, or a new one."""
     if asked.resume:
-        return scripts.last_run_dir(asked.script, kind)
+        return scripts.last_run_dir(asked.script, kind, elsewhere=elsewhere)
     return Path(asked.run_dir).absolute() if asked.run_dir else new_run_dir(asked.script)
 
 

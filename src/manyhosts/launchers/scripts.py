@@ -7,6 +7,7 @@ import contextlib
 import re
 import shutil
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -79,11 +80,11 @@ def check_run_dir(job: Job) -> None:
             )
 
 
-def last_run_dir(program: str, kind: Kind) -> Path:
-    """The run directory below `runs` in which a run of `program` was begun last.
+def last_run_dir(program: str, kind: Kind, *, elsewhere: bool = False) -> Path:
+    """The run directory below `runs` in which a run of `program` was begun last. `elsewhere`: on other machines.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or which one it is cannot be known here.
     """
     runs = Path.cwd() / "runs"
     begun: list[tuple[float, Path]] = []
@@ -92,21 +93,49 @@ def last_run_dir(program: str, kind: Kind) -> Path:
             found = parsed(record.read_bytes())
             if _is_of(str(found["script"]), record.parent, program, kind):
                 begun.append((float(found["started"]), record.parent))
-    if not begun:
+    newest = max(begun, default=(0.0, None))
+    if elsewhere and (unknown := _newest_without_record(runs, program)) and unknown[0] > newest[0]:
+        name = unknown[1].relative_to(Path.cwd())
+        raise ConfigError(
+            f"the run of {program} that was started last has no record here: it never began, or other hosts have it",
+            where=str(unknown[1]),
+            fix=f"name the directory of the run to go on with, as in --run-dir {name}",
+        )
+    if newest[1] is None:
         raise ConfigError(
             f"there is no run of {program} to go on with",
             where=str(runs),
             fix="leave --resume out to begin one, or name its directory with --run-dir",
         )
-    return max(begun)[1]
+    return newest[1]
 
 
 def _is_of(recorded: str, run_dir: Path, program: str, kind: Kind) -> bool:
-    """Whether the run in `run_dir` is one of `program`; a module is known by the name of its directory."""
+    """Whether the run in `run_dir` is one of `program`; an executable is known by the name of its directory."""
     if kind == "script":
         return _same_script(Path(recorded), Path.cwd() / program)
-    stem = Path(program).stem.rpartition(".")[2]
-    return re.fullmatch(rf"{re.escape(stem)}-\d{{8}}-\d{{6}}(-\d+)?", run_dir.name) is not None
+    if kind == "module":
+        names, parts = program.split("."), list(Path(recorded).with_suffix("").parts)
+        return names in (parts[-len(names) :], parts[-len(names) - 1 : -1] if parts[-1:] == ["__main__"] else [])
+    return _started(run_dir, program) is not None
+
+
+def _newest_without_record(runs: Path, program: str) -> tuple[float, Path] | None:
+    """When a run of `program` was started last of which only the directory is here, and the directory."""
+    paths = [path for path in runs.glob("*") if path.is_dir() and not (path / "run.json").exists()]
+    started = [(begin, path) for path in paths if (begin := _started(path, program)) is not None]
+    return max(started, default=None)
+
+
+def _started(run_dir: Path, program: str) -> float | None:
+    """When the run of `program` was started whose directory was named by us; None for another directory."""
+    stem = Path(program).stem.rpartition(".")[2] or "run"
+    found = re.fullmatch(rf"{re.escape(stem)}-(\d{{8}}-\d{{6}})(-\d+)?", run_dir.name)
+    if found is None:
+        return None
+    with contextlib.suppress(ValueError):
+        return time.mktime(time.strptime(found[1], "%Y%m%d-%H%M%S"))
+    return None
 
 
 def _same_script(recorded: Path, asked: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -77,3 +78,20 @@ def test_value_that_the_option_cannot_have_is_named(dry_run, tmp_path: Path) -> 
     assert code == 2
     assert "workers is 'two'" in text
     assert str(tmp_path / "manyhosts.toml") in text
+
+
+def test_last_run_is_looked_for_on_other_hosts_too_and_excludes_a_directory(dry_run, tmp_path: Path) -> None:
+    text, code = dry_run("--resume", "last")
+    assert (code, "there is no run of train.py to go on with" in text) == (2, True), text
+    older = tmp_path / "runs" / "train-20260101-100000"
+    older.mkdir(parents=True)
+    (older / "run.json").write_text(json.dumps({"script": str(tmp_path / "train.py"), "started": 1767261600.0}))
+    for words in (["--resume", "last"], ["--resume", "last", "--cluster", "lab"]):
+        text, code = dry_run(*words)
+        assert (code, "runs/train-20260101-100000" in text) == (0, True), text
+    text, code = dry_run("--resume", "last", "--run-dir", "runs/train-20260101-100000")
+    assert (code, "both --resume last and --run-dir are given" in text) == (2, True), text
+    (tmp_path / "runs" / "train-20270101-110000").mkdir()
+    assert dry_run("--resume", "last")[1] == 0
+    text, code = dry_run("--resume", "last", "--cluster", "lab")
+    assert (code, "--run-dir runs/train-20270101-110000" in text) == (2, True), text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -129,3 +130,52 @@ def test_metrics_are_loaded_once_for_all_where_a_script_has_some(tmp_path: Path)
     for source, asked in (("import manyhosts\nfrom torchmetrics import Metric", True), ("import manyhosts", False)):
         script.write_text(source)
         assert ("torchmetrics" in scripts.preload(str(script), "script", own=("manyhosts.training.trainer",))) == asked
+
+
+def begin(folder: Path, name: str, script: str, started: str | None) -> Path:
+    """A run directory below `runs`; with the record of a run of `script`, unless it never began."""
+    path = folder / "runs" / name
+    path.mkdir(parents=True)
+    if started is not None:
+        when = time.mktime(time.strptime(started, "%Y%m%d-%H%M%S"))
+        (path / "run.json").write_text(json.dumps({"script": script, "started": when}))
+    return path
+
+
+def test_last_run_is_that_of_the_same_script_or_module_which_began_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for program, kind in (("train.py", "script"), ("pkg.train", "module")):
+        with pytest.raises(ConfigError, match=f"there is no run of {program} to go on with") as refused:
+            scripts.last_run_dir(program, kind)
+        assert (refused.value.where, "--run-dir" in refused.value.fix) == (str(tmp_path / "runs"), True)
+    (tmp_path / "train.py").touch()
+    first = begin(tmp_path, "of-my-own", str(tmp_path / "train.py"), "20260101-100005")
+    begin(tmp_path, "train-20260101-100000", str(tmp_path / "train.py"), "20260101-100001")
+    module = begin(tmp_path, "pkg-20260101-100002", str(tmp_path / "pkg" / "train.py"), "20260101-100002")
+    begin(tmp_path, "pkg-20260101-100003", str(tmp_path / "pkg" / "evaluate.py"), "20260101-100003")
+    begin(tmp_path, "pkg-20260101-100004", str(tmp_path / "pkg" / "evaluate.py"), None)
+    package = begin(tmp_path, "other", str(tmp_path / "pkg" / "big" / "__main__.py"), "20260101-100004")
+    (tmp_path / "runs" / "train-20260101-110000").mkdir()
+    (tmp_path / "runs" / "train-20260101-110000" / "run.json").write_text("damaged")
+    assert scripts.last_run_dir("train.py", "script") == first
+    assert scripts.last_run_dir("train.py", "script", elsewhere=True) == first
+    assert scripts.last_run_dir("pkg.train", "module") == module, "and not that of another module of the package"
+    assert scripts.last_run_dir("pkg.big", "module") == package
+    assert scripts.last_run_dir("/usr/bin/pkg", "executable").name == "pkg-20260101-100003"
+
+
+def test_run_of_other_hosts_that_was_started_last_is_not_passed_over_for_an_older_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    known = begin(tmp_path, "train-20260101-100000", str(tmp_path / "train.py"), "20260101-100000")
+    begin(tmp_path, "train-20260101-090000", "", None)
+    assert scripts.last_run_dir("train.py", "script", elsewhere=True) == known
+    begin(tmp_path, "train-20260101-110000", "", None)
+    assert scripts.last_run_dir("train.py", "script") == known, "here it would have left a record, had it begun"
+    with pytest.raises(ConfigError, match="started last has no record here") as refused:
+        scripts.last_run_dir("train.py", "script", elsewhere=True)
+    assert refused.value.fix.endswith("--run-dir runs/train-20260101-110000")

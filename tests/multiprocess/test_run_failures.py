@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 import torch
-from launching import Ended, run, run_words
+from launching import MANYHOSTS, Ended, environment, run, run_words, write_script
 
 pytestmark = pytest.mark.multiprocess
 
@@ -299,3 +304,42 @@ def test_worker_that_asks_for_a_gpu_is_told_the_line_on_the_screen_and_in_the_su
     assert "leave that out: the trainer moves the model and its batches to each worker's device" in ended.err
     summary = json.loads((ended.run_dir / "summary.json").read_text())
     assert (summary["status"], summary["reason"]) == ("failed", headline.removeprefix("manyhosts: "))
+
+
+@contextmanager
+def cgroup_with(limit_bytes: int) -> Iterator[Path]:
+    """A cgroup whose processes may have so much memory together; the test is left out where none can be made."""
+    v1 = Path("/sys/fs/cgroup/memory")
+    top, name = (v1, "memory.limit_in_bytes") if v1.is_dir() else (v1.parent, "memory.max")
+    group = top / f"manyhosts-test-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no cgroup can be made here: {error.strerror}")
+    try:
+        if not (group / name).exists():
+            pytest.skip("the cgroups of this machine do not count memory")
+        (group / name).write_text(str(limit_bytes))
+        yield group
+    finally:
+        for _ in range(100):  # its processes have ended, and the kernel has yet to see that
+            with suppress(OSError):
+                group.rmdir()
+                break
+            time.sleep(0.05)
+
+
+def test_worker_that_the_kernel_kills_for_want_of_memory_is_told_as_such(tmp_path: Path) -> None:
+    script = write_script(tmp_path, "x = [bytes([7]) * (1 << 20) for _ in range(2000)]")
+    with cgroup_with(400 << 20) as group:
+        enter = f'echo $$ > {group}/cgroup.procs && exec "$@"'
+        words = ["sh", "-c", enter, "sh", *MANYHOSTS, "run", "--run-dir", str(tmp_path / "run"), str(script)]
+        done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1, done.stderr
+    said = re.search(
+        r"rank 0 on host \S+ was killed by the kernel for want of memory"
+        r" \(it had (\d+)\.\d MB, and all of its cgroup may have 419\.4 MB\)",
+        done.stderr,
+    )
+    assert said, done.stderr
+    assert 200 < int(said[1]) < 420

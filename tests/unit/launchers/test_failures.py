@@ -61,6 +61,14 @@ def test_failure_is_one_sentence_with_rank_and_host(failure: Failure, others: in
 
 def test_kill_for_want_of_memory_is_told_as_such() -> None:
     assert "for want of memory just then" in failed(0, signal=9, out_of_memory=True).told(0).fix
+    memory = {"killed": True, "peak": 3_100_000_000, "limit": 4_000_000_000, "of_cgroup": True}
+    error = failed(0, signal=9, out_of_memory=True, memory=memory).told(1)
+    assert error.what == (
+        "rank 0 on host n2 was killed by the kernel for want of memory (it had 3.1 GB, and all of its cgroup may have"
+        " 4.0 GB); 1 other worker was ended"
+    )
+    loader = failed(0, error={"summary": "RuntimeError: DataLoader worker is killed"}, memory=memory).told(0)
+    assert loader.what.endswith("is killed; the kernel has ended a process there for want of memory")
     assert "just then" not in failed(0, signal=9).told(0).fix
 
 

@@ -106,6 +106,7 @@ class Ending:
             signal=number,
             error=message["error"],
             out_of_memory=message["out_of_memory"],
+            memory=message.get("memory", {}),
             last_words=message.get("last_words", ""),
             lost=self._trouble.get(node.name, ""),
             log=str(course.job.run_dir / "logs" / f"{node.name}-{message['rank']}.log"),

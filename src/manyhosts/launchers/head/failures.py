@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from manyhosts import errors
 from manyhosts.errors import CommunicationError, DataError, ManyhostsError, RankLost, ScriptError, TrainingError
 from manyhosts.launchers.head.verdict import EVERY_RANK
+from manyhosts.units import bytes_in_words
 
 _CONSEQUENCE = re.compile(
     r"connection (was )?(reset|closed|refused|aborted|lost)|broken pipe|timed? ?out|socket.*closed|peer|"
@@ -39,8 +40,10 @@ _OTHER_SIZE = "op.preamble.length"
 """In what Gloo says when it is sent more than it has room for."""
 SAME_SHAPES = "the ranks gave one exchange tensors of different shapes or kinds: see the traceback, and compare by rank"
 _POLITE = ("SIGINT", "SIGTERM", "SIGHUP")
-_OUT_OF_MEMORY = "the kernel ended a process of this host for want of memory just then; use a smaller batch, fewer"
-_OUT_OF_MEMORY += " workers or fewer DataLoader workers there"
+_LESS = (
+    "use a smaller batch, or micro_batch_size; fewer workers or fewer DataLoader workers on that host; or give it more"
+)
+_OUT_OF_MEMORY = f"the kernel ended a process of this host for want of memory just then: {_LESS}"
 _LOOK_AT_IT = "look at that machine before it is used again: its memory (memtest), its temperature, `dmesg`, `mcelog`"
 
 
@@ -56,6 +59,9 @@ class Failure:
     """What the worker said about it: `summary`, `text` (the traceback), `words` (of an error raised on purpose), and
     the last `step` that it had done."""
     out_of_memory: bool = False
+    memory: Mapping[str, int] = field(default_factory=dict)
+    """What is known of want of memory: `killed` (the kernel ended a process of its cgroup), `peak` and `limit` in bytes
+    (what it had, and what there was to have), `of_cgroup` (the limit is that of a cgroup)."""
     last_words: str = ""
     """What C++ has said before it gave up."""
     log: str = ""
@@ -134,16 +140,32 @@ class Failure:
             return self._with_place(_rebuilt(words))
         if self.error is not None:
             summary = str(self.error.get("summary", "an error"))
+            if self.memory.get("killed"):
+                rest = f"; the kernel has ended a process there for want of memory{rest}"
             return ScriptError(f"{who} failed with {summary}{rest}", where=self.log, fix="see the traceback above")
         if self.signal:
-            name = signal_name(self.signal)
-            cause = _OUT_OF_MEMORY if self.out_of_memory and name == "SIGKILL" else _CAUSES.get(name, "")
-            if name == "SIGABRT" and _OTHER_SIZE in self.last_words:
-                cause = SAME_SHAPES
-            return ScriptError(f"{who} was killed by {name}{rest}", where=self.log, fix=cause)
+            return self._told_of_signal(who, rest)
         return ScriptError(
             f"{who} ended with exit code {self.code}{rest}", where=self.log, fix="its last lines, above, may say why"
         )
+
+    def _told_of_signal(self, who: str, rest: str) -> ManyhostsError:
+        name = signal_name(self.signal)
+        if name == "SIGKILL" and self.memory.get("killed"):
+            what = f"{who} was killed by the kernel for want of memory{self._had_memory()}{rest}"
+            return ScriptError(what, where=self.log, fix=_LESS)
+        cause = _OUT_OF_MEMORY if self.out_of_memory and name == "SIGKILL" else _CAUSES.get(name, "")
+        if name == "SIGABRT" and _OTHER_SIZE in self.last_words:
+            cause = SAME_SHAPES
+        return ScriptError(f"{who} was killed by {name}{rest}", where=self.log, fix=cause)
+
+    def _had_memory(self) -> str:
+        """How much memory it had, and how much there was to have, as far as it is known."""
+        peak, limit = self.memory.get("peak", 0), self.memory.get("limit", 0)
+        whose = "all of its cgroup may have" if self.memory.get("of_cgroup") else "that machine has"
+        parts = [f"it had {bytes_in_words(peak)}"] if peak else []
+        parts += [f"{whose} {bytes_in_words(limit)}"] if limit else []
+        return f" ({', and '.join(parts)})" if parts else ""
 
     def _with_place(self, error: ManyhostsError) -> ManyhostsError:
         """The same, with host and rank where the reason may lie in that host alone, as with what it reads."""

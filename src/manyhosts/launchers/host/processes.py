@@ -62,15 +62,6 @@ def kill_group(leader: int, number: int) -> None:
             os.kill(leader, number)
 
 
-def out_of_memory_kills() -> int:
-    """How often the kernel has ended a process of this machine for want of memory; 0 where it does not say."""
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/vmstat").read_text().splitlines():
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
-    return 0
-
-
 def _prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)

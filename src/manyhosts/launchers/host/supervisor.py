@@ -15,7 +15,8 @@ From the agent:
     report    rank, generation, member, kind, fields       what a worker said through `cluster.reports`
     member    member, kind, fields                         what a worker said through `cluster.membership`
     ended     rank, generation, member, code, signal, finished, error, out_of_memory, exchanges (how many it had begun),
-              last_words (of C++)
+              last_words (of C++), memory: {killed (the kernel ended one of its cgroup), peak (bytes that it had),
+              limit (bytes there were to have), of_cgroup}
     warm      modules                                      loaded here because the script imports them; elsewhere too?
     seen      round, workers: [{rank, generation, member, step, state, cpu_s, busy, stack, loader}]
     trouble   text, where, early                           this host can start no worker; early: and has started none
@@ -362,7 +363,7 @@ class Supervisor:
             worker.process = event["process"]
         elif event["event"] == "ended":
             reports.board_of(self._desk.address, worker.process).unlink(missing_ok=True)
-            worker.end(event["code"], event["signal"])
+            worker.end(event["code"], event["signal"], event["peak_bytes"])
 
     def _lose_nursery(self) -> None:
         """The template was killed, and its workers with it."""

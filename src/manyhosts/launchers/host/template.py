@@ -235,11 +235,12 @@ class Template:
                 ended_well = found.si_code == os.CLD_EXITED and found.si_status == 0
                 if found.si_pid in self._names and not ended_well:
                     kill_group(found.si_pid, signal.SIGKILL)
-                _, status = os.waitpid(found.si_pid, 0)
+                _, status, used = os.wait4(found.si_pid, 0)
                 name = self._names.pop(found.si_pid, None)  # else an orphan that we have adopted
                 code = os.waitstatus_to_exitcode(status)
                 if name is not None:
-                    self._tell("ended", name=name, code=max(code, 0), signal=max(-code, 0))
+                    peak = used.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+                    self._tell("ended", name=name, code=max(code, 0), signal=max(-code, 0), peak_bytes=peak)
 
     def _tell(self, event: str, **fields: Any) -> None:
         with contextlib.suppress(OSError):

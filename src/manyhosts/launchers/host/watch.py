@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from manyhosts.launchers.host import memory
 from manyhosts.launchers.host.log import Log
 from manyhosts.launchers.host.output import Lines
-from manyhosts.launchers.host.processes import out_of_memory_kills
 from manyhosts.launchers.loop import Channel, Loop, Message
 
 _DRAIN_S = 1.0
@@ -97,7 +97,8 @@ class WatchedWorker:
         self._stack_pipe = -1
         self.keepers: list[int] = []
         """Processes that write to the log what something prints that the worker has left behind."""
-        self._out_of_memory_before = out_of_memory_kills()
+        self._kills_before = memory.kills()
+        self._peak_bytes = 0
         self._log = Log(log, log_bytes, lambda why: tell("unlogged", **seat.to_json(), why=why))
         loop.after(_GLIMPSE_S, self._glimpse)
 
@@ -121,9 +122,13 @@ class WatchedWorker:
                 text += chunk
         return text.decode(errors="replace")
 
-    def end(self, code: int, number: int) -> None:
-        """The process has ended, with an exit code or by a signal. What is still in its pipes is read first."""
+    def end(self, code: int, number: int, peak_bytes: int = 0) -> None:
+        """The process has ended, with an exit code or by a signal. What is still in its pipes is read first.
+
+        `peak_bytes` is the most memory that it had.
+        """
         if self._status is None:
+            self._peak_bytes = peak_bytes
             self._status = (code, number)
             self._conclude()
             self._loop.after(_DRAIN_S, self._close_pipes)
@@ -211,8 +216,16 @@ class WatchedWorker:
             exchanges=self._exchanges,
             last_words=self._last_words,
             error=self._error or self._error_in_file(),
-            out_of_memory=out_of_memory_kills() > self._out_of_memory_before,
+            **self._memory(),
         )
+
+    def _memory(self) -> dict[str, Any]:
+        """Whether want of memory has ended a process since this one was started, and what is known of that."""
+        before, now = self._kills_before, memory.kills()
+        killed = before.own is not None and now.own is not None and now.own > before.own
+        limit, of_cgroup = memory.limit_bytes() if killed else (0, False)
+        told = {"killed": killed, "peak": self._peak_bytes, "limit": limit, "of_cgroup": of_cgroup}
+        return {"out_of_memory": killed or now.machine > before.machine, "memory": told}
 
     def _error_in_file(self) -> dict[str, Any] | None:
         """What a program that was not forked by us has written about its end (torchelastic's `record` does)."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 from tempfile import mkdtemp
@@ -253,3 +255,16 @@ def test_closed_output_does_not_end_the_run(tmp_path: Path) -> None:
     head.stdout = None
     head.communicate(timeout=60)
     assert (head.returncode, (tmp_path / "done").exists()) == (0, True)
+
+
+def test_agent_that_its_head_does_not_take_in_says_so_and_fails() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        head = f"127.0.0.1:{listening.getsockname()[1]}"
+        words = [sys.executable, "-P", "-m", "manyhosts.launchers.host.agent", "--head", head, "--node", "0"]
+        agent = subprocess.Popen(words, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert agent.stdin is not None
+        agent.stdin.write("no such secret\n")
+        agent.stdin.flush()
+        listening.accept()[0].close()
+    _, said = agent.communicate(timeout=60)
+    assert (agent.returncode, said) == (3, f"manyhosts: the head at {head} did not take this agent in\n")

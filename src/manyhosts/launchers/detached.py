@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import codecs
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -97,14 +100,20 @@ def send_and_follow(
 
 
 def follow(jobs: Engine, name: str, display: Display, *, wait: Callable[[float], None] = time.sleep) -> int:
-    """Show what the job prints until it is over. Returns its exit code. Ctrl-C cancels it."""
+    """Show why the job waits, and what it prints, until it is over. Returns its exit code.
+
+    Ctrl-C and SIGTERM cancel it.
+    """
+    told = ""
     try:
-        while (status := jobs.status(name)).state == "waiting":
-            wait(_LOOK_S)
-        for line in jobs.logs(name, follow=True):
-            display.line(line, "", is_error=False)
-        while not (status := jobs.status(name)).over:
-            wait(_LOOK_S)
+        with _sigterm_interrupts():
+            while (status := jobs.status(name)).state == "waiting":
+                if status.reason and status.reason != told:
+                    told = status.reason
+                    display.warn(f"manyhosts: the job waits: {told}")
+                wait(_LOOK_S)
+            _show(jobs, name, display, wait)
+            status = jobs.status(name)
     except KeyboardInterrupt:
         display.warn("manyhosts: the job is being cancelled")
         jobs.cancel(name)
@@ -114,6 +123,30 @@ def follow(jobs: Engine, name: str, display: Display, *, wait: Callable[[float],
             f"manyhosts: the job {'has ' if status.state == 'failed' else 'is '}{status.state} {status.reason}"
         )
     return status.exit_code
+
+
+def _show(jobs: Engine, name: str, display: Display, wait: Callable[[float], None]) -> None:
+    for line in jobs.logs(name, follow=True):
+        display.line(line, "", is_error=False)
+    while not jobs.status(name).over:
+        wait(_LOOK_S)
+
+
+@contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """Have SIGTERM do what Ctrl-C does: a launcher that is ended must not leave its job in the queue."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def tail(read: Callable[[], str], over: Callable[[], bool], wait: Callable[[float], None]) -> Iterator[str]:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Mapping
 from typing import Any, Protocol, TextIO
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+"""Workers paint what they have to say for a terminal; a file is to have none of it."""
 
 
 class Display(Protocol):
@@ -43,11 +47,11 @@ class PlainDisplay:
 
     def say(self, text: str) -> None:
         """Print `text`."""
-        self._print(self._out, text)
+        self._print(self._out, _COLOURS.sub("", text))
 
     def warn(self, text: str) -> None:
         """Print `text` on stderr."""
-        self._print(self._err, text)
+        self._print(self._err, _COLOURS.sub("", text))
 
     def close(self) -> None:
         """Nothing to undo."""

@@ -15,7 +15,7 @@ def test_lines_go_where_the_worker_wrote_them_and_progress_goes_nowhere() -> Non
     display.line("good", "[0] ", is_error=False)
     display.line("bad", "[1] ", is_error=True)
     display.progress({"step": 3})
-    display.say("both\nlines")
+    display.say("\x1b[1mboth\x1b[0m\nlines")
     display.close()
     assert (out.getvalue(), err.getvalue()) == ("[0] good\nboth\nlines\n", "[1] bad\n")
 

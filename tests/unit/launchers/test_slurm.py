@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +18,7 @@ from manyhosts.launchers import job_file
 from manyhosts.launchers.commands import run_command
 from manyhosts.launchers.display import PlainDisplay
 from manyhosts.launchers.job import Job
+from manyhosts.launchers.slurm import batch
 from manyhosts.launchers.slurm import script as slurm_script
 from manyhosts.launchers.slurm.slurm import Slurm
 
@@ -43,7 +47,7 @@ def slurm(present: dict[str, str] | None = None, **answers: str | Exception | li
 
 
 def job(folder: Path = Path("/work"), **more: object) -> Job:
-    return Job(program="train.py", folder=folder, run_dir=folder / "run", **{"nodes": 2, **more})
+    return Job(program="train.py", folder=folder, **{"run_dir": folder / "run", "nodes": 2, **more})
 
 
 def test_batch_script_is_this_text() -> None:
@@ -130,6 +134,8 @@ def test_inside_an_allocation_some_of_its_nodes_can_be_asked_for() -> None:
         ({}, {"options": {"gpus": "4"}}, "4 GPUs, and one worker"),
         ({}, {"hosts": ("a", "b")}, "chooses the hosts"),
         ({}, {"encrypt": True}, "--encrypt required"),
+        ({}, {"run_dir": Path("/work/run\n#SBATCH --uid=0")}, "the run directory is .* cannot stand in a batch"),
+        ({}, {"folder": Path('/work" --uid=0')}, "the working directory is .* cannot stand in a batch"),
         (INSIDE, {"nodes": 5}, "has 4 nodes, and --nodes is 5"),
         ({**INSIDE, "SLURM_STEP_ID": "0"}, {}, "a task that srun has started"),
     ],
@@ -159,6 +165,7 @@ def test_interactive_shell_of_an_allocation_is_no_task() -> None:
 def test_states_of_slurm_in_our_words(said: str, state: str, code: int) -> None:
     status = slurm(scontrol=f"JobId=4711 {said} NodeList=n1\n").status("4711")
     assert (status.state, status.exit_code) == (state, code)
+    assert (status.code is None) == (not status.over), "one that goes on has no exit code yet"
 
 
 def test_job_that_is_long_over_is_looked_up_in_the_accounts() -> None:
@@ -196,11 +203,54 @@ def test_waiting_for_a_batch_job_shows_its_words_and_ends_with_its_code(
 ) -> None:
     (tmp_path / "log").write_text("epoch 1\n")
     over = RUNNING.format(log=tmp_path / "log").replace("RUNNING", "FAILED").replace("0:0", "4:0")
-    engine = slurm(sbatch="4711\n", scontrol=["JobState=PENDING StdOut=\n", over])
+    waits = "JobState=PENDING Reason=Resources StdOut=\n"
+    engine = slurm(sbatch="4711\n", scontrol=[waits, waits, over])
     assert engine.submit(engine.plan(job(tmp_path)), PlainDisplay(sys.stdout, sys.stderr)) == 4
     out, err = capsys.readouterr()
     assert out.splitlines() == ["manyhosts: queued as slurm://4711", "epoch 1"]
-    assert err.splitlines()[-1].startswith("manyhosts: the job has failed FAILED")
+    assert err.splitlines()[0] == "manyhosts: the job waits: PENDING (Resources)"
+    assert err.splitlines()[1].startswith("manyhosts: the job has failed FAILED")
+
+
+def test_launcher_that_is_ended_cancels_the_job_that_it_waits_for(tmp_path: Path) -> None:
+    fake = FakeSlurm(sbatch="4711\n", scontrol="JobState=PENDING Reason=Priority StdOut=\n", scancel="")
+    engine = Slurm({}, fake, lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    before = signal.getsignal(signal.SIGTERM)
+    assert engine.submit(engine.plan(job(tmp_path)), PlainDisplay(sys.stdout, sys.stderr)) == 130
+    assert fake.told[-1] == ["scancel", "4711"]
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize(("saves", "requeued"), [(True, True), (False, False)])
+def test_job_that_saved_no_step_is_not_queued_again(
+    saves: bool, requeued: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be so for ever. What a script without our trainer keeps is not known, so it is queued again."""
+    run_dir, told = tmp_path / "run", []
+    (run_dir / "snapshots" / "step-00000010").mkdir(parents=True)
+    (run_dir / "run.json").write_text("{}")
+    job_file.write(job(tmp_path), run_dir / "job.json")
+
+    class Warned(Slurm):
+        def plan(self, job: Job) -> Any:
+            return job
+
+        def submit(self, plan: Any, display: Any) -> int:
+            monkeypatch.setattr(os, "kill", lambda *_: None)  # the head is not there to hear it
+            signal.raise_signal(signal.SIGUSR1)
+            if saves:
+                (run_dir / "snapshots" / "step-00000020").mkdir()
+            return 143
+
+    monkeypatch.setattr(batch, "Slurm", Warned)
+    monkeypatch.setattr(batch, "run_command", told.append)
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        assert batch.main([str(run_dir / "job.json")]) == 143
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert bool(told) == requeued
 
 
 @pytest.mark.parametrize(

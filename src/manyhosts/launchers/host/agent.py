@@ -50,17 +50,17 @@ def main(words: list[str] | None = None) -> int:
     except OSError as error:
         sys.stderr.write(f"manyhosts: this host cannot reach the head at {asked.head}: {error}\n")
         return 3
-    serve(connection, asked.head, node=asked.node, token=token, address=asked.address, stdin=asked.stdin)
-    return 0
+    agent = serve(connection, asked.head, node=asked.node, token=token, address=asked.address, stdin=asked.stdin)
+    return 0 if agent.was_taken_in else 3
 
 
 def serve(
     connection: socket.socket, head: str, *, node: int, token: str, address: str, stdin: bool = False
-) -> int | None:
+) -> Supervisor:
     """Be the agent of this host until the head, which `connection` leads to, has said that all is over, or is lost.
 
     Returns:
-        The exit code of the run, or None if the head was lost before it has said one.
+        What was the agent; its `verdict` is the exit code of the run, where the head has said one.
     """
     titles.set_title(f"manyhosts agent of node {node}", "manyhosts agent")
     adopt_orphans()
@@ -72,7 +72,7 @@ def serve(
         loop.run(until=lambda: agent.done)
     finally:
         agent.leave()
-    return agent.verdict
+    return agent
 
 
 if __name__ == "__main__":

@@ -108,7 +108,8 @@ def _be_agent(station: Station, patience_s: float) -> int:
         connection = call(station.head, patience_s)
     finally:
         signal.signal(signal.SIGTERM, before)
-    verdict = agent.serve(connection, station.head, node=station.number, token=station.token, address=station.address)
+    own = agent.serve(connection, station.head, node=station.number, token=station.token, address=station.address)
+    verdict = own.verdict
     return AGAIN if verdict is None or verdict >= 128 else verdict
 
 

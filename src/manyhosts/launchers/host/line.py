@@ -75,6 +75,11 @@ class Line:
         self._channel = self._open(connection)
 
     @property
+    def is_known(self) -> bool:
+        """Whether the head has taken this agent in."""
+        return self._is_known
+
+    @property
     def backlog_bytes(self) -> int:
         """What is still to be sent."""
         return self._channel.backlog_bytes
@@ -148,6 +153,8 @@ class Line:
         if not self._is_open:
             return
         if self._is_known or not self._token or time.monotonic() > self._deadline:
+            if not self._is_known:
+                sys.stderr.write(f"manyhosts: the head at {self._head} did not take this agent in\n")
             self.close()
             self._on_end()
             return

@@ -169,6 +169,11 @@ class Supervisor:
         self._until_left.close()
         self._words.close(stuck_s=_LAST_WORDS_S)
 
+    @property
+    def was_taken_in(self) -> bool:
+        """Whether the head has known this agent at all."""
+        return self._head.is_known
+
     def _lose_head(self) -> None:
         """The head is gone: workers that have a Trainer may save what they hold before everything is ended."""
         trainers = self._desk.members | self._trainers

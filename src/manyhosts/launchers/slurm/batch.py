@@ -21,9 +21,16 @@ from manyhosts.launchers.display import PlainDisplay
 from manyhosts.launchers.job import Job
 from manyhosts.launchers.screen import Screen, say_last
 from manyhosts.launchers.slurm.slurm import Slurm
+from manyhosts.records.run_directory import RunDirectory
 
 _TO_REQUEUE_S = 15
 """What is kept of the warning for asking Slurm, and for the agents to leave."""
+
+
+_IN_VAIN = (
+    "manyhosts: the time limit is near, and no step was saved since this job began, so it is not queued again: the same"
+    " would come out; give it more time with -o time=, or see what its first step waits for\n"
+)
 
 
 def main(words: list[str] | None = None) -> int:
@@ -38,6 +45,7 @@ def main(words: list[str] | None = None) -> int:
     signal.signal(signal.SIGUSR1, hear)
     try:
         job = _of_this_task(job_file.load(Path(path)))
+        before = _newest_snapshot(job.run_dir)
         slurm = Slurm()
         with Screen(sys.stdout, sys.stderr, logs=job.run_dir / "logs") as screen:
             code = slurm.submit(slurm.plan(job), PlainDisplay(screen.out, screen.err))
@@ -45,10 +53,22 @@ def main(words: list[str] | None = None) -> int:
         sys.stderr.write(f"manyhosts: {error}\n")
         return error.exit_code
     if warned and code != 0 and choices.yes(job.options, "requeue", default=True):
+        if _keeps_snapshots(job.run_dir) and _newest_snapshot(job.run_dir) == before:
+            say_last(sys.stderr, _IN_VAIN)
+            return code
         near = "manyhosts: the time limit is near: the job is queued again, and goes on from its last snapshot\n"
         say_last(sys.stderr, near)
         run_command(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]])
     return code
+
+
+def _keeps_snapshots(run_dir: Path) -> bool:
+    """Whether a trainer of ours has begun there. What another script keeps is not known."""
+    return RunDirectory(run_dir).run_json.exists()
+
+
+def _newest_snapshot(run_dir: Path) -> str:
+    return max((path.name for path in RunDirectory(run_dir).snapshots.glob("step-*")), default="")
 
 
 def _of_this_task(job: Job) -> Job:

@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 
+from manyhosts.errors import ConfigError
 from manyhosts.launchers import choices
 from manyhosts.launchers.job import Job
 
@@ -43,18 +44,26 @@ def check(job: Job) -> None:
     choices.yes(job.options, "requeue", default=True)
     choices.yes(job.options, "exclusive", default=False)
     choices.count(job.options, "warning", 90)
+    for what, value in (("working directory", str(job.folder)), ("run directory", str(job.run_dir))):
+        if not value.isprintable() or '"' in value or "\\" in value:  # it would be read as another line or option
+            raise ConfigError(
+                f"the {what} is {value!r}, which cannot stand in a batch script",
+                where=f"the {what}",
+                fix="use one whose path has no quotation marks, backslashes or control characters",
+            )
     if choices.gpus(job.options).isdecimal():  # Slurm knows other words, too
         choices.see_that_gpus_are_used(job)
 
 
 def script(job: Job) -> str:
     """The batch script. It becomes the head of the job, on its first node."""
+    run_dir = str(job.run_dir).replace("%", "%%")  # %j and the like stand for something
     lines = {
         "--job-name": job.run_id,
         "--nodes": str(job.nodes),
         "--ntasks-per-node": "1",
         "--chdir": str(job.folder),
-        "--output": f"{job.run_dir}/logs/slurm-{'%A_%a' if 'array' in job.options else '%j'}.log",
+        "--output": f"{run_dir}/logs/slurm-{'%A_%a' if 'array' in job.options else '%j'}.log",
         "--open-mode": "append",  # a job that was queued again goes on in the same log
         "--signal": f"B:USR1@{choices.count(job.options, 'warning', 90)}",
     }

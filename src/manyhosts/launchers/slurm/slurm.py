@@ -114,13 +114,14 @@ class Slurm:
             return self._status_long_after(name)
         facts = dict(re.findall(r"(\S+?)=(\S*)", told.splitlines()[0]))
         state = facts.get("JobState", "")
+        word = _STATES.get(state, "failed")
         reason = facts.get("Reason", "")
         return Status(
-            state=_STATES.get(state, "failed"),
+            state=word,
             reason=" ".join([state, *([f"({reason})"] if reason not in ("", "None") else [])]),
             hosts=facts.get("NodeList", "").replace("(null)", ""),
             log=facts.get("StdOut", ""),
-            code=int(facts.get("ExitCode", "0:0").partition(":")[0]),
+            code=None if word in ("waiting", "running") else int(facts.get("ExitCode", "0:0").partition(":")[0]),
         )
 
     def logs(self, name: str, *, follow: bool) -> Iterator[str]:

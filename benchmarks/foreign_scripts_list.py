@@ -112,11 +112,13 @@ SCRIPTS = (
         "distributed/rpc/batch",
         "parameter_server.py",
         kind="RPC, mp.spawn",
+        gpus=True,
         alone=True,
         workers=1,
         changes=(
             ("parameter_server.py", "num_batches = 6", "num_batches = 1"),
             ("parameter_server.py", "batch_size = 20", "batch_size = 4"),
+            ("parameter_server.py", "resnet50", "resnet18"),
         ),
     ),
     _examples("rpc/rnn", "distributed/rpc/rnn", "main.py", kind="RPC, mp.spawn", alone=True, workers=1),
@@ -226,7 +228,7 @@ SCRIPTS = (
         paths=("examples/fabric",),
         metric=r"Loss: (\d+\.\d+)",
         words=("train_fabric.py", "--epochs", "1", "--batch-size", "16"),
-        changes=(("train_fabric.py", r"Fabric\(\)", "Fabric(accelerator='cpu', devices=2)"),),
+        environment={"LT_CLI_USED": "1", "LT_ACCELERATOR": "cpu", "LT_DEVICES": "2"},  # what `fabric run` sets
     ),
     Script(
         name="cifar10_deepspeed.py",
@@ -234,7 +236,7 @@ SCRIPTS = (
         repository="deepspeedai/DeepSpeedExamples",
         folder="training/cifar",
         paths=("training/cifar",),
-        words=("cifar10_deepspeed.py", "--deepspeed", "--epochs", "1", "--log-interval", "1"),
+        words=("cifar10_deepspeed.py", "--deepspeed", "--dtype", "fp32", "--epochs", "1", "--log-interval", "1"),
         environment={"DS_ACCELERATOR": "cpu"},
     ),
     Script(

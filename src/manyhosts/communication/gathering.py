@@ -25,6 +25,11 @@ _DTYPES = (
 _MOST_DIMS = 8
 
 
+def can_travel(tensor: Tensor) -> bool:
+    """Whether `gather_lists` takes `tensor`."""
+    return tensor.dim() <= _MOST_DIMS and tensor.dtype in _DTYPES and tensor.layout is torch.strided
+
+
 def gather_lists(world: World, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """The lists of all workers, by rank, on every worker. Lists may differ in length, and tensors in shape and dtype.
 

@@ -56,34 +56,41 @@ class Data:
         self.collate = collate
         for name, dataset in (("train", train), ("validation", validation), ("test", test)):
             if dataset is not None:
-                _check(name, dataset)
+                check_dataset(name, dataset, where=f"mh.Data({name}=…)", is_stream_fine=name == "train")
 
 
-def _check(name: str, dataset: Dataset[Any]) -> None:
-    """Raise where `dataset` is no dataset, or has no samples."""
+def check_dataset(name: str, dataset: Dataset[Any], *, where: str, is_stream_fine: bool) -> None:
+    """See that `dataset`, the `name` set, can be read on any number of workers.
+
+    Raises:
+        ConfigError: it is no dataset, or a stream where samples must have numbers.
+        DataError: it has no samples.
+    """
     if isinstance(dataset, DataLoader):
         raise ConfigError(
             f"the {name} set is a DataLoader, whose order and batches would depend on the number of workers",
-            where=f"mh.Data({name}=…)",
-            fix=f"give its dataset: mh.Data({name}=loader.dataset, batch_size={dataset.batch_size or 64})",
+            where=where,
+            fix=f"give its dataset: mh.Data({name}=loader.dataset, batch_size={dataset.batch_size or 64})"
+            if where.startswith("mh.Data")
+            else "give its dataset: loader.dataset",
         )
     if isinstance(dataset, IterableDataset):
-        if name != "train":
+        if not is_stream_fine:
             raise ConfigError(
                 f"the {name} set is a stream, but an evaluation must know how many samples there are",
-                where=f"mh.Data({name}=…)",
+                where=where,
                 fix="give a dataset with __len__ and __getitem__; list(stream) makes one",
             )
         return
     if not hasattr(dataset, "__getitem__") or not isinstance(dataset, Sized):
         raise ConfigError(
             f"the {name} set is a {type(dataset).__name__}, which has no __getitem__ and __len__",
-            where=f"mh.Data({name}=…)",
+            where=where,
             fix="give a torch.utils.data.Dataset",
         )
     if len(dataset) == 0:
         raise DataError(
             f"the {name} set has 0 samples",
-            where=f"mh.Data({name}=…)",
+            where=where,
             fix="check the path or the filter that it was made with",
         )

@@ -90,6 +90,8 @@ class Run:
         self.state = RunState()
         self.loaded: Loaded | None = None
         self.recovery: Recovery | None = None
+        self.has_end = True
+        """Whether this worker holds the weights of its end, also where others have trained to it without this one."""
 
     def begin(self, loop: Loop) -> None:
         """Open the run directory, take up its newest snapshot that fits, and tell where the run begins.
@@ -169,7 +171,7 @@ class Run:
         if not self.world.apart:
             return
         self.state.become(RunState.from_dict(outcome["run"], {}))
-        is_here = self.keeping.take_end(self.state.step)
+        self.has_end = is_here = self.keeping.take_end(self.state.step)
         if os.environ.get("RANK") == "0" and not (is_here and replaces):
             # What a script has its leader do is done by another, or must not be done with a model that is untrained.
             os.environ["RANK"] = os.environ["LOCAL_WORLD_SIZE"]

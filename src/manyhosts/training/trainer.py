@@ -7,11 +7,13 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
+from torch.utils.data import Dataset
 
 from manyhosts.cluster.membership import Membership
 from manyhosts.cluster.place import Place
@@ -40,6 +42,7 @@ from manyhosts.training.compute import Loss, UserStep
 from manyhosts.training.evaluate import Evaluation
 from manyhosts.training.keeping import copied, put_weights, weights_of
 from manyhosts.training.metrics import flattened
+from manyhosts.training.predict import Forward, Prediction, make_prediction
 from manyhosts.training.result import Result
 from manyhosts.training.run import Run
 from manyhosts.training.same_weights import compare_weights
@@ -303,6 +306,37 @@ class Trainer:
             values: dict[str, float] = self._call(lambda: self._test(evaluation, weights))
         return values
 
+    def predict(
+        self, dataset: Dataset[Any], *, forward: Forward | None = None, weights: Literal["best", "last"] = "best"
+    ) -> Any:
+        """What the model, in evaluation mode, makes of each sample of `dataset`, in its order, each sample once.
+
+        `forward(model, batch)`: what is wanted of a batch; without it `model(inputs)`, where an (inputs, targets) pair
+        gives its inputs. It returns tensors `(samples of the batch, …)`, or tuples, lists and dicts of them. They come
+        back in the same form, over the whole dataset, on the CPU, with the same bits on any number of workers. Every
+        worker holds all of it: return what is wanted, not all that the model has. `weights` as in `test`.
+
+        Raises:
+            ConfigError: `dataset` is a stream or a loader, or what comes out has no row for each sample.
+            DataError: a sample cannot be read.
+        """
+        prediction = make_prediction(dataset, data=self.data, settings=self.settings, world=self.world, forward=forward)
+        if (reporter := self.reporter) is not None:
+            prediction.on_progress = lambda: reporter.send("busy")
+        with randomness.undisturbed():
+            return self._call(lambda: self._predict(prediction, weights), has_outcome=False)
+
+    def _predict(self, prediction: Prediction, weights: Literal["best", "last"]) -> Any:
+        if self.world.apart and self._run is not None and not self._run.has_end:
+            raise ConfigError(
+                "the other workers have finished this prediction, and this one came too late to be given their weights",
+                where="trainer.predict",
+                fix="start the same command again: all workers begin together then",
+            )
+        with self._holding(weights):
+            compare_weights(self.parts, "before the prediction")
+            return prediction(self.model)
+
     @property
     def is_main(self) -> bool:
         """Whether this worker is the one that does what is to be done once: rank 0."""
@@ -343,18 +377,24 @@ class Trainer:
         compare_weights(self.parts, f"before {which}")
         return evaluation(self.model)
 
+    @contextmanager
+    def _holding(self, weights: Literal["best", "last"]) -> Iterator[bool]:
+        """The model with the weights of the best validation for a while, where they are asked for and kept."""
+        best = self._best() if weights == "best" else None
+        if best is None:
+            yield False
+            return
+        now = copied(weights_of(self.parts))
+        put_weights(self.parts, load(best, same_model(fingerprint(self.model))).state)
+        try:
+            yield True
+        finally:
+            put_weights(self.parts, now)
+
     def _test(self, evaluation: Evaluation, weights: Literal["best", "last"]) -> dict[str, float]:
         begin = time.perf_counter()
-        best = self._best() if weights == "best" else None
-        if best is not None:
-            now = copied(weights_of(self.parts))
-            put_weights(self.parts, load(best, same_model(fingerprint(self.model))).state)
-            try:
-                values = self._evaluated(evaluation, "the test of the best model")
-            finally:
-                put_weights(self.parts, now)
-        else:
-            values = self._evaluated(evaluation, "the test")
+        with self._holding(weights) as is_best:
+            values = self._evaluated(evaluation, "the test of the best model" if is_best else "the test")
         if self._run is not None:
             if self.world.is_leader and not self._calls.over:
                 self._run.journal.take_lead()  # another one may have led while it trained

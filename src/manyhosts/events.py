@@ -64,7 +64,7 @@ class StepDone:
     samples: int
     """Samples in the global batch."""
     gradient_norm: float | None
-    """Before clipping; None where gradients are not clipped."""
+    """Before clipping. Where gradients are not clipped one step in 20 has it, and the others have None."""
     timing: StepTiming
     bytes_sent: int
     """Payload handed to the network by this worker in this step."""

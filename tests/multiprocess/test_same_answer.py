@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import Recipe, samples_by_step, trained
+from runs import Recipe, samples_by_step, step_lines, trained
 
 pytestmark = pytest.mark.multiprocess
 
@@ -27,7 +27,12 @@ def assert_close(one: dict[str, Any], other: dict[str, Any], *, rtol: float, ato
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[int, list[int]]]:
     run_dir = tmp_path_factory.mktemp("alone")
     [answer] = trained(1, Recipe(), run_dir)
-    return answer, samples_by_step(run_dir)
+    return {**answer, "norms": norms(run_dir)}, samples_by_step(run_dir)
+
+
+def norms(run_dir: Path) -> dict[int, float]:
+    """Step → the norm of its gradient, where it was told."""
+    return {line["step"]: norm for line in step_lines(run_dir) if (norm := line["gradient_norm"]) is not None}
 
 
 @pytest.mark.parametrize("workers", [2, 3, 4])
@@ -40,6 +45,8 @@ def test_workers_together_equal_one_process(workers: int, alone: Any, tmp_path: 
         assert other["result"]["validation"]["accuracy"] == answer["result"]["validation"]["accuracy"]
     assert len({other["result"]["weights_sha256"] for other in answers}) == 1
     assert samples_by_step(tmp_path) == samples
+    assert norms(tmp_path) == pytest.approx(answer["norms"], rel=1e-4)
+    assert 1 in answer["norms"]
 
 
 def test_every_sample_is_taken_once_per_epoch(alone: Any) -> None:

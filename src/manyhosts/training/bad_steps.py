@@ -21,6 +21,9 @@ from manyhosts.training.buffers import BufferCopies
 from manyhosts.training.build import Parts
 from manyhosts.training.numbers import StepNumbers
 
+SHOW_NORM_EVERY = 20
+"""Steps from one norm that is only shown to the next: to find it takes a tenth of a small model's step."""
+
 
 class BadStep(Exception):
     """A step went wrong, and all workers, who see the same numbers, are to go back behind it."""
@@ -33,10 +36,12 @@ class BadStep(Exception):
 class BadSteps:
     """Watches one loop. Every worker sees the same numbers, so all find the same steps bad."""
 
-    def __init__(self, parts: Parts, choice: str) -> None:
-        """`choice`: the setting `on_bad_step`."""
+    def __init__(self, parts: Parts, choice: str, *, clips: bool) -> None:
+        """`choice`: the setting `on_bad_step`. `clips`: whether gradients are clipped, by their norm."""
         self.parts = parts
         self.leave_out, self.rewinds = choice == "skip", choice == "rewind"
+        self.judges_norm = clips or self.rewinds
+        """Whether every step has a norm; otherwise one in `SHOW_NORM_EVERY` has, which is looked at by people only."""
         self.on_cpu = parts.world.device.type == "cpu"
         self.drifts = isinstance(parts.strategy, Drifting)
         """Whether each worker has a gradient of its own, of which the others know nothing."""
@@ -72,6 +77,16 @@ class BadSteps:
             self.buffers.put_back()
         return not good and not self.scaled
 
+    @torch.no_grad()
+    def shown(self, step: int, norm: Tensor | None) -> Tensor | None:
+        """The norm that is told of `step`, whose gradient is whole: now and then also where nobody clips by it."""
+        if norm is not None or step % SHOW_NORM_EVERY != 1:
+            return norm
+        if any(each.grad is not None and each.grad.is_sparse for each in self.parts.trained.parameters()):
+            return None
+        self.parts.precision.unscale(self.parts.optimizer)
+        return self._norm()
+
     def _are_finite(self, loss: Tensor, norm: Tensor | None) -> bool:
         if norm is None or self.scaled or self.drifts:
             return math.isfinite(loss.item())
@@ -84,7 +99,7 @@ class BadSteps:
     def trouble(self, numbers: StepNumbers) -> str:
         """What is wrong with a step, in words; empty where nothing is."""
         loss = numbers.values["loss"]
-        norm = self.bad_norms.pop(numbers.facts.step, numbers.gradient_norm)
+        norm = self.bad_norms.pop(numbers.facts.step, numbers.gradient_norm if self.judges_norm else None)
         if not math.isfinite(loss):
             return f"the loss is {loss}"
         if norm is not None and not math.isfinite(norm) and not self.scaled and not self.drifts:

@@ -67,7 +67,7 @@ class Loop:
         self.validate_every = Duration.parse(settings.validate_every, where="validate_every")
         self.snapshot_every = Duration.parse(settings.snapshots.every, where="snapshots.every")
         self.numbers = Numbers(parts.world.device)
-        self.bad_steps = BadSteps(parts, settings.on_bad_step)
+        self.bad_steps = BadSteps(parts, settings.on_bad_step, clips=settings.clip_gradients is not None)
         follows_steps = parts.schedule is not None and settings.schedule_every == "step"
         rate = VanishedRate(total_steps(self.limit, parts.source.steps_per_epoch)) if follows_steps else None
         self.telling = Telling(parts, state, self.bad_steps, wishes, keeping, tell, rate)
@@ -246,7 +246,7 @@ class Loop:
         self.read_numbers()
 
     def train_step(self, step: Step) -> tuple[StepOutcome, Any]:
-        """The arithmetic of one optimizer step. Returns what it found, and the gradient's norm where it is clipped."""
+        """The arithmetic of one optimizer step. Returns what it found, and the gradient's norm where it is known."""
         parts = self.parts
         self.bad_steps.begin()
         if parts.auditor is not None:
@@ -262,6 +262,7 @@ class Loop:
         if self.bad_steps.must_go(self.state.step + 1, outcome.values["loss"], norm):
             self.schedule_step()
             return outcome, norm
+        norm = self.bad_steps.shown(self.state.step + 1, norm)
         if self.first_steps.looking:
             self.first_steps.before_update()
             rate = max(float(group["lr"]) for group in parts.optimizer.param_groups)

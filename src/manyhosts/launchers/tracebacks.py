@@ -12,6 +12,8 @@ _OURS = (str(Path(__file__).parent), "<frozen runpy>", "<frozen importlib._boots
 _NOTICES = re.compile(r"^\[W\S* .*\] \[c10d\] The hostname of the client socket cannot be retrieved\.")
 """What torch says of itself and nobody can do anything about: hosts need no names that can be looked up backwards."""
 _TRACEBACK = "Traceback (most recent call last):"
+_PYTHON_BELOW_CPP = re.compile(r"\n\s*At:(\n {2}.*)+\s*\Z")
+"""What pybind11 adds to an error that it passes on: where Python stood, once more."""
 _LONGEST_SUMMARY = 400
 _GAP = " … "
 _NATIVE = re.compile(
@@ -45,7 +47,7 @@ def summary(error: BaseException) -> str:
 
 def _without_frames(said: str) -> str:
     """What an error says without the frames of a traceback that it quotes: the words before, and the last error's."""
-    begin, mark, quoted = said.partition(_TRACEBACK)
+    begin, mark, quoted = _PYTHON_BELOW_CPP.sub("", said).partition(_TRACEBACK)
     if not mark:
         return said
     rest = quoted.rpartition(_TRACEBACK)[2] or quoted

@@ -139,7 +139,7 @@ CASES = {
         weight=lambda batch: (batch[1] >= 0).sum(),
     ),
 }
-STEPPING_ALONE = ("class weights", "shifted tokens, by step", "nothing counts in some pieces")
+UNEVEN = ("class weights", "shifted tokens, by step", "weight of one's own", "nothing counts in some pieces")
 
 
 def fitted(rank: int, run_dir: Path, names: tuple[str, ...], more: dict[str, Any]) -> dict[str, Any]:
@@ -213,11 +213,80 @@ def test_every_loss_has_the_same_bits_with_virtual_workers(tmp_path: Path) -> No
             assert found == one
 
 
-def test_workers_that_step_alone_are_averaged_by_what_their_samples_count(tmp_path: Path) -> None:
-    """With plain SGD and a mean after each step that is the plain loop again."""
-    more = {"strategy": mh.LocalSGD(sync_every=1)}
-    for found in run_ranks(2, fitted, tmp_path, STEPPING_ALONE, more):
-        assert_plain(found)
+ONE_ROUND_A_STEP = {"fragments": 1, "overlap_steps": 0, "outer_lr": 1.0, "outer_momentum": 0.0}
+WAYS = {
+    # A mean after each plain step of SGD is the plain loop again; so is what is sent whole.
+    "local-sgd": (mh.LocalSGD(sync_every=1), 1e-5),
+    "powersgd": (mh.DDP(compression="powersgd", compress_above=0, powersgd_rank=8), 1e-3),
+    "topk": (mh.DDP(compression="topk", compress_above=0, topk_fraction=1.0), 1e-5),
+    "fp16": (mh.DDP(compression="fp16", compress_above=0), 1e-3),
+    "bf16": (mh.DDP(compression="bf16", compress_above=0), 1e-2),
+    "int8": (mh.DDP(compression="int8", compress_above=0), 2e-2),
+}
+ROUND = 3
+
+
+def fitted_otherwise(rank: int, run_dir: Path) -> dict[str, Any]:
+    rounds = {"local-sgd, rounds": mh.LocalSGD(sync_every=ROUND)}
+    rounds["diloco, rounds"] = mh.DiLoCo(sync_every=ROUND, outer_compression="none", **ONE_ROUND_A_STEP)
+    ways = {way: strategy for way, (strategy, _) in WAYS.items()} | rounds
+    return {way: fitted(rank, run_dir / way, UNEVEN, {"strategy": strategy}) for way, strategy in ways.items()}
+
+
+def averaged_every_round(case: Case, workers: int, *, alike: bool) -> list[Tensor]:
+    """Each worker steps by the mean over its own part; models count by what the samples count that each has seen.
+
+    `alike`: they count the same, as in DiLoCo.
+    """
+    models, data = [case.model() for _ in range(workers)], case.data()
+    assert case.loss is not None
+    assert case.weight is not None
+    seen = [0.0] * workers
+    for step, begin in enumerate([*range(0, SAMPLES, BATCH)] * 2, 1):
+        rows = range(begin, min(begin + BATCH, SAMPLES))
+        parts = torch.tensor(rows).tensor_split(workers)
+        batches = [default_collate([data[row] for row in part.tolist()]) for part in parts]
+        counts = [float(case.weight(batch)) for batch in batches]
+        for worker, (model, batch, count) in enumerate(zip(models, batches, counts, strict=True)):
+            seen[worker] += (1 / workers if alike else count / sum(counts)) / ROUND
+            if count:
+                own = list(model.parameters())
+                gradients = torch.autograd.grad(case.loss(model(batch[0]), batch[1]), own)
+                with torch.no_grad():
+                    for parameter, gradient in zip(own, gradients, strict=True):
+                        parameter.sub_(0.3 * gradient)
+        if step % ROUND == 0:
+            with torch.no_grad():
+                for parameters in zip(*(model.parameters() for model in models), strict=True):
+                    mean = sum(share * parameter for share, parameter in zip(seen, parameters, strict=True))
+                    for parameter in parameters:
+                        parameter.copy_(mean)
+            seen = [0.0] * workers
+    return [parameter.detach() for parameter in models[0].parameters()]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_what_a_piece_counts_is_kept_by_compressions_and_by_workers_that_step_alone(
+    workers: int, tmp_path: Path
+) -> None:
+    first, *others = run_ranks(workers, fitted_otherwise, tmp_path)
+    assert all(other == first for other in others)
+    for way, (_, tolerance) in WAYS.items():
+        for name, one in first[way].items():
+            assert_near(one["weights"], plain_loop(CASES[name])[0], tolerance, f"{way}: {name}")
+    for way, alike in (("local-sgd, rounds", False), ("diloco, rounds", True)):
+        for name in UNEVEN:
+            if CASES[name].weight is not None:
+                rounds = averaged_every_round(CASES[name], workers, alike=alike)
+                assert_near(first[way][name]["weights"], rounds, 1e-5, f"{way}: {name}")
+            told = [event["text"] for event in events(tmp_path / way / name.replace(" ", "-"), "note")]
+            assert sum("workers alike" in text for text in told) == (alike and workers > 1), told
+
+
+def assert_near(given: list[Any], wanted: list[Tensor], tolerance: float, about: str) -> None:
+    for one, other in zip(given, wanted, strict=True):
+        away = (torch.tensor(one) - other).abs().max() / other.abs().max()
+        assert away < tolerance, f"{about}: {away:.2g}"
 
 
 def test_loss_of_an_epoch_counts_as_the_batches_do(tmp_path: Path) -> None:

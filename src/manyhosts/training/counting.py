@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from manyhosts.communication.batch_norm import GlobalBatch
+from manyhosts.config.local_steps import DiLoCo
 from manyhosts.config.settings import Settings
 from manyhosts.data.steps import DuePiece, LoadedPiece, Step
 from manyhosts.training import first_look
@@ -15,6 +16,10 @@ from manyhosts.training.state import RunState
 
 GIVEN = "weight"
 """What `RunState.counts_by` says where the user has given a rule, and it has been looked at."""
+_COUNTS_WORKERS_ALIKE = (
+    "what samples count is kept inside each worker; diloco counts all workers alike, also where the samples of one "
+    "count more than those of another"
+)
 
 
 class Counting:
@@ -24,6 +29,7 @@ class Counting:
         self.parts, self.settings, self.state = parts, settings, state
         self.settled = False
         """Whether the rule is known for the workers of now."""
+        self.noted = False
 
     def of(self, step: Step) -> tuple[Step, float | None]:
         """A step whose pieces have their weights, and what the batch counts; None: its samples.
@@ -41,6 +47,9 @@ class Counting:
         self.settled = True
         if weighing.counts_samples:
             return step, None
+        if isinstance(self.settings.strategy, DiLoCo) and self.parts.world.size > 1 and not self.noted:
+            self.noted = True
+            self.parts.world.notes.append(_COUNTS_WORKERS_ALIKE)
         weighed, weight = weighing.of(step, self.state.step + 1)
         return replace(weighed, pieces=self._computed(weighed.pieces)), weight
 

@@ -1,8 +1,9 @@
-"""What may change in a model beside its gradients: buffers in a forward pass, and which parameters are trained.
+"""What may change in a model beside its gradients: tensors in a forward pass, and which parameters are trained.
 
 A buffer changes in place, or another tensor or other memory is put where it was: that shows in the module that holds
 it, without a look at the values. What is written through `.data` does not show, so the values are looked at in the
-first steps, and now and then. BatchNorm's running values are no affair of this: whoever computes sees to them.
+first steps, and now and then. In the same steps it is seen whether the forward pass wrote into parameters. BatchNorm's
+running values are no affair of this: whoever computes sees to them.
 
 Two numbers per worker tell whether all workers have the same: a checksum h and its square, of which the sums over n
 workers are S and T. All checksums are equal where n T = S² (Cauchy-Schwarz), and the numbers are small enough for
@@ -17,6 +18,7 @@ import zlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, itemgetter
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -35,14 +37,36 @@ _FIRST_STEPS, _EVERY_STEPS = 4, 64
 _NORM = ("running_mean", "running_var", "num_batches_tracked")
 
 
-@dataclass(slots=True)
+class Holder(Protocol):
+    """What a module keeps its tensors in."""
+
+    def get(self, name: str, /) -> Any:
+        """That of this name, if there is one."""
+
+
+class _OfScript:
+    """That of a scripted module, which is no dictionary of Python's."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def get(self, name: str) -> Any:
+        """See `Holder`."""
+        return getattr(self.module, name, None)
+
+
+def _held(module: nn.Module, tensors: Any) -> Holder:
+    return _OfScript(module) if isinstance(module, torch.jit.ScriptModule) else tensors
+
+
+@dataclass(slots=True, eq=False)
 class _Place:
-    """Where a buffer is, and what stood there the last time."""
+    """Where a buffer or a parameter is, and what stood there the last time."""
 
     name: str
-    holder: dict[str, Tensor | None]
+    holder: Holder
     key: str
-    persistent: bool
+    persistent: bool = True
     tensor: Tensor | None = None
     version: int = -1
     memory: int = 0
@@ -83,14 +107,23 @@ class BufferWatch:
         self.places = [
             _Place(
                 name=f"{path}.{key}" if path else key,
-                holder=module._buffers,
+                holder=_held(module, module._buffers),
                 key=key,
-                persistent=key not in module._non_persistent_buffers_set,
+                persistent=key not in getattr(module, "_non_persistent_buffers_set", ()),
             )
             for path, module in model.named_modules()
-            for key in module._buffers
+            for key in module._buffers.keys()  # noqa: SIM118 - that of a scripted module is no dict
             if not (isinstance(module, _BatchNorm) and key in _NORM)
         ]
+        self.parameters = [
+            _Place(f"{path}.{key}" if path else key, _held(module, module._parameters), key)
+            for path, module in model.named_modules()
+            for key, each in module._parameters.items()
+            if each is not None
+        ]
+        """Which a forward pass should not write into, looked at in the same steps."""
+        self.written: list[_Place] = []
+        """Those of them into which one of this step has written."""
         self.steps = 0
 
     @property
@@ -104,15 +137,37 @@ class BufferWatch:
             return self.places
         return [place for place in self.places if place.has_changed]
 
+    def count_step(self) -> None:
+        """A step begins. Its forward pass is yet to write into parameters."""
+        self.steps += 1
+        self.written = []
+        if self.looks_at_values:
+            for place in self.parameters:
+                place.settle()
+
     def begin_step(self) -> None:
         """A step begins. What is now is what it is to be."""
-        self.steps += 1
+        self.count_step()
         for place in self.look():
             place.take_checksum()
 
+    def see_written(self) -> list[str]:
+        """See which parameters a forward pass has written into. The names of those that an earlier one had changed."""
+        again = []
+        for place in self.parameters if self.looks_at_values else ():
+            if not place.has_changed:
+                continue
+            before = place.checksum
+            place.take_checksum()
+            if place not in self.written:
+                self.written.append(place)
+            elif place.checksum != before:
+                again.append(place.name)
+        return again
+
     def changed_state(self) -> list[str]:
         """The names of those that have other values than at the last look, caches left out."""
-        names = []
+        names = self.see_written()
         for place in self.look():
             before, checksum = place.tensor, place.checksum
             place.take_checksum()
@@ -121,6 +176,10 @@ class BufferWatch:
             if checksum != place.checksum and not is_cache:
                 names.append(place.name)
         return names
+
+    def kind_of(self, name: str) -> str:
+        """Whether this is a parameter or a buffer, in words."""
+        return "parameter" if any(place.name == name for place in self.parameters) else "buffer"
 
 
 class Agreement:
@@ -172,7 +231,7 @@ class Agreement:
     @property
     def may_differ(self) -> bool:
         """Whether there is anything in which workers could differ; the same on all of them."""
-        return bool(self.watch.places or self.frozen)
+        return bool(self.watch.places or self.frozen or self.watch.looks_at_values)
 
     def numbers(self) -> list[float]:
         """What this worker tells the others in a step, to be summed over them; empty where nothing can differ."""
@@ -181,7 +240,8 @@ class Agreement:
         for place in self.watch.look():
             place.take_checksum()
         own = zlib.crc32("\0".join(name for name, _ in self.unfrozen()).encode()) if self.frozen else 0
-        for place in self.watch.places:
+        self.watch.see_written()
+        for place in [*self.watch.places, *self.watch.written]:
             if place.checksum:
                 own = zlib.crc32(f"{place.name}\0{place.checksum}".encode(), own)
         own >>= 32 - _BITS
@@ -196,9 +256,10 @@ class Agreement:
         total, squares = (int(each) for each in sums)
         if self.world.size * squares == total * total:
             return
-        for place in self.watch.places:
+        places = [*self.watch.places, *self.watch.parameters]
+        for place in places:
             place.take_checksum()
-        found = {place.name: [place.checksum, place.persistent, _shape(place.tensor)] for place in self.watch.places}
+        found = {place.name: [place.checksum, place.persistent, _shape(place.tensor)] for place in places}
         told = [
             json.loads(each)
             for each in gather_words(self.world, json.dumps([found, [name for name, _ in self.unfrozen()]]))
@@ -226,11 +287,12 @@ class Agreement:
             if not persistent and any(other[2] != first[2] for other in others):
                 caches.add(name)  # grown by what each has seen, and made of nothing else
                 continue
+            kind = self.watch.kind_of(name)
             raise ConfigError(
-                f"the forward pass changes the buffer {name!r}, and other workers' samples change it otherwise",
+                f"the forward pass changes the {kind} {name!r}, and other workers' samples change it otherwise",
                 where=f"rank {next(rank for rank, other in enumerate(others) if other != first)}",
                 fix="sum what it is made of over the workers (torch.distributed.all_reduce) before it is put into the "
-                "buffer, change it between steps by what all share, or train in one process",
+                f"{kind}, change it between steps by what all share, or train in one process",
             )
         self.watch.places = [place for place in self.watch.places if place.name not in caches]
 

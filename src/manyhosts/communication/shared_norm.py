@@ -82,16 +82,38 @@ class SharedBatchNorm3d(_Shared, nn.BatchNorm3d):
     plain = nn.BatchNorm3d
 
 
+class SharedSyncBatchNorm(_Shared, nn.SyncBatchNorm):
+    """In place of `nn.SyncBatchNorm`, which asks for a GPU."""
+
+    plain = nn.SyncBatchNorm
+
+
 _SHARED: dict[type[nn.Module], type[_Shared]] = {
-    kind.plain: kind for kind in (SharedBatchNorm1d, SharedBatchNorm2d, SharedBatchNorm3d)
+    kind.plain: kind for kind in (SharedBatchNorm1d, SharedBatchNorm2d, SharedBatchNorm3d, SharedSyncBatchNorm)
 }
+
+
+def _shared(kind: type[nn.Module]) -> type[nn.Module] | None:
+    """The class in place of `kind`; None where `kind` is no BatchNorm, or stands in the place of one already.
+
+    In place of a class that derives from PyTorch's comes one that derives from both: what it adds to `forward` calls
+    PyTorch's, which is ours there.
+    """
+    if issubclass(kind, _Shared):
+        return None
+    if kind not in _SHARED:
+        base = next((ours for plain, ours in list(_SHARED.items()) if issubclass(kind, plain)), None)
+        if base is None or issubclass(kind, torch.jit.ScriptModule):
+            return None
+        _SHARED[kind] = type(f"Shared{kind.__name__}", (kind, base), {"plain": kind, "__module__": __name__})
+    return _SHARED[kind]
 
 
 def prepare(model: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
     """Let the BatchNorm layers of `model` ask the trainer that computes. Returns them. May be called several times."""
     for module in model.modules():
-        if type(module) in _SHARED:
-            module.__class__ = _SHARED[type(module)]
+        if (kind := _shared(type(module))) is not None:
+            module.__class__ = kind
     return [module for module in model.modules() if isinstance(module, _Shared)]
 
 

@@ -46,9 +46,24 @@ class Fetcher:
             chosen = chosen if subset is None else subset[chosen]
             return [tensor[chosen] for tensor in tensors]
         samples = self._at_once(indices) if self.at_once else None
-        draws = samples is None or self.collate is not default_collate
+        draws = samples is None or self.collates
         with randomness.kept() if draws else nullcontext():
             return self._collated(epoch, indices, self._one_by_one(epoch, indices) if samples is None else samples)
+
+    @property
+    def collates(self) -> bool:
+        """Whether batches are made by a function of the script's."""
+        return self.collate is not default_collate
+
+    def samples(self, epoch: int, indices: Indices) -> list[Any]:
+        """The samples of `indices`, as the dataset gives them in `epoch`, each by itself.
+
+        Raises:
+            DataError: the dataset raised.
+        """
+        with randomness.kept():
+            at_once = self._at_once(indices) if self.at_once else None
+            return self._one_by_one(epoch, indices) if at_once is None else at_once
 
     def _collated(self, epoch: int, indices: Indices, samples: list[Any]) -> Any:
         try:

@@ -199,7 +199,7 @@ class DataParallel:
         assert buckets is not None, "place() comes before forward_backward()"
         self._whole = False
         if self.agreement is not None:
-            self.agreement.watch.steps += 1
+            self.agreement.watch.count_step()
         for late in self.more:
             late.begin()
         watch = self.stopwatch

@@ -199,9 +199,10 @@ class VirtualWorkers:
         if changes:
             names = [name for name in gather_words(self.world, next(iter(self.changed), "")) if name]
             raise ConfigError(
-                f"the forward pass changes the buffer {names[0]!r}, whose bits would depend on who computes what",
+                f"the forward pass changes the {self.agreement.watch.kind_of(names[0])} {names[0]!r}, whose bits would "
+                "depend on who computes what",
                 where="virtual_workers",
-                fix="leave virtual_workers out, or take the layer that keeps this buffer out of the model",
+                fix="leave virtual_workers out, or take the layer that changes it out of the model",
             )
         if self.world.size > 1:
             self.agreement.check(sums)

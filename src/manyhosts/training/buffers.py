@@ -24,7 +24,7 @@ def transient(model: nn.Module) -> dict[str, Tensor]:
         f"{path}.{name}" if path else name: tensor
         for path, module in model.named_modules()
         for name, tensor in module._buffers.items()
-        if tensor is not None and name in module._non_persistent_buffers_set
+        if tensor is not None and name in getattr(module, "_non_persistent_buffers_set", ())  # a scripted one has none
         if tensor.layout is torch.strided and not tensor.is_quantized and can_keep(tensor.dtype)
     }
 

@@ -46,6 +46,10 @@ def pair(batch: Any) -> tuple[Any, Any]:
     )
 
 
+_FIRST_STEPS = 3
+"""In which it is seen whether the user's step writes gradients."""
+
+
 class ForwardPass:
     """Called by a strategy for each piece of a step."""
 
@@ -71,7 +75,24 @@ class ForwardPass:
         if self.global_batch is not None:
             # In the backward pass, too, where a checkpoint computes again.
             self.global_batch.ghost = piece.weight == 0
-        return self._values(model, batch)
+        looks = piece.weight != 1 and piece.address[0] < _FIRST_STEPS
+        before = _gradients(model) if looks else []
+        values = self._values(model, batch)
+        if not values["loss"].requires_grad:
+            raise ConfigError(
+                "the loss does not depend on any parameter that is trained, so it has no gradient",
+                where=_where(self.step),
+                fix="look for detach(), torch.no_grad(), .item() or argmax between the model and the loss, and return "
+                "the loss as it is computed: backward() is called by the trainer",
+            )
+        if looks and _gradients(model) != before:
+            raise ConfigError(
+                "the step has changed gradients itself, and its batch is a piece of a larger one, whose mean they are "
+                "not",
+                where=_where(self.step),
+                fix="return the loss, and leave backward(), zero_grad() and optimizer.step() to the trainer",
+            )
+        return values
 
     def _values(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
         with self.context():
@@ -85,6 +106,15 @@ class ForwardPass:
         assert self.loss is not None, "a trainer has either a loss or a step"
         inputs, targets = pair(batch)
         return {"loss": one_number(self.loss(model(inputs), targets), where="mh.Trainer(loss=…)")}
+
+
+def _gradients(model: nn.Module) -> list[int]:
+    """What changes when somebody writes gradients."""
+    return [-1 if each.grad is None else each.grad._version for each in model.parameters()]
+
+
+def _where(step: UserStep | None) -> str:
+    return "mh.Trainer(loss=…)" if step is None else "mh.Trainer(step=…)"
 
 
 def one_number(loss: Tensor, *, where: str) -> Tensor:

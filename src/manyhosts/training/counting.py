@@ -12,6 +12,7 @@ from manyhosts.data.steps import DuePiece, LoadedPiece, Step
 from manyhosts.training import first_look
 from manyhosts.training.build import Parts
 from manyhosts.training.means import LOOKED_FOR
+from manyhosts.training.source import IndexedSource
 from manyhosts.training.state import RunState
 
 GIVEN = "weight"
@@ -39,11 +40,17 @@ class Counting:
             TrainingError: the user's rule gives no number.
         """
         weighing = self.parts.weighing
-        if not self.settled and not weighing.knows:
-            most = None if weighing.must_look else first_look.MOST_PIECES
+        known = weighing.knows or weighing.classes is not None
+        mixes = known and weighing.said is None and self.cuts and not self.state.counts_by
+        if not self.settled and (mixes or not weighing.knows):
+            most = None if weighing.must_look else 1 if known else first_look.MOST_PIECES
             looked_at = step.fetched(most)
             step = replace(step, pieces=[*looked_at, *step.pieces[len(looked_at) :]])
-            self.settle(looked_at)
+            look = self.look_of(step)
+            if not weighing.knows:
+                self.settle(looked_at, look)
+            if mixes:
+                self.look_at_model(looked_at[:1], look)
         self.settled = True
         if weighing.counts_samples:
             return step, None
@@ -66,17 +73,23 @@ class Counting:
         in_parts = max(self.parts.world.size, settings.virtual_workers or 1) > 1
         return in_parts or (settings.micro_batch_size or self.parts.batch) < self.parts.batch
 
-    def settle(self, pieces: Sequence[LoadedPiece]) -> None:
+    def look_of(self, step: Step) -> first_look.Look:
+        """What is looked at before `step`."""
+        parts, source = self.parts, self.parts.source
+        fetcher = source.loader.fetcher if isinstance(source, IndexedSource) else None
+        return first_look.Look(parts.compute, parts.trained, parts.world.device, step.epoch, fetcher)
+
+    def settle(self, pieces: Sequence[LoadedPiece], look: first_look.Look) -> None:
         """Find the rule, where it does not follow from the script. All workers call this before the same step."""
         weighing, state = self.parts.weighing, self.state
         if weighing.classes is not None:
             weighing.look_at_targets(pieces)
         elif callable(weighing.said):
             if not state.counts_by:
-                self.look_at_given(pieces)
+                self.look_at_given(pieces, look)
         else:
             if not state.counts_by:
-                self.look(pieces)
+                self.look(pieces, look)
             elif state.counts_by == first_look.NO_MEAN and self.cuts:
                 raise first_look.refused("the loss is no mean over the samples", by_step=self.by_step)
             weighing.use(state.counts_by)
@@ -88,10 +101,31 @@ class Counting:
         """Whether the user gives `step`, and not `loss`."""
         return self.parts.compute.step is not None
 
-    def look(self, pieces: Sequence[LoadedPiece]) -> None:
+    def look_at_model(self, pieces: Sequence[LoadedPiece], look: first_look.Look) -> None:
+        """See that a loss of PyTorch's is the mean of its parts: that no layer of the script's mixes samples."""
+        parts = self.parts
+        seen = first_look.find_mean(look, pieces, parts.world, parts.weighing.classes)
+        self.heed_kept(seen)
+        if seen.could_look and not seen.holds:
+            raise first_look.mixing(first_look.no_mean(seen))
+        self.state.counts_by = self.state.counts_by or "samples"
+
+    def heed_kept(self, seen: first_look.Seen) -> None:
+        """Refuse, or say where a batch is in one piece, that the model keeps a tensor from batch to batch.
+
+        Raises:
+            ConfigError: each worker, or part, would keep its own.
+        """
+        if seen.keeps and self.cuts:
+            raise first_look.keeping(seen.keeps)
+        if seen.keeps:
+            self.parts.world.notes.append(f"{first_look.KEEPS.format(seen.keeps)}: no snapshot has it")
+
+    def look(self, pieces: Sequence[LoadedPiece], look: first_look.Look) -> None:
         """Find by trial what the loss is a mean over, and say it where it is not its samples."""
         parts = self.parts
-        seen = first_look.find_mean(parts.compute, parts.trained, pieces, parts.world, None)
+        seen = first_look.find_mean(look, pieces, parts.world, None)
+        self.heed_kept(seen)
         found = first_look.choose(seen)
         if found == first_look.NO_MEAN:
             what = first_look.no_mean(seen)
@@ -103,10 +137,11 @@ class Counting:
             parts.world.notes.append(f"the loss was found to be a mean over {among}: pieces count by those")
         self.state.counts_by = found
 
-    def look_at_given(self, pieces: Sequence[LoadedPiece]) -> None:
+    def look_at_given(self, pieces: Sequence[LoadedPiece], look: first_look.Look) -> None:
         """See whether the user's rule makes the loss a mean, and say it where not."""
         parts = self.parts
-        seen = first_look.find_mean(parts.compute, parts.trained, pieces, parts.world, parts.weighing.rule)
+        seen = first_look.find_mean(look, pieces, parts.world, parts.weighing.rule)
+        self.heed_kept(seen)
         if seen.could_look and not seen.holds:
             parts.world.notes.append(
                 f"with this weight the loss is no mean: {seen.whole:.6g} over {seen.samples} samples, "

@@ -139,6 +139,13 @@ def check_tensors(model: nn.Module) -> None:
                 where="mh.Trainer(model=…)",
                 fix="leave sparse=True out, and take Adam or SGD in place of SparseAdam",
             )
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise ConfigError(
+                f"the embedding {name!r} has max_norm: its forward pass writes into its weight, on each worker by its "
+                "own samples",
+                where="mh.Trainer(model=…)",
+                fix="leave max_norm out, and scale in forward what the embedding gives",
+            )
 
 
 def check_optimizer(optimizer: Optimizer, world: World) -> None:

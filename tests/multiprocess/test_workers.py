@@ -43,7 +43,7 @@ class Branching(nn.Module):
 
 
 def branching(rank: int, run_dir: Path) -> dict[str, Any]:
-    made = trainer(run_dir, model=Branching)
+    made = trainer(run_dir, model=Branching, weight="samples")  # what is in a piece chooses the layer
     before = {name: value.clone() for name, value in made.model.state_dict().items()}
     made.fit("12 steps")
     after = made.model.state_dict()

@@ -106,7 +106,7 @@ class Counting:
         parts = self.parts
         seen = first_look.find_mean(look, pieces, parts.world, parts.weighing.classes)
         self.heed_kept(seen)
-        if seen.could_look and not seen.holds:
+        if seen.could_look and not seen.holds and not seen.writes:
             raise first_look.mixing(first_look.no_mean(seen))
         self.state.counts_by = self.state.counts_by or "samples"
 

@@ -3,7 +3,7 @@
 The loss of one piece is compared with the mean of the losses of two parts of it, by each rule that it could follow.
 What the script has written is in training mode there, and PyTorch's own layers in evaluation mode, for dropout and
 BatchNorm are seen to elsewhere. A copy of the modules is looked at, so that nothing which they count or keep is
-changed; what torch draws is one value for all samples (`set_draws`). Whatever cannot be looked at so is looked at in
+changed (a user's step, which nobody can copy, is told that it is in evaluation); what torch draws is one value for all samples (`set_draws`). Whatever cannot be looked at so is looked at in
 evaluation mode, in the model itself; buffers and random generators are given back. What still cannot (a model that
 draws by NumPy, or chooses samples at random) is passed over.
 """
@@ -32,6 +32,7 @@ from manyhosts.training.compute import ForwardPass
 from manyhosts.training.evaluate import in_evaluation
 from manyhosts.training.means import Rule, has_ignored, rules_for
 from manyhosts.training.set_draws import SetDraws
+from manyhosts.training.trained import model_of
 
 ALL_SAMPLES = "all samples"
 NO_MEAN = "no mean"
@@ -62,6 +63,8 @@ class Seen:
     """The mean of the losses of its parts, by their samples or the user's rule, where it differs most."""
     keeps: str = ""
     """A tensor that the model keeps from batch to batch and that is neither parameter nor buffer, by name."""
+    writes: bool = False
+    """Whether a forward pass changes buffers, of which more is found out in the first steps."""
 
 
 def find_mean(look: Look, own: Sequence[LoadedPiece], world: World, rule: Rule | None) -> Seen:
@@ -76,7 +79,7 @@ def find_mean(look: Look, own: Sequence[LoadedPiece], world: World, rule: Rule |
     shown = max(seen, key=lambda each: abs(each.whole - each.by_parts))
     shown.holds = [name for name in shown.holds if all(name in each.holds for each in seen)]
     shown.ignores = any(each.ignores for each in seen)
-    shown.keeps = keeps
+    shown.keeps, shown.writes = keeps, any(each.writes for each in seen)
     return shown
 
 
@@ -152,7 +155,7 @@ class Look:
             if make is None:
                 return seen
             for graph in (False, True):  # what differentiates within the loss needs the graph
-                for how in (_copied, _in_evaluation):
+                for how in (self._copied, _in_evaluation):
                     with suppress(Exception), how(self.module) as module, torch.set_grad_enabled(graph):
                         found = self._compare(module, piece, make, rule)
                         found.keeps = found.keeps or seen.keeps
@@ -160,6 +163,22 @@ class Look:
                     if seen.could_look:
                         return seen
         return seen
+
+    @contextmanager
+    def _copied(self, module: nn.Module) -> Iterator[nn.Module]:
+        """A copy whose modules are in training mode where the script has written them. It shares what is trained.
+
+        A user's step sees a model in evaluation mode: what it counts in training it is not to count here.
+        """
+        if sum(each.numel() for each in module.parameters() if not each.requires_grad) > _MOST_COPIED:
+            raise ValueError("too much would be copied")
+        copied = copy.deepcopy(module, {id(each): each for each in module.parameters() if each.requires_grad})
+        prepare(copied)  # copies are of PyTorch's own classes
+        for each in copied.modules():
+            each.training = any(each.children()) or not type(each).__module__.startswith("torch.")
+        model_of(copied).training = self.forward.step is None
+        with acting(_AsEvaluated()), _in_evaluation(module, within=copied):
+            yield copied
 
     def _parts_of(self, piece: LoadedPiece) -> Callable[[int, int], Any] | None:
         """What makes a batch of the samples of `piece` from one number to another; None where nothing does."""
@@ -185,7 +204,7 @@ class Look:
         )
         cuts = sorted({1, count // 2, count - 1})
         draws = SetDraws(0.3, {count, *cuts, *(count - cut for cut in cuts)})
-        kept = _kept(module)
+        kept, buffers = _kept(module), {name: each.clone() for name, each in module.named_buffers()}
         norms = [each for each in module.modules() if isinstance(each, _BatchNorm)]
         values = [(each, each.clone()) for norm in norms for each in norm.buffers(recurse=False)]
         whole = self._loss(module, batch, draws)
@@ -214,6 +233,10 @@ class Look:
             }
             self._judge(seen, losses, counted)
         seen.could_look = looked > 0 and not draws.left
+        inside = {id(value) for value, _ in values}
+        seen.writes = any(
+            _differ(buffers.get(name), each) for name, each in module.named_buffers() if id(each) not in inside
+        )
         return seen
 
     def _judge(self, seen: Seen, losses: list[float], counted: dict[str, list[float]]) -> None:
@@ -273,19 +296,6 @@ def _rows(batch: Any, begin: int, end: int) -> Any:
         return batch[begin:end]
     rows = [_rows(value, begin, end) for value in batch]
     return type(batch)(*rows) if hasattr(batch, "_fields") else type(batch)(rows)
-
-
-@contextmanager
-def _copied(module: nn.Module) -> Iterator[nn.Module]:
-    """A copy whose modules are in training mode where the script has written them. It shares what is trained."""
-    if sum(each.numel() for each in module.parameters() if not each.requires_grad) > _MOST_COPIED:
-        raise ValueError("too much would be copied")
-    copied = copy.deepcopy(module, {id(each): each for each in module.parameters() if each.requires_grad})
-    prepare(copied)  # copies are of PyTorch's own classes
-    for each in copied.modules():
-        each.training = any(each.children()) or not type(each).__module__.startswith("torch.")
-    with acting(_AsEvaluated()), _in_evaluation(module, within=copied):
-        yield copied
 
 
 class _AsEvaluated:

@@ -133,9 +133,10 @@ fit(model=images, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2, fu
         tensor="1.weight",
     ),
     "class weights that do not count": Fault(
-        text="""
-from manyhosts.training import weighing
+        text=f"""
+from manyhosts.training import counting, weighing
 
+counting.Counting.look_at_model = {_NOTHING}
 weighing.class_mean = lambda _: None
 fit(loss=nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 5.0, 10.0])))
 """,
@@ -146,8 +147,9 @@ fit(loss=nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 5.0, 10.0])))
     ),
     "a loss that is a sum": Fault(
         text=f"""
-from manyhosts.training import weighing
+from manyhosts.training import counting, weighing
 
+counting.Counting.look_at_model = {_NOTHING}
 weighing.refuse_sum = {_NOTHING}
 fit(loss=nn.CrossEntropyLoss(reduction="sum"), optimizer=lambda p: torch.optim.SGD(p, lr=1e-3))
 """,

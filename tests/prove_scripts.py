@@ -241,7 +241,7 @@ class Mixing(nn.Module):
         return self.inner(x - x.mean(0))
 
 
-fit(model=Mixing)
+fit(model=Mixing, weight="samples")  # or the trainer would refuse it
 """,
         "workers",
         "samples mixed in the model",

@@ -104,7 +104,7 @@ class Counting:
     def look_at_model(self, pieces: Sequence[LoadedPiece], look: first_look.Look) -> None:
         """See that a loss of PyTorch's is the mean of its parts: that no layer of the script's mixes samples."""
         parts = self.parts
-        seen = first_look.find_mean(look, pieces, parts.world, parts.weighing.classes)
+        seen = first_look.find_mean(look, pieces, parts.world, parts.weighing.classes, trouble_only=True)
         self.heed_kept(seen)
         if seen.could_look and not seen.holds and not seen.writes:
             raise first_look.mixing(first_look.no_mean(seen))

@@ -67,9 +67,16 @@ class Seen:
     """Whether a forward pass changes buffers, of which more is found out in the first steps."""
 
 
-def find_mean(look: Look, own: Sequence[LoadedPiece], world: World, rule: Rule | None) -> Seen:
-    """What the workers have seen together; `rule` is the user's, where there is one. All of them call this."""
+def find_mean(
+    look: Look, own: Sequence[LoadedPiece], world: World, rule: Rule | None, *, trouble_only: bool = False
+) -> Seen:
+    """What the workers have seen together; `rule` is the user's, where there is one. All of them call this.
+
+    `trouble_only`: they tell each other what they have seen where one of them has seen something wrong.
+    """
     mine = [look.at(piece, rule) for piece in own if piece.plan.weight][:MOST_PIECES]
+    if trouble_only and not world.any(any(each.keeps or (each.could_look and not each.holds) for each in mine)):
+        return Seen()
     words = gather_words(world, json.dumps([asdict(each) for each in mine if each.could_look or each.keeps]))
     told = [Seen(**each) for word in words for each in json.loads(word)]
     seen = [each for each in told if each.could_look]

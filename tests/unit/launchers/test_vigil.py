@@ -14,7 +14,7 @@ from manyhosts.launchers.head import vigil as vigil_module
 from manyhosts.launchers.head.agents import Agents, Node
 from manyhosts.launchers.head.course import Course
 from manyhosts.launchers.head.crew import Crew
-from manyhosts.launchers.head.silences import GIVEN_UP_S, LEAST_GIVEN_UP_S
+from manyhosts.launchers.head.silences import GIVEN_UP_S, LEAST_GIVEN_UP_S, MOST_GIVEN_UP_S
 from manyhosts.launchers.head.verdict import Verdict
 from manyhosts.launchers.head.vigil import PATIENCE_S, Vigil
 from manyhosts.launchers.job import Job
@@ -216,6 +216,17 @@ def test_silent_host_is_named_with_the_seconds(
     name, seconds = here.silent[0]
     assert (name, seconds) == ("n1", pytest.approx(limit_s, abs=0.5))
     assert here.told == ["manyhosts: host n1 has not been heard from for 2.5 s"]
+
+
+def test_silent_host_whose_workers_go_on_is_given_more_time(scene: Callable[..., Scene]) -> None:
+    """Else the others would wait for them: it is the agent that waits, for its disk, say."""
+    here = scene(None)
+    for step in range(int(MOST_GIVEN_UP_S)):
+        here.report(0, "step", step=step)
+        here.pass_by(1, alive=(0,))
+        assert here.silent == []
+    here.pass_by(2, alive=(0,))
+    assert here.silent[0] == ("n1", pytest.approx(MOST_GIVEN_UP_S, abs=0.5))
 
 
 def test_host_that_is_back_after_a_while_is_named_and_forgiven(scene: Callable[..., Scene]) -> None:

@@ -20,6 +20,9 @@ LEAST_GIVEN_UP_S = 3.0
 _TIMES = 4.0
 """So many times longer than what is worth a word may a silence last."""
 MOST_GIVEN_UP_S = 30.0
+"""After so long a host is given up whatever else is known."""
+_STILL_S = 3.0
+"""What workers report so long after a host was heard last, they have done while it was silent."""
 
 
 @dataclass(slots=True)
@@ -41,8 +44,12 @@ class Silences:
         self._tell, self._on_silence = tell, on_silence
         self._ears: dict[int, _Ear] = {}
 
-    def look(self, node: Node, now: float, impatience_s: float | None) -> None:
-        """See how long `node` has been silent. `impatience_s`: a run that gets no further for so long is to end."""
+    def look(self, node: Node, now: float, impatience_s: float | None, progress: float) -> None:
+        """See how long `node` has been silent. `impatience_s`: a run that gets no further for so long is to end.
+
+        `progress` is when a worker reported a step last. Workers wait for one another: where the others go on, those of
+        the silent host do, too, and its agent waits for a slow disk, say.
+        """
         ear = self._ears.setdefault(node.number, _Ear())
         if node.channel is None or node.channel is not ear.channel:
             ear.channel, ear.heard, ear.is_named = node.channel, node.heard, False
@@ -51,7 +58,8 @@ class Silences:
         if node.heard > ear.heard:
             self._note_sign(node, ear, now)
         silence_s = now - node.heard
-        if silence_s > self._limit_s(ear, impatience_s):
+        limit_s = MOST_GIVEN_UP_S if progress > node.heard + _STILL_S else self._limit_s(ear)
+        if silence_s > (min(limit_s, max(LEAST_GIVEN_UP_S, impatience_s)) if impatience_s else limit_s):
             self._on_silence(node, silence_s)
         elif silence_s > ear.rhythm.overdue_s and not ear.is_named:
             ear.is_named = True
@@ -71,6 +79,5 @@ class Silences:
             ear.is_named = False
             self._tell(f"manyhosts: host {node.name} is back after {silence_s:.1f} s")
 
-    def _limit_s(self, ear: _Ear, impatience_s: float | None) -> float:
-        limit_s = min(MOST_GIVEN_UP_S, max(GIVEN_UP_S, _TIMES * ear.rhythm.overdue_s))
-        return min(limit_s, max(LEAST_GIVEN_UP_S, impatience_s)) if impatience_s else limit_s
+    def _limit_s(self, ear: _Ear) -> float:
+        return min(MOST_GIVEN_UP_S, max(GIVEN_UP_S, _TIMES * ear.rhythm.overdue_s))

@@ -93,6 +93,8 @@ class Vigil:
         self._waits: dict[int, _Wait] = {}
         self._round: _Round | None = None
         self._rounds = 0
+        self._progress = 0.0
+        """When a worker reported a step last."""
         self._looked = time.monotonic()
         self._next_round = 0.0
         course.loop.after(_LOOK_S, self._look)
@@ -109,6 +111,7 @@ class Vigil:
         pace = self._paces.setdefault(member, _Pace())
         if kind == "step":
             pace.step, pace.at = int(fields.get("step", 0)), time.monotonic()
+            self._progress = pace.at
         elif kind == "busy" and pace.at:
             pace.at = time.monotonic()
         elif kind == "rest":
@@ -169,7 +172,7 @@ class Vigil:
         if slept > _NAP_S:
             self._forgive(slept)
         for node in self._agents.nodes:
-            self._silences.look(node, now, self._asked_for)
+            self._silences.look(node, now, self._asked_for, self._progress)
         self._look_at_workers(now)
         self._course.loop.after(_LOOK_S, self._look)
 

@@ -151,6 +151,29 @@ def test_shell_that_greets_everybody_keeps_no_file_from_its_way(four: Lab, tmp_p
     assert (tmp_path / "kept" / "result.txt").read_text() == "42"
 
 
+@pytest.mark.parametrize("way", [pytest.param("rsync", marks=needs("rsync")), "tar"])
+def test_hosts_are_reached_by_user_and_port_over_ipv6_whatever_tmpdir_is_called(
+    four: Lab, tmp_path: Path, way: str
+) -> None:
+    source = """
+        import os, torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        print(os.environ["MASTER_ADDR"], int(total), open("part.txt").read())
+    """
+    (tmp_path / "part.txt").write_text("brought")
+    (tmp_path / "my files").mkdir()
+    variables = {"TMPDIR": str(tmp_path / "my files")}
+    variables |= {"PATH": without("rsync", tmp_path.parent / "bin")} if way == "tar" else {}
+    hosts = "[fd77::1]:22,root@[fd77::2]"
+    ended = run(four, tmp_path, source, "--hosts", hosts, "--run-dir", "run", variables=variables)
+    assert ended.code == 0, ended.err
+    lines = sorted(line for line in ended.out.splitlines() if line.startswith("["))
+    assert [line.split()[-3:] for line in lines] == [["fd77::1", "2", "brought"]] * 2
+    assert "[fd77::1]:22 (fd77::1), root@[fd77::2] (fd77::2) talk over eth0" in ended.err
+
+
 def test_token_is_in_no_command_line_no_log_and_no_record(four: Lab, tmp_path: Path) -> None:
     source = """
         import os, pathlib

@@ -84,7 +84,8 @@ class Meeting:
         """On the first host: keep the store, on that address alone. Returns its port."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch names it public all the same
 
-        listening = socket.create_server((address, 0), backlog=256)
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listening = socket.create_server((address, 0), family=family, backlog=256)
         port = listening.getsockname()[1]
         self._master = TCPStore(
             address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()

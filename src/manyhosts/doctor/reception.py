@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from manyhosts.cluster.findings import Finding
 from manyhosts.doctor import wires
 from manyhosts.errors import LaunchError, ManyhostsError
+from manyhosts.launchers import addresses
 from manyhosts.launchers.ssh import outpost as ssh_outpost
 from manyhosts.records.json_text import parsed
 
@@ -140,7 +141,7 @@ class Reception:
         self._token = token
         self._over = threading.Event()
         self._came: list[Connected] = []
-        self._listening = socket.create_server((address, port), backlog=64)
+        self._listening = addresses.listen(address, port, backlog=64)
         self._doorman = wires.Doorman(self._listening, self._admit)
         threading.Thread(target=self._pulse, daemon=True).start()
 

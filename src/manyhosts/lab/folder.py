@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from manyhosts.errors import ConfigError
+from manyhosts.lab.network import sixth
 
 PLACE = Path("/run/manyhosts-lab")
 """Every lab has a folder in here; its owner holds a lock in it for as long as it lives."""
@@ -80,7 +81,7 @@ class Folder:
                 continue
             key = self.path / f"{name}.host_key"
             _make_key(key)
-            known.append(f"{name},{address} {key.with_suffix('.host_key.pub').read_text()}")
+            known.append(f"{name},{address},{sixth(address)} {key.with_suffix('.host_key.pub').read_text()}")
             config = _SSHD_CONFIG.format(folder=self.path, name=name)
             config += "".join(f'SetEnv {name}="{value}"\n' for name, value in python_path().items())
             (self.path / f"{name}.sshd_config").write_text(config)
@@ -88,7 +89,9 @@ class Folder:
         lines = ["127.0.0.1 localhost", "::1 localhost", *(f"{address} {name}" for name, address in addresses.items())]
         (self.path / "hosts").write_text("\n".join(lines) + "\n")
         (self.path / "resolv.conf").write_text("# A lab knows its own hosts and nobody else.\n")
-        names = " ".join([*(name for name in addresses if name != desk), *addresses.values()])
+        names = " ".join(
+            [*(name for name in addresses if name != desk), *addresses.values(), *map(sixth, addresses.values())]
+        )
         (self.path / "ssh_config").write_text(_SSH_CONFIG.format(names=names, folder=self.path))
 
     def remove(self) -> None:

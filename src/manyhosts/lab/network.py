@@ -35,7 +35,14 @@ class Switch:
             ]
         )
         inside(
-            process, ["ip", "-batch", "-"], ["link set lo up", f"addr add {address}/24 dev eth0", "link set eth0 up"]
+            process,
+            ["ip", "-batch", "-"],
+            [
+                "link set lo up",
+                f"addr add {address}/24 dev eth0",
+                "link set eth0 up",
+                f"addr add {sixth(address)}/64 dev eth0 nodad",
+            ],
         )
         self.shape(port, process, rate)
 
@@ -63,6 +70,11 @@ class Switch:
 
     def _ip(self, lines: Sequence[str]) -> None:
         inside(self._process.pid, ["ip", "-batch", "-"], lines)
+
+
+def sixth(address: str) -> str:
+    """The IPv6 address of the host that has the IPv4 one `address`."""
+    return f"fd77::{address.rpartition('.')[2]}"
 
 
 def inside(process: int, command: Sequence[str], lines: Sequence[str]) -> None:

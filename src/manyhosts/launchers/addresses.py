@@ -26,6 +26,16 @@ def way_to(address: str) -> str:
         return str(asking.getsockname()[0])
 
 
+def listen(address: str, port: int, *, backlog: int) -> socket.socket:
+    """A socket that listens at `address`, which may be one of IPv6. Port 0 is any free one.
+
+    Raises:
+        OSError: it is none of this machine, or the port is taken.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family, backlog=backlog)
+
+
 def towards(hosts: Sequence[str]) -> str:
     """Where a head on this machine listens, so that `hosts` reach it: the address that most are talked to from.
 
@@ -68,7 +78,7 @@ def address_on(interface: str) -> str:
 
 def _resolved(host: str) -> str:
     try:
-        found = socket.getaddrinfo(host.rpartition("@")[2], None, type=socket.SOCK_STREAM)
+        found = socket.getaddrinfo(host.rpartition("@")[2].strip("[]"), None, type=socket.SOCK_STREAM)
     except OSError as cause:
         raise LaunchError(
             f"the name of host {host} does not resolve",

@@ -37,6 +37,12 @@ class Mpi:
         """
         choices.check("mpi", job, OPTIONS)
         hosts = job.hosts or ("localhost",)
+        if unfit := [host for host in hosts if ":" in host or "@" in host]:
+            raise ConfigError(
+                f"mpirun takes names and IPv4 addresses alone, and a host is {unfit[0]!r}",
+                where="--hosts",
+                fix="give it a name in /etc/hosts, and its User and Port in ~/.ssh/config",
+            )
         if len(hosts) != job.nodes or len(set(hosts)) != len(hosts):
             raise ConfigError(
                 f"{job.nodes} nodes on the hosts {', '.join(hosts)}",

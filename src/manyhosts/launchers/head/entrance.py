@@ -5,12 +5,11 @@ Nothing that a stranger sends ends more than its own connection, and no number o
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from manyhosts.launchers import messages, tls
+from manyhosts.launchers import addresses, messages, tls
 from manyhosts.launchers.loop import Channel, Loop, Message, notice_loss
 from manyhosts.launchers.proof import Answerer
 
@@ -43,7 +42,7 @@ class Entrance:
         """`admit` is given the connection of one that knows `token`, its `hello` and which version it speaks."""
         self._loop, self._token, self._admit = loop, token, admit
         self._identity = tls.Identity()
-        self._listening = socket.create_server(address, backlog=128)
+        self._listening = addresses.listen(*address, backlog=128)
         self._listening.setblocking(False)
         self._strangers: dict[Channel, _Stranger] = {}
         """The oldest is the first."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from manyhosts.launchers import addresses
 from manyhosts.launchers.host import condition
 from manyhosts.launchers.host.line import Line
 from manyhosts.launchers.loop import Loop
@@ -29,7 +29,7 @@ class Door:
         """Say how this host is for workers with `environment`, and at which port others may knock, if it opens one."""
         port = 0
         if opens:
-            listening = socket.create_server((self._address, 0), backlog=256)
+            listening = addresses.listen(self._address, 0, backlog=256)
             port = listening.getsockname()[1]
             self._loop.after(_OPEN_S, listening.close)
         self._head.send("condition", told=condition.gather(run_dir, environment), port=port)

@@ -62,7 +62,7 @@ from typing import Any
 
 from manyhosts import __version__
 from manyhosts.cluster import reports
-from manyhosts.launchers import titles, variables
+from manyhosts.launchers import addresses, titles, variables
 from manyhosts.launchers.host import gpus
 from manyhosts.launchers.host.door import Door
 from manyhosts.launchers.host.inspection import Look, Seen
@@ -317,7 +317,7 @@ class Supervisor:
         return self._nursery
 
     def _open_store(self, generation: int, address: str) -> None:
-        listening = socket.create_server((address, 0), backlog=4096)  # a free port that nobody else can take meanwhile
+        listening = addresses.listen(address, 0, backlog=4096)  # a free port that nobody else can take meanwhile
         self._close_store()
         self._stores += 1
         self._open_nursery().ask("store", [listening.fileno()], name=f"store {self._stores}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-import socket
 import subprocess
 import threading
 from collections import Counter
@@ -15,7 +14,7 @@ from typing import IO, Any, TypeVar
 
 from manyhosts import __version__
 from manyhosts.errors import LaunchError, ManyhostsError
-from manyhosts.launchers import interfaces
+from manyhosts.launchers import addresses, interfaces
 from manyhosts.launchers.display import Display
 from manyhosts.launchers.head.placement import AgentProcess
 from manyhosts.launchers.interfaces import Interface
@@ -143,7 +142,7 @@ class Cluster:
 
     def _knock(self, host: Host, others: Sequence[Host]) -> list[str]:
         """For each of `others` why `host` cannot reach it, or nothing. Whether it reaches this machine is noted."""
-        with socket.create_server((self.head_address, 0), backlog=256) as waiting:
+        with addresses.listen(self.head_address, 0, backlog=256) as waiting:
             places = [(other.address, self._ports[other.node]) for other in others]
             places.append((self.head_address, waiting.getsockname()[1]))
             answers: list[str] = host.connection.ask("knock", places=places)

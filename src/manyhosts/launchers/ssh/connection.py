@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhosts.errors import LaunchError
+from manyhosts.launchers.ssh import hostfile
 from manyhosts.launchers.ssh import outpost as ssh_outpost
 
 CONNECT_S = 5
@@ -84,6 +85,8 @@ class Connection:
         `program` takes the outpost's place there, and speaks as it does.
         """
         self.host, self._folder, self._pythons, self._program = host, folder, pythons, program
+        self._destination, port = hostfile.destination(host)
+        self._port = ["-p", port] if port else []
         self._path = folder / f"{abs(hash(host)):x}"
         self.chats = False
         """Whether a login there prints words of its own, which rsync cannot read past."""
@@ -120,12 +123,28 @@ class Connection:
 
     def command(self, words: str, *options: str) -> list[str]:
         """What runs `words` on the host, for its shell, over the connection that is open."""
-        return ["ssh", *_OPTIONS, "-o", f"ControlPath={self._path}", *options, "-T", self.host, words]
+        return [
+            "ssh",
+            *_OPTIONS,
+            "-o",
+            f"ControlPath={self._path}",
+            *options,
+            *self._port,
+            "-T",
+            self._destination,
+            words,
+        ]
 
     @property
     def shell(self) -> str:
         """What rsync is to call in place of ssh."""
-        return shlex.join(["ssh", *_OPTIONS, "-o", f"ControlPath={self._path}"])
+        return shlex.join(["ssh", *_OPTIONS, "-o", f"ControlPath={self._path}", *self._port])
+
+    @property
+    def rsync_host(self) -> str:
+        """The host as rsync writes it before a path."""
+        user, at, name = self._destination.rpartition("@")
+        return f"{user}{at}[{name}]" if ":" in name else self._destination
 
     def facts(self) -> dict[str, Any]:
         """What the outpost has found.
@@ -136,7 +155,7 @@ class Connection:
         """
         found = self._next(CONNECT_S + _ANSWER_S)
         if not found.get("address"):
-            found["address"] = ssh_outpost.way_to(self.host)
+            found["address"] = ssh_outpost.way_to(self._destination.rpartition("@")[2])
         return found
 
     def ask(self, question: str, *, timeout_s: float = _ANSWER_S, **details: Any) -> Any:
@@ -161,8 +180,9 @@ class Connection:
         Raises:
             LaunchError: the host does not allow that.
         """
-        words = ["ssh", "-o", f"ControlPath={self._path}", "-O", "forward", "-R", f"127.0.0.1:0:{address}:{port}"]
-        done = subprocess.run([*words, self.host], capture_output=True, text=True)
+        place = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+        words = ["ssh", "-o", f"ControlPath={self._path}", "-O", "forward", "-R", f"127.0.0.1:0:{place}"]
+        done = subprocess.run([*words, *self._port, self._destination], capture_output=True, text=True)
         if done.returncode != 0 or not done.stdout.strip().isdigit():
             raise LaunchError(
                 f"host {self.host} can open no connection to this machine, and allows no tunnel",

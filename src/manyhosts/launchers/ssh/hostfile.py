@@ -1,11 +1,20 @@
-"""Names of hosts, as people write them: `a,b,c`, or a file with a host on each line and `slots=` for its workers."""
+"""Names of hosts, as people write them: `a,b,c`, or a file with a host on each line and `slots=` for its workers.
+
+A host is `name`, `user@name`, `user@name:port`, an address, or `[address]:port` for one of IPv6.
+"""
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from pathlib import Path
 
 from manyhosts.errors import ConfigError
+
+_WRITE = "write names, addresses, user@name or user@name:port; an address of IPv6 with a port as [fd00::1]:22"
+_HOST = re.compile(
+    r"(\[(?P<inside>[\w:.%]+)\]|(?P<name>[^:\[\]\s]+))(:(?P<port>\d+))?|(?P<bare>[\w.%]*:[\w.%]*:[\w:.%]*)", re.ASCII
+)
 
 
 def in_words(text: str) -> tuple[str, ...]:
@@ -25,7 +34,7 @@ def in_words(text: str) -> tuple[str, ...]:
 def in_file(path: Path) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """The hosts of a file, and how many workers each is to have; nothing where the file does not say so.
 
-    Lines as `name`, `name slots=4` or `name:4`; what follows a # is not read.
+    Lines as `name`, `name slots=4`, `name:4` or `name port=2222 slots=4`; what follows a # is not read.
 
     Raises:
         ConfigError: there is no such file, a line cannot be read, or some hosts have slots and others not.
@@ -41,9 +50,14 @@ def in_file(path: Path) -> tuple[tuple[str, ...], tuple[int, ...]]:
         words = line.partition("#")[0].split()
         if not words:
             continue
-        name, _, count = words[0].partition(":")
+        name, count, port = words[0], "", ""
+        if found := re.fullmatch(r"([^:]+|.*\]):([^:\]]*)", name):  # not an address of IPv6 without brackets
+            name, count = found.groups()
         for word in words[1:]:
             count = word.removeprefix("slots=") if word.startswith("slots=") else count
+            port = word.removeprefix("port=") if word.startswith("port=") else port
+        if port:
+            name = f"[{name}]:{port}" if ":" in name and "[" not in name else f"{name}:{port}"
         if count and not re.fullmatch(r"[1-9]\d*", count):
             raise ConfigError(
                 f"cannot read {line.strip()!r}", where=f"{path}, line {number}", fix="write it as: name slots=4"
@@ -63,6 +77,35 @@ def in_file(path: Path) -> tuple[tuple[str, ...], tuple[int, ...]]:
     return tuple(slots), counts
 
 
+def destination(host: str) -> tuple[str, str]:
+    """Where ssh is to go, as `user@name`, and at which port, where `host` says one: `user@name:22`, `[fd00::1]:22`.
+
+    Raises:
+        ConfigError: it is written otherwise.
+    """
+    user, at, rest = host.rpartition("@")
+    found = _HOST.fullmatch(rest)
+    address = found["inside"] or found["bare"] if found is not None else ""
+    if found is None or (address and not _is_address(address)):
+        raise ConfigError(f"{host!r} is no name of a host", where="--hosts", fix=_WRITE)
+    port = found["port"] or ""
+    if port and not 0 < int(port) < 1 << 16:
+        raise ConfigError(f"{host!r} names a port that there is not", where="--hosts", fix=_WRITE)
+    return f"{user}{at}{address or found['name']}", port
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.IPv6Address(text)
+    except ValueError:
+        return False
+    return True
+
+
 def _see(host: str, where: str) -> None:
     if host.startswith("-") or not host.isprintable():  # ssh would take it for an option
-        raise ConfigError(f"{host!r} is no name of a host", where=where, fix="write names, addresses or user@name")
+        raise ConfigError(f"{host!r} is no name of a host", where=where, fix=_WRITE)
+    try:
+        destination(host)
+    except ConfigError as error:
+        raise ConfigError(error.what, where=where, fix=error.fix) from None

@@ -214,7 +214,8 @@ def _answer(question: dict[str, Any], listening: list[socket.socket]) -> Any:
         return _OF_FOLDERS[question.pop("ask")](**question)
     match question["ask"]:
         case "listen":
-            listening.append(socket.create_server((question["address"], 0), backlog=256))
+            family = socket.AF_INET6 if ":" in question["address"] else socket.AF_INET
+            listening.append(socket.create_server((question["address"], 0), family=family, backlog=256))
             return listening[-1].getsockname()[1]
         case "knock":
             return knock_at_all(question["places"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 import threading
@@ -77,6 +78,12 @@ def pythons(job: Job) -> list[str]:
     return [job.options["python"]] if "python" in job.options else [sys.executable, "python3"]
 
 
+def _place_of_sockets() -> str | None:
+    """Where ssh's sockets go: not where TMPDIR has what ssh reads otherwise in a path, or leaves no room for a name."""
+    place = tempfile.gettempdir()
+    return None if re.fullmatch(r"[\w./+-]{1,60}", place) else "/tmp"  # noqa: S108  # the folder has a name of its own
+
+
 @contextmanager
 def connected(names: Sequence[str], pythons: Sequence[str], program: bytes = b"") -> Iterator[list[Connection]]:
     """Connections to all hosts, which are told every now and then that this side is there.
@@ -84,7 +91,7 @@ def connected(names: Sequence[str], pythons: Sequence[str], program: bytes = b""
     `program` is what answers there, in place of an outpost.
     """
     over = threading.Event()
-    with tempfile.TemporaryDirectory(prefix="manyhosts-ssh-") as folder:
+    with tempfile.TemporaryDirectory(prefix="manyhosts-ssh-", dir=_place_of_sockets()) as folder:
         hosts = [Connection(name, Path(folder), pythons, program) for name in names]
 
         def pulse() -> None:

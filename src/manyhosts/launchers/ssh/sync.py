@@ -91,7 +91,7 @@ def fetch(connection: Connection, folder: Path, *, only: str = ".", with_rsync: 
     if with_rsync and not connection.chats:
         excluded = [f"--exclude=/{run_lock.NAME}", f"--exclude=/{disks.MARKS}"]
         words = ["rsync", "--archive", *excluded, "--rsh", connection.shell]
-        done = _run([*words, f"{connection.host}:{source}/", f"{source}/"], b"")
+        done = _run([*words, f"{connection.rsync_host}:{source}/", f"{source}/"], b"")
         if done.returncode != _WENT_AWAY[1]:
             _see(connection, done.returncode, done.stderr.decode(errors="replace").splitlines())
         return
@@ -121,7 +121,7 @@ def _bring_with_rsync(connection: Connection, files: Files, tell: Tell | None) -
     words += ["--info=progress2"] if tell is not None and _rsync_tells() else []
     while True:
         content = "\0".join(paths).encode(errors="surrogateescape")
-        done = _run([*words, f"{folder}/", f"{connection.host}:{folder}/"], content, tell, files.size)
+        done = _run([*words, f"{folder}/", f"{connection.rsync_host}:{folder}/"], content, tell, files.size)
         still_here = [path for path in paths if (folder / path).is_symlink() or (folder / path).exists()]
         if done.returncode not in _WENT_AWAY or len(still_here) == len(paths):
             break

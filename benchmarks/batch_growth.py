@@ -90,17 +90,27 @@ def spread(values: Sequence[float]) -> str:
     return f"{statistics.mean(values):.2f} ({min(values):.2f} to {max(values):.2f}, {len(values)})"
 
 
+LINES = {
+    "grown": ("tab:red", "o", "batch grows, learning rate stays"),
+    "sqrt": ("tab:orange", "s", "batch grows, learning rate by its square root"),
+    "linear": ("tab:blue", "^", "batch grows, learning rate in proportion"),
+    "fixed": ("tab:green", "D", "batch stays (what batch_size does)"),
+}
+"""Rule → colour, marker and words of its line."""
+TITLES = {"images": "images: ConvNet on Fashion-MNIST", "letters": "letters: small transformer"}
+
+
 def plot(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
     """A line for each rule, with bars from the lowest to the highest seed."""
     import matplotlib
 
     matplotlib.use("agg")
-    matplotlib.rcParams["font.size"] = 9
+    matplotlib.rcParams["font.size"] = 11
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.4))
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 5), layout="constrained")
     for axis, task in zip(axes, ("images", "letters"), strict=True):
-        for label, color in zip(RULES, ("tab:red", "tab:orange", "tab:blue", "tab:green"), strict=True):
+        for label, (color, marker, words) in LINES.items():
             known = [(workers, values) for workers in WORKERS if (values := found(lines, task, label, workers))]
             means = [statistics.mean(values) for _, values in known]
             bars = [
@@ -108,15 +118,15 @@ def plot(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
                 [max(values) - mean for mean, (_, values) in zip(means, known, strict=True)],
             ]
             at = [workers for workers, _ in known]
-            axis.errorbar(at, means, yerr=bars, marker="o", markersize=4, capsize=3, color=color, label=label)
+            axis.errorbar(at, means, yerr=bars, marker=marker, markersize=6, capsize=3, color=color, label=words)
         axis.set_xscale("log", base=2)
         axis.set_xticks(WORKERS, [str(workers) for workers in WORKERS])
         axis.set_xlabel("workers")
-        axis.set_title(f"{task}: test accuracy, %")
+        axis.set_ylabel("test accuracy (%)")
+        axis.set_title(TITLES[task])
         axis.grid(alpha=0.3)
-    axes[0].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=90)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
+    figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
 

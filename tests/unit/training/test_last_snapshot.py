@@ -1,0 +1,112 @@
+"""When a worker that is left may save alone: not where it lacks something, or something is yet to be done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import manyhosts as mh
+from manyhosts.training.last_snapshot import LastSnapshot
+from manyhosts.training.loop import Loop
+from manyhosts.training.wishes import Wishes
+
+
+class Member:
+    """A worker whom the launcher has refused to go on."""
+
+    headless = False
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def saving(self) -> None:
+        self.said.append("saving")
+
+
+def stands(run_dir: Path) -> tuple[LastSnapshot, Member]:
+    """A run that has done three steps and saved none of them but the first."""
+    trainer = mh.Trainer(
+        model=nn.Linear(4, 1),
+        loss=nn.MSELoss(),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        data=mh.Data(train=TensorDataset(torch.randn(20, 4), torch.randn(20, 1)), batch_size=4),
+        run_dir=run_dir,
+    )
+    trainer.fit("1 steps")
+    run = trainer._run
+    keeping, journal = run.keeping, run.journal
+    loop = Loop(
+        run.parts,
+        settings=run.settings,
+        state=run.state,
+        validation=None,
+        keeping=keeping,
+        wishes=Wishes(),
+        tell=journal.tell,
+        flush=journal.flush,
+        note_samples=None,
+        keep_buffers=True,
+    )
+    steps = run.parts.source.steps(run.state.position, run.state.stream)
+    for _ in range(2):
+        loop.take(steps)
+        loop.duties_done = len(loop.duties)
+    member = Member()
+    run.world.membership = member
+    journal.led = True
+    return LastSnapshot(keeping, journal, loop), member
+
+
+def saved(last: LastSnapshot) -> list[str]:
+    return sorted(path.name for path in last.keeping.store.folder.iterdir())
+
+
+def test_worker_saves_the_step_that_it_stands_at_once(tmp_path: Path) -> None:
+    last, member = stands(tmp_path)
+    last.make()
+    last.make()
+    assert (saved(last), member.said) == (["step-00000001", "step-00000003"], ["saving", "saving"])
+    assert not list(tmp_path.glob("*.lock"))
+
+
+def put(path: str, value: Any) -> Callable[[LastSnapshot], None]:
+    def change(last: LastSnapshot) -> None:
+        holder: Any = last
+        *names, name = path.split(".")
+        for each in names:
+            holder = getattr(holder, each)
+        setattr(holder, name, value)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (put("loop.state.step", 0), "stands at no step"),
+        (put("loop.torn", True), "stands at no step"),
+        (put("loop.duties_done", 2), "what is due after the last step is not done"),
+        (put("keeping.best_saved_at", 3), "the best model was being written"),
+        (put("keeping.parts.auditor", object()), "whether it computed rightly"),
+        (put("loop.trusted", 2), "whether it computed rightly"),
+        (put("keeping.parts.strategy", SimpleNamespace(state_dict=lambda: {"kept": 1})), "something of its own"),
+        (put("loop.state.stream", {"read": [3]}), "how far the stream is read"),
+        (put("keeping.store.apart", True), "each host has its own disk"),
+    ],
+    ids=["no step", "update", "validation", "best", "audit", "doubt", "compression", "stream", "disks"],
+)
+def test_nothing_is_saved_where_one_worker_does_not_hold_all_that_a_run_needs(
+    change: Callable[[LastSnapshot], None], why: str, tmp_path: Path
+) -> None:
+    last, member = stands(tmp_path)
+    change(last)
+    assert why in last.why_not()
+    last.make()
+    assert (saved(last), member.said) == (["step-00000001"], [])

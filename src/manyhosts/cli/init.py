@@ -40,7 +40,7 @@ trainer = mh.Trainer(
     metrics={"accuracy": MulticlassAccuracy(num_classes=10)},
 )
 trainer.fit("10 epochs")
-print(trainer.test())
+mh.print(trainer.test())  # once, on any number of workers
 '''
 
 

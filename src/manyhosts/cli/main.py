@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import cast
@@ -42,8 +43,11 @@ class _Verbs(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in VERBS:
+            from manyhosts.errors import ConfigError
             from manyhosts.table import nearest
 
+            if args[0].endswith(".py"):
+                raise ConfigError(f"{args[0]} is a script, and no verb", fix=f"write manyhosts run {shlex.join(args)}")
             raise click.UsageError(f"there is no verb {args[0]!r}. {nearest(args[0], VERBS)}known: {', '.join(VERBS)}")
         return super().resolve_command(ctx, args)
 
@@ -72,6 +76,8 @@ def cli(context: click.Context) -> None:
 def main(words: Sequence[str] | None = None) -> int:
     """Run one verb. Returns the exit code; errors have been printed."""
     words = list(sys.argv[1:] if words is None else words)
+    if words[:1] == ["help"]:
+        words = [*words[1:], "--help"]
     try:
         result = cli.main(words, prog_name="manyhosts", standalone_mode=False, obj=words)
     except BaseException as error:

@@ -57,8 +57,17 @@ def test_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert __version__ in capsys.readouterr().out
 
 
+def test_help_is_a_word_for_it_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help"]) == main(["--help"]) == 0
+    first, _, second = capsys.readouterr().out.partition("Usage: ")[2].partition("Usage: ")
+    assert first == second != ""
+    assert main(["help", "run"]) == 0
+    assert "SCRIPT" in capsys.readouterr().out
+
+
 WRONG = [
     (["rnu"], "there is no verb 'rnu'. did you mean 'run'?"),
+    (["train.py", "--workers", "2"], "write manyhosts run train.py --workers 2"),
     (["run"], "Missing argument 'SCRIPT'"),
     (["run", "--bogus", "x.py"], "No such option '--bogus'"),
     (["run", "--workers", "many", "x.py"], "'many' is not a valid integer"),

@@ -43,7 +43,15 @@ from manyhosts.training.evaluate import Evaluation
 from manyhosts.training.precision import Precision
 from manyhosts.training.same_given import compare_descriptions, described, settings_compared
 from manyhosts.training.source import Source, make_source
-from manyhosts.training.suitable import check_optimizer, check_tensors, is_lazy, make_whole
+from manyhosts.training.suitable import (
+    check_kept,
+    check_optimizer,
+    check_tensors,
+    hooked,
+    is_lazy,
+    make_schedule,
+    make_whole,
+)
 from manyhosts.training.trained import check_optimized, model_of, trained, twice
 from manyhosts.training.weighing import Weighing, Weight
 
@@ -243,8 +251,10 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
     compare_descriptions(world, _given(made, data, settings))  # before the first exchange, which would not end
     if watching.watcher is not None:
         watching.watcher.made(made)
+    check_kept(made)
     if world.is_shared or settings.virtual_workers is not None:
         check_tensors(made)
+        world.notes += hooked(made)
     placed = strategy.place(made)
     norm = batch_for_norm(placed, strategy, settings, world)
     global_batch = norm if isinstance(norm, GlobalBatch) else None
@@ -267,7 +277,7 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
     batch = batch_of(settings, world)
     source = cut_source(batch)
     options = options_of(made_optimizer)
-    made_schedule = None if schedule is None else schedule(made_optimizer)
+    made_schedule = None if schedule is None else make_schedule(schedule, made_optimizer)
     if isinstance(made_schedule, ReduceLROnPlateau) and data.validation is None:
         raise ConfigError(
             "the schedule is a ReduceLROnPlateau, which moves after validations, and there is no validation set",

@@ -51,11 +51,13 @@ class FirstSteps:
         self._steps = 0
         self._gradient = 0.0
         self._before: dict[str, str] = {}
+        self._attributes: dict[str, object] = {}
 
     def before_update(self) -> None:
         """The gradients of a step are there."""
         if not self._before:
             self._before = self._weights()
+            self._attributes = self._kept_beside()
         gradients = [each.grad for each in self.parts.trained.parameters() if each.grad is not None]
         gradients = [each.coalesce().values() if each.is_sparse else each for each in gradients]
         if gradients:
@@ -82,7 +84,28 @@ class FirstSteps:
                 "small for the dtype of the weights"
             )
         self._before = {}
+        now = self._kept_beside()
+        if changed := [name for name, each in now.items() if self._attributes.get(name) != each]:
+            self.parts.world.notes.append(
+                f"the optimizer keeps {', '.join(changed)} as attributes, which no snapshot has: a resumed run begins "
+                "with others; keep them in optimizer.state or param_groups, or give it a state_dict() of its own"
+            )
 
     def _weights(self) -> dict[str, str]:
         trained = {name: each for name, each in self.parts.trained.named_parameters() if each.requires_grad}
         return tensor_checksums({name: each.data for name, each in trained.items()})
+
+    def _kept_beside(self) -> dict[str, object]:
+        """What an optimizer of the script's own holds beside its `state_dict`: numbers, and how tensors stand."""
+        optimizer = self.parts.optimizer
+        if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
+            return {}
+        return {
+            name: [(id(tensor), tensor._version) for tensor in each] if isinstance(each, list) else each
+            for name, each in vars(optimizer).items()
+            if not name.startswith("_")
+            and (
+                isinstance(each, bool | int | float)
+                or (isinstance(each, list) and each and all(isinstance(item, torch.Tensor) for item in each))
+            )
+        }

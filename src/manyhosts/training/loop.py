@@ -16,6 +16,7 @@ from manyhosts.communication.shared_norm import acting
 from manyhosts.config.settings import Settings
 from manyhosts.data import randomness
 from manyhosts.data.steps import DuePiece, LoadedPiece, Step, mapped
+from manyhosts.errors import ConfigError
 from manyhosts.events import ValidationDone
 from manyhosts.strategies.alone import Drifting, together
 from manyhosts.strategies.audit import Auditable
@@ -434,7 +435,14 @@ def advance(schedule: LRScheduler | None) -> None:
     with warnings.catch_warnings():
         # fp16 leaves out steps whose gradients overflow; the schedule goes on all the same, on every worker.
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-        schedule.step()
+        try:
+            schedule.step()
+        except ValueError as cause:
+            raise ConfigError(
+                f"the schedule goes no further: {cause}",
+                where="mh.Trainer(schedule=…)",
+                fix="make it as long as the whole run is to be, counted from the first step",
+            ) from cause
 
 
 def _indices(step: Step) -> list[int]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import parameter
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import IterableDataset
 
 from manyhosts.communication.world import World
@@ -19,6 +20,7 @@ from manyhosts.data.data import Data
 from manyhosts.data.fetch import Fetcher
 from manyhosts.data.steps import mapped
 from manyhosts.errors import ConfigError
+from manyhosts.snapshot.tensors import can_keep, dtype_name
 
 Forward = Callable[[nn.Module, Any], Any]
 """Shows a batch to a model."""
@@ -167,3 +169,50 @@ def check_optimizer(optimizer: Optimizer, world: World) -> None:
             where="mh.Trainer(optimizer=…)",
             fix="choose Adam, and leave sparse=True out of embeddings",
         )
+
+
+def check_kept(model: nn.Module) -> None:
+    """See that snapshots can keep every tensor of `model`.
+
+    Raises:
+        ConfigError: there is no word for the dtype of one.
+    """
+    for name, tensor in model.state_dict().items():
+        if isinstance(tensor, Tensor) and not tensor.is_quantized and not can_keep(tensor.dtype):
+            raise ConfigError(
+                f"{name} is of {dtype_name(tensor.dtype)}, which no snapshot can keep",
+                where="mh.Trainer(model=…)",
+                fix="keep it as complex64, or as a tensor of float64 with one dimension more (torch.view_as_real)"
+                if tensor.is_complex()
+                else "keep it in another dtype, and change it in forward",
+            )
+
+
+def hooked(model: nn.Module) -> list[str]:
+    """What is to be said of hooks that see gradients before they are summed over the workers."""
+    names = [name for name, each in model.named_parameters() if getattr(each, "_backward_hooks", None)]
+    if not names:
+        return []
+    among = f" and {len(names) - 1} others" if len(names) > 1 else ""
+    return [
+        f"hooks on the gradient of {names[0]}{among} see the part of it that a piece of the batch gives, before the "
+        "sum: a mask or a factor is the same as in one process, a clamp or a norm is not; clip_gradients and hooks of "
+        "the optimizer (register_step_pre_hook) see the sum"
+    ]
+
+
+def make_schedule(make: Callable[[Optimizer], LRScheduler], optimizer: Optimizer) -> LRScheduler:
+    """The user's schedule.
+
+    Raises:
+        ConfigError: it is nothing that a snapshot could keep.
+    """
+    made = make(optimizer)
+    lacking = [name for name in ("step", "state_dict", "load_state_dict") if not hasattr(made, name)]
+    if lacking:
+        raise ConfigError(
+            f"the schedule is a {type(made).__name__} without {lacking[0]}()",
+            where="mh.Trainer(schedule=…)",
+            fix="derive it from torch.optim.lr_scheduler.LRScheduler, or use LambdaLR with a function of the step",
+        )
+    return made

@@ -38,7 +38,7 @@ def findings(
             continue
         clock = host.get("clock", {"offset_s": 0, "unsure_s": 0})
         found += fitness.findings(host["name"], told, offset_s=clock["offset_s"], unsure_s=clock["unsure_s"])
-        found += _of_graphics(host)
+        found += [*_of_graphics(host), *_of_quota(host)]
     found += [finding for host in _one_of_each_machine(hosts) for finding in _of_load(host)]
     found += _of_graphics_together(hosts)
     found += _of_run_dir(hosts, shares_disk=shares_disk)
@@ -80,6 +80,20 @@ def _of_versions(hosts: Sequence[Facts], mine: Mapping[str, str]) -> Iterator[Fi
 def _one_of_each_machine(hosts: Sequence[Facts]) -> list[Facts]:
     """Hosts that are one machine in truth, as those of a lab are, share its processor."""
     return list({host["machine"]: host for host in reversed(hosts) if "machine" in host}.values())[::-1]
+
+
+def _of_quota(host: Facts) -> Iterator[Finding]:
+    told = host.get("condition", {"cores": 1})
+    quota = told.get("cpu_quota")
+    if quota is not None and quota < told["cores"]:
+        yield Finding(
+            level="note",
+            check="load",
+            what=f"host {host['name']} has {told['cores']} cores, of which this cgroup is let the time of {quota:.2g}:"
+            " when that is used up, all of its processes stand still for a moment",
+            where=f"host {host['name']}",
+            fix="raise its cpu.max (CPUQuota= of systemd, --cpus of a container), or give workers fewer threads",
+        )
 
 
 def _of_load(host: Facts) -> Iterator[Finding]:

@@ -155,6 +155,25 @@ def _of_packets(hosts: Sequence[Facts]) -> Iterator[Finding]:
 
 def _of_names(hosts: Sequence[Facts]) -> Iterator[Finding]:
     for host in hosts:
+        for other in hosts:
+            address = host["names"].get(other.get("hostname"), "")
+            own = {one["address"] for one in other.get("interfaces", [])}
+            alike = [each for each in hosts if each.get("hostname") == other.get("hostname")]
+            if (
+                address
+                and own
+                and len(alike) == 1
+                and address not in own
+                and not address.startswith((_LOOPBACK, "::1"))
+            ):
+                yield Finding(
+                    level="warning",
+                    check="names",
+                    what=f"host {host['name']} takes {other['hostname']} for {address}, which is no address of host"
+                    f" {other['name']} ({other['address']})",
+                    where=f"host {host['name']}",
+                    fix=f"correct the line of {other['hostname']} in /etc/hosts there, or what its name server says",
+                )
         unknown = [name for name, address in host["names"].items() if not address]
         if unknown:
             yield Finding(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from manyhosts.cluster.findings import Finding, exit_code, worst_first
 from manyhosts.doctor import hosts as hosts_of
 from manyhosts.launchers.head import fitness
+from manyhosts.launchers.host import condition
 
 MINE = {"python": "3.11.2", "manyhosts": "0.1.0", "torch": "2.13.0+cpu"}
 SPEED = {"unit": "operations", "cpu": 100.0, "share": 1.0, "turns": 3, "gpus": []}
@@ -213,9 +215,9 @@ def test_host_of_which_others_take_half_is_named_unless_it_is_the_same_machine()
 
 def test_container_that_is_held_to_some_cores_is_named_with_them() -> None:
     held = host("c", speed={**SPEED, "cpu": 25.0}, condition=told(cpu_quota=2.0))
-    assert only(host("a"), host("b"), held).what.endswith(
-        "4.0 times slower than the others; it has 2 cores, others have 8"
-    )
+    [quota, slow] = sorted(found(host("a"), host("b"), held), key=lambda finding: finding.check)
+    assert (quota.check, quota.level, slow.check) == ("load", "note", "speed")
+    assert slow.what.endswith("4.0 times slower than the others; it has 2 cores, others have 8")
 
 
 def test_fast_host_among_slow_ones_does_not_make_them_slow() -> None:
@@ -285,3 +287,28 @@ def test_host_that_told_nothing_of_its_condition_is_left_out() -> None:
     del alone["condition"]
     assert [each for each in found(alone) if each.check != "speed"] == []
     assert fitness.findings("a", told()) == []
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "quota"),
+    [
+        ("0::/user/job\n", {"cpu.max": "400000 100000", "user/job/cpu.max": "150000 100000"}, 1.5),
+        ("0::/user/job\n", {"user/cpu.max": "200000 100000", "user/job/cpu.max": "max 100000"}, 2.0),
+        ("0::/\n", {"cpu.max": "max 100000"}, None),
+        ("3:cpu,cpuacct:/job\n", {"cpu/job/cpu.cfs_quota_us": "50000", "cpu/job/cpu.cfs_period_us": "100000"}, 0.5),
+        ("", {}, None),
+    ],
+)
+def test_quota_is_that_of_the_processs_own_cgroup_and_those_around_it(
+    cgroup: str, files: dict[str, str], quota: float | None, tmp_path: Path
+) -> None:
+    for path, text in {"proc/self/cgroup": cgroup, **{f"sys/fs/cgroup/{p}": t for p, t in files.items()}}.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    assert condition.cpu_quota(str(tmp_path)) == quota
+
+
+def test_quota_below_the_cores_is_a_note() -> None:
+    finding = only(host("a", condition=told(cpu_quota=2.0)))
+    assert (finding.level, finding.check) == ("note", "load")
+    assert "has 8 cores, of which this cgroup is let the time of 2:" in finding.what

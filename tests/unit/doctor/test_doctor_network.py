@@ -88,6 +88,17 @@ def test_names_that_a_host_does_not_know_are_a_note() -> None:
     assert (finding.level, finding.what) == ("note", "host a does not know the name b")
 
 
+def test_name_that_stands_for_another_machine_is_named_with_both_addresses() -> None:
+    seen = [{**each, "hostname": each["name"], "address": f"10.0.0.{n}"} for n, each in enumerate(hosts("ab"))]
+    seen = [{**each, "interfaces": [{"name": "eth0", "address": each["address"]}]} for each in seen]
+    seen[0]["names"] = {"a": "127.0.1.1", "b": "10.0.0.1"}
+    assert network.findings(seen, []) == []
+    seen[0]["names"]["b"] = "10.0.0.77"
+    [finding] = network.findings(seen, [])
+    assert (finding.level, finding.check) == ("warning", "names")
+    assert finding.what == "host a takes b for 10.0.0.77, which is no address of host b (10.0.0.1)"
+
+
 def test_ways_through_loopback_are_no_wires() -> None:
     ways = {"ab": {"bandwidth": FAST / 4, "address": "127.0.0.1"}}
     found = [{**pair, "address": "127.0.0.1"} for pair in pairs("abc", ways=ways)]

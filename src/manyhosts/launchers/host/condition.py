@@ -46,14 +46,31 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def cpu_quota() -> float | None:
-    """How many cores' worth of time this container is let, where it is held to some."""
-    with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/cpu.max") as file:
-        quota, period = file.read().split()
-        return int(quota) / int(period)  # the word `max` is no number: no limit
-    quota_us = _number_in("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")
-    period_us = _number_in("/sys/fs/cgroup/cpu/cpu.cfs_period_us")
-    return quota_us / period_us if quota_us and period_us and quota_us > 0 else None
+def cpu_quota(root: str = "/") -> float | None:
+    """How many cores' worth of time this process is let: the least of its cgroup and those around it. None: any."""
+    found = []
+    for place in _cgroups(root, "", "sys/fs/cgroup"):
+        with contextlib.suppress(OSError, ValueError), open(os.path.join(place, "cpu.max")) as file:
+            quota, period = file.read().split()
+            found.append(int(quota) / int(period))  # the word `max` is no number: no limit
+    for place in _cgroups(root, "cpu", "sys/fs/cgroup/cpu"):
+        quota_us = _number_in(os.path.join(place, "cpu.cfs_quota_us"))
+        period_us = _number_in(os.path.join(place, "cpu.cfs_period_us"))
+        if quota_us and period_us and quota_us > 0:
+            found.append(quota_us / period_us)
+    return min(found) if found else None
+
+
+def _cgroups(root: str, controller: str, base: str) -> list[str]:
+    """Folders of this process's cgroup and of those around it, for a controller of version 1, or of version 2."""
+    base, own = os.path.join(root, base), ""
+    with contextlib.suppress(OSError, ValueError), open(os.path.join(root, "proc/self/cgroup")) as table:
+        for line in table:
+            _, controllers, path = line.rstrip("\n").split(":", 2)
+            if controller in controllers.split(","):
+                own = path.strip("/")
+    parts = own.split("/") if own else []
+    return [os.path.join(base, *parts[:end]) for end in range(len(parts) + 1)]
 
 
 def memory() -> dict[str, int] | None:

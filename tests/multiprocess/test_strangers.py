@@ -67,7 +67,10 @@ class Relay:
     """Passes on what an agent and its head say to each other, on threads of its own, and keeps all of it."""
 
     def __init__(self, port: int) -> None:
-        self.head, self.kept = port, bytearray()
+        self.head, self.kept, self.calls = port, bytearray(), 0
+        self.open: list[socket.socket] = []
+        self.passes = threading.Event()
+        self.passes.set()
         self.listening = socket.create_server(("127.0.0.1", 0))
         self.port = int(self.listening.getsockname()[1])
         threading.Thread(target=self.accept, daemon=True).start()
@@ -82,31 +85,43 @@ class Relay:
                     one.close()  # the head is not there yet, or no more
                     continue
                 other.settimeout(None)
+                self.calls += 1
+                self.open += [one, other]
                 for pair in ((one, other), (other, one)):
                     threading.Thread(target=self.carry, args=pair, daemon=True).start()
 
     def carry(self, one: socket.socket, other: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while words := one.recv(1 << 16):
+                self.passes.wait()
                 self.kept += words
                 other.sendall(words)
-        for each in (one, other):
+        self.end(one, other)
+
+    @staticmethod
+    def end(*connections: socket.socket) -> None:
+        for each in connections:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
-        one.close()
+
+    def hang_up(self) -> None:
+        """End all connections. The agent calls again."""
+        self.end(*self.open)
 
     def close(self) -> None:
+        for each in self.open:
+            each.close()
         self.listening.shutdown(socket.SHUT_RDWR)
         self.listening.close()
 
 
-def start(folder: Path, port: int, *, way: int = 0) -> list[subprocess.Popen[str]]:
+def start(folder: Path, port: int, *, way: int = 0, script: str = TRAINS) -> list[subprocess.Popen[str]]:
     """Two nodes of an engine's job; the first of them is the head, at a port that anybody can see.
 
     `way` is the port at which the second calls the head.
     """
     folder.mkdir()
-    (folder / "script.py").write_text(TRAINS)
+    (folder / "script.py").write_text(script)
     environment_of_workers = {"PASSWORD": VALUE}
     job = Job(program="script.py", folder=folder, run_dir=folder / "run", nodes=2, environment=environment_of_workers)
     nodes = []
@@ -130,7 +145,9 @@ def start(folder: Path, port: int, *, way: int = 0) -> list[subprocess.Popen[str
 def weights_of(nodes: list[subprocess.Popen[str]], folder: Path) -> str:
     told = [node.communicate(timeout=120)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], told
-    return str(json.loads((folder / "run" / "summary.json").read_text())["weights_sha256"])
+    summary = json.loads((folder / "run" / "summary.json").read_text())
+    assert (summary["restarts"], summary["steps_redone"]) == (0, 0)
+    return str(summary["weights_sha256"])
 
 
 def call(port: int) -> socket.socket:
@@ -251,6 +268,10 @@ def test_strangers_change_nothing_and_learn_nothing(tmp_path: Path) -> None:
             slow.result()
         come_in_crowds(disturbed, head)
         take_all_files(disturbed, head)
+        for calls in range(relay.calls + 1, relay.calls + 4):
+            relay.hang_up()
+            wait_until(lambda calls=calls: relay.calls == calls, "the agent calls again")
+            time.sleep(1)
     finally:
         (folder / "go on").touch()
         got, wanted = weights_of(nodes, folder), weights_of(expected, tmp_path / "undisturbed")
@@ -260,3 +281,21 @@ def test_strangers_change_nothing_and_learn_nothing(tmp_path: Path) -> None:
     assert len(relay.kept) > 2000
     for words in (TOKEN, VALUE, "script.py", "PASSWORD", '"message"'):
         assert words.encode() not in relay.kept, "what was recorded on the way can be read"
+
+
+@pytest.mark.slow
+def test_host_that_the_head_does_not_hear_for_half_a_minute_trains_on(tmp_path: Path) -> None:
+    """Its connection is held, as by a cable that is cut; its worker's are not."""
+    folder, port = tmp_path / "held", free_port()
+    slowly = TRAINS.replace("return torch.full", "time.sleep(0.05)\n        return torch.full")
+    relay = Relay(port)
+    nodes = start(folder, port, way=relay.port, script=slowly.replace('"2 epochs"', '"20 epochs"'))
+    (folder / "go on").touch()
+    try:
+        wait_until((folder / "begun").exists, "it trains", timeout_s=90)
+        relay.passes.clear()
+        time.sleep(35)
+        relay.passes.set()
+    finally:
+        weights_of(nodes, folder)
+    relay.close()

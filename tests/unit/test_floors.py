@@ -222,7 +222,8 @@ TRAINER_ARGUMENTS = (
     "backend record_samples run_dir on_bad_step schedule_every audit weight"
 )
 OPTIONS = {
-    "run": "--on --cluster --hosts --hostfile --workers --nodes --workers-per-node --restarts --hang-timeout --no-sync "
+    "run": "--on --cluster --hosts --hostfile --workers --nodes --workers-per-node --restarts --hang-timeout "
+    "--head-timeout --no-sync "
     "--no-check --encrypt --show --log-size --no-prefix --env --set --run-dir --resume --module --no-python --rehearse "
     "--detach --dry-run --trace",
     "snapshots ls": "--json --quick --trace",

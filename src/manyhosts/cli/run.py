@@ -105,6 +105,14 @@ _ENV = "A variable that all workers get; NAME alone takes the value that it has 
     metavar="SECONDS",
     help="End or mend a run that gets no further for so long; 0: never.  [default: 600 with mh.Trainer, else never]",
 )
+@click.option(
+    "--head-timeout",
+    type=float,
+    default=300,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long hosts that are cut off from this machine train on and call it again; 0: not at all.",
+)
 @click.option("--no-sync", is_flag=True, help="Do not bring the working directory to the hosts.")
 @click.option("--no-check", is_flag=True, help="Do not look at the hosts first; `manyhosts doctor` looks closer.")
 @click.option(
@@ -201,6 +209,7 @@ class _Asked:
     workers_per_node: int | None
     restarts: int
     hang_timeout: float | None
+    head_timeout: float
     show: str | None
     log_size: str
     no_prefix: bool
@@ -266,6 +275,7 @@ def _job(asked: _Asked) -> Job:
         prefix=not asked.no_prefix,
         log_bytes=bytes_of(asked.log_size, where="--log-size"),
         hang_timeout_s=asked.hang_timeout,
+        head_timeout_s=asked.head_timeout,
         hosts=hosts,
         options=pairs(asked.options, "-o"),
         sync=not asked.no_sync,

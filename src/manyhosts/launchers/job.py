@@ -45,6 +45,8 @@ class Job:
     """Node → workers, for nodes that have another number of them than `workers_per_node`."""
     hang_timeout_s: float | None = None
     """How long workers may get no further. 0: for ever. None: long, and only where they tell how they get on."""
+    head_timeout_s: float = 300.0
+    """How long agents that have lost the head keep their workers and call it again. 0: not at all."""
     restarts: int = 0
     """How often all workers are started anew after a failure."""
     show: tuple[int, ...] = ()
@@ -103,6 +105,12 @@ class Job:
                 f"--hang-timeout is {self.hang_timeout_s:g} s",
                 where="--hang-timeout",
                 fix=f"give {LEAST_HANG_TIMEOUT_S} seconds or more, longer than the longest step; or 0 for never",
+            )
+        if not 0 <= self.head_timeout_s < math.inf:
+            raise ConfigError(
+                f"--head-timeout is {self.head_timeout_s:g} s",
+                where="--head-timeout",
+                fix="give the seconds that hosts wait for the head to be there again; or 0 for none",
             )
         if self.least_nodes is not None and not 1 <= self.least_nodes <= self.nodes:
             raise ConfigError(

@@ -221,6 +221,11 @@ class Channel:
         return len(self._unsent)
 
     @property
+    def is_cut(self) -> bool:
+        """Whether it has ended because the way to the other side is broken, and not because that side ended it."""
+        return self.trouble is not None and not isinstance(self.trouble, ConnectionError)  # ETIMEDOUT, EHOSTUNREACH
+
+    @property
     def unanswered_s(self) -> float | None:
         """For how long the other side's system, which is asked every 2 s, has not answered; None where nobody knows."""
         try:
@@ -231,9 +236,12 @@ class Channel:
 
     def send(self, kind: str, /, **fields: Any) -> None:
         """Send one message. After the end of the channel it is dropped."""
+        self.send_words(json.dumps({"message": kind, **fields}).encode() + b"\n")
+
+    def send_words(self, words: bytes) -> None:
+        """Send a line, or several."""
         if not self._open:
             return
-        words = json.dumps({"message": kind, **fields}).encode() + b"\n"
         if self._tls is None:
             self._add(words)
             return

@@ -46,7 +46,16 @@ _FROM_AGENT: Mapping[str, Mapping[str, Any]] = {
     "warm": {"modules": [str]},
 }
 """By kind, the fields that must be there. A list stands for a list of such values, an object for an object."""
-HELLO = {"node": int, "host": str, "address": str, "process": int, "cores": int, "gpus": int}
+HELLO = {
+    "session": str,
+    "heard": int,
+    "node": int,
+    "host": str,
+    "address": str,
+    "process": int,
+    "cores": int,
+    "gpus": int,
+}
 
 
 def fault_of(message: Message) -> str:

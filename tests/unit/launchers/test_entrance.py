@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import socket
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from manyhosts.launchers import tls
+from manyhosts.launchers import messages, tls
 from manyhosts.launchers.head.agents import Agents
 from manyhosts.launchers.head.entrance import Entrance
 from manyhosts.launchers.host import line
@@ -18,7 +19,8 @@ from manyhosts.launchers.loop import Channel, Loop, Message
 from manyhosts.launchers.proof import PROTOCOL, Answerer, Caller
 
 TOKEN = "0123456789abcdef" * 2
-FACTS = {"host": "h", "address": "10.1.2.3", "process": 1, "cores": 1, "gpus": 0}
+HOST = {"host": "h", "address": "10.1.2.3", "process": 1, "cores": 1, "gpus": 0}
+FACTS = {"session": "s", "heard": 0, **HOST}
 SECRET = "the-value-of-an-env-option"
 
 
@@ -28,11 +30,32 @@ class Scene:
     def __init__(self, loop: Loop) -> None:
         self.loop, self.admitted, self.ended = loop, list[tuple[Channel, Message]](), list[bool]()
         self.at_head, self.at_agent = list[Message](), list[Message]()
+        self.words: list[str] = []
+        self.course = SimpleNamespace(
+            loop=loop, running=set(), result=None, is_over=False, job=SimpleNamespace(head_timeout_s=60.0), told=[]
+        )
         self.entrance = Entrance(loop, ("127.0.0.1", 0), TOKEN, self.admit)
         self.line: Line | None = None
+        self.agents: Agents | None = None
+
+    def take_over(self) -> Agents:
+        """From now on agents are admitted as by a head: to one node, called far."""
+        owner = SimpleNamespace(
+            welcome=lambda node: self.course.told.append("welcome"),
+            hear=lambda node, message: self.at_head.append(message),
+            lose=lambda node, why: self.course.told.append(why),
+        )
+        agent = SimpleNamespace(poll=lambda: None)
+        self.agents = Agents(
+            cast(Any, self.course), ["far"], lambda *_: cast(Any, agent), "127.0.0.1", cast(Any, owner)
+        )
+        self.agents._entrance.close()
+        self.entrance._admit = self.agents._admit
+        return self.agents
 
     def admit(self, channel: Channel, hello: Message, protocol: int) -> None:
         self.admitted.append((channel, hello))
+        channel.send("welcome", heard=0)
         channel.on_message = self.at_head.append
 
     def call(self, place: str = "", token: str = TOKEN) -> None:
@@ -42,9 +65,10 @@ class Scene:
             line.connect(place),
             head=place,
             token=token,
-            hello={"node": 0, **FACTS},
+            hello={"node": 0, **HOST},
             on_message=self.at_agent.append,
             on_end=lambda: self.ended.append(True),
+            tell=self.words.append,
         )
 
     def run(self, until: Callable[[], bool], limit_s: float = 20.0) -> None:
@@ -62,6 +86,8 @@ def scene() -> Iterator[Scene]:
     yield made
     if made.line is not None:
         made.line.close()
+    if made.agents is not None and (session := made.agents.nodes[0].channel) is not None:
+        session.close()
     for channel, _ in made.admitted:
         channel.close()
     made.entrance.close()
@@ -94,7 +120,7 @@ class Relay:
         try:
             words = one.recv(1 << 16)
             self.kept += words
-            other.sendall(self.change(words))
+            other.sendall(self.change(words) if words else b"")
         except OSError:
             words = b""
         if not words:
@@ -117,7 +143,7 @@ def test_recorded_conversation_shows_neither_secret_nor_settings_nor_commands(sc
     scene.line.send("output", lines=["a printed line"] * 10_000)
     scene.run(lambda: bool(scene.at_agent and scene.at_head))
     assert scene.at_agent[0]["environment"] == {"PASSWORD": SECRET}
-    assert scene.at_head[0]["lines"] == ["a printed line"] * 10_000
+    assert scene.at_head[-1]["lines"] == ["a printed line"] * 10_000
     assert scene.admitted[0][1]["address"] == "10.1.2.3"
     for word in (TOKEN, SECRET, "secret_train", "printed", "prepare", "10.1.2.3", "hello"):
         assert word.encode() not in relay.kept
@@ -134,9 +160,7 @@ def test_changed_byte_ends_the_connection_and_the_agent_calls_again(scene: Scene
 
 
 @pytest.mark.parametrize("token", ["f" * 32, "", "ü"], ids=["another", "empty", "not_ascii"])
-def test_fake_head_is_told_nothing_and_not_obeyed(
-    token: str, scene: Scene, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fake_head_is_told_nothing_and_not_obeyed(token: str, scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has TLS and knows the protocol, but not the secret; and sends a command as the head would."""
     monkeypatch.setattr(line, "_PATIENCE_S", 0.0)
     identity, heard = tls.Identity(), list[Message]()
@@ -153,7 +177,7 @@ def test_fake_head_is_told_nothing_and_not_obeyed(
     scene.run(lambda: bool(scene.ended))
     assert [sorted(message) for message in heard] == [["message", "nonce", "protocol"]]
     assert scene.at_agent == []
-    assert "does not know the secret of this run" in capfd.readouterr().err
+    assert "does not know the secret of this run" in scene.words[0]
     channel.close()
     listening.close()
 
@@ -216,16 +240,81 @@ def test_whoever_does_not_prove_it_or_says_nonsense_is_hung_up_on(changed: dict[
 
 
 def test_one_who_speaks_another_version_is_told_of_with_both(scene: Scene) -> None:
-    """And a second agent for one host, or one for a host that there is not, is sent away."""
-    course = SimpleNamespace(loop=scene.loop, running=set(), result=None, is_over=False)
-    agents = Agents(cast(Any, course), ["far"], lambda *_: cast(Any, None), "127.0.0.1", cast(Any, None))
-    agents.nodes[0].channel = cast(Any, object())
-    scene.entrance._admit = agents._admit
-    assert say(scene, {"node": 0, **FACTS}) == ["prove", "leave"]
+    """And one for a host that there is not, or that was given up, is sent away."""
+    scene.take_over()
     assert say(scene, {"node": 7, **FACTS}) == ["prove", "leave"]
-    agents.nodes[0].channel = None
+    assert say(scene, {"node": 0, **FACTS, "heard": 3}) == ["prove", "leave"]
     say(scene, {"node": 0, **FACTS}, own=PROTOCOL + 1)
-    told = str(course.result)
+    told = str(scene.course.result)
     assert f"host far speaks version {PROTOCOL + 1}" in told
     assert f"this head version {PROTOCOL}" in told
-    agents._entrance.close()
+    assert scene.course.told == []
+
+
+def test_messages_come_once_and_in_order_though_the_connection_breaks_again_and_again(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a byte that is changed, and by an end without a word; a second agent has no chance meanwhile."""
+    monkeypatch.setattr(line, "_PAUSE_S", 0.001)
+    agents, relay, chance = scene.take_over(), Relay(scene.loop, scene.entrance.place), random.Random(7)
+    scene.call(relay.address)
+    scene.run(lambda: agents.nodes[0].channel is not None)
+    session = agents.nodes[0].channel
+    assert scene.line is not None
+    assert session is not None
+    scene.line.patience_s = 60
+
+    def disturb(words: bytes) -> bytes:
+        if relay.calls > 12 or chance.random() > 0.1:
+            return words
+        if chance.random() < 0.5:
+            raise ConnectionError
+        return words[:-1] + bytes([words[-1] ^ 1])
+
+    relay.change = disturb
+    count = 300
+    for number in range(count):
+        scene.loop.after(number / 200, lambda number=number: scene.line.send("output", number=number, x="x" * 500))
+        scene.loop.after(number / 200, lambda number=number: session.send("tell", number=number))
+
+    def numbers(heard: list[Message], kind: str) -> list[int]:
+        return [message["number"] for message in heard if message["message"] == kind]
+
+    monkeypatch.setitem(messages._FROM_AGENT, "output", {"number": int})
+    scene.run(lambda: len(numbers(scene.at_head, "output")) == len(numbers(scene.at_agent, "tell")) == count, 60)
+    assert numbers(scene.at_head, "output") == numbers(scene.at_agent, "tell") == list(range(count))
+    assert relay.calls > 5
+    assert say(scene, {"node": 0, **FACTS}) == ["prove", "leave"], "another agent for the same host"
+    scene.run(lambda: scene.line.backlog_bytes == session.backlog_bytes == 0)
+    assert scene.course.told == ["welcome"]
+    relay.close()
+
+
+def test_agent_that_was_given_up_finds_its_place_taken_and_ends(scene: Scene) -> None:
+    agents = scene.take_over()
+    scene.call()
+    scene.run(lambda: agents.nodes[0].channel is not None)
+    session = agents.nodes[0].channel
+    assert scene.line is not None
+    assert session is not None
+    scene.line.patience_s = 60
+    session.send("tell")
+    scene.run(lambda: bool(scene.at_agent))
+    agents.give_up(agents.nodes[0], "it was silent")
+    scene.run(lambda: bool(scene.ended))
+    assert scene.course.told == ["welcome", "it was silent"]
+
+
+def test_agent_that_is_not_heard_again_is_lost_and_gives_up_too(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line, "_REFUSED_S", 0.2)
+    agents, relay = scene.take_over(), Relay(scene.loop, scene.entrance.place)
+    scene.call(relay.address)
+    scene.run(lambda: agents.nodes[0].channel is not None)
+    assert scene.line is not None
+    assert agents.nodes[0].channel is not None
+    scene.line.patience_s = 60
+    agents.nodes[0].channel.send("tell")
+    scene.run(lambda: bool(scene.at_agent))
+    relay.close()
+    scene.run(lambda: bool(scene.ended and scene.course.told[1:]))
+    assert scene.course.told == ["welcome", "its agent is gone"]

@@ -20,7 +20,7 @@ from manyhosts.launchers.host import condition
 from manyhosts.launchers.job import Job
 
 Message = dict[str, Any]
-FACTS = {"host": "h", "address": "127.0.0.1", "process": 1, "cores": 1, "gpus": 0}
+FACTS = {"session": "s", "heard": 0, "host": "h", "address": "127.0.0.1", "process": 1, "cores": 1, "gpus": 0}
 OK = {"code": 0, "signal": 0, "finished": True, "error": None, "out_of_memory": False}
 FAILED = {**OK, "code": 1, "finished": False, "error": {"summary": "ValueError: boom", "text": "Traceback\nboom"}}
 KILLED = {**OK, "signal": 9, "finished": False}

@@ -17,6 +17,7 @@ from manyhosts.launchers.head.meeting import Meeting
 from manyhosts.launchers.head.placement import AgentProcess
 from manyhosts.launchers.loop import Channel, Message
 from manyhosts.launchers.proof import PROTOCOL
+from manyhosts.launchers.session import Session
 
 SEE_ABOVE = "mend that on this host, or run without it; what was printed above may say more"
 
@@ -26,6 +27,8 @@ _CALL_AGAIN_S = 2.0
 _LONGEST_CALL_AGAIN_S = 10.0
 _GOODBYE_LIMIT_S = 5.0
 _LOOK_S = 0.2
+_COMES_BACK_S = 2.0
+"""How long an agent whose connection was ended, and not cut, has to call again: one that is alive does so at once."""
 
 StartAgent = Callable[[int, str, str], AgentProcess]
 """Starts the agent of a node, given the head's address (host:port) and the run's token."""
@@ -40,7 +43,12 @@ class Node:
     number: int
     name: str
     agent: AgentProcess
-    channel: Channel | None = None
+    channel: Session | None = None
+    """None where its agent is not here; one whose connection is broken for a while still counts as here."""
+    session: str = ""
+    """What its agent calls itself, on whichever connection."""
+    is_beside: bool = False
+    """Whether its agent was born with its connection: there will be no other."""
     facts: Message = field(default_factory=dict)
     """What its agent said of it when it came."""
     leaving: bool = False
@@ -136,28 +144,48 @@ class Agents:
 
         def admit(hello: Message) -> None:
             self._unheard.discard(channel)
-            self._admit(channel, hello, PROTOCOL)
+            self._admit(channel, hello, PROTOCOL, is_beside=True)
 
         channel = Channel(self._course.loop, ours, admit, lambda: self._unheard.discard(channel))
         self._unheard.add(channel)
         return started
 
-    def _admit(self, channel: Channel, hello: Message, protocol: int) -> None:
+    def _admit(self, channel: Channel, hello: Message, protocol: int, *, is_beside: bool = False) -> None:
         """One that belongs to the run says which node it is."""
         number = hello.get("node")
         if messages.fault_in(hello, messages.HELLO) or not isinstance(number, int):
             channel.close()
-        elif not 0 <= number < len(self.nodes) or self.nodes[number].channel is not None:
+            return
+        node = self.nodes[number] if 0 <= number < len(self.nodes) else None
+        if node is not None and protocol != PROTOCOL:
+            channel.close()
+            self._refuse_version(node, protocol)
+        elif node is None or not self._has_place_for(node, hello):
             channel.send("leave", code=None)
             channel.close()
-        elif protocol != PROTOCOL:
-            channel.close()
-            self._refuse_version(self.nodes[number], protocol)
         else:
-            node = self.nodes[number]
-            node.channel, node.facts, node.heard = channel, hello, time.monotonic()
-            channel.on_message = lambda heard: self._hear(node, heard)
-            channel.on_end = lambda: self._lose(node, losses.of_end(node.agent, channel))
+            self._take_in(node, channel, hello, is_beside=is_beside)
+
+    def _has_place_for(self, node: Node, hello: Message) -> bool:
+        if node.channel is None:
+            return not hello["heard"]  # or it is one that was given up, and whose workers are lost
+        if node.session == hello["session"]:
+            return True
+        if node.channel.channel is None and not hello["heard"]:
+            self._lose(node, "its agent is gone, and another has come in its place")
+        return node.channel is None
+
+    def _take_in(self, node: Node, channel: Channel, hello: Message, *, is_beside: bool) -> None:
+        is_new = node.channel is None
+        if node.channel is None:
+            node.channel = Session(self._course.loop.after, lambda message: self._hear(node, message))
+            node.facts, node.session, node.is_beside = hello, hello["session"], is_beside
+        node.heard = time.monotonic()
+        channel.on_end = lambda: self._lose_connection(node, channel)
+        if not is_beside:
+            channel.send("welcome", heard=node.channel.heard)
+        node.channel.attach(channel, hello["heard"])
+        if is_new:
             self._owner.welcome(node)
 
     def _refuse_version(self, node: Node, protocol: int) -> None:
@@ -231,7 +259,34 @@ class Agents:
 
     # They go, and are called back.
 
+    def may_come_back(self, node: Node) -> bool:
+        """Whether an agent that is not heard may call again."""
+        return not node.is_beside and self._course.job.head_timeout_s > 0
+
+    def _lose_connection(self, node: Node, channel: Channel) -> None:
+        """A connection has ended; its agent may be gone, or call again at once, or be out of reach for a while."""
+        session, until = node.channel, time.monotonic() + _COMES_BACK_S
+        if session is None or session.channel is not channel:
+            return
+        session.detach()
+        if not self.may_come_back(node):
+            self._lose(node, losses.of_end(node.agent, channel))
+            return
+
+        def look() -> None:
+            if node.channel is not session or session.channel is not None:
+                return
+            if node.agent.poll() is not None or time.monotonic() > until:
+                self._lose(node, losses.of_end(node.agent, channel))
+            else:
+                self._course.loop.after(_COMES_BACK_S / 40, look)
+
+        if not channel.is_cut:  # else how long it is silent says what is to be done
+            look()
+
     def _lose(self, node: Node, why: str) -> None:
+        if node.channel is not None:
+            node.channel.close()
         node.channel = None
         if not node.leaving and not self._course.is_over:
             self._owner.lose(node, why)
@@ -239,13 +294,12 @@ class Agents:
     def give_up(self, node: Node, why: str) -> None:
         """Count an agent as lost that is connected still. Should it go on one day, it finds nobody, and ends all."""
         if node.channel is not None:
-            node.channel.close()
             self._lose(node, why)
 
     def give_up_silent(self, node: Node, seconds: float) -> None:
         """Count an agent as lost that has given no sign of life for so long."""
         if node.channel is not None:
-            self.give_up(node, losses.of_silence(seconds, node.channel))
+            self.give_up(node, losses.of_silence(seconds, node.channel.channel))
 
     def send_home(self, node: Node) -> None:
         """Do without an agent that is of no use; its host may be mended, and is called again now and then."""

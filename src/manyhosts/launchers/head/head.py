@@ -67,7 +67,7 @@ class Head:
             self._course,
             self._agents,
             self._crew,
-            on_silence=self._agents.give_up_silent,
+            on_silence=self._lose_silent,
             on_verdict=self._ending.note_verdict,
             gone=lambda: self._ending.ended_well,
         )
@@ -139,6 +139,7 @@ class Head:
             },
             run_dir=str(job.run_dir),
             log_bytes=job.log_bytes,
+            head_timeout_s=job.head_timeout_s,
             workers=job.workers_on(node.number),
             **self._precheck.wishes(node),
         )
@@ -147,6 +148,11 @@ class Head:
         """All agents are here, or enough of them."""
         self._news.beginning.await_workers(self._course.job.on(self._agents.present()).workers)
         self._precheck.before(self._ending.begin)
+
+    def _lose_silent(self, node: Node, seconds: float) -> None:
+        if self._agents.may_come_back(node) and self._vigil.waits_for(node, seconds):
+            return
+        self._agents.give_up_silent(node, seconds)
 
     def lose(self, node: Node, why: str) -> None:
         """An agent is gone, and with it its workers."""

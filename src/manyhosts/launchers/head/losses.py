@@ -35,9 +35,11 @@ def of_end(agent: AgentProcess, channel: Channel) -> str:
     return f"{GONE}: " + (f"killed by {signal_name(-code)}" if code < 0 else f"it ended with exit code {code}")
 
 
-def of_silence(seconds: float, channel: Channel) -> str:
-    """What is known of a host whose agent says nothing, while its connection is open still."""
+def of_silence(seconds: float, channel: Channel | None) -> str:
+    """What is known of a host whose agent says nothing; `channel` is None where its connection has broken."""
     what = f"the host has given no sign of life for {seconds:.0f} s"
+    if channel is None:
+        return f"{what}, and does not call again: it is switched off, or cut off"
     unanswered_s = channel.unanswered_s
     if unanswered_s is None:
         return f"{what}, and the connection to its agent is open still"

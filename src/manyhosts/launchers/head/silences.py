@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from manyhosts.launchers.head.agents import Node
 from manyhosts.launchers.head.rhythm import Rhythm
-from manyhosts.launchers.loop import Channel
+from manyhosts.launchers.session import Session
 
 GIVEN_UP_S = 10.0
 """How long an agent may give no sign of life, at least.
@@ -30,7 +30,7 @@ class _Ear:
     """What is known of how a host is heard."""
 
     rhythm: Rhythm = field(default_factory=Rhythm)
-    channel: Channel | None = None
+    channel: Session | None = None
     heard: float = 0.0
     """When it was heard last, as far as that was looked at."""
     is_named: bool = False

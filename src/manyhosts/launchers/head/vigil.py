@@ -21,6 +21,8 @@ from manyhosts.launchers.loop import Message
 
 PATIENCE_S = 600.0
 """How long a Trainer may get no further, where the user has not said it."""
+_UNHEARD_S = 5.0
+"""Whoever was heard, or has got on, within so many seconds is well."""
 _LOOK_S = 0.25
 _BLINK_S = 0.5
 """When the head was kept from looking for so long, no host is to blame for the silence."""
@@ -95,6 +97,8 @@ class Vigil:
         self._rounds = 0
         self._progress = 0.0
         """When a worker reported a step last."""
+        self._waited_for: dict[int, float] = {}
+        """By node that is silent: when it was heard last, once it was told that it is waited for."""
         self._looked = time.monotonic()
         self._next_round = 0.0
         course.loop.after(_LOOK_S, self._look)
@@ -103,6 +107,37 @@ class Vigil:
     def limit_s(self) -> float:
         """How long a worker may get no further; 0 where nobody minds."""
         return PATIENCE_S if self._asked_for is None else self._asked_for
+
+    def waits_for(self, node: Node, seconds: float) -> bool:
+        """Whether a host that has been silent for so long is to be kept: its workers may be well.
+
+        They are where the workers of other hosts get on. Where nobody is heard, it is this machine that is cut off.
+        """
+        limit_s = self._course.job.head_timeout_s
+        if seconds > (min(limit_s, self._asked_for) if self._asked_for else limit_s):
+            return False
+        now = time.monotonic()
+        others = [other for other in self._agents.nodes if other is not node and other.channel is not None]
+        alone = all(now - other.heard > _UNHEARD_S for other in others)
+        waits = alone or self._get_on_beside(node, now)
+        if waits and self._waited_for.get(node.number) != node.heard:
+            self._waited_for[node.number] = node.heard
+            why = "no host is heard from: this machine may be cut off" if alone else "the workers of others get on"
+            self._course.display.warn(
+                f"manyhosts: host {node.name} is silent, and {why}; it is waited for until {limit_s:.0f} s are over"
+            )
+        return waits
+
+    def _get_on_beside(self, node: Node, now: float) -> bool:
+        """Whether workers of other hosts have made steps since `node` was heard last, and a moment ago."""
+        members = self._crew.regroup.roster.members
+        others = [
+            pace.at
+            for number, pace in self._paces.items()
+            if number in self._course.running and number in members and members[number].node != node.number
+        ]
+        latest = max(others, default=0.0)
+        return latest > node.heard + _UNHEARD_S and now - latest < _UNHEARD_S
 
     # What is heard.
 

@@ -5,7 +5,7 @@ Messages, one JSON object per line, over one encrypted connection that the agent
 From the agent:
 
     call      protocol, nonce                          see `launchers.proof`, as for the next
-    hello     proof, node, host, address, process, cores, gpus, python, torch (or null), manyhosts
+    hello     session, heard, proof, node, host, address, process, cores, gpus, python, torch (or null), manyhosts
     condition told, port                               once, where `prepare` asks for it: see `launchers.condition`
     knocked   answers                                  the answer to `knock`: for each place why not, or nothing
     store     generation, port, shared                     the answer to `open_store`
@@ -27,7 +27,7 @@ From the head:
 
     prove       protocol, nonce, proof                see `launchers.proof`
     prepare     command, preload, environment, run_dir, workers,  once: load what the workers will need
-                log_bytes, tell_condition, listen
+                log_bytes, head_timeout_s, tell_condition, listen
     knock       places                            see whether this host reaches the others
     open_store  generation, address
     start       generation, workers: [{rank, local_rank, member, environment}]
@@ -145,7 +145,14 @@ class Supervisor:
             "manyhosts": __version__,
         }
         self._head = Line(
-            loop, connection, head=head, token=token, hello=hello, on_message=self._obey, on_end=self._lose_head
+            loop,
+            connection,
+            head=head,
+            token=token,
+            hello=hello,
+            on_message=self._obey,
+            on_end=self._lose_head,
+            tell=self._words.err.write,
         )
         self._output = Outbox(self._head, loop.after)
         self._door = Door(loop, self._head, address)
@@ -230,6 +237,8 @@ class Supervisor:
         self._head.send("asked", signal=int(number))
 
     def _obey(self, message: Message) -> None:
+        if message["message"] == "alive":
+            return
         self._known = True
         match message["message"]:
             case "prepare":
@@ -274,6 +283,7 @@ class Supervisor:
     def _prepare(self, message: Message) -> None:
         """Start the template, so that it loads torch while the head still waits for other hosts."""
         self._command: dict[str, Any] = message["command"]
+        self._head.patience_s = message.get("head_timeout_s", 0.0)
         titles.set_title(
             f"manyhosts agent of node {self._node}: {Path(self._command['program']).name}", "manyhosts agent"
         )

@@ -230,8 +230,11 @@ class Agreement:
 
     @property
     def may_differ(self) -> bool:
-        """Whether there is anything in which workers could differ; the same on all of them."""
-        return bool(self.watch.places or self.frozen or self.watch.looks_at_values)
+        """Whether there is anything in which workers could differ; the same on all of them, and in every step.
+
+        What travels with the gradients must not change its length: in which order they are added up depends on it.
+        """
+        return bool(self.watch.places or self.watch.parameters)
 
     def numbers(self) -> list[float]:
         """What this worker tells the others in a step, to be summed over them; empty where nothing can differ."""

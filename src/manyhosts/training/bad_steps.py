@@ -56,12 +56,10 @@ class BadSteps:
         if self.buffers:
             self.buffers.keep()
 
-    @torch.no_grad()
     def watched(self, norm: Tensor | None) -> Tensor | None:
         """The norm of the gradient that this step is judged by; where nobody else wants it, found here."""
         return self._norm() if self.rewinds and norm is None and not self.scaled else norm
 
-    @torch.no_grad()
     def must_go(self, step: int, loss: Tensor, norm: Tensor | None) -> bool:
         """Whether `step`, just computed, must not change the model. Buffers are then as they were before it."""
         if not self.leave_out:
@@ -77,7 +75,6 @@ class BadSteps:
             self.buffers.put_back()
         return not good and not self.scaled
 
-    @torch.no_grad()
     def shown(self, step: int, norm: Tensor | None) -> Tensor | None:
         """The norm that is told of `step`, whose gradient is whole: now and then also where nobody clips by it."""
         if norm is not None or step % SHOW_NORM_EVERY != 1:
@@ -92,6 +89,7 @@ class BadSteps:
             return math.isfinite(loss.item())
         return math.isfinite(loss.item()) and math.isfinite(norm.item())
 
+    @torch.no_grad()  # here alone: to enter it costs as much as all the rest that a step without faults needs
     def _norm(self) -> Tensor:
         gradients = [parameter.grad for parameter in self.parts.trained.parameters() if parameter.grad is not None]
         return torch.nn.utils.get_total_norm(gradients)

@@ -17,6 +17,7 @@ _ONE_WISH_S = 0.3
 """Schedulers signal every process, and whoever started it passes that on: what comes so soon is the same wish."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """What may ask a run to stop. Where workers were asked by several, the first in this order is the reason."""
+_NOBODY = (0.0,) * len(SIGNALS)
 _HEARD = SIGNALS[:3]
 """Those that a worker is sent itself. A terminal that was closed is known to the head alone."""
 
@@ -38,7 +39,7 @@ class Wishes:
     @property
     def riders(self) -> tuple[float, ...]:
         """1 for the signal that asked this worker, 0 for the others: the sums over all workers count who was asked."""
-        return tuple(float(self.asked == known) for known in SIGNALS)
+        return tuple(float(self.asked == known) for known in SIGNALS) if self.asked else _NOBODY
 
     def hear(self, counts: Sequence[float]) -> None:
         """Take how many workers were asked by each of `SIGNALS`."""

@@ -30,6 +30,34 @@ def test_script_for_gpus_trains_its_workers_together(tmp_path: Path) -> None:
         assert done.stderr.count(mapping) == 1, f"{mapping!r} is told once\n{done.stderr}"
 
 
+THREADS = """
+import threading
+import torch
+import torch.distributed.rpc as rpc
+import os
+
+def ones(count):
+    return torch.ones(count, device="cuda:0").cuda()
+
+found = []
+thread = threading.Thread(target=lambda: found.append(ones(3)))
+thread.start()
+thread.join()
+rank = int(os.environ["RANK"])
+rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
+found.append(rpc.rpc_sync(f"worker{1 - rank}", ones, (4,)))
+rpc.shutdown()
+print("sum", float(sum(each.sum() for each in found)))
+"""
+
+
+def test_threads_of_a_script_and_of_rpc_are_mapped_too(tmp_path: Path) -> None:
+    (tmp_path / "threads.py").write_text(THREADS)
+    done = rehearse(tmp_path / "threads.py", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("sum 7.0") == 2, done.stdout
+
+
 def test_what_no_cpu_has_is_refused_with_a_sentence(tmp_path: Path) -> None:
     script = tmp_path / "graphs.py"
     script.write_text("import torch\ntorch.cuda.CUDAGraph()\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -66,9 +67,31 @@ class _Mapped(TorchFunctionMode):
         return func(*map(on_cpu, args), **named)
 
 
+def _map_threads() -> None:
+    """Map devices in other threads too, for PyTorch's mode is that of one thread: in Python's and in those of RPC."""
+    begin = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]  # `run` is what scripts override
+
+    def begin_mapped(self: threading.Thread) -> None:
+        with _Mapped():
+            begin(self)
+
+    replace(threading.Thread, _bootstrap_inner=begin_mapped)
+    if torch.distributed.rpc.is_available():
+        from torch.distributed.rpc import internal
+
+        call = internal._run_function
+
+        def call_mapped(function: Any) -> Any:
+            with _Mapped():
+                return call(function)  # type: ignore[no-untyped-call]
+
+        replace(internal, _run_function=call_mapped)
+
+
 def put_in_place() -> None:
     """Map devices in the calls of this process from now on."""
     _Mapped().__enter__()  # type: ignore[no-untyped-call]  # for the life of the process
+    _map_threads()
     module_to, load, make_loader = nn.Module.to, torch.load, DataLoader.__init__
     set_default_device, tensor_type = torch.set_default_device, torch.set_default_tensor_type
 

@@ -152,7 +152,9 @@ def test_of_a_live_line_only_the_newest_state_waits() -> None:
         assert screen.close()
         out.stream.close()
         reader.join()
-    assert out.read.decode().partition("\n")[2] == "\rstep 999\x1b[K\r\x1b[Ka line\n\rstep 1000"
+    shown = out.read.decode().partition("\n")[2]
+    assert shown.endswith("\rstep 999\x1b[K\r\x1b[Ka line\n\rstep 1000")
+    assert shown.count("step") <= 3, "one of those before may have gone together with the long line"
 
 
 def test_stream_without_a_descriptor_is_written_to_all_the_same() -> None:

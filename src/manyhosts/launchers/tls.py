@@ -14,7 +14,6 @@ import ssl
 import tempfile
 import threading
 
-FINGERPRINT_BYTES = 32
 _VALID_DAYS = 3650  # the clocks of hosts may be wrong, and a run may be long: the key is forgotten with the run
 
 

@@ -44,7 +44,7 @@ def check_given(*, model: Any, loss: Any, step: Any, schedule: Any, metrics: Any
             where="mh.Trainer(model=…)",
             fix=f"write model=lambda: {name}(…), with its arguments",
         )
-    if isinstance(schedule, torch.optim.lr_scheduler.LRScheduler):
+    if isinstance(schedule, LRScheduler):
         name = type(schedule).__name__
         raise ConfigError(
             f"the schedule is a {name} of an optimizer that is not the run's",

@@ -1,13 +1,15 @@
 """Standard output and error of a process that must never wait for whoever reads them.
 
 A terminal that is stopped by Ctrl-S, or a pager that shows its first page, takes nothing. One thread alone writes; what
-waits for it is bounded, and where it grows too long the oldest lines go, and their number is told.
+waits for it is bounded, and where it grows too long the oldest lines go, and their number is told. What the launcher
+itself has to say stays.
 """
 
 from __future__ import annotations
 
 import io
 import os
+import re
 import select
 import threading
 import time
@@ -29,6 +31,8 @@ _ENTRY_BYTES = 100
 _PIECE_BYTES = select.PIPE_BUF
 _AT_ONCE = 16 << 10
 _ERASE = "\r\x1b[K"
+_OWN = re.compile(r"(?:\r|\x1b\[[0-9;]*[A-Za-z])*manyhosts: ")
+"""How a line of the launcher's own begins: a warning, or how many lines of a worker are missing."""
 
 
 class Screen:
@@ -103,10 +107,19 @@ class Screen:
         return True
 
     def _drop_to(self, most: int) -> None:
+        kept: list[tuple[Stream, str]] = []
+        kept_size = 0
         while self._size > most and self._waiting:
-            _, text = self._waiting.popleft()
-            self._size -= len(text) + _ENTRY_BYTES
-            self._missed += text.count("\n")
+            stream, text = self._waiting.popleft()
+            size = len(text) + _ENTRY_BYTES
+            self._size -= size
+            if _OWN.match(text) and kept_size + size <= LAST_BYTES:
+                kept.append((stream, text))
+                kept_size += size
+            else:
+                self._missed += text.count("\n")
+        self._waiting.extendleft(reversed(kept))
+        self._size += kept_size
 
     def _write_all(self) -> None:
         while (piece := self._next()) is not None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -111,6 +114,23 @@ def test_job_is_cancelled_once_and_for_all(four: Lab, folder: Path) -> None:
     handle = run(four[0], words).stdout.strip()
     for _ in range(2):
         four[0].run([*MANYHOSTS, "cancel", handle], env=environment())
+    wait_until(lambda: state(four, handle)["state"] == "cancelled", "it is cancelled", timeout_s=60)
+
+
+def test_launcher_that_is_ended_while_slurm_takes_its_job_leaves_none_in_the_queue(four: Lab, folder: Path) -> None:
+    asked, slow = folder / "asked", folder / "slow"
+    slow.mkdir()
+    (slow / "sbatch").write_text(f'#!/bin/sh\n/usr/bin/sbatch "$@" || exit\ntouch {FOLDER}/asked\nsleep 1\n')
+    (slow / "sbatch").chmod(0o755)
+    words = [*MANYHOSTS, "run", "--on", "slurm", "--nodes", "2", "-o", "dependency=singleton"]
+    words += ["--run-dir", f"{FOLDER}/ended", "torchrun_script.py"]
+    variables = environment(PATH=f"{FOLDER}/slow:{os.environ['PATH']}")
+    launcher = four[1].start(words, folder=FOLDER, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    wait_until(asked.exists, "Slurm has taken the job", timeout_s=60)
+    four[1].end(launcher, signal.SIGTERM)
+    printed, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == 130, printed
+    [handle] = re.findall(r"slurm://\d+", printed)
     wait_until(lambda: state(four, handle)["state"] == "cancelled", "it is cancelled", timeout_s=60)
 
 

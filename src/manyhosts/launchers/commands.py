@@ -20,7 +20,14 @@ def run_command(words: Sequence[str]) -> str:
         LaunchError: there is no such program, it refused, or it said nothing for a minute.
     """
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=_LIMIT_S, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            words,
+            capture_output=True,
+            text=True,
+            timeout=_LIMIT_S,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C reaches this process alone, which knows what was asked
+        )
     except FileNotFoundError as cause:
         raise LaunchError(
             f"there is no {words[0]} on this machine",

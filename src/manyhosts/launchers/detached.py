@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import signal
 import threading
 import time
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, Self, runtime_checkable
 
 from manyhosts.launchers.display import Display
 from manyhosts.launchers.job import Plan
@@ -85,39 +86,53 @@ class Engine(Protocol):
 
 
 def send_and_follow(
-    jobs: Engine, target: str, plan: Plan, display: Display, *, wait: Callable[[float], None] = time.sleep
+    jobs: Engine,
+    target: str,
+    plan: Plan,
+    display: Display,
+    *,
+    done: str = "sent",
+    wait: Callable[[float], None] = time.sleep,
 ) -> int:
-    """Hand the job over, say by which handle it is known, and `follow` it. Returns its exit code.
+    """Hand the job over, say by which handle it is known, and show why it waits and what it prints until it is over.
+
+    Ctrl-C and SIGTERM cancel it, also those that come while the engine is still being asked to take it.
+
+    Returns:
+        Its exit code.
 
     Raises:
         LaunchError: the engine refused, or was not reached.
     """
     for note in plan.notes:
         display.warn(f"manyhosts: {note}")
-    name = jobs.send(plan)
-    display.say(f"manyhosts: sent as {target}://{name}")
-    return follow(jobs, name, display, wait=wait)
+    name = ""
+    with _Interrupts() as interrupts:
+        try:
+            with interrupts.held():
+                name = jobs.send(plan)
+                display.say(f"manyhosts: {done} as {target}://{name}")
+            return _follow(jobs, name, display, wait)
+        except KeyboardInterrupt:
+            if not name:
+                display.warn(f"manyhosts: interrupted before {target} had answered: see there whether it has the job")
+                return 130
+            display.warn("manyhosts: the job is being cancelled")
+            with contextlib.suppress(KeyboardInterrupt), interrupts.held():
+                jobs.cancel(name)
+            return 130
 
 
-def follow(jobs: Engine, name: str, display: Display, *, wait: Callable[[float], None] = time.sleep) -> int:
-    """Show why the job waits, and what it prints, until it is over. Returns its exit code.
-
-    Ctrl-C and SIGTERM cancel it.
-    """
+def _follow(jobs: Engine, name: str, display: Display, wait: Callable[[float], None]) -> int:
+    """Show why the job waits, and what it prints, until it is over. Returns its exit code."""
     told = ""
-    try:
-        with _sigterm_interrupts():
-            while (status := jobs.status(name)).state == "waiting":
-                if status.reason and status.reason != told:
-                    told = status.reason
-                    display.warn(f"manyhosts: the job waits: {told}")
-                wait(_LOOK_S)
-            _show(jobs, name, display, wait)
-            status = jobs.status(name)
-    except KeyboardInterrupt:
-        display.warn("manyhosts: the job is being cancelled")
-        jobs.cancel(name)
-        return 130
+    while (status := jobs.status(name)).state == "waiting":
+        if status.reason and status.reason != told:
+            told = status.reason
+            display.warn(f"manyhosts: the job waits: {told}")
+        wait(_LOOK_S)
+    _show(jobs, name, display, wait)
+    status = jobs.status(name)
     if status.state != "done":
         display.warn(
             f"manyhosts: the job {'has ' if status.state == 'failed' else 'is '}{status.state} {status.reason}"
@@ -132,21 +147,43 @@ def _show(jobs: Engine, name: str, display: Display, wait: Callable[[float], Non
         wait(_LOOK_S)
 
 
-@contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """Have SIGTERM do what Ctrl-C does: a launcher that is ended must not leave its job in the queue."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+class _Interrupts:
+    """While entered, SIGTERM does what Ctrl-C does: a launcher that is ended must not leave its job in the queue."""
 
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
+    _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    def __init__(self) -> None:
+        self._is_held = self._has_come = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():  # which alone hears of signals
+            self._before = {number: signal.signal(number, self._interrupt) for number in self._SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """The first signal waits for the end of this block: what is done here is undone only when it is done.
+
+        A second one does not wait, for the engine may take minutes to answer.
+        """
+        self._is_held, self._has_come = True, False
+        try:
+            yield
+        finally:
+            self._is_held = False
+        if self._has_come:
+            raise KeyboardInterrupt
+
+    def _interrupt(self, number: int, frame: object) -> None:
+        waits = self._is_held and not self._has_come
+        self._has_come = True
+        if not waits:
+            raise KeyboardInterrupt
 
 
 def tail(read: Callable[[], str], over: Callable[[], bool], wait: Callable[[float], None]) -> Iterator[str]:

@@ -221,6 +221,37 @@ def test_launcher_that_is_ended_cancels_the_job_that_it_waits_for(tmp_path: Path
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("asked", ["sbatch", "scontrol"])
+def test_launcher_that_is_ended_while_slurm_is_asked_leaves_no_job(
+    number: signal.Signals, asked: str, tmp_path: Path
+) -> None:
+    """Between sbatch and the first look at the job, say."""
+    fake = FakeSlurm(sbatch="4711\n", scontrol="JobState=PENDING Reason=Priority StdOut=\n", scancel="")
+
+    def run(command: Sequence[str]) -> str:
+        if command[0] == asked:
+            os.kill(os.getpid(), number)
+        return fake(command)
+
+    engine = Slurm({}, run, lambda _: None)
+    assert engine.submit(engine.plan(job(tmp_path)), PlainDisplay(sys.stdout, sys.stderr)) == 130
+    assert fake.told[-1] == ["scancel", "4711"]
+
+
+def test_second_interrupt_does_not_wait_for_an_engine_that_does_not_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(command: Sequence[str]) -> str:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("the second one has ended the wait")
+
+    engine = Slurm({}, run, lambda _: None)
+    assert engine.submit(engine.plan(job(tmp_path)), PlainDisplay(sys.stdout, sys.stderr)) == 130
+    assert "before slurm had answered" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("saves", "requeued"), [(True, True), (False, False)])
 def test_job_that_saved_no_step_is_not_queued_again(
     saves: bool, requeued: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -74,9 +74,7 @@ class Slurm:
             ManyhostsError: workers failed; the error is that of the one that failed first.
         """
         if plan.files:
-            name = self.send(plan)
-            display.say(f"manyhosts: queued as slurm://{name}")
-            return detached.follow(self, name, display, wait=self._wait)
+            return detached.send_and_follow(self, "slurm", plan, display, done="queued", wait=self._wait)
         placement = Placement(
             plan.job.nodes, lambda nodes, head: _srun(plan.job, plan.hosts, nodes, head), {TOKEN: "TOKEN"}
         )

@@ -39,6 +39,8 @@ class Recipe:
     """Whether validation has a metric, whose library every worker of a `manyhosts run` takes seconds to load."""
     sample_s: float = 0.0
     """How long a sample takes to be read, where it is augmented: so that there is time for something to happen."""
+    validation_sample_s: float = 0.0
+    """The same for a sample of the validation set."""
     stream: bool = False
     """Whether the samples come as a stream that is read in shards, augmented."""
 
@@ -85,6 +87,18 @@ class Noisy(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return self.images[index] + 0.1 * torch.randn(1, 8, 8), self.labels[index]
 
 
+class Slow(TensorDataset):
+    """Digits that take some time to be read."""
+
+    def __init__(self, sample_s: float, *tensors: torch.Tensor) -> None:
+        super().__init__(*tensors)
+        self.sample_s = sample_s
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        time.sleep(self.sample_s)
+        return super().__getitem__(index)
+
+
 class Shards(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
     """The same as a stream, whose shards are of unequal length."""
 
@@ -125,7 +139,7 @@ def make_trainer(recipe: Recipe, run_dir: Path | None, **more: Any) -> mh.Traine
         schedule=schedule,
         data=mh.Data(
             train=train,
-            validation=TensorDataset(*images_and_labels(101, first=1000)),
+            validation=Slow(recipe.validation_sample_s, *images_and_labels(101, first=1000)),
             batch_size=recipe.batch,
             **recipe.data,
         ),

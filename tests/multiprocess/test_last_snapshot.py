@@ -13,7 +13,7 @@ import psutil
 import pytest
 from commands import alive_workers, finish, kill_all, start, steps_done, summary, wait_for_step
 from launching import agents, family
-from runs import CHANCY, samples_by_step, step_lines, trained
+from runs import CHANCY, events, samples_by_step, step_lines, trained
 
 from manyhosts.records.manifest import NAME, found_in
 
@@ -24,7 +24,6 @@ RECIPE = replace(
     schedule=True,
     accuracy=False,
     sample_s=0.002,
-    # Where a validation is under way nothing is saved, so there is none.
     trainer={"virtual_workers": 4, "snapshots": {"every": "10000 steps"}, "validate_every": "10000 steps"},
 )
 LONG = replace(RECIPE, duration="100000 steps")
@@ -36,6 +35,20 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("undisturbed")
     trained(1, WHOLE, run_dir)
     return run_dir
+
+
+VALIDATED = replace(
+    RECIPE,
+    duration="14 steps",
+    validation_sample_s=0.12,
+    data={"loader_workers": 0},
+    trainer={**RECIPE.trainer, "validate_every": "7 steps"},
+)
+"""Every seventh step is validated, which takes some seconds."""
+
+
+def validations(run_dir: Path) -> list[tuple[object, ...]]:
+    return [(line["step"], line["values"], line["best"]) for line in events(run_dir, "validation")]
 
 
 def saved(run_dir: Path) -> list[int]:
@@ -118,3 +131,36 @@ def test_worker_that_is_left_saves_its_step_and_the_next_start_goes_on_there(
     assert [line["step"] for line in step_lines(run_dir)] == list(range(1, STEPS + 1))
     assert [line["loss"] for line in step_lines(run_dir)] == [line["loss"] for line in step_lines(undisturbed)]
     assert samples_by_step(run_dir) == samples_by_step(undisturbed)
+
+
+@pytest.fixture(scope="module")
+def validated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("validated")
+    trained(1, replace(VALIDATED, validation_sample_s=0.0), run_dir)
+    return run_dir
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_validation_that_was_cut_off_is_made_once_where_the_run_goes_on(
+    workers: int, tmp_path: Path, validated: Path
+) -> None:
+    run_dir, pids = tmp_path / "run", tmp_path / "pids"
+    process = start(workers, run_dir, VALIDATED, [], pids=pids)
+    try:
+        wait_for_step(process, run_dir, 7)
+        assert validations(run_dir) == []
+        lose_head(process, pids)
+    except BaseException:
+        kill_all(process)
+        raise
+    assert (saved(run_dir), validations(run_dir)) == ([7], [])
+    again = start(2, run_dir, replace(VALIDATED, validation_sample_s=0.0), [])
+    output = finish(again)
+    assert again.returncode == 0, output
+    assert summary(run_dir)["weights_sha256"] == summary(validated)["weights_sha256"], output
+    assert summary(run_dir)["best"] == summary(validated)["best"]
+    assert validations(run_dir) == validations(validated)
+    for kind in ("step", "epoch", "validation", "snapshot"):
+        lines = [(line["step"], line.get("path")) for line in events(run_dir, kind)]
+        assert lines == sorted(set(lines)), kind
+    assert [line["loss"] for line in step_lines(run_dir)] == [line["loss"] for line in step_lines(validated)]

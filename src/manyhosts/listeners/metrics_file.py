@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from manyhosts.events import Event, Recovered, RunStarted, StepDone
+from manyhosts.events import Event, Recovered, RunStarted, SnapshotSaved, StepDone, ValidationDone
 from manyhosts.records.metrics import MetricsFile
 
 
@@ -15,16 +15,28 @@ class WriteMetrics:
 
     def __init__(self, metrics: MetricsFile) -> None:
         self.metrics = metrics
+        self._resumed_at = -1
+        """The step of the snapshot that the run has gone on from last."""
 
     def __call__(self, event: Event) -> None:
         """Take note of `event`."""
-        if type(event) is not StepDone and isinstance(event, RunStarted):
+        if type(event) is StepDone:
+            self.metrics.add(event)
+        elif isinstance(event, ValidationDone | SnapshotSaved) and event.step == self._resumed_at:
+            self.metrics.tell_again(event)  # where the run goes on from a snapshot whose validation was cut off
+        else:
+            self._before(event)
+            self.metrics.add(event)
+
+    def _before(self, event: Event) -> None:
+        """Take away what will be told again, where `event` says so."""
+        if isinstance(event, RunStarted):
             self._resume(event)
         elif isinstance(event, Recovered) and event.rewound:
             self.metrics.resume_at(event.step, time=event.time)
-        self.metrics.add(event)
 
     def _resume(self, event: RunStarted) -> None:
+        self._resumed_at = event.step
         before = self.metrics.resume_at(event.step, time=event.time)
         if before.cut_off:
             self.metrics.add(

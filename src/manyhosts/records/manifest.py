@@ -21,8 +21,9 @@ from typing import Any, Literal, Protocol
 from manyhosts.errors import SnapshotError
 from manyhosts.records.json_text import parsed
 
-FORMAT_VERSION = 2
-"""1: nothing in `Facts.run`. 2: what the run was asked, which a resume is held against."""
+FORMAT_VERSION = 3
+"""1: nothing in `Facts.run`. 2: what the run was asked, which a resume is held against. 3: the state may say that the
+validation of its step is yet to be made; before, it never was."""
 NAME = "manifest.json"
 _HASH_KEY = ',\n "sha256": "'
 _CHUNK_BYTES = 4 << 20

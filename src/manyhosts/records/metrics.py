@@ -134,6 +134,15 @@ class MetricsFile:
             seconds_lost=max(0.0, time - counted_until),
         )
 
+    def tell_again(self, event: Event) -> None:
+        """Add one event; where the lines of its step have it already, this one stands in its place."""
+        new, same = line_of(event), ("event", "step", "path")
+        tail = self._lines.tail(lambda line: line.get("event") == "step" and line["step"] <= event.step)
+        kept = [line for _, line in tail if any(line.get(key) != new.get(key) for key in same)]
+        if len(kept) < len(tail):
+            self._lines.replace_tail(tail[0][0], kept)
+        self.add(event)
+
     def take_over(self) -> Callable[[Event], bool]:
         """Go on with the file of a worker that is gone. Says of an event whether that worker has told it.
 

@@ -191,8 +191,8 @@ class Store:
         self._thread.start()
         self._count_stall(begin)
 
-    def save_alone(self, state: Mapping[str, Any], facts: Facts) -> bool:
-        """Write `state`, all of it, as the snapshot of `facts.step`, without any other worker, before this returns.
+    def save_alone(self, path: Path, state: Mapping[str, Any], facts: Facts) -> bool:
+        """Write `state`, all of it, as the snapshot in `path`, without any other worker, before this returns.
 
         For a worker that is about to end. Whether it is whole; `finished` tells more.
 
@@ -200,8 +200,7 @@ class Store:
             SnapshotError: a value in `state` is of a kind that cannot be kept.
         """
         self.wait()
-        begin, path = time.perf_counter(), self.folder / f"step-{facts.step:08d}"
-        shared = take_apart(state)
+        begin, shared = time.perf_counter(), take_apart(state)
         name = "tensors-00000-of-00001.safetensors"
         self._failed, self._gave_up, self._stall_s = False, "", 0.0
         task = _Task(

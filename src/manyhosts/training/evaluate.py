@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -23,7 +23,7 @@ from manyhosts.data import randomness
 from manyhosts.data.fetch import Fetcher
 from manyhosts.data.order import Indices, bounds
 from manyhosts.data.steps import Loader, mapped
-from manyhosts.errors import ConfigError
+from manyhosts.errors import CommunicationError, ConfigError
 from manyhosts.training.compute import Loss, UserStep, one_number, pair, step_values
 from manyhosts.training.metrics import Metrics
 from manyhosts.training.weighing import Weighing
@@ -38,6 +38,15 @@ FEWEST_PARTS, MOST_PARTS = 16, 128
 def number_of_parts(samples: int, batch: int) -> int:
     """Into how many parts an evaluation is cut; a pure function of the set and the batch."""
     return min(samples, max(FEWEST_PARTS, min(-(-samples // batch), MOST_PARTS)))
+
+
+class CutOff(Exception):
+    """A worker was asked to stop while it evaluated."""
+
+    def __init__(self, asked: Sequence[float] = ()) -> None:
+        super().__init__("asked to stop")
+        self.asked = asked
+        """How many workers were asked, by each thing that may ask one."""
 
 
 class Evaluation:
@@ -68,15 +77,28 @@ class Evaluation:
         """Called after every forward pass, so that nobody takes a long evaluation for a hang."""
 
     @torch.no_grad()
-    def __call__(self, model: nn.Module) -> dict[str, float]:
-        """`loss` (mean over all samples) and every metric, equal on all workers."""
+    def __call__(self, model: nn.Module, *, asked: Callable[[], Sequence[float]] = tuple) -> dict[str, float]:
+        """`loss` (mean over all samples) and every metric, equal on all workers.
+
+        `asked`: what has asked this worker to stop, a number for each thing that may.
+
+        Raises:
+            CutOff: a worker was asked, on all of them alike.
+        """
         first, last = bounds(self.parts, self.world.size, self.world.rank)
         requests = [list(self._pieces(part)) for part in range(first, last)]
         batches = self.loader.batches((0, piece) for part in requests for piece in part)
         self.metrics.begin()
         with in_evaluation(model), in_evaluation(self.loss) if isinstance(self.loss, nn.Module) else nullcontext():
-            parts = [self._part(model, part, batches) for part in requests]
-        return {**_means(self.world, parts), **self.metrics.values()}
+            parts: list[dict[str, tuple[float, float]]] = []
+            with suppress(CutOff):
+                for part in requests:
+                    parts.append(self._part(model, part, batches, asked))  # what there is stays
+        told = {"asked": list(asked()) if len(parts) < len(requests) else [], "parts": parts}
+        found = [json.loads(word) for word in gather_words(self.world, json.dumps(told))]
+        if who := [each["asked"] for each in found if each["asked"]]:
+            raise CutOff([sum(counts) for counts in zip(*who, strict=True)])
+        return {**_means([part for each in found for part in each["parts"]]), **self.metrics.values()}
 
     @torch.no_grad()
     def look(self, model: nn.Module) -> set[str]:
@@ -93,7 +115,7 @@ class Evaluation:
             in_evaluation(model),
             in_evaluation(self.loss) if isinstance(self.loss, nn.Module) else nullcontext(),
         ):
-            names = {*self._part(model, pieces, batches)}
+            names = {*self._part(model, pieces, batches, tuple)}
         metrics = self.metrics.names()
         self.metrics.begin()
         return names | metrics if metrics is not None else set()
@@ -105,7 +127,11 @@ class Evaluation:
             yield np.arange(start, min(start + self.batch, end))
 
     def _part(
-        self, model: nn.Module, pieces: Sequence[Indices], batches: Iterator[Any]
+        self,
+        model: nn.Module,
+        pieces: Sequence[Indices],
+        batches: Iterator[Any],
+        asked: Callable[[], Sequence[float]],
     ) -> dict[str, tuple[float, float]]:
         """By name, the sum over the samples of one part that had it, and what these count."""
         self.metrics.begin_part()
@@ -123,8 +149,25 @@ class Evaluation:
                 sums[name] = sums[name] + weighted if name in sums else weighted
                 counts[name] = counts.get(name, 0.0) + count
             self.on_progress()
+            self._check_wanted(asked)
         self.metrics.end_part()
         return {name: (value.item(), counts[name]) for name, value in sums.items()}
+
+    def _check_wanted(self, asked: Callable[[], Sequence[float]]) -> None:
+        """See that somebody still wants what comes out.
+
+        Raises:
+            CommunicationError: workers were lost, so it is all done again.
+            CutOff: this worker was asked to stop.
+        """
+        if any(asked()):
+            raise CutOff
+        if self.world.is_broken:
+            raise CommunicationError(
+                "workers were lost during an evaluation",
+                where="recovery",
+                fix="see what was printed about the others",
+            )
 
     def _values(self, model: nn.Module, batch: Any, first: int) -> Mapping[str, Tensor]:
         with self.context():
@@ -145,10 +188,8 @@ def _nothing() -> None:
     """What is done where nobody wants to know."""
 
 
-def _means(world: World, parts: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
+def _means(rows: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
     """Of every name, the mean over the samples that had it, from the sums and counts of each part, in their order."""
-    found = [json.loads(word) for word in gather_words(world, json.dumps(list(parts)))]
-    rows = [row for worker in found for row in worker]
     means = {}
     for name in dict.fromkeys(name for row in rows for name in row):
         own = [row[name] for row in rows if name in row]

@@ -19,7 +19,7 @@ from manyhosts.config.stopping import EarlyStopping
 from manyhosts.data import randomness
 from manyhosts.errors import ConfigError, SnapshotError
 from manyhosts.events import Note, SnapshotCopied, SnapshotSaved, SnapshotSkipped
-from manyhosts.records.manifest import Facts
+from manyhosts.records.manifest import Facts, read
 from manyhosts.records.run_directory import RunDirectory
 from manyhosts.snapshot.fingerprint import fingerprint
 from manyhosts.snapshot.load import Loaded, load, same_model
@@ -64,7 +64,7 @@ class Keeping:
         self.best_saved_at = -1
         """The step of the best model that was begun to be written last."""
         self.saved_at = -1
-        """The step of the last snapshot that was begun or restored."""
+        """The step of the last snapshot that was begun or restored; -1 where it lacks what was found out since."""
         self.changes = Changes()
         """What is other than when the snapshot was made that was restored last."""
 
@@ -131,12 +131,27 @@ class Keeping:
         self.listen()
 
     def save_alone(self, state: RunState) -> bool:
-        """Make a snapshot of what this worker holds, without any other. Whether it is whole now."""
-        run = asked_of(self.settings, self.parts)
-        kept = {**held_by(self.parts), "run": state.to_dict()}
-        is_whole = self.store.save_alone(kept, replace(self._facts(state), run=run))
+        """Make a snapshot of what this worker holds, without any other. Whether it is whole now.
+
+        The model is written as the best one before, where it is that and nobody has done it.
+        """
+        parts = self.parts
+        facts = replace(self._facts(state), run=asked_of(self.settings, parts))
+        is_whole = not self.lacks_best(state) or self.store.save_alone(self.directory.best, weights_of(parts), facts)
+        if is_whole:
+            path = self.store.folder / f"step-{state.step:08d}"
+            is_whole = self.store.save_alone(path, {**held_by(parts), "run": state.to_dict()}, facts)
         self.listen()
         return is_whole
+
+    def lacks_best(self, state: RunState) -> bool:
+        """Whether the best model is not on this worker's disk, as far as it was found by a validation that counts."""
+        if state.best_step < 0:
+            return False
+        try:
+            return read(self.directory.best).facts.step != state.best_step
+        except (SnapshotError, OSError):
+            return True
 
     def leave_out(self, state: RunState) -> None:
         """Make no snapshot here, for a disk does not take the records of the steps that it would count."""

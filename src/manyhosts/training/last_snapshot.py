@@ -29,17 +29,14 @@ class LastSnapshot:
 
     def __init__(self, keeping: Keeping, journal: Journal, loop: Loop) -> None:
         self.keeping, self.journal, self.loop = keeping, journal, loop
-        self._best_saved_at = keeping.best_saved_at
 
     def why_not(self) -> str:
         """Why what this worker holds is not all that a run needs to go on; empty where it is."""
         parts, state, loop = self.keeping.parts, self.loop.state, self.loop
         if state.step < 1 or loop.torn:
             return "it stands at no step"
-        if loop.duties_done < len(loop.duties) - 1:  # a snapshot is the last of them, and says that all are done
-            return "what is due after the last step is not done"
-        if self.keeping.best_saved_at != self._best_saved_at:
-            return "the best model was being written"
+        if state.best_step != state.step and self.keeping.lacks_best(state):
+            return "the best model, of a step before, was being written"
         if parts.auditor is not None or loop.trusted is not None:
             return "no other worker can be asked whether it computed rightly"
         if isinstance(parts.strategy, Drifting) or parts.strategy.state_dict() or own_statistics(parts):
@@ -83,6 +80,7 @@ class LastSnapshot:
         loop.settle(finished=False)
         loop.read_numbers(all_of_them=True)
         loop.telling.check_weights()
+        loop.leave_validation()
         self.journal.take_lead(locks=False)
         if self.journal.flush() and self.keeping.save_alone(state):
             sys.stderr.write(f"manyhosts: saved step {state.step} before this worker ends\n")

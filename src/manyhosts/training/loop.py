@@ -26,7 +26,7 @@ from manyhosts.training.bad_steps import BadSteps
 from manyhosts.training.buffers import BufferCopies
 from manyhosts.training.build import Parts
 from manyhosts.training.counting import Counting
-from manyhosts.training.evaluate import Evaluation
+from manyhosts.training.evaluate import CutOff, Evaluation
 from manyhosts.training.first_steps import FirstSteps, compare_streams
 from manyhosts.training.keeping import Keeping
 from manyhosts.training.learning_rate import VanishedRate
@@ -144,6 +144,19 @@ class Loop:
             self.duties[self.duties_done]()
             self.duties_done += 1
 
+    def leave_validation(self) -> None:
+        """Do what is due after the last step and needs no other worker, and note whether a validation is left to do."""
+        place, state = self.duties.index(self.validate_if_due), self.state
+        while self.duties_done < place:
+            self.duties[self.duties_done]()
+            self.duties_done += 1
+        is_open = (self.duties_done == place and self.validation_is_due()) or self.is_at_end()
+        state.validation_due = self.validation is not None and state.validated_at != state.step and is_open
+
+    def is_at_end(self) -> bool:
+        """Whether the run is as long as it was asked to be, and nobody has asked it to stop before."""
+        return not self.wishes.granted and bool(reached(self.limit, self.mark()))
+
     def settle(self, *, finished: bool) -> None:
         """End the step under way, which broke off. `finished`: another has done it, so this worker's part counts."""
         strategy = self.parts.strategy
@@ -163,6 +176,8 @@ class Loop:
         self.numbers.pending.clear()
         self.duties_done, self.ends_epoch = len(self.duties), False
         self.under_way, self.torn, self.save_again = 0, False, False
+        if self.state.validation_due:
+            self.duties_done, self.save_again = self.duties.index(self.validate_if_due), True
         self.before = self.mark()
         if self.parts.auditor is not None:
             self.parts.auditor.forget()
@@ -357,8 +372,14 @@ class Loop:
 
     def validate_if_due(self) -> None:
         """Validate where that is due after the last step."""
-        if self.validation is not None and due(self.validate_every, self.before, self.mark()):
+        if self.validation is None:
+            self.state.validation_due = False
+        elif self.validation_is_due():
             self.validate()
+
+    def validation_is_due(self) -> bool:
+        """Whether a validation is due after the last step. After the last of a run it is, before that is saved."""
+        return self.state.validation_due or due(self.validate_every, self.before, self.mark()) or self.is_at_end()
 
     def keep_best(self) -> None:
         """Write the model as the best one, where the last validation found it to be."""
@@ -375,16 +396,26 @@ class Loop:
         self.save_again = False
 
     def validate(self) -> None:
-        """Evaluate, and let early stopping and a plateau schedule judge."""
+        """Evaluate, and let early stopping and a plateau schedule judge.
+
+        Where a worker is asked to stop meanwhile, all stop, and it is left to whoever goes on with the run.
+        """
         assert self.validation is not None, "validate() is called where there is a validation set"
         self.read_numbers(all_of_them=True)
         begin, self.since = time.perf_counter(), time.time()
         state, rule = self.state, self.keeping.rule
         parts = self.parts
-        with together(parts.strategy, parts.trained):
-            compare_weights(parts, f"before the validation of step {state.step}")
-            state.validation = self.validation(parts.model)
-        state.validated_at = state.step
+        if self.keeping.saved_at == state.step:
+            self.keeping.saved_at = -1  # that snapshot knows nothing of this validation
+        try:
+            with together(parts.strategy, parts.trained):
+                compare_weights(parts, f"before the validation of step {state.step}")
+                state.validation = self.validation(parts.model, asked=lambda: self.wishes.riders)
+        except CutOff as cut:
+            state.validation_due = True
+            self.wishes.hear(cut.asked)
+            return
+        state.validated_at, state.validation_due = state.step, False
         value = self.keeping.watched(state.validation)
         best = rule.better(value, state.best)
         if best:

@@ -29,6 +29,8 @@ class RunState:
     validation: dict[str, float] = field(default_factory=dict)
     """The last validation's values."""
     validated_at: int = -1
+    validation_due: bool = False
+    """Whether the validation of this step was cut off: where the run goes on from here, it begins with it."""
     best: float | None = None
     best_step: int = -1
     validations_without_gain: int = 0
@@ -57,6 +59,7 @@ class RunState:
             "epoch_seconds": self.epoch_seconds,
             "validation": dict(self.validation),
             "validated_at": self.validated_at,
+            "validation_due": self.validation_due,
             "best": self.best,
             "best_step": self.best_step,
             "validations_without_gain": self.validations_without_gain,

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from manyhosts.cli.main import main
+from manyhosts.records.manifest import FORMAT_VERSION
 from manyhosts.snapshot.store import Facts, Store
 
 TENSORS = "tensors-00000-of-00001.safetensors"
@@ -182,7 +183,7 @@ def test_prune_removes_no_damaged_one_where_none_is_whole(run: Path) -> None:
 
 def test_prune_leaves_what_takes_a_newer_manyhosts_to_judge(run: Path) -> None:
     manifest = run / "snapshots" / "step-00000010" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"format_version": 2', '"format_version": 9'))
+    manifest.write_text(manifest.read_text().replace(f'"format_version": {FORMAT_VERSION}', '"format_version": 9'))
     assert main(["snapshots", "prune", str(run), "--keep", "1"]) == 0
     assert left(run) == ["step-00000010", "step-00000030"]
     assert main(["snapshots", "verify", str(run)]) == 2

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from manyhosts.errors import SnapshotError
-from manyhosts.records.manifest import verify
+from manyhosts.records.manifest import FORMAT_VERSION, verify
 from manyhosts.snapshot.fingerprint import fingerprint
 from manyhosts.snapshot.load import load, same_model
 from manyhosts.snapshot.store import Facts, Store
@@ -45,7 +45,7 @@ def cut(path: Path) -> None:
 
 
 def of_newer_format(path: Path) -> None:
-    path.write_text(path.read_text().replace('"format_version": 2', '"format_version": 3'))
+    path.write_text(path.read_text().replace(f'"format_version": {FORMAT_VERSION}', '"format_version": 99'))
 
 
 DAMAGES: list[tuple[str, Callable[[Path], None], str]] = [
@@ -56,7 +56,7 @@ DAMAGES: list[tuple[str, Callable[[Path], None], str]] = [
     (TENSORS, Path.unlink, f"{TENSORS} is missing"),
     ("manifest.json", Path.unlink, "it has no manifest.json"),
     ("manifest.json", cut, "manifest.json is damaged: "),
-    ("manifest.json", of_newer_format, "it has format 3, and this manyhosts reads formats up to 2"),
+    ("manifest.json", of_newer_format, f"it has format 99, and this manyhosts reads formats up to {FORMAT_VERSION}"),
     ("manifest.json", lambda path: path.write_text("[]"), "manifest.json is damaged: "),
     ("manifest.json", lambda path: path.write_bytes(b"\xff\xfe"), "manifest.json cannot be read: "),
 ]

@@ -17,7 +17,7 @@ from torch import nn
 
 from manyhosts.errors import SnapshotError
 from manyhosts.events import SnapshotSaved
-from manyhosts.records.manifest import best_in, found_in
+from manyhosts.records.manifest import FORMAT_VERSION, best_in, found_in
 from manyhosts.snapshot.copy import CopySpace
 from manyhosts.snapshot.fingerprint import fingerprint, weights_sha256
 from manyhosts.snapshot.load import load, same_model
@@ -263,7 +263,7 @@ def test_manifest_is_readable_by_any_tool(tmp_path: Path) -> None:
     store.save({"model": model.state_dict()}, facts(4, model), own={"residual": torch.ones(2)})
     store.wait()
     content = json.loads((tmp_path / "step-00000004" / "manifest.json").read_text())
-    assert content["format_version"] == 2
+    assert content["format_version"] == FORMAT_VERSION
     assert (content["step"], content["epoch"], content["position"]) == (4, 1, {"samples": 28})
     assert (content["world_size"], content["strategy"], content["run"]) == (1, "single", {"seed": 3})
     assert content["model"] == {"weight": "float32[2, 3]", "bias": "float32[2]"}

@@ -20,6 +20,7 @@ from torch.utils.data import TensorDataset
 import manyhosts as mh
 from manyhosts.errors import SnapshotError
 from manyhosts.events import Event, StepDone
+from manyhosts.records.manifest import FORMAT_VERSION
 from manyhosts.records.samples import counted
 
 FIRST_HALF = Recipe(duration="6 steps", dropout=0.2, trainer={"snapshots": mh.Snapshots(every="2 steps")})
@@ -54,7 +55,7 @@ def lose_the_manifest(snapshot: Path) -> None:
 
 def come_from_the_future(snapshot: Path) -> None:
     manifest = snapshot / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"format_version": 2', '"format_version": 99'))
+    manifest.write_text(manifest.read_text().replace(f'"format_version": {FORMAT_VERSION}', '"format_version": 99'))
 
 
 def nest_brackets(snapshot: Path) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import manyhosts as mh
+from manyhosts.snapshot.load import load
 from manyhosts.training.last_snapshot import LastSnapshot
 from manyhosts.training.loop import Loop
 from manyhosts.training.wishes import Wishes
@@ -76,6 +77,19 @@ def test_worker_saves_the_step_that_it_stands_at_once(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.lock"))
 
 
+def test_best_model_is_written_before_the_snapshot_that_names_it(tmp_path: Path) -> None:
+    last, _ = stands(tmp_path)
+    state = last.loop.state
+    state.best, state.best_step, state.validated_at = 0.5, 3, 3
+    last.make()
+    assert saved(last) == ["step-00000001", "step-00000003"]
+    best = load(tmp_path / "best")
+    assert best.facts.step == 3
+    for name, value in last.keeping.parts.model.state_dict().items():
+        assert torch.equal(best.state["model"][name], value)
+    assert "validation_due" in load(tmp_path / "snapshots" / "step-00000003").state["run"]
+
+
 def put(path: str, value: Any) -> Callable[[LastSnapshot], None]:
     def change(last: LastSnapshot) -> None:
         holder: Any = last
@@ -92,15 +106,14 @@ def put(path: str, value: Any) -> Callable[[LastSnapshot], None]:
     [
         (put("loop.state.step", 0), "stands at no step"),
         (put("loop.torn", True), "stands at no step"),
-        (put("loop.duties_done", 2), "what is due after the last step is not done"),
-        (put("keeping.best_saved_at", 3), "the best model was being written"),
+        (put("loop.state.best_step", 2), "the best model, of a step before, was being written"),
         (put("keeping.parts.auditor", object()), "whether it computed rightly"),
         (put("loop.trusted", 2), "whether it computed rightly"),
         (put("keeping.parts.strategy", SimpleNamespace(state_dict=lambda: {"kept": 1})), "something of its own"),
         (put("loop.state.stream", {"read": [3]}), "how far the stream is read"),
         (put("keeping.store.apart", True), "each host has its own disk"),
     ],
-    ids=["no step", "update", "validation", "best", "audit", "doubt", "compression", "stream", "disks"],
+    ids=["no step", "update", "best", "audit", "doubt", "compression", "stream", "disks"],
 )
 def test_nothing_is_saved_where_one_worker_does_not_hold_all_that_a_run_needs(
     change: Callable[[LastSnapshot], None], why: str, tmp_path: Path

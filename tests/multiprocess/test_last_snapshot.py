@@ -40,7 +40,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 VALIDATED = replace(
     RECIPE,
     duration="14 steps",
-    validation_sample_s=0.12,
+    validation_sample_s=0.3,
     data={"loader_workers": 0},
     trainer={**RECIPE.trainer, "validate_every": "7 steps"},
 )
@@ -140,7 +140,7 @@ def validated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_validation_that_was_cut_off_is_made_once_where_the_run_goes_on(
     workers: int, tmp_path: Path, validated: Path
 ) -> None:

@@ -190,14 +190,21 @@ def test_one_of_two_agents_lost_ends_the_workers_of_the_other(tmp_path: Path) ->
     assert "rank 1 on host node1 was lost: its agent is gone: killed by SIGKILL; 1 other worker was ended" in err
 
 
-def test_host_that_is_silent_for_a_while_is_named_and_costs_nothing(tmp_path: Path) -> None:
+def test_host_that_is_silent_for_a_while_or_whose_disk_hangs_is_named_and_costs_nothing(tmp_path: Path) -> None:
     source = """
         import os, time
         open(f"running-{os.environ['RANK']}", "w").close()
         while not os.path.exists("go-on"):
             time.sleep(0.05)
+            if os.environ["RANK"] == "1" and os.path.exists("flood"):
+                os.unlink("flood")
+                print("\\n".join("f" * 99 for _ in range(3000)), flush=True)
     """
-    head = start(tmp_path, source, "--nodes", "2", "--workers-per-node", "1")
+    log = tmp_path / "run" / "logs" / "node1-1.log"
+    log.parent.mkdir(parents=True)
+    os.mkfifo(log)
+    disk = os.open(log, os.O_RDWR)  # one that takes what there is room for in a pipe, and hangs then
+    head = start(tmp_path, source, "--nodes", "2", "--workers-per-node", "1", "--show", "0")
     assert head.stderr is not None
     try:
         wait_until(lambda: len(list(tmp_path.glob("running-*"))) == 2, "all run")
@@ -206,11 +213,24 @@ def test_host_that_is_silent_for_a_while_is_named_and_costs_nothing(tmp_path: Pa
         named = head.stderr.readline()
         agent.resume()
         back = head.stderr.readline()
+        (tmp_path / "flood").touch()
+        held = head.stderr.readline()
+        logged = bytearray()
+        while logged.count(b"f" * 99) < 3000:
+            logged += os.read(disk, 1 << 16)
+        held_no_more = head.stderr.readline()
     finally:
         (tmp_path / "go-on").touch()
         _, rest = head.communicate(timeout=60)
+        os.close(disk)
     assert re.fullmatch(r"manyhosts: host node1 has not been heard from for [2-9]\.\d s\n", named)
     assert re.fullmatch(r"manyhosts: host node1 is back after [2-9]\.\d s\n", back)
+    assert re.fullmatch(
+        r"manyhosts: host node1 is there, but its agent has waited for a disk or the like for \d+ s;"
+        r" its workers go on if they can\n",
+        held,
+    )
+    assert re.fullmatch(r"manyhosts: the agent of host node1 goes on after \d+ s\n", held_no_more)
     assert (head.returncode, rest) == (0, "")
 
 

@@ -205,6 +205,8 @@ class Channel:
         """What the system said of the connection when it was lost; None where the other side has closed it."""
         self._came = bytearray()
         self._unsent = bytearray()
+        self._sending = threading.RLock()
+        """Held for what TLS and the socket have in hand, and never while anything is waited for."""
         self._open = True
         connection.setblocking(False)
         loop.watch(connection, self.read)
@@ -240,13 +242,35 @@ class Channel:
 
     def send_words(self, words: bytes) -> None:
         """Send a line, or several."""
-        if not self._open:
-            return
-        if self._tls is None:
-            self._add(words)
-            return
-        self._tls.send(words)
-        self._write_encrypted()
+        with self._sending:
+            if not self._open:
+                return
+            if self._tls is None:
+                self._add(words)
+                return
+            self._tls.send(words)
+            self._write_encrypted()
+
+    def send_beside(self, words: bytes) -> None:
+        """Send a line from another thread, unless others still wait to be sent: for when the loop is held up.
+
+        What the socket does not take of it goes when the loop calls `go_on`.
+        """
+        with self._sending:
+            if not self._open or self._unsent:
+                return
+            if self._tls is not None:
+                self._tls.send(words)
+                words = self._tls.take()
+            self._unsent += words
+            with contextlib.suppress(OSError):  # the end shows itself when the loop reads
+                del self._unsent[: self._socket.send(self._unsent)]
+
+    def go_on(self) -> None:
+        """Send what `send_beside` has left, if anything."""
+        with self._sending:
+            if self._open and self._unsent:
+                self._write()
 
     def flush(self, timeout_s: float) -> None:
         """Wait until everything is sent, for at most `timeout_s` seconds: before a process ends."""
@@ -257,10 +281,11 @@ class Channel:
 
     def close(self) -> None:
         """End it without a word to `on_end`."""
-        if self._open:
-            self._open = False
-            self._loop.unwatch(self._socket)
-            self._socket.close()
+        with self._sending:
+            if self._open:
+                self._open = False
+                self._loop.unwatch(self._socket)
+                self._socket.close()
 
     def read(self) -> bool:
         """Take what has come, if anything has. Returns whether more may be there already."""
@@ -277,13 +302,15 @@ class Channel:
             self._end()
             return False
         if self._tls is not None:
-            try:
-                chunk = self._tls.receive(chunk)
-            except OSError:
-                self._write_encrypted()  # TLS says what it thinks of that
+            with self._sending:
+                try:
+                    chunk, is_sound = self._tls.receive(chunk), True
+                except OSError:
+                    is_sound = False
+                self._write_encrypted()  # where it is not sound, TLS says what it thinks of that
+            if not is_sound:
                 self._end()
                 return False
-            self._write_encrypted()
         self._came += chunk
         if b"\n" in chunk:
             self._split()
@@ -318,17 +345,18 @@ class Channel:
             self._write()
 
     def _write(self) -> None:
-        try:
-            while self._unsent:
-                del self._unsent[: self._socket.send(self._unsent)]
-        except BlockingIOError:
-            self._loop.watch_writing(self._socket, self._write)
-            return
-        except OSError as error:
-            self.trouble = error
-            self._unsent.clear()  # the end shows itself when we read
-            return
-        self._loop.watch_writing(self._socket, None)
+        with self._sending:
+            try:
+                while self._unsent:
+                    del self._unsent[: self._socket.send(self._unsent)]
+            except BlockingIOError:
+                self._loop.watch_writing(self._socket, self._write)
+                return
+            except OSError as error:
+                self.trouble = error
+                self._unsent.clear()  # the end shows itself when we read
+                return
+            self._loop.watch_writing(self._socket, None)
 
     def _end(self) -> None:
         if self._open:

@@ -23,7 +23,7 @@ _SEEN = {
     "loader": str,
 }
 _FROM_AGENT: Mapping[str, Mapping[str, Any]] = {
-    "alive": {},
+    "alive": {"held_s": _NUMBER},
     "asked": {"signal": int},
     "condition": {"told": dict, "port": int},
     "ended": {

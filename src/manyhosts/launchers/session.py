@@ -89,7 +89,7 @@ class Session:
         if message.get("message") == "heard":
             if isinstance(count := message.get("count"), int):
                 self._forget(count)
-            self._on_message({"message": "alive"})
+            self._on_message({"message": "alive", "held_s": 0.0})
             return
         if isinstance(number, int):
             if number <= self.heard:

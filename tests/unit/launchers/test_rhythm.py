@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhosts.launchers.head.rhythm import LEAST_S, Rhythm
-from manyhosts.launchers.host.supervisor import HEARTBEAT_S
+from manyhosts.launchers.host.heartbeat import EVERY_S
 
 Latency = Callable[[random.Random], float]
 
 
 def arrivals(latency: Latency, seconds: float, seed: int) -> Iterator[float]:
-    """When signs of life come that are sent every `HEARTBEAT_S` over one connection: none overtakes another."""
+    """When signs of life come that are sent every `EVERY_S` over one connection: none overtakes another."""
     draw, newest = random.Random(seed), 0.0
-    for number in range(int(seconds / HEARTBEAT_S)):
-        newest = max(newest, number * HEARTBEAT_S + latency(draw))
+    for number in range(int(seconds / EVERY_S)):
+        newest = max(newest, number * EVERY_S + latency(draw))
         yield newest
 
 
@@ -82,7 +82,7 @@ def test_on_a_quiet_network_silence_is_worth_a_word_within_three_seconds(jitter:
         rhythm.note(now, now - last)
         last = now
     look_s = 0.25
-    assert rhythm.overdue_s + look_s < 3 - (0.0 if jitter < 0.1 else -HEARTBEAT_S)
+    assert rhythm.overdue_s + look_s < 3 - (0.0 if jitter < 0.1 else -EVERY_S)
 
 
 def test_what_was_more_than_ten_minutes_ago_is_forgotten() -> None:

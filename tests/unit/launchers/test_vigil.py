@@ -229,6 +229,30 @@ def test_silent_host_whose_workers_go_on_is_given_more_time(scene: Callable[...,
     assert here.silent[0] == ("n1", pytest.approx(MOST_GIVEN_UP_S, abs=0.5))
 
 
+@pytest.mark.parametrize(("hang_timeout_s", "limit_s"), [(None, 600.0), (0.0, None), (8.0, 8.0)])
+def test_agent_that_waits_for_its_disk_is_named_and_given_up_as_a_worker_that_hangs(
+    scene: Callable[..., Scene], hang_timeout_s: float | None, limit_s: float | None
+) -> None:
+    here = scene(hang_timeout_s)
+    for tenths in range(0, 70, 5):
+        here.nodes[1].held_s = tenths / 10
+        here.pass_by(0.5)
+    words = "manyhosts: host n1 is there, but its agent has waited for a disk or the like for 6 s; its workers go on"
+    assert here.told == [f"{words} if they can"]
+    for step in range(20):
+        here.nodes[1].held_s = 1000.0
+        here.report(0, "step", step=step)
+        here.pass_by(1)
+    assert here.silent == [], "the workers of others get on, and so do its own"
+    here.pass_by((limit_s or 700) - 2)
+    assert here.silent == []
+    here.pass_by(4)
+    assert [name for name, _ in here.silent[:1]] == ([] if limit_s is None else ["n1"])
+    here.nodes[1].held_s = 0.0
+    here.pass_by(1)
+    assert here.told[-1] == "manyhosts: the agent of host n1 goes on after 1000 s"
+
+
 def test_host_that_is_back_after_a_while_is_named_and_forgiven(scene: Callable[..., Scene]) -> None:
     here = scene()
     here.pass_by(20)

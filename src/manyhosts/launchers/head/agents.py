@@ -54,6 +54,8 @@ class Node:
     leaving: bool = False
     heard: float = 0.0
     """When it last gave a sign of life, on the monotonic clock."""
+    held_s: float = 0.0
+    """For how long its agent has waited for something of its own system; then it does nothing else."""
 
 
 class Owner(Protocol):
@@ -180,7 +182,7 @@ class Agents:
         if node.channel is None:
             node.channel = Session(self._course.loop.after, lambda message: self._hear(node, message))
             node.facts, node.session, node.is_beside = hello, hello["session"], is_beside
-        node.heard = time.monotonic()
+        node.heard, node.held_s = time.monotonic(), 0.0
         channel.on_end = lambda: self._lose_connection(node, channel)
         if not is_beside:
             channel.send("welcome", heard=node.channel.heard)
@@ -208,6 +210,7 @@ class Agents:
                 node, f"its agent has sent a message ({message.get('message')!r}) that cannot be read: {fault}"
             )
             return
+        node.held_s = message.get("held_s", 0.0)
         try:
             self._owner.hear(node, message)
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as cause:
@@ -299,7 +302,8 @@ class Agents:
     def give_up_silent(self, node: Node, seconds: float) -> None:
         """Count an agent as lost that has given no sign of life for so long."""
         if node.channel is not None:
-            self.give_up(node, losses.of_silence(seconds, node.channel.channel))
+            held_s = node.held_s if time.monotonic() - node.heard < seconds else 0.0
+            self.give_up(node, losses.of_silence(seconds, node.channel.channel, held_s))
 
     def send_home(self, node: Node) -> None:
         """Do without an agent that is of no use; its host may be mended, and is called again now and then."""

@@ -35,8 +35,13 @@ def of_end(agent: AgentProcess, channel: Channel) -> str:
     return f"{GONE}: " + (f"killed by {signal_name(-code)}" if code < 0 else f"it ended with exit code {code}")
 
 
-def of_silence(seconds: float, channel: Channel | None) -> str:
-    """What is known of a host whose agent says nothing; `channel` is None where its connection has broken."""
+def of_silence(seconds: float, channel: Channel | None, held_s: float = 0.0) -> str:
+    """What is known of a host whose agent says nothing; `channel` is None where its connection has broken.
+
+    `held_s`: it has shown that it lives, and that it waits for something of its own system for so long.
+    """
+    if held_s:
+        return f"its agent lives, and has waited for a disk or the like for {held_s:.0f} s"
     what = f"the host has given no sign of life for {seconds:.0f} s"
     if channel is None:
         return f"{what}, and does not call again: it is switched off, or cut off"

@@ -21,6 +21,10 @@ _TIMES = 4.0
 """So many times longer than what is worth a word may a silence last."""
 MOST_GIVEN_UP_S = 30.0
 """After so long a host is given up whatever else is known."""
+HELD_S = 5.0
+"""From when on it is worth a word that an agent lives and does nothing: its log is on a disk that hangs, say."""
+HELD_GIVEN_UP_S = 600.0
+"""After so long it is given up, where no worker gets on and the user has not said how patient he is."""
 _STILL_S = 3.0
 """What workers report so long after a host was heard last, they have done while it was silent."""
 
@@ -34,6 +38,8 @@ class _Ear:
     heard: float = 0.0
     """When it was heard last, as far as that was looked at."""
     is_named: bool = False
+    held_s: float = 0.0
+    """For how long its agent was held up when that was told last; 0 where it is not."""
 
 
 class Silences:
@@ -57,6 +63,7 @@ class Silences:
             return
         if node.heard > ear.heard:
             self._note_sign(node, ear, now)
+        self._look_at_held(node, ear, now, impatience_s, progress)
         silence_s = now - node.heard
         limit_s = MOST_GIVEN_UP_S if progress > node.heard + _STILL_S else self._limit_s(ear)
         if silence_s > (min(limit_s, max(LEAST_GIVEN_UP_S, impatience_s)) if impatience_s else limit_s):
@@ -78,6 +85,20 @@ class Silences:
         if ear.is_named:
             ear.is_named = False
             self._tell(f"manyhosts: host {node.name} is back after {silence_s:.1f} s")
+
+    def _look_at_held(self, node: Node, ear: _Ear, now: float, impatience_s: float | None, progress: float) -> None:
+        """An agent that waits for its own system is no host that is gone: disks come back, and its workers go on."""
+        limit_s = HELD_GIVEN_UP_S if impatience_s is None else impatience_s
+        if limit_s and min(node.held_s, now - progress) > limit_s:
+            self._on_silence(node, node.held_s)
+        elif node.held_s > HELD_S:
+            if not ear.held_s:
+                what = f"has waited for a disk or the like for {node.held_s:.0f} s; its workers go on if they can"
+                self._tell(f"manyhosts: host {node.name} is there, but its agent {what}")
+            ear.held_s = node.held_s
+        elif ear.held_s:
+            self._tell(f"manyhosts: the agent of host {node.name} goes on after {ear.held_s:.0f} s")
+            ear.held_s = 0.0
 
     def _limit_s(self, ear: _Ear) -> float:
         return min(MOST_GIVEN_UP_S, max(GIVEN_UP_S, _TIMES * ear.rhythm.overdue_s))

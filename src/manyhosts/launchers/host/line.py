@@ -5,6 +5,7 @@ Where its connection breaks, the head is called again, and what was lost in betw
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import socket
@@ -101,9 +102,18 @@ class Line:
         """Send one message, now or when the head is there again; after the end it is dropped."""
         self._session.send(kind, **fields)
 
-    def give_sign_of_life(self) -> None:
-        """Let the head see that this host is well."""
-        self._session.hint("alive")
+    def give_sign_of_life(self, held_s: float) -> None:
+        """From another thread: let the head see that this host lives. Its loop has been held up for `held_s` seconds.
+
+        Without a connection it is dropped.
+        """
+        if (channel := self._session.channel) is not None:
+            channel.send_beside(json.dumps({"message": "alive", "held_s": round(held_s, 1)}).encode() + b"\n")
+
+    def go_on(self) -> None:
+        """Send what is left of a sign of life."""
+        if self._session.channel is not None:
+            self._session.channel.go_on()
 
     def close(self) -> None:
         """Say and hear no more."""

@@ -21,7 +21,7 @@ From the agent:
     seen      round, workers: [{rank, generation, member, step, state, cpu_s, busy, stack, loader}]
     trouble   text, where, early                           this host can start no worker; early: and has started none
     asked     signal                                       this host's agent was asked to end: a wish for the whole run
-    alive                                                  every `HEARTBEAT_S` seconds
+    alive     held_s                                       twice a second: see `launchers.host.heartbeat`
 
 From the head:
 
@@ -65,6 +65,7 @@ from manyhosts.cluster import reports
 from manyhosts.launchers import addresses, titles, variables
 from manyhosts.launchers.host import gpus
 from manyhosts.launchers.host.door import Door
+from manyhosts.launchers.host.heartbeat import Heartbeat
 from manyhosts.launchers.host.inspection import Look, Seen
 from manyhosts.launchers.host.line import Line
 from manyhosts.launchers.host.nursery import Nursery
@@ -75,7 +76,6 @@ from manyhosts.launchers.loop import Loop, Message
 from manyhosts.launchers.screen import Screen
 from manyhosts.records import run_lock
 
-HEARTBEAT_S = 0.5
 _LONGEST_FOLDER = 80  # the name of a Unix socket has at most 107 characters, on macOS 103
 _WAY_OUT_S = 3.0
 _ONE_WISH_S = 0.3
@@ -156,7 +156,7 @@ class Supervisor:
         )
         self._output = Outbox(self._head, loop.after)
         self._door = Door(loop, self._head, address)
-        loop.every(HEARTBEAT_S, self._head.give_sign_of_life)
+        self._heartbeat = Heartbeat(loop, self._head)
 
     def leave(self) -> None:
         """End everything on this host. Called when the head says so, and when it is gone."""
@@ -171,6 +171,7 @@ class Supervisor:
         else:
             kill_descendants()
         self._desk.close()
+        self._heartbeat.close()
         shutil.rmtree(self._scratch, ignore_errors=True)
         self._head.close()
         self._until_left.close()

@@ -232,6 +232,8 @@ OPTIONS = {
     "snapshots prune": "--keep --dry-run --json --trace",
     "doctor": "--on --cluster --hosts --hostfile --nodes --run-dir --data --json --trace",
     "prove": "--workers --steps --only --set --json --dry-run --trace",
+    "study": "--workers --nodes --workers-per-node --on --cluster --hosts --hostfile --budget --repeat --vary --set "
+    "--env --price --run-dir --json --dry-run --trace",
     "status": "--json --trace",
     "logs": "--follow --trace",
     "cancel": "--trace",

@@ -1,0 +1,197 @@
+"""`manyhosts study`: runs a script at several sizes, and says what each size gained and why no more."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from manyhosts.cli.where import Where, pairs
+from manyhosts.config import clusters, overrides
+from manyhosts.errors import ConfigError
+from manyhosts.launchers import scripts
+from manyhosts.records.run_directory import check_is_folder
+from manyhosts.units import Duration
+
+if TYPE_CHECKING:
+    from manyhosts.study.points import Asked
+
+_INTERRUPTED = 130
+_PROGRAM = (sys.executable, "-m", "manyhosts.cli.main")
+_OURS = {"duration": "--budget", "seed": "--repeat"}
+"""Settings that an option of this verb says."""
+
+
+@click.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
+@click.option("--workers", metavar="A,B,C", help="Numbers of workers on this machine, such as 1,2,4.")
+@click.option("--nodes", metavar="A,B,C", help="Numbers of hosts.  [default with --hosts: 1, 2, 4, … and all of them]")
+@click.option("--workers-per-node", type=int, metavar="M", help="Workers on each host.  [default: one per GPU, or 1]")
+@click.option("--on", "target", metavar="TARGET", help="Where to run it, as for `run`.")
+@click.option("--cluster", metavar="NAME|FILE", help="A table of manyhosts.toml, as for `run`.")
+@click.option("--hosts", metavar="A,B,C", help="Hosts that ssh reaches: a run on n of them takes the first n.")
+@click.option("--hostfile", metavar="FILE", help="A file with a host on each line.")
+@click.option("-o", "options", multiple=True, metavar="K=V", help="An option of the target, as for `run`.")
+@click.option("--budget", metavar="DURATION", help='How long each run trains: "10 min", "5 epochs", "200 steps".')
+@click.option("--repeat", type=int, default=1, show_default=True, metavar="N", help="Runs of each size, by seed.")
+@click.option("--vary", multiple=True, metavar="K=A,B", help="A setting and the values to try; may be given again.")
+@click.option("--set", "settings", multiple=True, metavar="K=V", help="A setting for all runs; see `run --set help`.")
+@click.option("--env", multiple=True, metavar="K[=V]", help="A variable for all workers, as for `run`.")
+@click.option("--price", type=float, metavar="P", help="What one machine costs in an hour, in any currency.")
+@click.option("--run-dir", metavar="DIR", help="Where the study is kept.  [default: runs/study-SCRIPT]")
+@click.option("--json", "as_json", is_flag=True, help="Print study.json.")
+@click.option("--dry-run", is_flag=True, help="Print the command of each run, and run nothing.")
+@click.option("--trace", is_flag=True, help="Show where in manyhosts an error was raised.")
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS]...")
+def study(script: str, as_json: bool, dry_run: bool, **words: Any) -> int:
+    """Run SCRIPT at several sizes, and say what each size gained, what it lost and why, and how far it pays.
+
+    SCRIPT is run as it is. A study that was interrupted goes on where it was when the same command is given again;
+    sizes, seeds and values to try may be added. DIR/study.json holds the result, DIR/points the runs, DIR/plots plots.
+
+    Exit codes: 0 every run ended well, 1 one did not, 2 the request was wrong, 130 interrupted.
+    """
+    scripts.check(script, "script")
+    asked = _asked(script, words)
+    price, chosen = words["price"], words["run_dir"]
+    if chosen:
+        check_is_folder(chosen, where="--run-dir")
+    folder = Path(chosen or Path("runs") / f"study-{Path(script).stem}").absolute()
+    if dry_run:
+        return _show_commands(asked, folder)
+    from manyhosts.cli.study_screen import Lines, print_study
+    from manyhosts.study.runs import Interrupted
+    from manyhosts.study.study import NAME
+    from manyhosts.study.study import study as studying
+
+    lines = Lines(sys.stderr, len(asked.points()), silent=as_json)
+    try:
+        found = studying(asked, folder, _PROGRAM, lines, price)
+    except Interrupted:
+        print("manyhosts: interrupted; the same command goes on with what is not done", file=sys.stderr)
+        return _INTERRUPTED
+    note = ""
+    if as_json:
+        print((folder / NAME).read_text(), end="")
+    else:
+        print_study(found, sys.stdout)
+        print(note or f"study: {folder}")
+    return 0 if all(row.outcome.done for row in found.rows) else 1
+
+
+def _asked(script: str, words: dict[str, Any]) -> Asked:
+    """The words of the command line, made sense of.
+
+    Raises:
+        ConfigError: they contradict each other, or cannot be read.
+    """
+    from manyhosts.study.points import Asked
+
+    if words["budget"] is not None:
+        Duration.parse(words["budget"], where="--budget")
+    if words["repeat"] < 1:
+        raise ConfigError(f"--repeat is {words['repeat']}", where="--repeat", fix="give 1 or more")
+    settings, vary = overrides.parse(words["settings"]), _varied(words["vary"])
+    for key, option in _OURS.items():
+        if key in vary or (key in settings and key == "duration" and words["budget"] is not None):
+            raise ConfigError(f"both {option} and {key} are given", where=option, fix=f"leave {key} out")
+    if not settings.get("seed", "0").isdigit():
+        raise ConfigError(f"seed is {settings['seed']!r}", where="--set", fix="give a whole number")
+    if both := sorted(settings.keys() & vary.keys()):
+        raise ConfigError(f"{both[0]} is both set and varied", where="--vary", fix="leave one of them out")
+    hosts, each = _hosts(words)
+    workers, nodes = _sizes(words, hosts)
+    where = [] if words["target"] is None else ["--on", words["target"]]
+    where += [] if words["cluster"] is None else ["--cluster", words["cluster"]]
+    for word in pairs(words["options"], "-o").items():
+        where += ["-o", "=".join(word)]
+    return Asked(
+        script=script,
+        arguments=tuple(words["arguments"]),
+        workers=workers,
+        nodes=nodes,
+        workers_per_node=each,
+        hosts=hosts,
+        where=tuple(where),
+        environment=tuple(words["env"]),
+        budget=words["budget"],
+        repeat=words["repeat"],
+        settings=settings,
+        vary=vary,
+    )
+
+
+def _hosts(words: dict[str, Any]) -> tuple[tuple[str, ...], int | None]:
+    """The hosts that are named here or in the cluster's table, and how many workers each is to have."""
+    named = {"hosts": words["hosts"], "hostfile": words["hostfile"]}
+    if words["cluster"] is not None and not any(named.values()):
+        _, table = clusters.read(words["cluster"], Path.cwd())
+        hosts = table.get("hosts")
+        named = {"hosts": ",".join(hosts) if isinstance(hosts, list) else hosts, "hostfile": table.get("hostfile")}
+    hosts, slots = Where(target=words["target"], nodes=None, options=(), **named).named()
+    each = words["workers_per_node"]
+    if each is None and len(set(slots)) > 1:
+        raise ConfigError(
+            "the hosts are to have different numbers of workers, so a size is no number of hosts",
+            where="--hostfile",
+            fix="give --workers-per-node",
+        )
+    return hosts, each if each is not None or not slots else slots[0]
+
+
+def _sizes(words: dict[str, Any], hosts: Sequence[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Numbers of workers on this machine, or of hosts."""
+    here = not hosts and words["target"] in (None, "local") and words["cluster"] is None
+    if words["workers"] is not None and (words["nodes"] is not None or not here):
+        raise ConfigError(
+            "--workers counts workers on this machine, and hosts are counted, too",
+            where="--workers",
+            fix="give --nodes, and --workers-per-node beside it",
+        )
+    if words["workers"] is not None:
+        return _numbers(words["workers"], "--workers"), ()
+    if words["nodes"] is None and hosts:
+        powers = [2**power for power in range(len(hosts).bit_length()) if 2**power < len(hosts)]
+        return (), (*powers, len(hosts))
+    if words["nodes"] is None:
+        raise ConfigError("no sizes are given", where="manyhosts study", fix="write --workers 1,2,4, or --nodes 1,2,4")
+    nodes = _numbers(words["nodes"], "--nodes")
+    if hosts and max(nodes) > len(hosts):
+        raise ConfigError(
+            f"--nodes asks for {max(nodes)} hosts, and {len(hosts)} are named", where="--nodes", fix="name more hosts"
+        )
+    return (), nodes
+
+
+def _numbers(text: str, option: str) -> tuple[int, ...]:
+    """`1,2,4` as numbers, each once."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and int(word) for word in words):
+        raise ConfigError(f"{option} is {text!r}", where=option, fix="give numbers, such as 1,2,4")
+    return tuple(sorted({int(word) for word in words}))
+
+
+def _varied(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """`strategy=ddp,fsdp` as a setting and its values, every setting checked."""
+    found: dict[str, tuple[str, ...]] = {}
+    for key, text in pairs(words, "--vary").items():
+        values = tuple(dict.fromkeys(value.strip() for value in text.split(",")))
+        if not all(values):
+            raise ConfigError(f"cannot read {key}={text!r}", where="--vary", fix=f"write it as --vary {key}=A,B")
+        found[key.strip()] = values
+    overrides.check_keys(found)
+    return found
+
+
+def _show_commands(asked: Asked, folder: Path) -> int:
+    """The command of every run."""
+    from manyhosts.study.points import command
+    from manyhosts.study.study import POINTS
+
+    for point in asked.points():
+        print(shlex.join(["manyhosts", *command(asked, point, str(folder / POINTS / point.name))]))
+    return 0

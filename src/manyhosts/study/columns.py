@@ -1,0 +1,142 @@
+"""The tables of a study as text: rows of cells, the first row the titles. Both the terminal and the page show them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from manyhosts.study.rows import Row, Size, samples_per_second
+from manyhosts.study.study import Study
+from manyhosts.study.times import CAUSES
+from manyhosts.units import bytes_in_words, seconds_in_words
+
+NOTHING = "-"
+SHORT = {
+    "compute": "computing",
+    "communication_exposed": "exchanges",
+    "data_wait": "data",
+    "straggler": "slowest",
+    "evaluation": "evaluation",
+    "snapshot": "snapshots",
+    "start_up": "start",
+    "other": "other",
+}
+"""A word for each cause, for the head of a column and a legend."""
+Table = list[list[str]]
+
+
+def speed(study: Study) -> Table:
+    """How fast each size is."""
+    varied = list(study.asked.vary)
+    head = ["workers", *varied, "samples/s", "epoch", "epochs", "speed-up", "efficiency", "sent/step", "restarts"]
+    table = [head]
+    for size in _sizes(study):
+        done = [row.measured for row in size.rows if row.measured]
+        table.append(
+            [
+                *_named(size.row, varied),
+                _mean([samples_per_second(each.spent) for each in done], "{:,.0f}"),
+                NOTHING if size.epoch_seconds is None else seconds_in_words(size.epoch_seconds),
+                _mean([each.summary.epochs for each in done], "{:.3g}"),
+                _spread([row.speed_up for row in size.rows], "{:.2f}"),
+                _spread(
+                    [None if row.efficiency is None else 100 * row.efficiency for row in size.rows], "{:.0f}", " %"
+                ),
+                _mean([each.summary.bytes_sent_per_step for each in done], bytes_in_words),
+                str(sum(each.summary.restarts for each in done)),
+            ]
+        )
+    return table
+
+
+def results(study: Study) -> Table:
+    """What each size has learned. `time to` is the training time to a loss that every point of the study reached."""
+    varied = list(study.asked.vary)
+    goal = loss_that_all_reached(study.rows)
+    tests = sorted({name for row in study.rows if row.measured for name in row.measured.summary.test if name != "loss"})
+    reached = "time to it" if goal is None else f"time to loss {goal:.4g}"
+    head = ["workers", *varied, "rate", "batch", "steps/epoch", "best loss", "test loss", *(f"test {n}" for n in tests)]
+    table = [[*head, reached]]
+    for size in _sizes(study):
+        done = [row.measured for row in size.rows if row.measured]
+        summary = done[0].summary
+        table.append(
+            [
+                *_named(size.row, varied),
+                NOTHING if summary.lr is None else f"{summary.lr:.4g}",
+                str(summary.global_batch or NOTHING),
+                str(summary.steps_per_epoch or NOTHING),
+                _spread([each.spent.lowest_loss() for each in done], "{:.4f}"),
+                _spread([each.summary.test.get("loss") for each in done], "{:.4f}"),
+                *(_spread([each.summary.test.get(name) for each in done], "{:.4f}") for name in tests),
+                NOTHING if goal is None else _mean([each.spent.seconds_to(goal) for each in done], seconds_in_words),
+            ]
+        )
+    return table
+
+
+def lost(study: Study) -> Table:
+    """The share of the ideal speed that each size lost to each cause, in percent."""
+    varied = list(study.asked.vary)
+    table = [["workers", *varied, *(SHORT[cause] for cause in CAUSES), "together"]]
+    for size in _sizes(study):
+        shares = [size.causes[cause] for cause in CAUSES]
+        cells = [f"{100 * share:.1f}".replace("-0.0", "0.0") for share in (*shares, 1 - size.efficiency)]
+        table.append([*_named(size.row, varied), *cells])
+    return table
+
+
+def laws(study: Study) -> Table:
+    """The laws that were fitted, with their coefficients."""
+    varied = list(study.asked.vary)
+    table = [["law", *varied, "coefficient", "value", "95 % between", "error"]]
+    for values, found in study.fits().items():
+        for law, fit in found.items():
+            for name, value in fit.coefficients.items():
+                ends = None if fit.intervals is None else fit.intervals[name]
+                between = "too few sizes" if ends is None else f"{ends[0]:.4f} … {ends[1]:.4f}"
+                table.append(
+                    [law, *(value for _, value in values), name, f"{value:.4f}", between, f"{100 * fit.error:.1f} %"]
+                )
+    return table
+
+
+def loss_that_all_reached(rows: Sequence[Row]) -> float | None:
+    """The lowest validation loss that every point has come down to; None where one has none."""
+    losses = [row.measured.spent.lowest_loss() for row in rows if row.measured]
+    known = [loss for loss in losses if loss is not None]
+    return max(known) if known and len(known) == len(losses) else None
+
+
+def failures(study: Study) -> list[tuple[str, str]]:
+    """Which points did not end well, and why."""
+    return [(str(row.point), row.outcome.reason or row.outcome.status) for row in study.rows if row.measured is None]
+
+
+def _sizes(study: Study) -> list[Size]:
+    return [size for group in study.sizes.values() for size in group]
+
+
+def _named(row: Row, varied: Sequence[str]) -> list[str]:
+    nodes = row.point.nodes
+    settings = dict(row.point.varied)
+    return [f"{row.workers}" if nodes == 1 else f"{row.workers} on {nodes}", *(settings[key] for key in varied)]
+
+
+def _mean(values: Sequence[float | None], form: str | Callable[[float], str]) -> str:
+    known = [value for value in values if value is not None]
+    return _formed(statistics.fmean(known), form) if known else NOTHING
+
+
+def _spread(values: Sequence[Any], form: str, unit: str = "") -> str:
+    """Mean, and the standard deviation where there are several."""
+    known = [float(value) for value in values if value is not None]
+    if not known:
+        return NOTHING
+    mean = _formed(statistics.fmean(known), form)
+    return f"{mean} ± {_formed(statistics.stdev(known), form)}{unit}" if len(known) > 1 else f"{mean}{unit}"
+
+
+def _formed(value: float, form: str | Callable[[float], str]) -> str:
+    return form(value) if callable(form) else form.format(value)

@@ -1,0 +1,112 @@
+"""Which runs a study is made of: a size, the settings that are varied, a seed; and the command that runs each."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+MOST_POINTS = 1000
+"""Nobody waits for more; whoever asks for them has made a slip."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What a person asked of a study."""
+
+    script: str
+    arguments: tuple[str, ...] = ()
+    workers: tuple[int, ...] = ()
+    """Numbers of workers on this machine; empty where `nodes` says the sizes."""
+    nodes: tuple[int, ...] = ()
+    workers_per_node: int | None = None
+    hosts: tuple[str, ...] = ()
+    """Where hosts are named: a study of n nodes takes the first n of them."""
+    where: tuple[str, ...] = ()
+    """Words that every run gets: `--on slurm`, `--cluster lab`, `-o partition=long`."""
+    environment: tuple[str, ...] = ()
+    """What `--env` is given, which is recorded by name alone."""
+    budget: str | None = None
+    """How long each run trains: time, epochs or steps. None: as the script says."""
+    repeat: int = 1
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """As `--set` gives them, for every run."""
+    vary: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Setting → the values that are tried, each with each of the others."""
+
+    def points(self) -> list[Point]:
+        """Every run of the study: the sizes of one variant behind each other, the smallest first."""
+        sizes: list[tuple[int | None, int]] = [(count, 1) for count in self.workers]
+        sizes += [(self.workers_per_node, count) for count in self.nodes]
+        variants = [tuple(zip(self.vary, values, strict=True)) for values in itertools.product(*self.vary.values())]
+        first = int(self.settings.get("seed", "0"))
+        seeds = range(first, first + self.repeat) if self.repeat > 1 else [None]
+        return [
+            Point(workers_per_node=each, nodes=nodes, varied=varied, seed=seed)
+            for varied in variants
+            for each, nodes in sorted(sizes, key=lambda size: ((size[0] or 1) * size[1], size[1]))
+            for seed in seeds
+        ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """One run of a study."""
+
+    workers_per_node: int | None
+    """None: as many as the hosts have GPUs, or one."""
+    nodes: int = 1
+    varied: tuple[tuple[str, str], ...] = ()
+    seed: int | None = None
+    """None: as the script says."""
+
+    @property
+    def workers(self) -> int:
+        """How many were asked for; where that is left to the hosts, one on each."""
+        return (self.workers_per_node or 1) * self.nodes
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """What differs between this run and others of the study, beside its size."""
+        return {**dict(self.varied), **({} if self.seed is None else {"seed": str(self.seed)})}
+
+    @property
+    def name(self) -> str:
+        """A name for its folder: `2-workers`, `4-workers-on-2-nodes-compression-bf16-seed-1`."""
+        words = [self.size.replace(" ", "-"), *(f"{key}-{value}" for key, value in self.settings.items())]
+        return re.sub(r"[^\w.=-]+", "_", "-".join(words))
+
+    @property
+    def size(self) -> str:
+        """In words: `2 workers`, `4 workers on 2 nodes`, or `2 nodes` where each has as many workers as it has GPUs."""
+        if self.workers_per_node is None:
+            return amount(self.nodes, "node")
+        return amount(self.workers, "worker") + (f" on {self.nodes} nodes" if self.nodes > 1 else "")
+
+    def __str__(self) -> str:
+        return ", ".join([self.size, *(f"{key}={value}" for key, value in self.settings.items())])
+
+
+def command(asked: Asked, point: Point, run_dir: str) -> list[str]:
+    """What is typed behind `manyhosts` for this run."""
+    words = ["run", *asked.where]
+    if asked.workers:
+        words += ["--workers", str(point.workers_per_node)]
+    elif asked.hosts:
+        words += ["--hosts", ",".join(asked.hosts[: point.nodes])]
+    else:
+        words += ["--nodes", str(point.nodes)]
+    if not asked.workers and point.workers_per_node is not None:
+        words += ["--workers-per-node", str(point.workers_per_node)]
+    for word in asked.environment:
+        words += ["--env", word]
+    settings = {**asked.settings, **({} if asked.budget is None else {"duration": asked.budget}), **point.settings}
+    for key, value in settings.items():
+        words += ["--set", f"{key}={value}"]
+    return [*words, "--run-dir", run_dir, asked.script, *asked.arguments]
+
+
+def amount(count: int, thing: str) -> str:
+    """`1 worker`, `4 workers`."""
+    return f"{count} {thing}{'' if count == 1 else 's'}"

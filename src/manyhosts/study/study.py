@@ -1,0 +1,163 @@
+"""A whole study: what was asked, every point, the fits and the verdict; and `study.json`, which holds it all."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from manyhosts.errors import ConfigError
+from manyhosts.records import run_lock
+from manyhosts.records.whole_file import read_json, write_json_whole
+from manyhosts.study import fits
+from manyhosts.study.points import MOST_POINTS, Asked
+from manyhosts.study.rows import Row, Size, compared, read, sizes
+from manyhosts.study.runs import Interrupted, Place, Progress, outcome_of, run_all
+from manyhosts.study.verdict import Verdict, judge
+
+SCHEMA_VERSION = 1
+NAME = "study.json"
+POINTS = "points"
+"""The folder of the runs, below that of the study."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Study:
+    """What is known so far."""
+
+    asked: Asked
+    folder: Path
+    rows: tuple[Row, ...]
+    price: float | None = None
+    """What one machine costs in an hour."""
+
+    @property
+    def sizes(self) -> dict[tuple[tuple[str, str], ...], list[Size]]:
+        """By variant: every size that ended well, the smallest first."""
+        return sizes(self.rows)
+
+    def fits(self) -> dict[tuple[tuple[str, str], ...], dict[str, fits.Fit]]:
+        """By variant: the laws that its points are enough for."""
+        found = {}
+        for varied, group in self.sizes.items():
+            rows = [row for size in group for row in size.rows]
+            found[varied] = fits.fits([row.times or 1 for row in rows], [row.speed_up or 1 for row in rows])
+        return found
+
+    def verdicts(self) -> dict[tuple[tuple[str, str], ...], Verdict]:
+        """By variant: what limits it, and what to do."""
+        laws = self.fits()
+        return {varied: judge(group, laws[varied], self.asked, self.price) for varied, group in self.sizes.items()}
+
+    def verdict(self) -> str:
+        """All of them in words."""
+        found = self.verdicts()
+        if not found:
+            return "No size has ended well, so there is nothing to compare."
+        titled = [(", ".join(f"{key}={value}" for key, value in varied), each) for varied, each in found.items()]
+        return "\n\n".join(f"{title}: {each.text}" if title else each.text for title, each in titled)
+
+    def to_json(self) -> dict[str, Any]:
+        """What `study.json` holds."""
+        variants = [
+            {"settings": dict(varied), **{law: fit.to_json() for law, fit in found.items()}}
+            for varied, found in self.fits().items()
+        ]
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "asked": recorded(self.asked),
+            "points": [row.to_json() for row in self.rows],
+            "fits": variants,
+            "verdict": self.verdict(),
+            "advice": [{"settings": dict(varied), **verdict.to_json()} for varied, verdict in self.verdicts().items()],
+        }
+
+
+def recorded(asked: Asked) -> dict[str, Any]:
+    """What two studies in one folder must have in common, and the sizes."""
+    return {
+        "script": asked.script,
+        "script_sha256": hashlib.sha256(Path(asked.script).read_bytes()).hexdigest(),
+        "arguments": list(asked.arguments),
+        "budget": asked.budget,
+        "settings": dict(asked.settings),
+        "where": list(asked.where),
+        "workers": list(asked.workers),
+        "nodes": list(asked.nodes),
+        "vary": {key: list(values) for key, values in asked.vary.items()},
+        "repeat": asked.repeat,
+    }
+
+
+_IN_COMMON = {
+    "script_sha256": "the script has changed since",
+    "arguments": "the script had other arguments",
+    "budget": "--budget was {before}",
+    "settings": "--set was {before}",
+    "where": "its runs were started with {before}",
+}
+
+
+def see_that_same(asked: Asked, folder: Path) -> None:
+    """See that what `folder` holds can be compared with what is asked: sizes, variants and seeds may be added.
+
+    Raises:
+        ConfigError: it cannot, or there are far too many points.
+    """
+    names = [point.name for point in asked.points()]
+    if len(names) > MOST_POINTS:
+        raise ConfigError(f"this study has {len(names)} runs", where="--vary", fix=f"ask for {MOST_POINTS} at most")
+    if double := [name for name in names if names.count(name) > 1]:
+        fix = "give values that differ in letters or digits"
+        raise ConfigError(f"two runs would be kept in one folder, {double[0]}", where="--vary", fix=fix)
+    if not (folder / NAME).exists():
+        return
+    before, now = read_json(folder / NAME).get("asked", {}), recorded(asked)
+    for key, words in _IN_COMMON.items():
+        if before.get(key) != now[key]:
+            raise ConfigError(
+                f"this folder holds a study that cannot be compared: {words.format(before=before.get(key))}",
+                where=str(folder),
+                fix="give another folder with --run-dir DIR, or ask as before",
+            )
+
+
+def known(asked: Asked, folder: Path, price: float | None = None) -> Study:
+    """What the folder of a study tells at the moment."""
+    rows = []
+    for point in asked.points():
+        place = Place(folder / POINTS, point.name)
+        outcome = outcome_of(place)
+        rows.append(Row(point=point, place=place, outcome=outcome, measured=read(place, outcome)))
+    return Study(asked=asked, folder=folder, rows=tuple(compared(rows)), price=price)
+
+
+def study(asked: Asked, folder: Path, program: Sequence[str], progress: Progress, price: float | None = None) -> Study:
+    """Run what is not done yet, each as `program run …`, and write `study.json` after each point.
+
+    Raises:
+        ConfigError: the folder holds another study, or one is going on in it.
+        Interrupted: by a signal; what is known by then is in `study.json`.
+    """
+    see_that_same(asked, folder)
+    lock = run_lock.take(folder, run_lock.new_token(), launches=True)
+    try:
+        write(known(asked, folder, price))
+        for _ in run_all(asked, folder / POINTS, program, progress):
+            write(known(asked, folder, price))
+        found = known(asked, folder, price)
+        write(found)
+        return found
+    except Interrupted:
+        write(known(asked, folder, price))
+        raise
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def write(study: Study) -> None:
+    """Put `study.json` into the folder, whole or not at all."""
+    write_json_whole(study.folder / NAME, study.to_json())

@@ -1,0 +1,209 @@
+"""Where the time of one run went, from the lines of its metrics: each part measured by a clock of its own.
+
+The clock runs from the `start` of training to its `end`; what led there (a queue, the start of Python) and what comes
+behind it (the test) are not in it. Of a run that broke off and went on, the time between is not in it either.
+
+    start_up                from the start to the end of the first step: compiling, the first batch, the first look
+    compute, data_wait      of every later step, as the loop measures them
+    communication_exposed   waiting for others in a step, as long as the worker that waited least did
+    straggler               what the workers waited beyond that, on average: for the slowest of them
+    evaluation              the seconds of validations
+    snapshot                within steps: the stall; between two steps: the rest of a gap in which a snapshot, or the
+                            best model, was written
+    other                   what is left: the gaps between steps, and what a step calls other
+
+The times of steps are the leader's. Where the record has the times of all workers (`workers` lines), the means over
+them take the place of the leader's; where it has not, waiting for the slowest cannot be told from communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from manyhosts.records.line_file import Line
+
+CAUSES = (
+    "compute",
+    "communication_exposed",
+    "data_wait",
+    "straggler",
+    "evaluation",
+    "snapshot",
+    "start_up",
+    "other",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spent:
+    """What a run did, and the seconds that it spent on it."""
+
+    seconds: Mapping[str, float]
+    """By cause, all of them; they add up to `total`."""
+    samples: int
+    steps: int
+    epoch_seconds: tuple[float, ...] = ()
+    """Of each finished epoch, from its first step to the next epoch's, evaluation and snapshots included."""
+    validations: tuple[tuple[float, Mapping[str, float]], ...] = ()
+    """Of each validation the seconds since the start, and its values."""
+    knows_stragglers: bool = False
+    """Whether the times of all workers are on record."""
+
+    @property
+    def total(self) -> float:
+        """From start to end, in seconds."""
+        return sum(self.seconds.values())
+
+    def lowest_loss(self) -> float | None:
+        """Of all validations; None where there is none."""
+        return min((values["loss"] for _, values in self.validations if "loss" in values), default=None)
+
+    def seconds_to(self, loss: float) -> float | None:
+        """Until a validation found `loss` or less; None where none did."""
+        return next((when for when, values in self.validations if values.get("loss", loss + 1) <= loss), None)
+
+
+def spent(lines: Callable[[], Iterable[Line]]) -> Spent:
+    """Where the time went. `lines` gives the metrics of a run each time that it is called: they are read twice."""
+    written = {
+        line["step"]
+        for line in lines()
+        if line["event"] in ("snapshot", "skipped") or (line["event"] == "validation" and line["best"])
+    }
+    clock = _Clock(written)
+    for line in lines():
+        clock.hear(line)
+    return clock.spent()
+
+
+@dataclass(slots=True)
+class _Clock:
+    """Reads the lines in their order."""
+
+    written: set[int]
+    """Steps after which something was written to go on from."""
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
+    samples: int = 0
+    steps: int = 0
+    first: bool = True
+    until: float | None = None
+    """Up to when the time is accounted for; None while no clock runs."""
+    after: int = 0
+    """The step that was done last."""
+    evaluating: float = 0.0
+    """Seconds of validations since that step."""
+    passed: float = 0.0
+    """Seconds that the clock ran before the present start."""
+    began: float = 0.0
+    validations: list[tuple[float, Mapping[str, float]]] = field(default_factory=list)
+    epochs: dict[int, list[float]] = field(default_factory=dict)
+    """Of each epoch, by the clock: when it began, and when the next one did."""
+    finished: list[int] = field(default_factory=list)
+
+    def hear(self, line: Line) -> None:
+        """Take one line."""
+        kind = line["event"]
+        if kind == "start":
+            self.pause(self.until)
+            self.until = self.began = line["time"]
+            self.first, self.after, self.evaluating = True, line["step"], 0.0
+        elif self.until is None:
+            return  # a test, say: training is over
+        elif kind == "step":
+            self.step(line)
+        elif kind == "validation":
+            self.evaluating += line["seconds"]
+            self.validations.append((self.clock(line["time"]), line["values"]))
+        elif kind == "epoch":
+            self.finished.append(line["epoch"])
+        elif kind == "end":
+            self.gap(line["time"])
+            self.pause(line["time"])
+
+    def clock(self, time: float) -> float:
+        """Seconds that the clock shows."""
+        return self.passed + time - self.began
+
+    def pause(self, time: float | None) -> None:
+        """The clock stands from `time` on."""
+        if time is not None:
+            self.mark_epoch(time)
+            self.passed = self.clock(time)
+        self.until = None
+
+    def mark_epoch(self, time: float) -> None:
+        """The epoch that was under way lasts up to `time`, as far as is known."""
+        if self.epochs:
+            next(reversed(self.epochs.values()))[1] = self.clock(time)
+
+    def step(self, line: Line) -> None:
+        """One optimizer step, and what was between it and the one before."""
+        assert self.until is not None, "the clock runs"
+        begin = line["time"] - line["seconds"]
+        if self.first:
+            self.seconds["start_up"] += max(0.0, line["time"] - self.until)
+            self.first = False
+        else:
+            self.gap(begin)
+            for cause in ("compute", "communication_exposed", "data_wait", "other"):
+                self.seconds[cause] += line[cause]
+            self.seconds["snapshot"] += line["snapshot_stall"]
+        if line["epoch"] not in self.epochs:
+            self.mark_epoch(begin)
+            self.epochs[line["epoch"]] = [self.clock(begin), self.clock(line["time"])]
+        self.until, self.after = line["time"], line["step"]
+        self.samples += line["samples"]
+        self.steps += 1
+
+    def gap(self, begin: float) -> None:
+        """From the last step to `begin`: validation, what was written, and the rest."""
+        assert self.until is not None, "the clock runs"
+        gap = begin - self.until
+        evaluation = min(self.evaluating, max(0.0, gap))
+        self.seconds["evaluation"] += evaluation
+        self.seconds["snapshot" if self.after in self.written else "other"] += gap - evaluation
+        self.evaluating = 0.0
+
+    def spent(self) -> Spent:
+        """All of it."""
+        if self.until is not None:
+            self.pause(self.until)
+        lasted = {epoch: end - begin for epoch, (begin, end) in self.epochs.items()}
+        return Spent(
+            seconds=self.seconds,
+            samples=self.samples,
+            steps=self.steps,
+            epoch_seconds=tuple(lasted[epoch] for epoch in self.finished if epoch in lasted),
+            validations=tuple(self.validations),
+        )
+
+
+def pooled(runs: Iterable[Spent]) -> Spent:
+    """Several runs as if they were one."""
+    runs = list(runs)
+    return Spent(
+        seconds={cause: sum(run.seconds[cause] for run in runs) for cause in CAUSES},
+        samples=sum(run.samples for run in runs),
+        steps=sum(run.steps for run in runs),
+    )
+
+
+def shares_lost(run: Spent, base: Spent, *, times: float) -> dict[str, float]:
+    """What part of its ideal speed a run lost to each cause, where it has `times` as many workers as `base`.
+
+    Ideal is that each part of the base's time for a sample shrinks with the workers. What is spent on a cause beyond
+    that, over the time that a sample took, is the share lost to it: they add up to 1 - efficiency. A negative share is
+    a gain. Both runs have seen samples.
+    """
+    per_sample = run.total / run.samples
+    return {
+        cause: (run.seconds[cause] / run.samples - base.seconds[cause] / base.samples / times) / per_sample
+        for cause in CAUSES
+    }
+
+
+def plain(spent: Spent) -> dict[str, Any]:
+    """For `study.json`: the seconds of each part."""
+    return {cause: round(seconds, 6) for cause, seconds in spent.seconds.items()}

@@ -1,0 +1,194 @@
+"""What a study says in words: what limits the job, what to change first and what that would give, how far it pays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from manyhosts.study.fits import Fit, best
+from manyhosts.study.points import Asked, amount
+from manyhosts.study.rows import Size
+from manyhosts.units import bytes_in_words
+
+PAYS = 0.5
+"""A worker pays while it adds half of one worker's speed, or more."""
+_HARDLY = 0.02
+"""Shares of the ideal speed below this are not worth a change."""
+_SMALL_BYTES = 1e6
+"""Of what is sent in a step: below, compression has next to nothing to save."""
+_BEYOND = 4
+"""Predictions go this many times beyond the largest size that was measured, and no further."""
+
+CAUSES = {
+    "compute": "computing",
+    "communication_exposed": "waiting for gradients and other exchanges",
+    "data_wait": "waiting for data",
+    "straggler": "waiting for the slowest worker",
+    "evaluation": "evaluation",
+    "snapshot": "writing snapshots and the best model",
+    "start_up": "the start of training, up to the end of the first step",
+    "other": "what no clock measures by itself",
+}
+_CHANGES = {
+    "data_wait": "Read ahead: --set loader_workers=auto, or samples that are quicker to read",
+    "straggler": "One worker is slower than the others: manyhosts doctor looks for the reason",
+    "evaluation": 'Evaluate less often (--set validate_every="5 epochs"), or in larger pieces (evaluation_batch_size)',
+    "snapshot": 'Write less often: --set snapshots.every="30 min"',
+    "start_up": "Train longer: it is spent once in a run, however long that is",
+    "other": "Nothing known would help",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """The answer for one variant, as words and as values."""
+
+    text: str
+    limit: str | None
+    """The cause that costs the largest size most; None where nothing much is lost, or there is one size."""
+    change: str
+    speed_up_without: float | None
+    """What the largest size would gain over the smallest without that cause."""
+    pays_up_to: int | None
+    """Workers; None where there are too few sizes to say."""
+    fastest: int | None
+    """Workers beyond which it gets slower, as far as can be told."""
+    price: Mapping[str, float] | None = None
+    """`per_epoch_smallest`, `per_epoch_largest`, `per_hour_saved`."""
+
+    def to_json(self) -> dict[str, Any]:
+        """For `study.json`."""
+        return {
+            "limit": self.limit, "change": self.change, "speed_up_without": self.speed_up_without,
+            "pays_up_to": self.pays_up_to, "fastest": self.fastest,
+            "price": None if self.price is None else dict(self.price),
+        }  # fmt: skip
+
+
+def judge(group: Sequence[Size], laws: Mapping[str, Fit], asked: Asked, price: float | None) -> Verdict:
+    """The verdict on the sizes of one variant, the smallest first."""
+    small, large = group[0], group[-1]
+    if len(group) == 1:
+        text = (
+            f"One size has ended well ({amount(small.row.workers, 'worker')}), so there is nothing to compare it with."
+        )
+        return Verdict(text=text, limit=None, change="", speed_up_without=None, pays_up_to=None, fastest=None)
+    sentences = [
+        f"{large.row.workers} workers are {large.speed_up:.2f} times as fast as {small.row.workers}: "
+        f"{_percent(large.efficiency)} of what they could be at best."
+    ]
+    limit, change, without = _limit(large, asked)
+    sentences += [_what_limits(small, large, limit, change, without)]
+    law = best(laws)
+    pays = fastest = None
+    if law is not None:
+        pays, fastest, sentence = _how_far(law, small, large)
+        sentences.append(sentence)
+    cost = None if price is None else _cost(small, large, price)
+    if cost is not None:
+        sentences.append(_what_it_costs(cost, small, large))
+    launch = large.mean([row.measured.launch_seconds for row in large.rows if row.measured])
+    if launch is not None:
+        sentences.append(f"Starting took {launch:.1f} s before the training began, which is not counted.")
+    return Verdict(
+        text=" ".join(sentences), limit=limit, change=change, speed_up_without=without, pays_up_to=pays,
+        fastest=fastest, price=cost,
+    )  # fmt: skip
+
+
+def _limit(large: Size, asked: Asked) -> tuple[str | None, str, float | None]:
+    """The largest cause, what to change about it, and the speed-up that there would be without it."""
+    causes = large.causes
+    limit = max(causes, key=lambda cause: causes[cause])
+    if causes[limit] < _HARDLY:
+        return None, "", None
+    change = _CHANGES.get(limit, "")
+    if limit == "compute":
+        change = _of_computing(large, asked)
+    elif limit == "communication_exposed":
+        change = _of_exchanges(large)
+    return limit, change, large.speed_up / (1 - causes[limit])
+
+
+def _of_computing(large: Size, asked: Asked) -> str:
+    """What slows computing down: cores that are shared, or pieces of the batch that are small."""
+    if asked.workers and large.row.point.nodes == 1:
+        return "The workers share the cores of this machine: give them machines of their own with --hosts"
+    batch = large.row.measured.summary.global_batch if large.row.measured else None
+    each = "" if batch is None else f" ({batch / large.row.workers:g} samples on each worker)"
+    return f"The batch is cut into pieces{each} that are too small to compute well: a larger batch_size helps"
+
+
+def _of_exchanges(large: Size) -> str:
+    """What makes exchanges long: what is sent, or that they are many and small."""
+    sent = large.mean([row.measured.summary.bytes_sent_per_step for row in large.rows if row.measured])
+    if sent is not None and sent < _SMALL_BYTES:
+        return (
+            f"Exchanges are small ({bytes_in_words(sent)} a step), so it is their number that costs: "
+            "a larger batch_size has fewer, and strategy=local_sgd exchanges less often"
+        )
+    return (
+        "Send less: --vary compression=none,bf16,powersgd tries which compression helps; strategy=local_sgd or diloco "
+        "exchanges less often, and so does a larger batch_size"
+    )
+
+
+def _what_limits(small: Size, large: Size, limit: str | None, change: str, without: float | None) -> str:
+    if limit is None or without is None:
+        return "No cause costs more than a fiftieth of the ideal speed."
+    ordered = sorted(large.causes.items(), key=lambda item: -item[1])
+    rest = [f"{CAUSES[cause]} ({_percent(share)})" for cause, share in ordered[1:] if share >= _HARDLY]
+    then = f", then {', '.join(rest)}" if rest else ""
+    return (
+        f"What limits it first is {CAUSES[limit]}, which costs {_percent(large.causes[limit])} of the ideal speed"
+        f"{then}. {change}. Without that cost they would be {without:.2f} times as fast as {small.row.workers}."
+    )
+
+
+def _how_far(law: Fit, small: Size, large: Size) -> tuple[int, int | None, str]:
+    """Up to how many workers a further one pays, where it stops to be faster at all, and both in words."""
+    unit, measured = small.row.workers, large.row.workers
+    pays = law.pays_up_to(PAYS) * unit
+    peak = law.fastest()
+    fastest = None if peak is None else max(unit, round(peak) * unit)
+    how = "measured" if pays <= measured else "predicted, not measured"
+    if pays > _BEYOND * measured:
+        sentence = (
+            f"A further worker pays as far as can be told from these sizes, {_BEYOND * measured} at least ({how})."
+        )
+        pays = _BEYOND * measured
+    elif pays <= unit:
+        sentence = (
+            f"A further worker does not pay: the first one that is added gives less than half of one's speed ({how})."
+        )
+    else:
+        sentence = f"A further worker pays up to {pays}: beyond, one adds less than half of one's speed ({how})."
+    if fastest is not None and fastest <= _BEYOND * measured:
+        sentence += f" With more than {fastest} it gets slower."
+    return pays, fastest, sentence
+
+
+def _cost(small: Size, large: Size, price: float) -> dict[str, float] | None:
+    """What an epoch costs at both ends, and each hour that is saved between them."""
+    before, now = small.epoch_seconds, large.epoch_seconds
+    if before is None or now is None:
+        return None
+    least, most = small.row.point.nodes * price * before / 3600, large.row.point.nodes * price * now / 3600
+    saved = (before - now) / 3600
+    found = {"per_epoch_smallest": least, "per_epoch_largest": most}
+    return found | ({"per_hour_saved": (most - least) / saved} if saved > 0 else {})
+
+
+def _what_it_costs(cost: Mapping[str, float], small: Size, large: Size) -> str:
+    text = (
+        f"An epoch costs {cost['per_epoch_smallest']:.3g} with {amount(small.row.point.nodes, 'machine')} and "
+        f"{cost['per_epoch_largest']:.3g} with {large.row.point.nodes}"
+    )
+    if "per_hour_saved" in cost:
+        return f"{text}; an hour less of waiting costs {cost['per_hour_saved']:.3g}."
+    return f"{text}, and saves no time."
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"

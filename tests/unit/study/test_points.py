@@ -1,0 +1,108 @@
+"""Which runs a study is made of, and the command of each."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from manyhosts.cli.study import study
+from manyhosts.errors import ConfigError
+from manyhosts.study.points import Asked
+from manyhosts.study.study import NAME, known, see_that_same, write
+
+
+def commands(tmp_path: Path, *words: str) -> list[str]:
+    script = tmp_path / "train.py"
+    script.write_text("")
+    asked = ["--dry-run", "--run-dir", str(tmp_path / "S"), *words, str(script), "--depth", "3"]
+    done = CliRunner().invoke(study, asked, standalone_mode=False)
+    if done.exception is not None:
+        raise done.exception
+    lines = done.output.replace(str(tmp_path) + "/", "").splitlines()
+    assert all(line.endswith(" train.py --depth 3") for line in lines)
+    return [line.removesuffix(" train.py --depth 3").removeprefix("manyhosts run ") for line in lines]
+
+
+def test_each_size_each_variant_and_each_seed_is_a_run(tmp_path: Path) -> None:
+    words = ["--workers", "2,1", "--vary", "compression=none,bf16", "--repeat", "2", "--budget", "5 epochs"]
+    assert commands(tmp_path, *words) == [
+        f"--workers {workers} --set 'duration=5 epochs' --set compression={compression} --set seed={seed} "
+        f"--run-dir S/points/{workers}-worker{'s' * (workers > 1)}-compression-{compression}-seed-{seed}"
+        for compression in ("none", "bf16")
+        for workers in (1, 2)
+        for seed in (0, 1)
+    ]
+
+
+def test_hosts_are_taken_from_the_first_on(tmp_path: Path) -> None:
+    found = commands(tmp_path, "--hosts", "a,b,c", "--workers-per-node", "2", "-o", "identity=k", "--set", "lr=0.1")
+    assert found == [
+        f"-o identity=k --hosts {hosts} --workers-per-node 2 --set lr=0.1 --run-dir S/points/{name}"
+        for hosts, name in (("a", "2-workers"), ("a,b", "4-workers-on-2-nodes"), ("a,b,c", "6-workers-on-3-nodes"))
+    ]
+
+
+def test_hosts_of_a_cluster_are_known_from_its_table(tmp_path: Path) -> None:
+    table = tmp_path / "lab.toml"
+    table.write_text('hosts = ["a", "b"]\n')
+    assert commands(tmp_path, "--cluster", str(table)) == [
+        f"--cluster lab.toml --hosts {hosts} --run-dir S/points/{name}"
+        for hosts, name in (("a", "1-node"), ("a,b", "2-nodes"))
+    ]
+
+
+def test_a_scheduler_is_told_how_many_nodes(tmp_path: Path) -> None:
+    assert commands(tmp_path, "--on", "slurm", "--nodes", "1,4", "-o", "partition=long") == [
+        "--on slurm -o partition=long --nodes 1 --run-dir S/points/1-node",
+        "--on slurm -o partition=long --nodes 4 --run-dir S/points/4-nodes",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ([], "no sizes are given"),
+        (["--workers", "1,x"], "--workers is '1,x'"),
+        (["--workers", "0,1"], "--workers is '0,1'"),
+        (["--workers", "1", "--hosts", "a"], "--workers counts workers on this machine"),
+        (["--workers", "1", "--nodes", "2"], "--workers counts workers on this machine"),
+        (["--nodes", "1,3", "--hosts", "a,b"], "--nodes asks for 3 hosts, and 2 are named"),
+        (["--workers", "1", "--repeat", "0"], "--repeat is 0"),
+        (["--workers", "1", "--budget", "soon"], "soon"),
+        (["--workers", "1", "--vary", "strateggy=ddp"], "there is no setting named 'strateggy'"),
+        (["--workers", "1", "--vary", "lr=,"], "cannot read lr="),
+        (["--workers", "1", "--vary", "seed=1,2"], "both --repeat and seed"),
+        (["--workers", "1", "--budget", "1h", "--set", "duration=2h"], "both --budget and duration"),
+        (["--workers", "1", "--vary", "lr=1,2", "--set", "lr=1"], "lr is both set and varied"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_at_once(tmp_path: Path, words: list[str], complaint: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        commands(tmp_path, *words)
+    assert complaint in str(error.value)
+
+
+def test_a_folder_holds_what_can_be_compared(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("pass\n")
+    asked = Asked(script=str(script), workers=(1, 2), budget="1h")
+    write(known(asked, tmp_path))
+    assert (tmp_path / NAME).exists()
+    see_that_same(Asked(script=str(script), workers=(1, 2, 4), repeat=3, vary={"lr": ("1",)}, budget="1h"), tmp_path)
+    with pytest.raises(ConfigError, match=r"--budget was 1h"):
+        see_that_same(Asked(script=str(script), workers=(1, 2)), tmp_path)
+    script.write_text("1\n")
+    with pytest.raises(ConfigError, match="the script has changed since"):
+        see_that_same(asked, tmp_path)
+
+
+def test_help_lists_what_there_is() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "manyhosts.cli.main", "study", "--help"], capture_output=True, text=True
+    )
+    assert done.returncode == 0
+    assert "--vary" in done.stdout

@@ -1,0 +1,144 @@
+"""Where the time of a run went, and what was lost to which cause."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from manyhosts.records.line_file import Line
+from manyhosts.study.times import CAUSES, Spent, pooled, shares_lost, spent
+
+
+class Story:
+    """The lines of a made-up run, with a clock of its own."""
+
+    def __init__(self, samples: int = 8) -> None:
+        self.now, self.number, self.samples = 1000.0, 0, samples
+        self.lines: list[Line] = []
+
+    def add(self, event: str, **fields: Any) -> None:
+        self.lines.append({"event": event, "step": self.number, "time": self.now, **fields})
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    def start(self) -> None:
+        self.add("start")
+
+    def step(self, compute: float, exposed: float = 0.0, data: float = 0.0, stall: float = 0.0, epoch: int = 0) -> None:
+        self.number += 1
+        seconds = compute + exposed + data + stall
+        self.wait(seconds)
+        self.add(
+            "step", epoch=epoch, seconds=seconds, compute=compute, communication_exposed=exposed, data_wait=data,
+            snapshot_stall=stall, other=0.0, samples=self.samples,
+        )  # fmt: skip
+
+    def validate(self, seconds: float, loss: float, *, best: bool = False) -> None:
+        self.wait(seconds)
+        self.add("validation", seconds=seconds, values={"loss": loss}, best=best)
+
+    def spent(self) -> Spent:
+        return spent(lambda: iter(self.lines))
+
+
+def whole_run() -> Story:
+    run = Story()
+    run.start()
+    run.step(5.0, data=1.0)  # the first step: all of it is the start
+    run.step(1.0, exposed=0.5, data=0.25)
+    run.wait(0.125)
+    run.step(1.0, exposed=0.5, stall=0.25)
+    run.add("epoch", epoch=0)
+    run.validate(2.0, 0.5, best=True)
+    run.wait(0.75)  # the best model is written
+    run.step(1.0, epoch=1)
+    run.wait(0.5)  # a snapshot, whose line comes when it is whole
+    run.step(1.0, epoch=1)
+    run.lines.append({"event": "snapshot", "step": 4, "time": run.now, "stall_seconds": 0.4})
+    run.add("epoch", epoch=1)
+    run.validate(2.0, 0.7)
+    run.add("end")
+    run.wait(9.0)
+    run.add("test", seconds=9.0)
+    return run
+
+
+def test_every_second_has_its_cause() -> None:
+    run = whole_run()
+    found = run.spent()
+    assert found.seconds == pytest.approx(
+        {
+            "compute": 4.0, "communication_exposed": 1.0, "data_wait": 0.25, "straggler": 0.0, "evaluation": 4.0,
+            "snapshot": 0.25 + 0.75 + 0.5, "start_up": 6.0, "other": 0.125,
+        }
+    )  # fmt: skip
+    assert found.total == pytest.approx(run.now - 9.0 - 1000.0)
+    assert (found.samples, found.steps) == (40, 5)
+    assert found.epoch_seconds == pytest.approx((6 + 1.75 + 0.125 + 1.75 + 2.75, 2.5 + 2.0))
+
+
+def test_the_time_to_a_loss_is_that_of_the_validation() -> None:
+    found = whole_run().spent()
+    assert found.lowest_loss() == 0.5
+    assert found.seconds_to(0.6) == pytest.approx(6 + 1.75 + 0.125 + 1.75 + 2.0)
+    assert found.seconds_to(0.7) == found.seconds_to(0.6)
+    assert found.seconds_to(0.4) is None
+
+
+@pytest.mark.parametrize("has_end", [True, False])
+def test_the_time_between_an_end_and_going_on_is_nobodys(has_end: bool) -> None:
+    run = Story()
+    run.start()
+    for _ in range(3):
+        run.step(1.0)
+    if has_end:
+        run.add("end")
+    run.wait(500.0)
+    run.start()
+    run.step(2.0)
+    run.step(1.0)
+    run.add("end")
+    found = run.spent()
+    assert found.total == pytest.approx(6.0)
+    assert found.seconds["start_up"] == pytest.approx(3.0)
+    assert found.steps == 5
+
+
+def test_a_run_without_a_line_has_spent_nothing() -> None:
+    assert spent(lambda: iter(())).total == 0
+
+
+def a_run(*seconds: float, samples: int = 100) -> Spent:
+    return Spent(seconds=dict(zip(CAUSES, seconds, strict=True)), samples=samples, steps=10)
+
+
+def cases() -> Iterator[tuple[Spent, Spent, float]]:
+    base = a_run(10.0, 0.0, 1.0, 0.0, 2.0, 0.5, 0.3, 0.1)
+    slow = a_run(6.0, 3.0, 0.4, 0.7, 2.0, 0.6, 0.3, 0.2, samples=130)
+    fast = a_run(1.0, 0.1, 0.1, 0.0, 0.2, 0.1, 0.1, 0.0)  # faster than ideal
+    yield from itertools.product([slow, fast, base], [base], [1.0, 2.0, 7.5])
+
+
+@pytest.mark.parametrize(("run", "base", "times"), list(cases()))
+def test_causes_add_up_to_what_is_lost(run: Spent, base: Spent, times: float) -> None:
+    speed_up = (base.total / base.samples) / (run.total / run.samples)
+    shares = shares_lost(run, base, times=times)
+    assert set(shares) == set(CAUSES)
+    assert sum(shares.values()) == pytest.approx(1 - speed_up / times, abs=1e-12)
+
+
+def test_each_cause_is_charged_with_its_own() -> None:
+    base = a_run(8.0, 0.0, 0.0, 0.0, 2.0, 0.0, 0.0, 0.0)
+    shares = shares_lost(a_run(4.0, 1.0, 0.0, 0.0, 2.0, 0.0, 0.0, 0.0), base, times=2)
+    # ideal is 4 + 1 s: the evaluation is not shared out and costs one second too much, as the exchanges do
+    assert shares == pytest.approx({**dict.fromkeys(CAUSES, 0.0), "communication_exposed": 1 / 7, "evaluation": 1 / 7})
+
+
+def test_several_runs_count_as_one() -> None:
+    both = pooled([a_run(*range(8)), a_run(*range(8), samples=50)])
+    assert both.total == 2 * sum(range(8))
+    assert both.samples == 150

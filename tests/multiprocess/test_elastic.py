@@ -32,18 +32,22 @@ def test_node_that_dies_is_dropped_and_taken_in_again_when_it_is_back(tmp_path: 
     try:
         wait_for_step(process, tmp_path / "run", 5)
         family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-        agents(family)[0].kill()
+        [agent, *_] = agents(family)
+        [template] = agent.children()
+        agent.kill()
         wait_until(lambda: "with 1 worker" in told(tmp_path / "run"), "the other goes on", timeout_s=60)
         gone_on_from = steps_done(tmp_path / "run")
         wait_until(
             lambda: "goes on with 2 workers, 1 of them new" in told(tmp_path / "run"), "it is back", timeout_s=60
         )
         wait_for_step(process, tmp_path / "run", gone_on_from + 20)
+        kept = [child for child in template.children() if "rank" in " ".join(child.cmdline())]
         process.send_signal(signal.SIGTERM)
         output = finish(process)
     except BaseException:
         kill_all(process)
         raise
+    assert len(kept) == 1, "the new agent's worker is a fork of the template that was there, with torch loaded"
     ended = summary(tmp_path / "run")
     assert ended["status"] == "interrupted", output
     assert "rank 0 on host node0 was lost: its agent is gone: killed by SIGKILL" in output

@@ -81,7 +81,7 @@ def _agent_command(node: int, head: str) -> tuple[str, ...]:
 
 def _start_agent(node: int, connection: socket.socket) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        _agent_command(node, inherited(connection)),
+        (*_agent_command(node, inherited(connection)), "--launcher", str(os.getpid())),
         env={**os.environ, **variables.of_one_machine(os.environ)},
         stdin=None if node == 0 else subprocess.DEVNULL,  # the first worker reads what this process was given
         pass_fds=(connection.fileno(),),

@@ -36,6 +36,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument(
         "--stdin", action="store_true", help="its first worker reads the standard input of this process"
     )
+    parser.add_argument("--launcher", type=int, default=0, help="a process of this host that ends with the launcher")
     parser.add_argument("--interface", default="", help="the interface that has that address")
     asked = parser.parse_args(words)
     for name in interfaces.VARIABLES if asked.interface else ():
@@ -50,12 +51,27 @@ def main(words: list[str] | None = None) -> int:
     except OSError as error:
         sys.stderr.write(f"manyhosts: this host cannot reach the head at {asked.head}: {error}\n")
         return 3
-    agent = serve(connection, asked.head, node=asked.node, token=token, address=asked.address, stdin=asked.stdin)
+    agent = serve(
+        connection,
+        asked.head,
+        node=asked.node,
+        token=token,
+        address=asked.address,
+        stdin=asked.stdin,
+        launcher=asked.launcher,
+    )
     return 0 if agent.was_taken_in else 3
 
 
 def serve(
-    connection: socket.socket, head: str, *, node: int, token: str, address: str, stdin: bool = False
+    connection: socket.socket,
+    head: str,
+    *,
+    node: int,
+    token: str,
+    address: str,
+    stdin: bool = False,
+    launcher: int = 0,
 ) -> Supervisor:
     """Be the agent of this host until the head, which `connection` leads to, has said that all is over, or is lost.
 
@@ -67,7 +83,7 @@ def serve(
     loop = Loop()
     # First the signals, which the loop hears when it runs: what the supervisor makes on this host must be taken away.
     loop.on_signals([signal.SIGTERM, signal.SIGINT, signal.SIGHUP], lambda number: agent.ask_to_leave(number))
-    agent = Supervisor(loop, connection, head, node=node, token=token, address=address, stdin=stdin)
+    agent = Supervisor(loop, connection, head, node=node, token=token, address=address, stdin=stdin, launcher=launcher)
     try:
         loop.run(until=lambda: agent.done)
     finally:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from manyhosts.launchers.host import standby
 from manyhosts.launchers.host.output import Lines
 from manyhosts.launchers.loop import Loop
 from manyhosts.launchers.tracebacks import is_idle_notice
@@ -39,12 +40,18 @@ class Nursery:
         folder: str,
         scratch: Path,
         stdin: bool,
+        name: str = "",
+        launcher: int = 0,
         on_event: Callable[[dict[str, Any]], None],
         on_warm: Callable[[list[str]], None],
         on_end: Callable[[], None],
         on_words: Callable[[str], object],
     ) -> None:
-        """Start it. Requests wait while it loads `preload`; `on_end` is called if it ends unasked.
+        """Start it, or take over that of an agent before. Requests wait while it loads `preload`; `on_end` is called if
+        it ends unasked.
+
+        `name` is what it is known by for the next agent (`host.standby`), which may find it while `launcher` lives, a
+        process of this host; empty where none may.
 
         `stdin`: workers may read what comes on the standard input of this process.
         `on_warm` hears what it has loaded beside that, because workers have imported it; `on_words` what it and the
@@ -53,20 +60,25 @@ class Nursery:
         self._loop, self._on_event, self._on_warm, self._on_end = loop, on_event, on_warm, on_end
         self._on_words = on_words
         self._is_warming = False
-        self._socket, theirs = socket.socketpair()
         self._came = bytearray()
         self.ready = False
         """Whether it has loaded what it was to load."""
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _START, str(theirs.fileno()), json.dumps(list(preload)), str(scratch)],
-            pass_fds=[theirs.fileno()],
-            env=dict(environment),
-            cwd=folder,
-            stdin=None if stdin else subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-        )
-        theirs.close()
+        self._process: subprocess.Popen[bytes] | standby.Adopted
+        if name and (adopted := standby.adopt(name, environment, preload, scratch)) is not None:
+            self._process, self._socket = adopted, adopted.socket
+        else:
+            self._socket, theirs = socket.socketpair()
+            words = [str(theirs.fileno()), json.dumps(list(preload)), str(scratch), name, str(launcher)]
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _START, *words],
+                pass_fds=[theirs.fileno()],
+                env=dict(environment),
+                cwd=folder,
+                stdin=None if stdin else subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+            )
+            theirs.close()
         loop.watch(self._socket, self._read)
         assert self._process.stderr is not None, "it was asked for as a pipe"
         self._words, self._lines = self._process.stderr, Lines()
@@ -94,6 +106,7 @@ class Nursery:
         """End it, and with it every worker. `spare`: what workers that ended well have left behind goes on."""
         if spare:
             self.ask("spare")
+        self.ask("end")
         self._loop.unwatch(self._socket)
         self._socket.close()
         try:

@@ -63,7 +63,7 @@ from typing import Any
 from manyhosts import __version__
 from manyhosts.cluster import reports
 from manyhosts.launchers import addresses, titles, variables
-from manyhosts.launchers.host import gpus
+from manyhosts.launchers.host import gpus, standby
 from manyhosts.launchers.host.door import Door
 from manyhosts.launchers.host.heartbeat import Heartbeat
 from manyhosts.launchers.host.inspection import Look, Seen
@@ -98,14 +98,17 @@ class Supervisor:
         token: str,
         address: str = "",
         stdin: bool = False,
+        launcher: int = 0,
     ) -> None:
         """`connection` leads to `head`: host:port, or what this process was given.
 
         `address` is where other hosts reach this one; by default, where the head is talked to from.
 
         `stdin`: the first worker reads what comes on the standard input of this process.
+
+        `launcher` is a process of this host that ends with the launcher, if there is one.
         """
-        self._stdin = stdin
+        self._stdin, self._launcher = stdin, launcher
         self._words = Screen(sys.stderr, sys.stderr)
         self._loop = loop
         self._workers: dict[str, WatchedWorker] = {}
@@ -313,13 +316,17 @@ class Supervisor:
     def _open_nursery(self) -> Nursery:
         """The template process; a new one where the last was killed."""
         if self._nursery is None:
+            folder, run = self._command["folder"], self._environment.get(run_lock.VARIABLE, "")
+            known = bool(self._launcher and run)
             self._nursery = Nursery(
                 self._loop,
                 preload=self._preload,
                 environment=self._environment,
-                folder=self._command["folder"],
+                folder=folder,
                 scratch=self._scratch,
                 stdin=self._stdin,
+                name=standby.name_for(self._node, run, self._environment, folder, stdin=self._stdin) if known else "",
+                launcher=self._launcher,
                 on_event=self._hear_of_process,
                 on_warm=lambda modules: self._head.send("warm", modules=modules),
                 on_end=self._lose_nursery,

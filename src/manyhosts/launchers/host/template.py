@@ -9,8 +9,10 @@ it over a socket, one JSON line per request, with the descriptors that a request
     warm      load what a worker has imported, as far as that may be done for all (`host.warmth`)
     spare     leave alone what workers have left behind: all of them have ended well
 
+    end       end, and with it every worker
+
 and hears `ready`, once, then `started` and `ended` of each fork, and `warm` with what was loaded. When the agent is
-gone, everything is killed.
+gone, all that it has forked is killed; where the agent was killed itself, the next one may find it (`host.standby`).
 """
 
 from __future__ import annotations
@@ -24,34 +26,50 @@ import shutil
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 from manyhosts.launchers import titles
-from manyhosts.launchers.host import warmth, worker
+from manyhosts.launchers.host import standby, warmth, worker
 from manyhosts.launchers.host.processes import adopt_orphans, die_with_parent, kill_descendants, kill_group
 
-_DESCRIPTORS = {"worker": 4, "store": 1, "signal": 0, "warm": 0, "spare": 0}
+_DESCRIPTORS = {"worker": 4, "store": 1, "signal": 0, "warm": 0, "spare": 0, "end": 0}
 _QUIET = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """The agent alone decides when the template ends."""
+_BURIAL_S = 5.0
+"""How long processes that were killed may take to end: the kernel holds some of them."""
 
 
 def main() -> None:
     """Load what `sys.argv` names, then fork on request until the agent is gone."""
     titles.set_title("manyhosts template of the workers")
     die_with_parent(signal.SIGKILL)
-    parent = os.getppid()
     adopt_orphans()
     agent = socket.socket(fileno=int(sys.argv[1]))
     _load(json.loads(sys.argv[2]))
     die_with_parent(0)  # from here on the end of the agent is noticed, and the workers' children are ended too
-    template = Template(agent)
-    try:
-        template.serve()
-    finally:
-        template.end_all()
-        if os.getppid() != parent:
-            shutil.rmtree(sys.argv[3], ignore_errors=True)  # the scratch folder of an agent that was killed
+    scratch, name, launcher = sys.argv[3:]
+    waiting = None
+    with contextlib.suppress(OSError):
+        waiting = standby.Waiting(name, int(launcher)) if name else None
+    template = Template(agent, waiting)
+    while True:
+        try:
+            template.serve()
+        finally:
+            template.end_all()
+            if not template.dismissed:
+                shutil.rmtree(scratch, ignore_errors=True)  # that of an agent that was killed
+        if template.dismissed or waiting is None or not template.bury_all():
+            return
+        following = waiting.next_agent()
+        if following is None:
+            return
+        with contextlib.suppress(OSError, ValueError):
+            modules, scratch = standby.take_over(following)
+            _load(modules)
+        template.attach(following)
 
 
 def _load(modules: list[str]) -> None:
@@ -63,8 +81,11 @@ def _load(modules: list[str]) -> None:
 class Template:
     """Forks workers and tells the agent how they ended."""
 
-    def __init__(self, agent: socket.socket) -> None:
-        self._agent = agent
+    def __init__(self, agent: socket.socket, waiting: standby.Waiting | None = None) -> None:
+        """`waiting` is where another agent may knock."""
+        self._agent, self._waiting = agent, waiting
+        self.dismissed = False
+        """Whether the agent has no use for it any more; else it was killed."""
         self._process = os.getpid()
         self._came = bytearray()
         self._descriptors: list[int] = []
@@ -102,10 +123,36 @@ class Template:
         for process in self._names:
             kill_group(process, signal.SIGKILL)
 
+    def bury_all(self) -> bool:
+        """See every process end that was killed. Whether none is left."""
+        deadline = time.monotonic() + _BURIAL_S
+        while time.monotonic() < deadline:
+            self._reap()
+            try:
+                os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return True
+            time.sleep(0.005)
+        return False
+
+    def attach(self, agent: socket.socket) -> None:
+        """Serve another agent."""
+        self._agent.close()
+        self._agent = agent
+        self._came.clear()
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors.clear()
+        if self._trial:
+            os.close(self._trial[0])
+        self._trial, self._to_load, self._spares = None, [], False
+
     def _wait(self) -> bool:
         """Do what there is to do; False when the agent is gone."""
         trial = [self._trial[0]] if self._trial else []
-        readable, _, _ = select.select([self._agent.fileno(), self._wake, *trial], [], [], 0 if self._to_load else None)
+        door = [self._waiting.fileno()] if self._waiting else []
+        listening = [self._agent.fileno(), self._wake, *trial, *door]
+        readable, _, _ = select.select(listening, [], [], 0 if self._to_load else None)
         if self._wake in readable:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake, 512)
@@ -114,7 +161,10 @@ class Template:
             self._end_trial(*self._trial)
         if not readable:
             self._load_next()
-        return self._agent.fileno() not in readable or self._listen()
+        is_there = self._agent.fileno() not in readable or self._listen()
+        if self._waiting and self._waiting.fileno() in readable and is_there:
+            self._waiting.refuse()
+        return is_there and not self.dismissed
 
     def _listen(self) -> bool:
         try:
@@ -144,6 +194,9 @@ class Template:
             return
         if request["do"] == "spare":
             self._spares = True
+            return
+        if request["do"] == "end":
+            self.dismissed = True
             return
         if request["do"] == "warm":
             self._try_out(request["modules"])
@@ -179,6 +232,8 @@ class Template:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _QUIET)
             die_with_parent(signal.SIGKILL)
             self._agent.close()
+            if self._waiting:
+                self._waiting.close()
             os.close(self._wake)
             os.close(self._woken)
             if os.getppid() == self._process:  # else the template ended before that could be noticed

@@ -293,7 +293,8 @@ class Cluster:
             address, _, port = head.rpartition(":")
             head = f"127.0.0.1:{host.connection.tunnel(address, int(port))}"
         disk = self._disks.of(host.node) if self._apart else None
-        words = agent_words(host.facts["executable"], head, host.node, host.interface, disk)
+        outpost_there = host.facts.get("process", 0)  # it ends with this side of the connection
+        words = agent_words(host.facts["executable"], head, host.node, host.interface, disk, outpost_there)
         # No stream of ours: ssh has writes to a pipe fail instead of wait, also ours, and lines would be lost.
         pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
         command = host.connection.command(words)
@@ -386,10 +387,14 @@ def _pass_on(words: IO[bytes], again: bool, display: Display) -> None:
             display.line(line.decode(errors="replace").rstrip("\n"), "", is_error=True)
 
 
-def agent_words(python: str, head: str, node: int, interface: Interface | None, disk: int | None = None) -> str:
-    """What a host's shell is told, to start the agent."""
+def agent_words(
+    python: str, head: str, node: int, interface: Interface | None, disk: int | None = None, launcher: int = 0
+) -> str:
+    """What a host's shell is told, to start the agent. `launcher` is a process there that ends with the launcher."""
     words = [] if disk is None else ["env", f"{run_directory.DISK}={disk}"]
     words += [python, "-P", "-m", "manyhosts.launchers.host.agent", "--head", head, "--node", str(node)]
     if interface is not None:
         words += ["--address", interface.address, "--interface", interface.name]
+    if launcher:
+        words += ["--launcher", str(launcher)]
     return "exec " + shlex.join(words)

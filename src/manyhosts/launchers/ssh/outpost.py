@@ -53,6 +53,7 @@ def facts() -> dict[str, Any]:
         "rsync": shutil.which("rsync") is not None,
         "interfaces": interfaces(),
         "machine": machine(),
+        "process": os.getpid(),
     }
 
 

@@ -86,7 +86,7 @@ def disk_full(scene: Scene) -> None:
 
 
 def bit_flipped(scene: Scene) -> None:
-    """A bit flips in the newest snapshot, and then the command is killed, so that somebody reads it."""
+    """A bit flips in the newest snapshot, and then everything is killed, so that somebody reads it."""
     newest = max(path for path in (scene.run_dir / "snapshots").iterdir() if path.name.count(".") == 0)
     path = scene.draw.choice(sorted(newest.glob("tensors-*")))
     place = scene.draw.randrange(path.stat().st_size)
@@ -95,7 +95,7 @@ def bit_flipped(scene: Scene) -> None:
         old = file.read(1)[0]
         file.seek(place)
         file.write(bytes([old ^ (1 << scene.draw.randrange(8))]))
-    launcher_killed(scene)
+    power_lost(scene)
 
 
 def power_lost(scene: Scene) -> None:

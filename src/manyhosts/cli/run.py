@@ -21,6 +21,7 @@ from manyhosts.config import overrides
 from manyhosts.errors import ConfigError
 from manyhosts.launchers import handles, scripts, titles, variables
 from manyhosts.launchers.display import Display, PlainDisplay
+from manyhosts.launchers.head import handover
 from manyhosts.launchers.host import gpus
 from manyhosts.launchers.job import Job
 from manyhosts.launchers.launch import new_run_dir
@@ -179,7 +180,7 @@ def run(**options: Any) -> int:
     if asked.dry_run:
         print(plan)
         return 0
-    run_lock.see_that_free(job.run_dir)
+    run_lock.see_that_free(job.run_dir, handover.start_of(job.run_dir))
     if jobs is not None:
         for note in plan.notes:
             print(f"manyhosts: {note}", file=sys.stderr)

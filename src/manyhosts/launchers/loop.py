@@ -78,6 +78,8 @@ class Loop:
         self._cancelled: set[int] = set()
         self._numbers = itertools.count()
         self._undo: list[Callable[[], None]] = []
+        self.before_waiting: Callable[[], None] | None = None
+        """Called whenever all that has come was seen to, before the next wait."""
 
     def watch(self, source: Readable | int, on_readable: Callable[[], object]) -> None:
         """Call `on_readable` whenever `source` has something to read, or has ended."""
@@ -149,6 +151,8 @@ class Loop:
         """Call back until `until()` is true."""
         while not until():
             self._call_timers()
+            if self.before_waiting is not None:
+                self.before_waiting()
             if until():
                 return
             for key, events in self._selector.select(self._pause()):
@@ -278,6 +282,14 @@ class Channel:
         while self._open and self._unsent and time.monotonic() < deadline:
             self._write()
             time.sleep(0.001 if self._unsent else 0)
+
+    def wait_for_end(self, timeout_s: float) -> None:
+        """Wait until the other side ends it, for at most `timeout_s` seconds; what it says before is not heard."""
+        self.on_message, self.on_end = (lambda _: None), (lambda: None)
+        deadline = time.monotonic() + timeout_s
+        while self._open and time.monotonic() < deadline:
+            if not self.read():
+                time.sleep(0.002)
 
     def close(self) -> None:
         """End it without a word to `on_end`."""

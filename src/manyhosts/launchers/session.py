@@ -3,13 +3,16 @@
 Each message has a number (`n`) and is kept until the other side says that it has heard it (`heard`). Where a
 connection breaks, both sides tell on the next how far they have heard, and what was lost in between is sent again.
 Messages without a number (signs of life, and those of `launchers.proof`) are never sent again.
+
+A side that writes down how far it is (`head.handover`) holds its messages back until that is done. So another process
+can go on with the conversation: nothing was said that it does not know of.
 """
 
 from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from manyhosts.launchers.loop import Channel, Message
@@ -23,12 +26,15 @@ After = Callable[[float, Callable[[], None]], object]
 class Session:
     """One side of a conversation that outlives its connections."""
 
-    def __init__(self, after: After, on_message: Callable[[Message], None]) -> None:
-        """`after` calls back after so many seconds."""
+    def __init__(self, after: After, on_message: Callable[[Message], None], *, holds_back: bool = False) -> None:
+        """`after` calls back after so many seconds. `holds_back`: what is sent waits for `release`."""
         self._after, self._on_message = after, on_message
         self.channel: Channel | None = None
         """The connection, where there is one at present."""
+        self._holds_back = holds_back
         self._sent = 0
+        self._released = 0
+        """How many of our messages may leave this process."""
         self.heard = 0
         """How many messages of the other side have come."""
         self._will_answer = False
@@ -41,14 +47,35 @@ class Session:
         """What the other side has not yet said that it has heard."""
         return self._kept_bytes
 
+    @property
+    def holds_some_back(self) -> bool:
+        """Whether a message waits for `release`."""
+        return self._released < self._sent
+
+    def has_sent(self, number: int) -> bool:
+        """Whether there are as many messages of ours as the other side says that it has heard."""
+        return number <= self._sent
+
+    def written_down(self) -> dict[str, Any]:
+        """All that another process needs to go on with this conversation."""
+        return {"sent": self._sent, "heard": self.heard, "kept": [[n, words.decode()] for n, words in self._kept]}
+
+    def go_on_from(self, written: Mapping[str, Any]) -> None:
+        """Be the session that was written down. What was not heard of it goes out over the next connection."""
+        self._sent = self._released = int(written["sent"])
+        self.heard = int(written["heard"])
+        self._kept = deque((int(number), str(words).encode()) for number, words in written["kept"])
+        self._kept_bytes = sum(len(words) for _, words in self._kept)
+
     def attach(self, channel: Channel, heard: int = 0) -> None:
         """Go on over `channel`. `heard` is how many of our messages the other side has."""
         if self.channel is not None:
             self.channel.close()
         self.channel, channel.on_message = channel, self._take
         self._forget(heard)
-        for _, words in self._kept:
-            channel.send_words(words)
+        for number, words in self._kept:
+            if number <= self._released:
+                channel.send_words(words)
 
     def detach(self) -> None:
         """The connection is gone; another may come."""
@@ -64,8 +91,15 @@ class Session:
         words = json.dumps({"message": kind, "n": self._sent, **fields}).encode() + b"\n"
         self._kept.append((self._sent, words))
         self._kept_bytes += len(words)
+        if not self._holds_back:
+            self.release()
+
+    def release(self) -> None:
+        """Let go what was held back."""
+        held, self._released = self._sent - self._released, self._sent
         if self.channel is not None:
-            self.channel.send_words(words)
+            for place in range(-held, 0):  # the last ones, of perhaps many that were not heard yet
+                self.channel.send_words(self._kept[place][1])
 
     def hint(self, kind: str, /, **fields: Any) -> None:
         """Send one message if there is a connection, and never again."""
@@ -74,8 +108,14 @@ class Session:
 
     def flush(self, timeout_s: float) -> None:
         """Wait until everything is on its way, for at most `timeout_s` seconds: before a process ends."""
+        self.release()
         if self.channel is not None:
             self.channel.flush(timeout_s)
+
+    def wait_for_end(self, timeout_s: float) -> None:
+        """Wait until the other side has ended the connection, for at most `timeout_s` seconds."""
+        if self.channel is not None:
+            self.channel.wait_for_end(timeout_s)
 
     def close(self) -> None:
         """Say and hear no more."""

@@ -134,10 +134,15 @@ class RunLock:
         while not self._over.wait(BEAT_S):
             with contextlib.suppress(OSError):
                 found = _read(self.path)
-                if found is not None and found.token != self.owner.token:
+                if found is not None and self._is_succeeded_by(found):
                     self.lost = found
                     return
-                os.utime(self.path)
+                if found is None or found == self.owner:  # else a leader of this run holds it, and shows that it lives
+                    os.utime(self.path)
+
+    def _is_succeeded_by(self, found: Owner) -> bool:
+        """Whether the directory belongs to another run, or to another head of this one."""
+        return found.token != self.owner.token or (self.owner.launches and found.launches and found != self.owner)
 
 
 _held: dict[Path, RunLock] = {}
@@ -155,8 +160,10 @@ def token_of_this_run() -> str:
     return os.environ.get(VARIABLE) or _tokens.setdefault(os.getpid(), new_token())
 
 
-def take(run_dir: Path, token: str, *, launches: bool = False) -> RunLock | None:
+def take(run_dir: Path, token: str, *, launches: bool = False, succeeds: bool = False) -> RunLock | None:
     """Take the lock of `run_dir`, which is made where it is not there; None where another of this start holds it.
+
+    `succeeds`: another head of the same start held it, and must not live any more.
 
     Raises:
         ConfigError: another run is going on in it.
@@ -173,9 +180,12 @@ def take(run_dir: Path, token: str, *, launches: bool = False) -> RunLock | None
     while True:
         with _guarded(path) as is_guarded:
             found = _read(path)
-            if found is not None and found.token == token and found.launches and found.may_live:
+            is_of_start = found is not None and found.token == token
+            is_head = found is not None and found.launches and found.may_live
+            if is_of_start and is_head and not succeeds:
                 return None
-            if found is None or found.token == token or found == silent or not found.may_live:
+            is_of_start &= not is_head
+            if found is None or is_of_start or found == silent or not found.may_live:
                 path.write_text(json.dumps(asdict(mine), indent=1) + "\n")
                 break
         _see_silent(path, found)
@@ -183,7 +193,7 @@ def take(run_dir: Path, token: str, *, launches: bool = False) -> RunLock | None
     if not is_guarded:
         time.sleep(_SETTLE_S)
         found = _read(path)
-        if found is not None and found.token != token:
+        if found is not None and (found.token != token or (succeeds and found != mine)):
             raise found.refusal(run_dir)
     _held[path] = RunLock(path, mine)
     return _held[path]
@@ -252,8 +262,17 @@ def wrest(run_dir: Path, token: str) -> bool:
     return True
 
 
-def see_that_free(run_dir: Path) -> None:
-    """See that no run is going on in `run_dir`, without a trace.
+def is_anothers(run_dir: Path, token: str) -> bool:
+    """Whether a run of another start than `token` has taken `run_dir`. False where nothing can be read."""
+    try:
+        found = _read(run_dir.absolute() / NAME)
+    except OSError:
+        return False
+    return found is not None and found.token != token
+
+
+def see_that_free(run_dir: Path, token: str = "") -> None:
+    """See that no run is going on in `run_dir`, without a trace. Workers of the start `token` may be there still.
 
     Raises:
         ConfigError: one is.
@@ -263,7 +282,7 @@ def see_that_free(run_dir: Path) -> None:
         found = _read(path)
     except OSError:
         return
-    if found is None or found.token == os.environ.get(VARIABLE):
+    if found is None or found.token == os.environ.get(VARIABLE) or (found.token == token and not found.launches):
         return
     if found.may_live:
         _see_silent(path, found)

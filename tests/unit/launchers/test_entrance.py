@@ -32,7 +32,13 @@ class Scene:
         self.at_head, self.at_agent = list[Message](), list[Message]()
         self.words: list[str] = []
         self.course = SimpleNamespace(
-            loop=loop, running=set(), result=None, is_over=False, job=SimpleNamespace(head_timeout_s=60.0), told=[]
+            loop=loop,
+            running=set(),
+            result=None,
+            is_over=False,
+            can_be_taken_over=False,
+            job=SimpleNamespace(head_timeout_s=60.0),
+            told=[],
         )
         self.entrance = Entrance(loop, ("127.0.0.1", 0), TOKEN, self.admit)
         self.line: Line | None = None

@@ -13,7 +13,7 @@ from manyhosts.errors import LaunchError, ManyhostsError
 from manyhosts.launchers import messages
 from manyhosts.launchers.head import losses
 from manyhosts.launchers.head.course import Course
-from manyhosts.launchers.head.meeting import Meeting
+from manyhosts.launchers.head.meeting import Elsewhere, Meeting
 from manyhosts.launchers.head.placement import AgentProcess
 from manyhosts.launchers.loop import Channel, Message
 from manyhosts.launchers.proof import PROTOCOL
@@ -86,10 +86,15 @@ class Agents:
         owner: Owner,
         meeting: Meeting | None = None,
         start_here: StartHere | None = None,
+        *,
+        inherits: bool = False,
     ) -> None:
         """Start them all. `address` is where they reach this process, `hosts` the names of the nodes in order.
 
-        Nothing listens where all agents are of this machine.
+        Nothing listens where all agents are of this machine. `inherits`: they were started by another head, and call.
+
+        Raises:
+            LaunchError: they call a place that this machine cannot listen at.
         """
         self._course, self._start_agent, self._owner, self.address = course, start_agent, owner, address
         self._start_here = start_here
@@ -97,7 +102,11 @@ class Agents:
         self._entrance: Any = None
         self._unheard: set[Channel] = set()
         """The connections of agents of this machine that have not said a word yet."""
-        self.nodes = [Node(number, name, self._begin(number)) for number, name in enumerate(hosts)]
+        self._inherits = inherits
+        if inherits:
+            self._listen()
+        begin: Callable[[int], AgentProcess] = (lambda _: Elsewhere()) if inherits else self._begin
+        self.nodes = [Node(number, name, begin(number)) for number, name in enumerate(hosts)]
 
     def present(self) -> list[int]:
         """The numbers of the nodes whose agents are here."""
@@ -128,12 +137,27 @@ class Agents:
     def _begin(self, number: int) -> AgentProcess:
         if self._start_here is not None and (started := self._begin_here(self._start_here, number)) is not None:
             return started
-        if self._entrance is None:
-            from manyhosts.launchers.head.entrance import Entrance  # here, for it loads OpenSSL, which few runs need
-
-            place = (self.address, self._meeting.port)
-            self._entrance = Entrance(self._course.loop, place, self._meeting.token, self._admit)
+        self._listen()
         return self._start_agent(number, self._entrance.place, self._meeting.token)
+
+    def _listen(self) -> None:
+        if self._entrance is not None:
+            return
+        from manyhosts.launchers.head.entrance import Entrance  # here, for it loads OpenSSL, which few runs need
+
+        address, port = self.address, self._meeting.port
+        try:
+            self._entrance = Entrance(self._course.loop, (address, port), self._meeting.token, self._admit)
+        except OSError as cause:
+            if not port:
+                raise
+            raise LaunchError(
+                f"the hosts of this run call its head at {address} port {port}, and this machine cannot listen there:"
+                f" {cause.strerror}",
+                where=str(self._course.job.run_dir),
+                fix="see that this is the machine, with the address, that the run was started from, and that no other"
+                " program has that port",
+            ) from cause
 
     def _begin_here(self, start_here: StartHere, number: int) -> AgentProcess | None:
         """Start an agent that nobody else can speak for, nor listen to: the two ends know of each other alone."""
@@ -172,7 +196,7 @@ class Agents:
         if node.channel is None:
             return not hello["heard"]  # or it is one that was given up, and whose workers are lost
         if node.session == hello["session"]:
-            return True
+            return node.channel.has_sent(hello["heard"])  # else it was told things that the last head has not written
         if node.channel.channel is None and not hello["heard"]:
             self._lose(node, "its agent is gone, and another has come in its place")
         return node.channel is None
@@ -180,7 +204,7 @@ class Agents:
     def _take_in(self, node: Node, channel: Channel, hello: Message, *, is_beside: bool) -> None:
         is_new = node.channel is None
         if node.channel is None:
-            node.channel = Session(self._course.loop.after, lambda message: self._hear(node, message))
+            node.channel = self.session_with(node)
             node.facts, node.session, node.is_beside = hello, hello["session"], is_beside
         node.heard, node.held_s = time.monotonic(), 0.0
         channel.on_end = lambda: self._lose_connection(node, channel)
@@ -189,6 +213,38 @@ class Agents:
         node.channel.attach(channel, hello["heard"])
         if is_new:
             self._owner.welcome(node)
+
+    def session_with(self, node: Node) -> Session:
+        """A conversation with a node's agent that has yet to begin, or to go on."""
+        recorded = self._course.can_be_taken_over
+        return Session(self._course.loop.after, lambda message: self._hear(node, message), holds_back=recorded)
+
+    @property
+    def hold_something_back(self) -> bool:
+        """Whether something is to be told to any of them."""
+        return any(node.channel is not None and node.channel.holds_some_back for node in self.nodes)
+
+    def release(self) -> None:
+        """Let go what was held back until all that it follows from was written down."""
+        for node in self.nodes:
+            if node.channel is not None:
+                node.channel.release()
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Where they call: an address and a port."""
+        host, _, port = str(self._entrance.place).rpartition(":")
+        return host, int(port)
+
+    @property
+    def token(self) -> str:
+        """The secret by which they know this head."""
+        return self._meeting.token
+
+    @property
+    def nobody_has_called(self) -> bool:
+        """Whether no agent is connected."""
+        return all(node.channel is None or node.channel.channel is None for node in self.nodes)
 
     def _refuse_version(self, node: Node, protocol: int) -> None:
         error = LaunchError(
@@ -375,5 +431,7 @@ class Agents:
                 node.agent.kill()
                 node.agent.wait()
             if node.channel is not None:
+                if self._inherits and isinstance(node.agent, Elsewhere):  # its connection is all that there is of it
+                    node.channel.wait_for_end(_GOODBYE_LIMIT_S)
                 node.channel.close()
         self._course.loop.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +23,9 @@ class Crew:
 
     def __init__(self, course: Course, agents: Agents, note_failures: NoteFailures) -> None:
         self._course, self._agents, self._note_failures = course, agents, note_failures
-        self._numbers = itertools.count()
+        self._next_number = 0
+        self.has_begun = False
+        """Whether any worker was started."""
         self.regroup = Regroup(course.loop, self, 0)
         self.store = Store(course, agents)
         self._late: dict[int, list[Member]] = {}
@@ -41,6 +42,33 @@ class Crew:
         """The workers of a node that have not ended."""
         return [member for member in self.regroup.roster.members.values() if member.node == node.number]
 
+    def _number(self) -> int:
+        """What a worker goes by that is about to be started."""
+        self._next_number += 1
+        return self._next_number - 1
+
+    def written_down(self) -> dict[str, Any]:
+        """What another head needs to go on with these workers."""
+        return {
+            "next_number": self._next_number,
+            "late": [[node, [member.number for member in members]] for node, members in self._late.items()],
+            "left_out": sorted(self._left_out),
+            "store": self.store.written_down(),
+            "regroup": self.regroup.written_down(),
+        }
+
+    def go_on_from(self, written: Mapping[str, Any]) -> None:
+        """Be as another head has left it, and do what it was about to."""
+        self._next_number, self.has_begun = int(written["next_number"]), True
+        self._left_out = {(node, place) for node, place in written["left_out"]}
+        self.store.go_on_from(written["store"])
+        self.regroup = Regroup(self._course.loop, self, self._course.generation)
+        self.regroup.go_on_from(written["regroup"])
+        members = self.regroup.roster.members
+        for number, late in written["late"]:
+            for member in [members[each] for each in late if each in members]:
+                self._await_host(self._agents.nodes[number], member)
+
     # They start.
 
     def begin(self, then: Then) -> None:
@@ -51,13 +79,14 @@ class Crew:
     def start_all(self, address: str, port: int) -> None:
         """Start every worker of this generation, now that there is a store for them to meet at."""
         self.regroup = Regroup(self._course.loop, self, self._course.generation)
+        self.has_begun = True
         self._left_out.clear()
         job = self._course.job.on(self._agents.present())
         for place, number in enumerate(self._agents.present()):
             members = []
             for local_rank in range(job.workers_on(place)):
                 rank = job.first_rank(place) + local_rank
-                members.append(Member(number=next(self._numbers), node=number, local_rank=local_rank, rank=rank))
+                members.append(Member(number=self._number(), node=number, local_rank=local_rank, rank=rank))
                 self.regroup.add(members[-1])
             self._start(members, (address, port), shared=self.store.shared)
 
@@ -71,7 +100,7 @@ class Crew:
         job = self._course.job
         return [
             Member(
-                number=next(self._numbers),
+                number=self._number(),
                 node=number,
                 local_rank=place,
                 rank=job.first_rank(number) + place,
@@ -105,7 +134,11 @@ class Crew:
         node = self._agents.nodes[member.node]
         if node.channel is not None:
             self._start([member], self.store.place or (self._agents.address, 0))
-            return
+        else:
+            self._await_host(node, member)
+
+    def _await_host(self, node: Node, member: Member) -> None:
+        """Call the agent of a host that is away, which is to start `member` when it is there."""
         waiting = self._late.setdefault(member.node, [])
         waiting.append(member)
         if len(waiting) == 1:
@@ -143,7 +176,7 @@ class Crew:
             return None
         if self._course.job.is_elastic and self._agents.nodes[lost.node].channel is None:
             return None
-        return Member(number=next(self._numbers), node=lost.node, local_rank=lost.local_rank, rank=lost.rank, late=True)
+        return Member(number=self._number(), node=lost.node, local_rank=lost.local_rank, rank=lost.rank, late=True)
 
     # They are told, meet, and end.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from manyhosts.errors import LaunchError
@@ -52,6 +53,37 @@ class Ending:
     def crew(self) -> Crew:
         """The workers whose end this is about."""
         return self._crew
+
+    def written_down(self) -> dict[str, Any]:
+        """What another head needs to bring the run to its result."""
+        return {
+            "failures": [asdict(each) for each in self._failures],
+            "went_on": [asdict(each) for each in self._went_on],
+            "culprit": None if self._culprit is None else asdict(self._culprit),
+            "others_ended": self._others_ended,
+            "recurring": self._recurring,
+            "trouble": self._trouble,
+            "exit_code": self._exit_code,
+            "ended_well": self.ended_well,
+            "exchanges_of_ended": self._exchanges_of_ended,
+            "given_up": sorted(self._given_up),
+        }
+
+    def go_on_from(self, written: Mapping[str, Any], crew: Mapping[str, Any]) -> None:
+        """Be as another head has left this and its `crew`, and do what it was about to."""
+        self._failures = [Failure(**each) for each in written["failures"]]
+        self._went_on = [Failure(**each) for each in written["went_on"]]
+        self._culprit = None if written["culprit"] is None else Failure(**written["culprit"])
+        self._others_ended, self._exit_code = int(written["others_ended"]), int(written["exit_code"])
+        if written["recurring"] is not None:
+            summary, step = written["recurring"]
+            self._recurring = (summary, step)
+        self._trouble, self.ended_well = dict(written["trouble"]), list(written["ended_well"])
+        self._exchanges_of_ended = list(written["exchanges_of_ended"])
+        self._given_up = set(written["given_up"])
+        self._crew.go_on_from(crew)
+        if self._failures:
+            self._consider()
 
     def begin(self) -> None:
         """All workers start, when there is a store; nothing that went wrong before counts."""

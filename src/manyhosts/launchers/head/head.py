@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from manyhosts.errors import LaunchError, ManyhostsError
 from manyhosts.launchers import variables
@@ -18,6 +20,17 @@ from manyhosts.launchers.head.agents import SEE_ABOVE, Agents, Node, StartAgent,
 from manyhosts.launchers.head.course import Course
 from manyhosts.launchers.head.ending import Ending
 from manyhosts.launchers.head.failures import Failure
+from manyhosts.launchers.head.handover import (
+    CALLERS_S,
+    Handover,
+    NobodyCame,
+    Record,
+    Succession,
+    fingerprint,
+    go_on_with,
+    nobody,
+    written_down,
+)
 from manyhosts.launchers.head.hold import Hold
 from manyhosts.launchers.head.meeting import Meeting
 from manyhosts.launchers.head.news import News
@@ -26,13 +39,16 @@ from manyhosts.launchers.head.vigil import Vigil
 from manyhosts.launchers.host import gpus
 from manyhosts.launchers.job import Job
 from manyhosts.launchers.loop import Message
-from manyhosts.records import run_lock
+from manyhosts.records import run_directory, run_lock
+
+_STREAMS = ("alive", "output", "unshown", "unlogged", "seen", "step", "busy", "rest", "progress", "say")
+"""What agents and workers say that changes nothing of what another head would have to know."""
 
 
 class Head:
     """Runs one job on agents that `start_agent` starts, until all workers are done, failed too often or interrupted."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # what launchers differ in
         self,
         job: Job,
         hosts: Sequence[str],
@@ -43,23 +59,40 @@ class Head:
         meeting: Meeting | None = None,
         start_here: StartHere | None = None,
         ways_are_known: bool = False,
+        succession: Succession | None = None,
     ) -> None:
         """`hosts` are the names of the nodes in order; `address` is where agents can reach this process.
 
         `meeting` is what agents that an engine starts have been told beforehand; `ways_are_known`: it was seen already
         that all hosts reach each other. `start_here` starts the agents that are on this machine, without a port.
+
+        `succession`: another head may go on where this one is killed, or this one goes on with the run of another.
+
+        Raises:
+            ConfigError: another run has taken the run directory, or the head of this one lives.
+            LaunchError: this machine cannot listen where the agents of another head call.
         """
-        self._course = Course(job, display)
-        self._hold = Hold(self._course)
+        self._course = Course(job, display, can_be_taken_over=succession is not None and job.head_timeout_s > 0)
+        self._succession, left = succession, None if succession is None else succession.left
+        if left is not None:
+            address, meeting = left.address, Meeting(token=left.token, port=left.port)
+        self._hold = Hold(self._course, "" if left is None else left.start)
+        self._record = Record(job.run_dir, self._gather)
         try:
-            agents = Agents(self._course, hosts, start_agent, address, self, meeting, start_here)
+            inherits = left is not None
+            agents = Agents(self._course, hosts, start_agent, address, self, meeting, start_here, inherits=inherits)
             self._begin(agents, ways_are_known=ways_are_known)
+            if left is None:
+                self._agents.expect()
+                self._tell_who_is_awaited()
+            else:
+                self._go_on_from(left)
         except BaseException:
             self._hold.release()
             raise
 
     def _begin(self, agents: Agents, *, ways_are_known: bool) -> None:
-        self._agents = agents
+        self._agents, self._present = agents, agents.present()
         self._news = News(self._course, len(agents.nodes))
         self._ending = Ending(self._course, self._agents, self._news)
         self._crew = self._ending.crew
@@ -72,8 +105,75 @@ class Head:
             gone=lambda: self._ending.ended_well,
         )
         self._precheck = Precheck(self._course, self._agents, ways=not ways_are_known)
-        self._agents.expect()
-        self._tell_who_is_awaited()
+
+    # Where this head is killed, another one goes on.
+
+    def _gather(self) -> Handover:
+        succession, (address, port) = self._succession, self._agents.place
+        assert succession is not None, "it was seen that there is one"
+        return Handover(
+            token=self._agents.token,
+            start=self._hold.token,
+            address=address,
+            port=port,
+            asked=fingerprint(succession.job, self._agents.token),
+            unasked=run_directory.UNASKED in self._course.job.environment,
+            launcher=succession.facts(),
+            state={
+                "course": self._course.written_down(),
+                "agents": written_down(self._agents.nodes),
+                "crew": self._crew.written_down(),
+                "ending": self._ending.written_down(),
+                "vigil": self._vigil.written_down(),
+            },
+        )
+
+    def _commit(self) -> None:
+        """Write down what has changed, and only then let go what follows from it."""
+        record, course = self._record, self._course
+        present = self._agents.present()
+        record.is_needed |= self._agents.hold_something_back or present != self._present
+        if record.is_needed and self._crew.has_begun and not course.is_over and course.can_be_taken_over:
+            self._present = present
+            try:
+                record.write()
+            except OSError as error:
+                course.can_be_taken_over = False
+                why = f"{error.strerror}: {course.job.run_dir}"
+                course.display.warn(f"manyhosts: if this command is killed, no other can take the run over: {why}")
+        self._agents.release()
+
+    def _go_on_from(self, left: Handover) -> None:
+        state = left.state
+        self._precheck.skip()
+        self._course.go_on_from(state["course"])
+        environment = dict(self._course.job.environment)
+        environment.pop(run_directory.UNASKED, None)
+        environment |= {run_directory.UNASKED: "1"} if left.unasked else {}
+        self._course.job = replace(self._course.job, environment=environment)
+        go_on_with(self._agents, state["agents"], self._wishes)
+        self._vigil.go_on_from(state["vigil"])
+        self._ending.go_on_from(state["ending"], state["crew"])
+        for node in self._agents.nodes:
+            if node.channel is None and self._course.job.is_elastic:
+                self._agents.call_again(node)
+        self._course.loop.after(CALLERS_S, self._see_who_has_called)
+        if not self._course.running:
+            self._begin_again()
+
+    def _begin_again(self) -> None:
+        """The last head was about to start all workers again."""
+        for node in self._agents.nodes:
+            if node.channel is None:
+                self._agents.begin_again(node)
+        if self._agents.all_here:
+            self.begin()
+        else:
+            self._agents.expect()
+
+    def _see_who_has_called(self) -> None:
+        if self._agents.nobody_has_called and not self._course.is_over:
+            self._course.result = nobody(self._course.job.run_dir)
 
     def run(self) -> int:
         """Returns 0, 130 if it was interrupted, or 128 + the signal that asked a worker to stop.
@@ -88,10 +188,18 @@ class Head:
             course.loop.on_signals([signal.SIGINT, signal.SIGTERM, signal.SIGHUP], self._ending.interrupt)
         try:
             course.loop.every(run_lock.BEAT_S, self._hold.check)
+            if course.can_be_taken_over:
+                course.loop.every(run_lock.BEAT_S, self._record.beat)
+                course.loop.before_waiting = self._commit
             course.loop.run(until=lambda: course.is_over)
         finally:
+            nobody_hears = bool(course.interrupted) and self._agents.nobody_has_called
             self._agents.say_goodbye()
+            if self._succession is not None and not self._hold.is_lost and not nobody_hears:
+                self._record.remove()
             self._hold.release()
+        if isinstance(course.result, NobodyCame):
+            raise course.result
         if isinstance(course.result, ManyhostsError):
             if course.result.exit_code != 2:
                 course.result.go_on = self._hold.command_to_go_on()
@@ -125,24 +233,28 @@ class Head:
         self._news.beginning.await_hosts([node.name for node in nodes if node.channel is None], len(nodes))
 
     def _prepare(self, node: Node) -> None:
-        job = self._course.job
-        self._agents.tell(
-            [node],
-            "prepare",
-            host=node.name,
-            command={"kind": job.kind, "program": job.program, "arguments": job.arguments, "folder": str(job.folder)},
-            preload=[*job.preload, *self._course.warm],
-            environment={
-                **job.environment,
-                variables.RUN_DIR: str(job.run_dir),
-                run_lock.VARIABLE: self._hold.token,
+        self._agents.tell([node], "prepare", **self._wishes(node))
+
+    def _wishes(self, node: Node) -> dict[str, Any]:
+        """What an agent is told before all else."""
+        job, known = self._course.job, {variables.RUN_DIR: str(self._course.job.run_dir)}
+        return {
+            "host": node.name,
+            "command": {
+                "kind": job.kind,
+                "program": job.program,
+                "arguments": job.arguments,
+                "folder": str(job.folder),
             },
-            run_dir=str(job.run_dir),
-            log_bytes=job.log_bytes,
-            head_timeout_s=job.head_timeout_s,
-            workers=job.workers_on(node.number),
+            "preload": [*job.preload, *self._course.warm],
+            "environment": {**job.environment, **known, run_lock.VARIABLE: self._hold.token},
+            "run_dir": str(job.run_dir),
+            "log_bytes": job.log_bytes,
+            "head_timeout_s": job.head_timeout_s,
+            "can_be_taken_over": self._course.can_be_taken_over,
+            "workers": job.workers_on(node.number),
             **self._precheck.wishes(node),
-        )
+        }
 
     def begin(self) -> None:
         """All agents are here, or enough of them."""
@@ -171,6 +283,8 @@ class Head:
         """What an agent says."""
         if message.get("generation", self._course.generation) != self._course.generation:
             return  # news of workers that were given up
+        if message["message"] not in _STREAMS and message.get("kind") not in _STREAMS:
+            self._record.is_needed = True
         match message["message"]:
             case "store":
                 self._crew.store.take(node, message["port"], shared=message["shared"])

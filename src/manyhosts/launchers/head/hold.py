@@ -17,22 +17,27 @@ _OPTIONS = ("--run-dir", "--resume")
 class Hold:
     """The one of this head."""
 
-    def __init__(self, course: Course) -> None:
-        """Take the lock.
+    def __init__(self, course: Course, succeeds: str = "") -> None:
+        """Take the lock. `succeeds`: the token of the start whose last head is dead.
 
         Raises:
-            ConfigError: another run is going on in the run directory.
+            ConfigError: another run is going on in the run directory, or that head lives.
         """
         self._course = course
         run_dir = course.job.run_dir
         self._made = not run_dir.exists()
-        self.token = run_lock.new_token()
+        self.token = succeeds or run_lock.new_token()
         try:
-            self._lock = run_lock.take(run_dir, self.token, launches=True)
+            self._lock = run_lock.take(run_dir, self.token, launches=True, succeeds=bool(succeeds))
         except OSError:
             # Perhaps only the hosts have that disk. There the leader takes the lock, and says where it cannot.
             run_lock.see_that_free(run_dir)
             self._lock = None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether another has the run directory."""
+        return self._lock is not None and self._lock.lost is not None
 
     def check(self) -> None:
         """End the run where another one has taken its directory."""

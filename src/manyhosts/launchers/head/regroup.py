@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from manyhosts.launchers.head.roster import Member, Roster, places
@@ -48,6 +48,21 @@ class Regroup:
         self._outcomes: dict[int, Any] = {}
         """What came out of the calls of the script that are over, by number."""
         self.ended = False
+
+    def written_down(self) -> dict[str, Any]:
+        """What another head needs to go on with these workers."""
+        return {"roster": self.roster.written_down(), "outcomes": list(self._outcomes.items()), "ended": self.ended}
+
+    def go_on_from(self, written: Mapping[str, Any]) -> None:
+        """Be as another head has left it, and do what it was about to."""
+        self.roster, self._outcomes = Roster.of(written["roster"]), dict(written["outcomes"])
+        for member in self.roster.members.values():
+            if member.late:
+                self._expect(member)
+        if written["ended"]:
+            self.refuse()
+        else:
+            self._begin()
 
     def add(self, member: Member) -> None:
         """A worker was started with the others."""
@@ -118,7 +133,7 @@ class Regroup:
         if (successor := replace(member)) is not None:
             self.roster.add(successor)
             self._hosts.start_late(successor)
-            self._loop.after(START_LIMIT_S, lambda: self._kill_if_not_there(successor))
+            self._expect(successor)
         if self._forming or self.roster.group:
             self._hosts.close_store()  # some may be on their way to meet the one that is gone
         self._begin()
@@ -141,7 +156,7 @@ class Regroup:
         if member.number not in self.roster.members:
             self.roster.add(member)
         self._hosts.start_late(member)
-        self._loop.after(START_LIMIT_S, lambda: self._kill_if_not_there(member))
+        self._expect(member)
 
     def drop(self, number: int) -> None:
         """A worker has come to its end, or will never come."""
@@ -191,6 +206,9 @@ class Regroup:
                 if not member.resting:
                     self._hosts.kill_member(member)
         self._loop.after(_LOOK_S, lambda: self._wait(turn, waited_s + _LOOK_S))
+
+    def _expect(self, member: Member) -> None:
+        self._loop.after(START_LIMIT_S, lambda: self._kill_if_not_there(member))
 
     def _kill_if_not_there(self, member: Member) -> None:
         if not self.ended and member.late and member.asked is None and member.number in self.roster.members:

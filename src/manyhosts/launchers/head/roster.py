@@ -8,8 +8,9 @@ that the leader (rank 0) is always one that has trained before.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 MOST_WITHOUT_PROGRESS = 3
 """After so many failures in a row without one more finished step, going on makes no sense."""
@@ -53,6 +54,17 @@ class Roster:
     _best: tuple[int, int] = (0, -1)
     """The call, and the step in it, that the farthest had come to when a group was formed."""
     _without_progress: int = 0
+
+    def written_down(self) -> dict[str, Any]:
+        """All of it, for another head."""
+        return {**asdict(self), "members": [asdict(member) for member in self.members.values()]}
+
+    @classmethod
+    def of(cls, written: Mapping[str, Any]) -> Roster:
+        """What another head has written down."""
+        members = {each["number"]: Member(**each) for each in written["members"]}
+        call, step = written["_best"]
+        return cls(**{**written, "members": members, "_best": (call, step)})
 
     def add(self, member: Member) -> None:
         """A worker was started."""

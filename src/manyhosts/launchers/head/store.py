@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from manyhosts.launchers.head.agents import Agents, Node
 from manyhosts.launchers.head.course import Course
@@ -24,6 +25,8 @@ class Store:
         """Whether it is more than a free port. On a host without torch it is not: rank 0 opens one there itself."""
         self._then: Then | None = None
         self._best: Sequence[int] = ()
+        self._is_asked_for = False
+        """Whether another head has asked for one, and the answer is still to come."""
 
     @property
     def place(self) -> tuple[str, int] | None:
@@ -43,7 +46,8 @@ class Store:
             then(*place)
             return
         self._then, self._best = then, best
-        self._ask()
+        if not self._is_asked_for:
+            self._ask()
 
     def _ask(self) -> None:
         here = self._agents.present()
@@ -54,11 +58,20 @@ class Store:
             address, generation = self._address(keeper), self._course.generation
             self._agents.tell([node], "open_store", generation=generation, address=address)
 
+    def written_down(self) -> dict[str, Any]:
+        """Which host keeps it, or was asked to."""
+        return {"node": self._node, "port": self._port, "shared": self.shared}
+
+    def go_on_from(self, written: Mapping[str, Any]) -> None:
+        """Be as another head has left it. A host that was asked has yet to answer, and is not asked again."""
+        self._node, self._port, self.shared = written["node"], int(written["port"]), bool(written["shared"])
+        self._is_asked_for = self._node is not None and not self._port
+
     def take(self, node: Node, port: int, *, shared: bool) -> None:
         """A node says that it keeps one."""
         if node.number != self._node:
             return  # it was asked before, given up, and is here again
-        self._port, self.shared = port, shared
+        self._port, self.shared, self._is_asked_for = port, shared, False
         then, self._then = self._then, None
         if then is not None:
             then(self._address(node.number), port)
@@ -66,7 +79,7 @@ class Store:
     def lose(self, node: Node) -> None:
         """A node is gone, and with it the store if it kept it. Whoever waits for one gets that of another."""
         if node.number == self._node:
-            self._node, self._port = None, 0
+            self._node, self._port, self._is_asked_for = None, 0, False
             if self._then is not None:
                 self._ask()
 

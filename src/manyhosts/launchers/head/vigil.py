@@ -7,7 +7,7 @@ agents look at their workers, and `verdict` judges. The head's own clock counts:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,6 +138,22 @@ class Vigil:
         ]
         latest = max(others, default=0.0)
         return latest > node.heard + _UNHEARD_S and now - latest < _UNHEARD_S
+
+    def written_down(self) -> dict[str, Any]:
+        """What another head needs to go on watching: of each worker its last step, and what is expected of it."""
+        return {
+            "paces": [
+                [number, pace.step, bool(pace.at), pace.tells]
+                for number, pace in self._paces.items()
+                if number in self._course.running
+            ]
+        }
+
+    def go_on_from(self, written: Mapping[str, Any]) -> None:
+        """Be as another head has left it; the time in which nobody watched does not count."""
+        now = time.monotonic()
+        for number, step, is_expected, tells in written["paces"]:
+            self._paces[number] = _Pace(step, now if is_expected else 0.0, tells)
 
     # What is heard.
 

@@ -28,7 +28,8 @@ _PATIENCE_S = 60.0
 _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 _HUNG_UP_S = 30.0
 _REFUSED_S = 5.0
-"""When nobody has listened at the head's port for so long, it is gone: a way that is broken refuses nothing."""
+"""When nobody has listened at the head's port for so long, it is gone: a way that is broken refuses nothing. Where
+another head may come in its place, that decides nothing."""
 
 
 def inherited(connection: socket.socket) -> str:
@@ -78,6 +79,8 @@ class Line:
         self._session = Session(loop.after, on_message)
         self.patience_s = 0.0
         """How long the head is called again that was lost. The head says it."""
+        self.waits_for_another = False
+        """Whether another head may come where this one was killed, so that nobody at its port means little."""
         self._is_open = True
         self._lost = time.monotonic()
         """When the head was lost, or first called."""
@@ -92,6 +95,11 @@ class Line:
     def is_known(self) -> bool:
         """Whether the head has taken this agent in."""
         return self._session.heard > 0
+
+    @property
+    def is_away(self) -> bool:
+        """Whether there is no head to be heard."""
+        return self._session.channel is None
 
     @property
     def backlog_bytes(self) -> int:
@@ -197,6 +205,7 @@ class Line:
         patience_s = self.patience_s if self._session.heard else _PATIENCE_S
         nobody_listens = bool(self._refused) and now > self._refused + (_REFUSED_S if self._session.heard else 0.0)
         nobody_listens |= bool(self._hung_up) and now > self._hung_up + _HUNG_UP_S
+        nobody_listens &= not self.waits_for_another
         if not self._token or now > self._lost + patience_s or nobody_listens:
             if self._token and not self.is_known:
                 self._tell(f"manyhosts: the head at {self._head} did not take this agent in\n")

@@ -27,7 +27,7 @@ From the head:
 
     prove       protocol, nonce, proof                see `launchers.proof`
     prepare     command, preload, environment, run_dir, workers,  once: load what the workers will need
-                log_bytes, head_timeout_s, tell_condition, listen
+                log_bytes, head_timeout_s, can_be_taken_over, tell_condition, listen
     knock       places                            see whether this host reaches the others
     open_store  generation, address
     start       generation, workers: [{rank, local_rank, member, environment}]
@@ -39,8 +39,9 @@ From the head:
     signal      generation, signal, cause, farewell_s   to the workers themselves; SIGKILL when the time is over
     leave       code                             end everything; code is what the run ends with
 
-When the head is gone, everything this host runs is ended. Workers that have a Trainer may first save what they hold,
-for `FAREWELL_S` at most; meanwhile nobody else can begin to run in the run directory.
+Where the head was killed and another one may take the run over, workers go on for `head_timeout_s`, as where the way to
+it is broken. When the head is gone for good, everything this host runs is ended. Workers that have a Trainer may first
+save what they hold, for `FAREWELL_S` at most; meanwhile nobody else can begin to run in the run directory.
 """
 
 from __future__ import annotations
@@ -288,6 +289,7 @@ class Supervisor:
         """Start the template, so that it loads torch while the head still waits for other hosts."""
         self._command: dict[str, Any] = message["command"]
         self._head.patience_s = message.get("head_timeout_s", 0.0)
+        self._can_be_taken_over = bool(message.get("can_be_taken_over"))
         titles.set_title(
             f"manyhosts agent of node {self._node}: {Path(self._command['program']).name}", "manyhosts agent"
         )
@@ -346,7 +348,17 @@ class Supervisor:
         if self._nursery is not None:
             self._nursery.ask("signal", name=f"store {self._stores}", signal=signal.SIGKILL, group=True)
 
+    def _see_directory(self) -> None:
+        """End everything where another run has begun in the run directory while the head is away."""
+        token = self._environment[run_lock.VARIABLE]
+        if self._head.is_away and not self._headless and run_lock.is_anothers(self._run_dir, token):
+            self._words.err.write("manyhosts: another run has begun in the directory of this one, which ends\n")
+            self.leave()
+
     def _start(self, worker: dict[str, Any], generation: int) -> None:
+        if self._can_be_taken_over and not self._head.waits_for_another:
+            self._head.waits_for_another = True
+            self._loop.every(run_lock.BEAT_S, self._see_directory)
         seat = Seat(
             rank=worker["rank"], local_rank=worker["local_rank"], generation=generation, member=worker["member"]
         )

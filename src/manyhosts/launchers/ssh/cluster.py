@@ -16,6 +16,7 @@ from manyhosts import __version__
 from manyhosts.errors import LaunchError, ManyhostsError
 from manyhosts.launchers import addresses, interfaces
 from manyhosts.launchers.display import Display
+from manyhosts.launchers.head.handover import Handover
 from manyhosts.launchers.head.placement import AgentProcess
 from manyhosts.launchers.interfaces import Interface
 from manyhosts.launchers.job import Job
@@ -55,6 +56,8 @@ class Host:
     """Whether its agent was to be started before."""
     began: bool = False
     """Whether an agent was started there."""
+    tunnel: int = 0
+    """The port on the host that a tunnel to this machine has; 0 where there is none."""
     being_called: threading.Lock = field(default_factory=threading.Lock)
     """Held by who reaches it: one that was given up may still be busy with it."""
 
@@ -78,8 +81,12 @@ class Host:
 class Cluster:
     """The hosts, in the order in which they were named."""
 
-    def __init__(self, job: Job, connections: list[Connection], display: Display) -> None:
-        """`connections` is kept: where a host is reached only later, its place there is taken by another connection."""
+    def __init__(self, job: Job, connections: list[Connection], display: Display, *, may_be_away: bool = False) -> None:
+        """`connections` is kept: where a host is reached only later, its place there is taken by another connection.
+
+        `may_be_away`: a run that goes on is taken over, and so hosts need not be reached by ssh.
+        """
+        self._may_be_away = may_be_away
         self._job, self._connections, self._display = job, connections, display
         self._hosts = [Host(node, connection) for node, connection in enumerate(connections)]
         self._ports: dict[int, int] = {}
@@ -128,7 +135,8 @@ class Cluster:
 
         _of_all(self._hosts, greet)
         away = [host.away for host in self._hosts if host.away is not None]
-        if away and not (self._job.is_elastic and len(self._here) >= (self._job.least_nodes or 1)):
+        enough = self._job.is_elastic and len(self._here) >= (self._job.least_nodes or 1)
+        if away and not (enough or (self._may_be_away and self._here)):
             raise away[0]
 
     def _see_encryption(self, hosts: Sequence[Host]) -> None:
@@ -160,7 +168,8 @@ class Cluster:
         for host in self._hosts:
             if host.away is not None:
                 host.told = host.away.what
-                lines.append(f"manyhosts: {host.told}: the run begins without it, and takes it in when it is there")
+                means = "the run begins without it, and takes it in when it is there"
+                lines.append(f"manyhosts: {host.told}{'' if self._may_be_away else f': {means}'}")
         return "\n".join(lines)
 
     # Files.
@@ -191,6 +200,60 @@ class Cluster:
         self._apart = len(disks) > 1
         if len(here) == 1 < len(self._hosts):  # nothing tells what those will share that are away
             self._apart = not here[0].connection.ask("network", folder=str(self._job.run_dir))
+
+    # A run whose head was killed is taken over by another process.
+
+    def facts(self) -> dict[str, Any]:
+        """What another process must know of the hosts to go on with them."""
+        return {
+            "apart": self._apart,
+            "disks": list(self._disks.known.items()),
+            "tunnels": {str(host.node): host.tunnel for host in self._hosts if host.tunnel},
+        }
+
+    def somebody_waits(self, left: Handover) -> bool:
+        """Whether an agent may be there that waits for another head, as far as can be seen from here."""
+        if any(host.away is not None for host in self._hosts):
+            return True
+
+        def is_there(host: Host) -> bool:
+            process = left.state["agents"][host.node]["facts"].get("process")
+            paths = [f"/proc/{process}", "/proc/1"]  # the second, for there are systems without such files
+            there, known = (bool(host.connection.ask("exists", path=path)) for path in paths)
+            return there or not known
+
+        return any(_of_all(self._hosts, is_there))
+
+    def go_on_from(self, left: Handover) -> None:
+        """Go on with the hosts of another process, whose agents are there. Nothing is brought to those.
+
+        Raises:
+            LaunchError: a host that was reached does not answer any more.
+        """
+        if self._job.sync:  # for hosts that are started again
+            needed = self._job.program if self._job.kind == "script" else ""
+            self._files = Files.to_bring(self._job.folder, leave_out=self._job.run_dir, needed=needed)
+        self._apart = bool(left.launcher["apart"])
+        self._disks.find_again({host.node: host.connection for host in self._here}, dict(left.launcher["disks"]))
+        for host in self._hosts:
+            host.called = host.began = True
+            host.tunnel = int(left.launcher["tunnels"].get(str(host.node), 0))
+            host.tunnelled = bool(host.tunnel)
+            if host.tunnel and host.away is None:
+                with contextlib.suppress(LaunchError):  # the last one may be open still
+                    host.connection.tunnel(left.address, left.port, host.tunnel)
+
+    def begin_anew(self) -> None:
+        """There is no run to be taken over: every agent is to be started.
+
+        Raises:
+            LaunchError: a host is away.
+        """
+        self._may_be_away = False
+        for host in self._hosts:
+            host.called = host.began = False
+            if host.away is not None and not self._job.is_elastic:
+                raise host.away
 
     def _bring(self, host: Host) -> None:
         if self._files is not None:
@@ -291,7 +354,8 @@ class Cluster:
         again, host.began = host.began, True
         if host.tunnelled:
             address, _, port = head.rpartition(":")
-            head = f"127.0.0.1:{host.connection.tunnel(address, int(port))}"
+            host.tunnel = host.connection.tunnel(address, int(port))
+            head = f"127.0.0.1:{host.tunnel}"
         disk = self._disks.of(host.node) if self._apart else None
         outpost_there = host.facts.get("process", 0)  # it ends with this side of the connection
         words = agent_words(host.facts["executable"], head, host.node, host.interface, disk, outpost_there)

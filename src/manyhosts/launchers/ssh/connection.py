@@ -174,15 +174,19 @@ class Connection:
             )
         return said["answer"]
 
-    def tunnel(self, address: str, port: int) -> int:
+    def tunnel(self, address: str, port: int, there: int = 0) -> int:
         """Let the host reach `address` and `port` of this side. Returns the port on the host's own loopback.
+
+        `there`: which one that is to be; 0 is any free one.
 
         Raises:
             LaunchError: the host does not allow that.
         """
         place = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
-        words = ["ssh", "-o", f"ControlPath={self._path}", "-O", "forward", "-R", f"127.0.0.1:0:{place}"]
+        words = ["ssh", "-o", f"ControlPath={self._path}", "-O", "forward", "-R", f"127.0.0.1:{there}:{place}"]
         done = subprocess.run([*words, *self._port, self._destination], capture_output=True, text=True)
+        if there and done.returncode == 0:
+            return there
         if done.returncode != 0 or not done.stdout.strip().isdigit():
             raise LaunchError(
                 f"host {self.host} can open no connection to this machine, and allows no tunnel",

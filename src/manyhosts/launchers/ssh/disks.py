@@ -63,6 +63,21 @@ class Disks:
         self._of = {node: numbers[first] for node, first in firsts.items()}
         return folders
 
+    def find_again(self, hosts: Mapping[int, Connection], known: Mapping[int, int]) -> None:
+        """Go on with what another process has `known` of these disks: only what it had left there is left anew.
+
+        Raises:
+            LaunchError: a host does not answer.
+        """
+        self._look(self._run_dir, hosts, "record")
+        self._of = dict(known)
+        self._fresh = itertools.count(max(known.values(), default=-1) + 1)
+
+    @property
+    def known(self) -> dict[int, int]:
+        """Node, or `HERE` → a number of the disk that has its run directory."""
+        return dict(self._of)
+
     def find_late(self, node: int, host: Connection) -> bool:
         """Look at the disk of a host that comes later. Returns whether it has the working directory of this machine.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from typing import ClassVar
 from manyhosts.errors import ConfigError, ManyhostsError
 from manyhosts.launchers import tls, variables
 from manyhosts.launchers.display import Display
+from manyhosts.launchers.head import handover
 from manyhosts.launchers.head.head import Head
 from manyhosts.launchers.job import Job, Plan
 from manyhosts.launchers.ssh import outpost as ssh_outpost
@@ -44,19 +46,39 @@ class Ssh:
     def submit(self, plan: Plan, display: Display) -> int:
         """Reach all hosts, see that they agree, bring the working directory, and run the job to its end."""
         job = plan.job
+        left = handover.left_for(job)
         tls.prepare()
         with connected(plan.hosts, pythons(job)) as hosts:
-            cluster = Cluster(job, hosts, display)
+            cluster = Cluster(job, hosts, display, may_be_away=left is not None)
             cluster.survey()
             display.warn(cluster.in_words())
             try:
+                if left is not None:
+                    with contextlib.suppress(handover.NobodyCame):
+                        return _take_over(cluster, plan, display, left)
+                    display.warn("manyhosts: no host has kept its workers: the run starts again")
+                    cluster.begin_anew()
                 cluster.bring_files()
                 return _run(cluster, plan, display)
             finally:
                 cluster.forget()
 
 
-def _run(cluster: Cluster, plan: Plan, display: Display) -> int:
+def _take_over(cluster: Cluster, plan: Plan, display: Display, left: handover.Handover) -> int:
+    """Go on with a run whose command was killed.
+
+    Raises:
+        NobodyCame: no host has kept its workers.
+    """
+    if not cluster.somebody_waits(left):
+        raise handover.nobody(plan.job.run_dir)
+    display.warn("manyhosts: the command that started this run is gone; this one takes it over")
+    cluster.go_on_from(left)
+    return _run(cluster, plan, display, left)
+
+
+def _run(cluster: Cluster, plan: Plan, display: Display, left: handover.Handover | None = None) -> int:
+    nobody_came = False
     try:
         return Head(
             cluster.job_there(),
@@ -65,10 +87,15 @@ def _run(cluster: Cluster, plan: Plan, display: Display) -> int:
             display,
             address=cluster.head_address,
             ways_are_known=True,
+            succession=handover.Succession(job=plan.job, facts=cluster.facts, left=left),
         ).run()
+    except handover.NobodyCame:
+        nobody_came = True
+        raise
     finally:
         try:
-            cluster.fetch_record()
+            if not nobody_came:
+                cluster.fetch_record()
         except ManyhostsError as trouble:  # how the run itself ended is what the user is told
             display.warn(f"manyhosts: the record stays on the hosts, in {plan.job.run_dir}: {trouble.what}")
 

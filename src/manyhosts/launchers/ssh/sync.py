@@ -19,10 +19,14 @@ from pathlib import Path
 from typing import IO
 
 from manyhosts.errors import LaunchError
+from manyhosts.launchers.head import handover
 from manyhosts.launchers.ssh import disks
 from manyhosts.launchers.ssh.connection import Connection
 from manyhosts.launchers.ssh.files import Files
 from manyhosts.records import run_lock
+
+_OF_EACH_MACHINE = (run_lock.NAME, handover.NAME, disks.MARKS)
+"""What is in a run directory and is not fetched."""
 
 Tell = Callable[[int, int], None]
 """Is told now and then how many bytes of how many have gone."""
@@ -89,7 +93,7 @@ def fetch(connection: Connection, folder: Path, *, only: str = ".", with_rsync: 
         return
     source.mkdir(parents=True, exist_ok=True)
     if with_rsync and not connection.chats:
-        excluded = [f"--exclude=/{run_lock.NAME}", f"--exclude=/{disks.MARKS}"]
+        excluded = [f"--exclude=/{name}" for name in _OF_EACH_MACHINE]
         words = ["rsync", "--archive", *excluded, "--rsh", connection.shell]
         done = _run([*words, f"{connection.rsync_host}:{source}/", f"{source}/"], b"")
         if done.returncode != _WENT_AWAY[1]:
@@ -105,7 +109,7 @@ def fetch(connection: Connection, folder: Path, *, only: str = ".", with_rsync: 
         with tarfile.open(fileobj=stream, mode="r|") as archive:
             archive.extractall(source, filter="data")
 
-    excluded = [f"--exclude=./{run_lock.NAME}", f"--exclude=./{disks.MARKS}"]
+    excluded = [f"--exclude=./{name}" for name in _OF_EACH_MACHINE]
     tar = ["tar", "--create", "--directory", str(source), *excluded, "."]
     _stream(connection, ["sh", "-c", _AFTER, _BEGINS.decode(), *tar], unpack, sends=False)
 

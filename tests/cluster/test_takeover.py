@@ -1,0 +1,117 @@
+"""A command that is killed and typed again takes the run over: hosts train on meanwhile; nothing is lost, or twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+from alone import SOURCE, undisturbed
+from commands import summary
+from launching import wait_until
+from remote import run, start
+from runs import restarts, step_lines
+
+from manyhosts.lab import Host, Lab
+from manyhosts.launchers.head import handover
+
+WAITS_AT_THE_END = """
+    print("the end of", os.environ["RANK"], flush=True)
+    while not os.path.exists("go on"):
+        time.sleep(0.05)
+"""
+SECRET = "a password that nobody else is to read"
+
+
+class Training:
+    """A run on three hosts of their own disks; its workers do not end before `let_go`."""
+
+    def __init__(self, hosts: Lab, folder: Path, steps: int) -> None:
+        self.hosts, self.folder, self.steps = hosts, folder, steps
+        self.run_dir, self.metrics = folder / "many", hosts[0].path(folder / "many")
+        self.options = ["--hosts", ",".join(hosts.names[:3]), "--run-dir", "many", "--env", "SLOW=0.01"]
+        self.options += ["--env", f"DURATION={steps} steps", "--env", f"PASSWORD={SECRET}"]
+        self.commands: list[subprocess.Popen[str]] = []
+        self.source: str | None = SOURCE + WAITS_AT_THE_END
+
+    def type(self, *more: str) -> subprocess.Popen[str]:
+        self.commands.append(start(self.hosts, self.folder, self.source, *self.options, *more))
+        self.source = None
+        return self.commands[-1]
+
+    def step(self) -> int:
+        return len(step_lines(self.metrics)) if (self.metrics / "metrics.jsonl").exists() else 0
+
+    def wait_for_step(self, step: int, what: str) -> None:
+        ended = [each for each in self.commands if each.poll() is not None]
+        wait_until(
+            lambda: self.step() >= step or any(each.poll() is not None for each in self.commands if each not in ended),
+            what,
+            timeout_s=90,
+        )
+        assert self.step() >= step, what
+
+    def let_go(self) -> None:
+        for host in list(self.hosts)[:3]:
+            host.path(self.folder / "go on").touch()
+
+    def end(self) -> None:
+        for command in self.commands:
+            self.hosts.desk.end(command)
+            command.communicate()
+        for host in self.hosts:
+            for pid, words in host.processes().items():
+                if words.startswith("manyhosts "):
+                    os.kill(pid, signal.SIGKILL)
+
+    def is_whole(self) -> None:
+        """Every step once, with the bits of a run to which nothing happened; every line of every log once."""
+        assert [line["step"] for line in step_lines(self.run_dir)] == list(range(1, self.steps + 1))
+        ended, wanted = summary(self.run_dir), undisturbed(self.folder, self.steps)
+        assert (ended["weights_sha256"], ended["status"]) == (wanted["weights_sha256"], "completed")
+        for rank in range(3):
+            [log] = (self.run_dir / "logs").glob(f"*-{rank}.log")
+            assert log.read_text().count(f"the end of {rank}\n") == 1, log.read_text()
+
+
+def ours(host: Host) -> dict[int, str]:
+    return {pid: words for pid, words in host.processes().items() if words.startswith("manyhosts ")}
+
+
+def kill(hosts: Lab, command: subprocess.Popen[str]) -> None:
+    hosts.desk.end(command, signal.SIGKILL)
+    command.communicate(timeout=30)
+
+
+@pytest.mark.timeout(300)
+def test_command_that_is_killed_and_typed_again_takes_the_run_over(four: Lab, tmp_path: Path) -> None:
+    training = Training(four, tmp_path, 60)
+    try:
+        first = training.type()
+        training.wait_for_step(10, "it trains")
+        record = training.run_dir / handover.NAME
+        assert stat.S_IMODE(record.stat().st_mode) == 0o600
+        assert SECRET not in record.read_text()
+        beside = run(four, tmp_path, None, *training.options)
+        assert (beside.code, "is going on: process" in beside.err) == (2, True), "a head that lives keeps its agents"
+        kill(four, first)
+        at = training.step()
+        training.wait_for_step(at + 5, "workers make steps without a head")
+        other = run(four, tmp_path, None, *training.options, "--restarts", "3")
+        assert (other.code, "give the command that began it" in other.err) == (2, True), other.err
+        heirs = [training.type(), training.type()]
+        wait_until(lambda: any(each.poll() is not None for each in heirs), "one of the two is refused", timeout_s=90)
+        training.let_go()
+        said = [each.communicate(timeout=120) for each in heirs]
+    finally:
+        training.end()
+    assert sorted(each.returncode for each in heirs) == [0, 2], said
+    [(out, err)] = [words for words, each in zip(said, heirs, strict=True) if each.returncode == 0]
+    assert "this one takes it over" in err
+    assert all(out.count(f"the end of {rank}\n") == 1 for rank in range(3)), out
+    training.is_whole()
+    assert (summary(training.run_dir)["restarts"], restarts(training.run_dir)) == (0, [])
+    assert not record.exists()

@@ -215,7 +215,7 @@ def test_cable_that_is_cut_while_workers_run(make_lab: Callable[..., Lab], tmp_p
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGKILL], ids=lambda number: number.name)
 def test_end_of_the_command_is_the_end_on_every_host(four: Lab, tmp_path: Path, number: signal.Signals) -> None:
-    process = running(four, tmp_path)
+    process = running(four, tmp_path, "--head-timeout", "3")  # one that is killed may be typed again, and is waited for
     four.desk.end(process, number)
     process.communicate(timeout=NO_LINGERING_S)
     assert process.returncode in (130, 128 + number, -number)

@@ -137,12 +137,16 @@ class RunLock:
                 if found is not None and self._is_succeeded_by(found):
                     self.lost = found
                     return
-                if found is None or found == self.owner:  # else a leader of this run holds it, and shows that it lives
+                if found is None or self._is_ours(found):  # else a leader of this run holds it, and shows that it lives
                     os.utime(self.path)
 
     def _is_succeeded_by(self, found: Owner) -> bool:
         """Whether the directory belongs to another run, or to another head of this one."""
-        return found.token != self.owner.token or (self.owner.launches and found.launches and found != self.owner)
+        both_launch = self.owner.launches and found.launches
+        return found.token != self.owner.token or (both_launch and not self._is_ours(found))
+
+    def _is_ours(self, found: Owner) -> bool:
+        return (found.process, found.since) == (self.owner.process, self.owner.since)
 
 
 _held: dict[Path, RunLock] = {}

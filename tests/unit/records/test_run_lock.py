@@ -180,3 +180,44 @@ def test_directory_that_is_shut_is_taken_by_nobody_until_it_is_open_again(tmp_pa
     assert taken.is_set()
     with run_lock.shut(tmp_path / "nowhere", "mine") as is_there:
         assert not is_there
+
+
+def test_another_head_of_the_same_start_takes_the_lock_only_of_one_that_is_dead(tmp_path: Path) -> None:
+    for heir in ("mine", "other"):  # whoever knows the token, and whoever does not
+        put(tmp_path, replace(parent(launches=True), token="mine"))
+        with pytest.raises(ConfigError, match="is going on"):
+            run_lock.take(tmp_path, heir, launches=True, succeeds=heir == "mine")
+    put(tmp_path, replace(parent(launches=True), token="mine", machine="another"))  # it shows no sign of life
+    run_lock.see_that_free(tmp_path, "mine")
+    lock = run_lock.take(tmp_path, "mine", launches=True, succeeds=True)
+    assert lock is not None
+    put(tmp_path, replace(parent(launches=False), token="mine", machine="another"))  # a leader of the run has it
+    lock.release()
+    put(tmp_path, replace(parent(launches=False), token="mine"))
+    run_lock.see_that_free(tmp_path, "mine")
+    lock = run_lock.take(tmp_path, "mine", launches=True, succeeds=True)
+    assert lock is not None, "workers of the run are no rivals"
+    lock.check()
+    put(tmp_path, replace(parent(launches=True), token="mine"))
+    lock._thread.join(timeout=10)
+    with pytest.raises(ConfigError, match="is going on"):
+        lock.check()  # this head stood still, and another one has come in its place
+
+
+def test_head_elsewhere_that_beats_is_not_succeeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_lock, "SILENT_S", 30.0)  # it is over with the first sign of life
+    put(tmp_path, replace(parent(launches=True), token="mine", machine="another"))
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.wait(0.05):
+            os.utime(tmp_path / NAME)
+
+    beating = threading.Thread(target=beat)
+    beating.start()
+    try:
+        with pytest.raises(ConfigError, match="is going on"):
+            run_lock.take(tmp_path, "mine", launches=True, succeeds=True)
+    finally:
+        over.set()
+        beating.join()

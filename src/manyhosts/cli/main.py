@@ -15,6 +15,7 @@ from manyhosts.cli.boundary import exit_code_of, let_go_of_closed_streams
 
 VERBS = {
     "run": ("manyhosts.cli.run:run", "Start a script on one or many workers: any script that runs under torchrun."),
+    "join": ("manyhosts.cli.join:join", "Add this machine to a run that was started on another one."),
     "prove": ("manyhosts.cli.prove:prove", "Try the promises on a script: which hold, and why one does not."),
     "study": ("manyhosts.cli.study:study", "Run a script at several sizes: what each gained, and why no more."),
     "doctor": ("manyhosts.cli.doctor:doctor", "What is wrong with hosts and between them, and what mends it."),

@@ -32,6 +32,7 @@ LAUNCHERS: Table[type[Launcher]] = Table(
     kind="target",
     group="manyhosts.launchers",
     own={
+        "join": "manyhosts.launchers.join:Join",
         "kubernetes": "manyhosts.launchers.kubernetes.kubernetes:Kubernetes",
         "local": "manyhosts.launchers.local:Local",
         "mpi": "manyhosts.launchers.mpi:Mpi",

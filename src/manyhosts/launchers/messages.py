@@ -26,6 +26,7 @@ _FROM_AGENT: Mapping[str, Mapping[str, Any]] = {
     "alive": {"held_s": _NUMBER},
     "asked": {"signal": int},
     "condition": {"told": dict, "port": int},
+    "door": {"port": int},
     "ended": {
         **_WORKER,
         "code": int,
@@ -56,6 +57,9 @@ HELLO = {
     "cores": int,
     "gpus": int,
 }
+
+JOINING = {"folder": str, "machine": str, "mark": str, "marks": [str]}
+"""What the `hello` of a host has beside that, where it is the host that has come to the run."""
 
 
 def fault_of(message: Message) -> str:

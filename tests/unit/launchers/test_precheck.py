@@ -158,7 +158,7 @@ def test_hosts_that_do_not_reach_each_other_end_the_run() -> None:
     scene.answer(1, "", "")
     error = scene.course.result
     assert isinstance(error, CommunicationError)
-    assert error.what == "host n0 cannot open a connection to host n1 at 10.0.0.1: No route to host"
+    assert error.what == "host n0 cannot open a connection to host n1 at 10.0.0.1 port 4001: No route to host"
     assert scene.begun == 0
 
 

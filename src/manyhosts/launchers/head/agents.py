@@ -32,6 +32,8 @@ _COMES_BACK_S = 2.0
 
 StartAgent = Callable[[int, str, str], AgentProcess]
 """Starts the agent of a node, given the head's address (host:port) and the run's token."""
+ANY_NODE = -1
+"""What an agent says in place of its number, when it is for the head to say which node it is."""
 StartHere = Callable[[int, socket.socket], AgentProcess | None]
 """Starts the agent of a node on this machine with one end of a pair of sockets; None for a node that is elsewhere."""
 
@@ -51,6 +53,8 @@ class Node:
     """Whether its agent was born with its connection: there will be no other."""
     facts: Message = field(default_factory=dict)
     """What its agent said of it when it came."""
+    place: Any = None
+    """Where its host has the project, where that is not the same path as here: see `head.joining`."""
     leaving: bool = False
     heard: float = 0.0
     """When it last gave a sign of life, on the monotonic clock."""
@@ -145,9 +149,16 @@ class Agents:
             return
         from manyhosts.launchers.head.entrance import Entrance  # here, for it loads OpenSSL, which few runs need
 
-        address, port = self.address, self._meeting.port
+        address, port, joining = self.address, self._meeting.port, self._meeting.joining
         try:
-            self._entrance = Entrance(self._course.loop, (address, port), self._meeting.token, self._admit)
+            self._entrance = Entrance(
+                self._course.loop,
+                (address, port),
+                self._meeting.token,
+                self._admit,
+                identity=None if joining is None else joining.identity,
+                answer=None if joining is None else lambda asking: joining.answer(asking, self.nodes),
+            )
         except OSError as cause:
             if not port:
                 raise
@@ -183,6 +194,8 @@ class Agents:
             channel.close()
             return
         node = self.nodes[number] if 0 <= number < len(self.nodes) else None
+        if number == ANY_NODE and self._meeting.joining is not None:
+            node = self._meeting.joining.place_for(hello, self.nodes)
         if node is not None and protocol != PROTOCOL:
             channel.close()
             self._refuse_version(node, protocol)
@@ -206,10 +219,12 @@ class Agents:
         if node.channel is None:
             node.channel = self.session_with(node)
             node.facts, node.session, node.is_beside = hello, hello["session"], is_beside
+            if hello["node"] == ANY_NODE and self._meeting.joining is not None:
+                self._meeting.joining.take_in(node, self.nodes)
         node.heard, node.held_s = time.monotonic(), 0.0
         channel.on_end = lambda: self._lose_connection(node, channel)
         if not is_beside:
-            channel.send("welcome", heard=node.channel.heard)
+            channel.send("welcome", heard=node.channel.heard, node=node.number)
         node.channel.attach(channel, hello["heard"])
         if is_new:
             self._owner.welcome(node)
@@ -291,13 +306,24 @@ class Agents:
             if (len(dead) == len(missing) or waited_s > _GATHER_S) and self._begin_without(missing, waited_s):
                 return
         elif dead or waited_s > self._meeting.patience_s:
-            why = "ended before it said a word" if dead else f"did not report within {self._meeting.patience_s:.0f} s"
-            course.result = LaunchError(
-                f"the agent {why}",
-                where="host " + ", ".join(node.name for node in dead or missing),
-                fix=f"see what it printed above, and that it can open a connection to {self.address}",
-            )
+            course.result = self._not_here(missing, dead)
         course.loop.after(_LOOK_S, lambda: self.expect(waited_s + _LOOK_S))
+
+    def _not_here(self, missing: Sequence[Node], dead: Sequence[Node]) -> LaunchError:
+        """Why the run does not begin."""
+        if self._meeting.joining is not None and not dead:
+            return LaunchError(
+                f"{len(missing)} of {len(self.nodes)} hosts have not joined within {self._meeting.patience_s:.0f} s",
+                where="--on join",
+                fix="type the line shown above on each; -o wait=8h waits longer, and with --nodes MIN:MAX the run"
+                " begins without the others",
+            )
+        why = "ended before it said a word" if dead else f"did not report within {self._meeting.patience_s:.0f} s"
+        return LaunchError(
+            f"the agent {why}",
+            where="host " + ", ".join(node.name for node in dead or missing),
+            fix=f"see what it printed above, and that it can open a connection to {self.address}",
+        )
 
     def _begin_without(self, missing: Sequence[Node], waited_s: float) -> bool:
         """Begin with the nodes that are here, if they are enough; the others may come later."""
@@ -360,6 +386,13 @@ class Agents:
         if node.channel is not None:
             held_s = node.held_s if time.monotonic() - node.heard < seconds else 0.0
             self.give_up(node, losses.of_silence(seconds, node.channel.channel, held_s))
+
+    def turn_away(self, node: Node, why: str) -> None:
+        """Let go of a host that has come by itself and is of no use, and tell it why."""
+        self.tell([node], "leave", code=None, why=why)
+        if node.channel is not None:
+            node.channel.flush(timeout_s=1)
+        self.give_up(node, why)
 
     def send_home(self, node: Node) -> None:
         """Do without an agent that is of no use; its host may be mended, and is called again now and then."""

@@ -6,8 +6,9 @@ Nothing that a stranger sends ends more than its own connection, and no number o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from manyhosts.launchers import addresses, messages, tls
 from manyhosts.launchers.loop import Channel, Loop, Message, notice_loss
@@ -37,11 +38,22 @@ class Entrance:
     """The listening socket of the head. Everything that goes over its connections is encrypted."""
 
     def __init__(
-        self, loop: Loop, address: tuple[str, int], token: str, admit: Callable[[Channel, Message, int], None]
+        self,
+        loop: Loop,
+        address: tuple[str, int],
+        token: str,
+        admit: Callable[[Channel, Message, int], None],
+        *,
+        identity: tls.Identity | None = None,
+        answer: Callable[[Message], Mapping[str, Any]] | None = None,
     ) -> None:
-        """`admit` is given the connection of one that knows `token`, its `hello` and which version it speaks."""
+        """`admit` is given the connection of one that knows `token`, its `hello` and which version it speaks.
+
+        `answer` says what one that knows `token` is told that asks whether it may join; nobody may where it is None.
+        """
         self._loop, self._token, self._admit = loop, token, admit
-        self._identity = tls.Identity()
+        self._identity = identity or tls.Identity()
+        self._answer = answer
         self._listening = addresses.listen(*address, backlog=128)
         self._listening.setblocking(False)
         self._strangers: dict[Channel, _Stranger] = {}
@@ -114,6 +126,9 @@ class Entrance:
         proof, answer = self._strangers[channel].proof, None
         if message.get("message") == "call":
             answer = proof.prove(message)
+        elif message.get("message") == "ask" and self._answer is not None and proof.is_proven_by(message):
+            channel.send("offer", **self._answer(message))
+            return  # it says goodbye itself, or is turned away in a while
         elif message.get("message") == "hello" and proof.is_proven_by(message):
             self._let_in(channel, message, proof.protocol)
             return

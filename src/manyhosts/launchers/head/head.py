@@ -33,6 +33,7 @@ from manyhosts.launchers.head.handover import (
 )
 from manyhosts.launchers.head.hold import Hold
 from manyhosts.launchers.head.meeting import Meeting
+from manyhosts.launchers.head.newcomers import Newcomers
 from manyhosts.launchers.head.news import News
 from manyhosts.launchers.head.precheck import Precheck
 from manyhosts.launchers.head.vigil import Vigil
@@ -81,7 +82,8 @@ class Head:
         try:
             inherits = left is not None
             agents = Agents(self._course, hosts, start_agent, address, self, meeting, start_here, inherits=inherits)
-            self._begin(agents, ways_are_known=ways_are_known)
+            joined = meeting is not None and meeting.joining is not None
+            self._begin(agents, ways_are_known=ways_are_known, joined=joined)
             if left is None:
                 self._agents.expect()
                 self._tell_who_is_awaited()
@@ -91,7 +93,7 @@ class Head:
             self._hold.release()
             raise
 
-    def _begin(self, agents: Agents, *, ways_are_known: bool) -> None:
+    def _begin(self, agents: Agents, *, ways_are_known: bool, joined: bool) -> None:
         self._agents, self._present = agents, agents.present()
         self._news = News(self._course, len(agents.nodes))
         self._ending = Ending(self._course, self._agents, self._news)
@@ -104,7 +106,8 @@ class Head:
             on_verdict=self._ending.note_verdict,
             gone=lambda: self._ending.ended_well,
         )
-        self._precheck = Precheck(self._course, self._agents, ways=not ways_are_known)
+        self._precheck = Precheck(self._course, self._agents, ways=not ways_are_known, one_way=joined)
+        self._newcomers = Newcomers(self._course, self._agents) if joined and self._course.job.check else None
 
     # Where this head is killed, another one goes on.
 
@@ -221,7 +224,9 @@ class Head:
             count = node.facts.get("gpus", 0) if own is None else gpus.named(own)
             self._course.job = job.with_workers(node.number, max(1, count))
         self._prepare(node)
-        if self._course.running:
+        if self._course.running and self._newcomers is not None:
+            self._newcomers.receive(node, lambda: self._crew.start_on(node))
+        elif self._course.running:
             self._crew.start_on(node)
         elif self._agents.all_here:
             self.begin()
@@ -237,7 +242,8 @@ class Head:
 
     def _wishes(self, node: Node) -> dict[str, Any]:
         """What an agent is told before all else."""
-        job, known = self._course.job, {variables.RUN_DIR: str(self._course.job.run_dir)}
+        job = self._course.job if node.place is None else node.place.job(self._course.job)
+        known = {variables.RUN_DIR: str(job.run_dir)}
         return {
             "host": node.name,
             "command": {
@@ -272,6 +278,8 @@ class Head:
         if not course.running:
             course.result = LaunchError(f"{why}, before a worker was started", where=f"host {node.name}", fix=SEE_ABOVE)
         self._crew.store.lose(node)
+        if self._newcomers is not None:
+            self._newcomers.lose(node)
         gone = self._crew.of_node(node)
         for member in gone:
             course.running.discard(member.number)
@@ -290,8 +298,10 @@ class Head:
                 self._crew.store.take(node, message["port"], shared=message["shared"])
             case "asked" if not self._course.interrupted:
                 self._ending.interrupt(signal.Signals(message["signal"]))
-            case "condition" | "knocked":
+            case "condition" | "knocked" | "door":
                 self._precheck.hear(node, message)
+                if self._newcomers is not None:
+                    self._newcomers.hear(node, message)
             case "warm":
                 self._course.warm = tuple(message["modules"])
             case "trouble":

@@ -3,10 +3,32 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from manyhosts.launchers.loop import Message
+
+if TYPE_CHECKING:
+    from manyhosts.launchers.tls import Identity
 
 PORT = 29400
 """Where a head listens that agents must know before it is there. On such nodes nobody else has it."""
+
+
+class Joining(Protocol):
+    """Who takes the places of hosts that come by themselves: see `head.joining`."""
+
+    identity: Identity
+
+    def answer(self, asking: Message, nodes: Sequence[Any]) -> dict[str, Any]:
+        """What a host is told that asks whether it may join."""
+
+    def place_for(self, hello: Message, nodes: Sequence[Any]) -> Any:
+        """The node that an agent without a number is; None where there is no place for it."""
+
+    def take_in(self, node: Any, nodes: Sequence[Any]) -> None:
+        """An agent has become `node`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,6 +41,8 @@ class Meeting:
     """Where the head listens; 0 is any free one."""
     patience_s: float = 60.0
     """How long the head waits for them."""
+    joining: Joining | None = None
+    """Where hosts come by themselves: who may, and what they become."""
 
 
 class Elsewhere:

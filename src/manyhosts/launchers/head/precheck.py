@@ -16,7 +16,7 @@ from manyhosts.launchers.head import fitness
 from manyhosts.launchers.head.agents import Agents, Node
 from manyhosts.launchers.head.course import Course
 from manyhosts.launchers.loop import Message
-from manyhosts.launchers.ssh import agreement as ssh_agreement
+from manyhosts.launchers.ways import Place, Ways
 
 _LIMIT_S = 10.0
 """How long a host may take to tell. One that takes longer is not waited for: its workers may fare as badly."""
@@ -25,14 +25,17 @@ _LIMIT_S = 10.0
 class Precheck:
     """Looked through once, before the first workers start."""
 
-    def __init__(self, course: Course, agents: Agents, *, ways: bool) -> None:
-        """`ways`: whether hosts try to reach each other, too; ssh has had them do so already."""
+    def __init__(self, course: Course, agents: Agents, *, ways: bool, one_way: bool = False) -> None:
+        """`ways`: whether hosts try to reach each other, too; ssh has had them do so already.
+
+        `one_way`: see `launchers.ways`.
+        """
         self._course, self._agents = course, agents
         self._over = not course.job.check
         self._ways = ways and len(agents.nodes) > 1
         self._asked: dict[int, float] = {}
         self._findings: list[Finding] = []
-        self._places: dict[int, tuple[str, int]] = {}
+        self._found = Ways(one_way=one_way)
         self._told: set[int] = set()
         self._knocked: set[int] = set()
         self._then: Callable[[], None] | None = None
@@ -61,7 +64,7 @@ class Precheck:
             return
         if message["message"] == "condition":
             self._take_condition(node, message)
-        else:
+        elif message["message"] == "knocked":
             self._take_answers(node, message["answers"])
         self._go_on()
 
@@ -72,22 +75,10 @@ class Precheck:
         self._findings += fitness.findings(node.name, told, offset_s=offset, unsure_s=(now - before) / 2)
         self._told.add(node.number)
         if message.get("port"):
-            self._places[node.number] = (str(node.facts["address"]), int(message["port"]))
+            self._found.places[node.number] = place_of(node, int(message["port"]))
 
     def _take_answers(self, node: Node, answers: list[str]) -> None:
-        for (number, place), reason in zip(self._places.items(), answers, strict=False):
-            other = self._agents.nodes[number]
-            if reason and other is not node:
-                self._findings.append(
-                    Finding(
-                        level="error",
-                        check="connection",
-                        what=f"host {node.name} cannot open a connection to host {other.name} at {place[0]}: {reason}",
-                        where=f"between {node.name} and {other.name}",
-                        fix=ssh_agreement.LET_THEM_MEET,
-                        kind="network",
-                    )
-                )
+        self._found.take(node.number, list(self._found.places), answers)
         self._knocked.add(node.number)
 
     def _go_on(self) -> None:
@@ -97,7 +88,8 @@ class Precheck:
             return
         if self._ways and len(present) > 1 and not self._knocked:
             self._knocked.add(-1)  # asked for
-            self._agents.tell_all("knock", places=list(self._places.values()))
+            places = [(place.address, place.port) for place in self._found.places.values()]
+            self._agents.tell_all("knock", places=places)
         if not self._ways or len(present) < 2 or present <= self._knocked:
             self._conclude()
 
@@ -106,8 +98,9 @@ class Precheck:
         if self._over or then is None or self._course.is_over:
             return
         self._over = True
-        errors = [finding for finding in self._findings if finding.level == "error"]
-        for finding in worst_first(self._findings):
+        findings = [*self._findings, *self._found.findings()]
+        errors = [finding for finding in findings if finding.level == "error"]
+        for finding in worst_first(findings):
             if finding.level == "warning":
                 self._course.display.warn(f"manyhosts: warning: {finding.what} ({finding.fix})")
         if not errors:
@@ -117,3 +110,14 @@ class Precheck:
         kind = CommunicationError if first.kind == "network" else LaunchError
         rest = f" (and {more} more: `manyhosts doctor` lists all)" if more else ""
         self._course.result = kind(f"{first.what}{rest}", where=first.where, fix=first.fix)
+
+
+def place_of(node: Node, port: int) -> Place:
+    """Where the host of a node can be knocked at. Workers meet at a store on the first one."""
+    return Place(
+        name=node.name,
+        address=str(node.facts["address"]),
+        port=port,
+        gpus=int(node.facts.get("gpus", 0)),
+        keeps_store=node.number == 0,
+    )

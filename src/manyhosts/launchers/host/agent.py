@@ -14,6 +14,8 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 from manyhosts.launchers import interfaces, titles
 from manyhosts.launchers.host.line import connect
@@ -72,6 +74,7 @@ def serve(
     address: str,
     stdin: bool = False,
     launcher: int = 0,
+    joins: Mapping[str, Any] | None = None,
 ) -> Supervisor:
     """Be the agent of this host until the head, which `connection` leads to, has said that all is over, or is lost.
 
@@ -83,7 +86,17 @@ def serve(
     loop = Loop()
     # First the signals, which the loop hears when it runs: what the supervisor makes on this host must be taken away.
     loop.on_signals([signal.SIGTERM, signal.SIGINT, signal.SIGHUP], lambda number: agent.ask_to_leave(number))
-    agent = Supervisor(loop, connection, head, node=node, token=token, address=address, stdin=stdin, launcher=launcher)
+    agent = Supervisor(
+        loop,
+        connection,
+        head,
+        node=node,
+        token=token,
+        address=address,
+        stdin=stdin,
+        launcher=launcher,
+        joins=joins,
+    )
     try:
         loop.run(until=lambda: agent.done)
     finally:

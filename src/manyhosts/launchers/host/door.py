@@ -27,12 +27,17 @@ class Door:
 
     def tell_condition(self, run_dir: str, environment: Mapping[str, str], *, opens: bool) -> None:
         """Say how this host is for workers with `environment`, and at which port others may knock, if it opens one."""
-        port = 0
-        if opens:
-            listening = addresses.listen(self._address, 0, backlog=256)
-            port = listening.getsockname()[1]
-            self._loop.after(_OPEN_S, listening.close)
+        port = self._open() if opens else 0
         self._head.send("condition", told=condition.gather(run_dir, environment), port=port)
+
+    def tell_port(self) -> None:
+        """Say at which port others may knock."""
+        self._head.send("door", port=self._open())
+
+    def _open(self) -> int:
+        listening = addresses.listen(self._address, 0, backlog=256)
+        self._loop.after(_OPEN_S, listening.close)
+        return int(listening.getsockname()[1])
 
     def knock(self, places: Sequence[Any]) -> None:
         """Try to reach other hosts, on a thread of its own: a firewall may keep it waiting for seconds."""

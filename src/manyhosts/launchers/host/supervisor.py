@@ -8,6 +8,7 @@ From the agent:
     hello     session, heard, proof, node, host, address, process, cores, gpus, python, torch (or null), manyhosts
     condition told, port                               once, where `prepare` asks for it: see `launchers.condition`
     knocked   answers                                  the answer to `knock`: for each place why not, or nothing
+    door      port                                     the answer to `open_door`
     store     generation, port, shared                     the answer to `open_store`
     output    rank, generation, member, stream ("out", "err"), lines
     unshown   rank, generation, member, lines              so many lines were left out: the head did not keep up
@@ -29,6 +30,7 @@ From the head:
     prepare     command, preload, environment, run_dir, workers,  once: load what the workers will need
                 log_bytes, head_timeout_s, can_be_taken_over, tell_condition, listen
     knock       places                            see whether this host reaches the others
+    open_door                                     listen for a while: a host that joins tries to reach this one
     open_store  generation, address
     start       generation, workers: [{rank, local_rank, member, environment}]
     tell        member, content                   for a worker, through `cluster.membership`
@@ -100,6 +102,7 @@ class Supervisor:
         address: str = "",
         stdin: bool = False,
         launcher: int = 0,
+        joins: Mapping[str, Any] | None = None,
     ) -> None:
         """`connection` leads to `head`: host:port, or what this process was given.
 
@@ -108,8 +111,10 @@ class Supervisor:
         `stdin`: the first worker reads what comes on the standard input of this process.
 
         `launcher` is a process of this host that ends with the launcher, if there is one.
+
+        `joins`: what the head is told of a host that has come to the run itself. Its user may take it back at any time.
         """
-        self._stdin, self._launcher = stdin, launcher
+        self._stdin, self._launcher, self._joins = stdin, launcher, joins
         self._words = Screen(sys.stderr, sys.stderr)
         self._loop = loop
         self._workers: dict[str, WatchedWorker] = {}
@@ -147,6 +152,7 @@ class Supervisor:
             "python": platform.python_version(),
             "torch": _version("torch"),
             "manyhosts": __version__,
+            **(joins or {}),
         }
         self._head = Line(
             loop,
@@ -233,7 +239,7 @@ class Supervisor:
 
         A head that has not spoken yet has given the run up: mpirun ends those whose agents came too late for that.
         """
-        if not self._known or self._headless:
+        if not self._known or self._headless or self._joins is not None:
             self.leave()
             return
         if self._asked and time.monotonic() > self._asked + _ONE_WISH_S:
@@ -248,8 +254,6 @@ class Supervisor:
         match message["message"]:
             case "prepare":
                 self._prepare(message)
-            case "knock":
-                self._door.knock(message["places"])
             case "open_store" if self._fit:
                 self._open_store(message["generation"], message["address"])
             case "start" if self._fit:
@@ -265,11 +269,13 @@ class Supervisor:
                 self._kill_later(message["generation"], message["farewell_s"])
             case "leave":
                 self.verdict = message.get("code", 0)
+                if message.get("why"):
+                    self._words.err.write(f"manyhosts: the run goes on without this host: {message['why']}\n")
                 self.leave()
             case _:
-                self._obey_about_members(message)
+                self._obey_about_others(message)
 
-    def _obey_about_members(self, message: Message) -> None:
+    def _obey_about_others(self, message: Message) -> None:
         match message["message"]:
             case "tell":
                 self._desk.tell(message["member"], message["content"])
@@ -277,6 +283,10 @@ class Supervisor:
                 self._kill_member(message["member"])
             case "close_store":
                 self._close_store()
+            case "knock":
+                self._door.knock(message["places"])
+            case "open_door":
+                self._door.tell_port()
             case "look":
                 number = message["round"]
                 workers = list(self._workers.values())
@@ -294,6 +304,11 @@ class Supervisor:
             f"manyhosts agent of node {self._node}: {Path(self._command['program']).name}", "manyhosts agent"
         )
         self._host = message.get("host") or self._host
+        if self._joins is not None:
+            self._words.err.write(
+                f"manyhosts: joined as {self._host}; workers start when all hosts are there, and Ctrl-C takes this host"
+                f" out of the run; logs: {message['run_dir']}/logs\n"
+            )
         self._run_dir = Path(message["run_dir"])
         self._logs, self._log_bytes = self._run_dir / "logs", message.get("log_bytes", 0)
         if missing := _missing(self._command):

@@ -10,12 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from manyhosts.errors import LaunchError
-
-LET_THEM_MEET = (
-    "workers talk on ports that the system chooses: let the firewalls of these two hosts pass all TCP between"
-    " them, and see that these addresses are of one network"
-)
-"""What helps hosts that do not reach each other."""
+from manyhosts.launchers import ways
 
 
 def here(manyhosts: str) -> dict[str, str]:
@@ -94,7 +89,7 @@ def see_that_they_meet(
     raise LaunchError(
         f"host {names[one]} cannot open a connection to host {names[other]} at {address} port {port}: {reason}{more}",
         where=f"between {names[one]} and {names[other]}",
-        fix=LET_THEM_MEET,
+        fix=ways.LET_THEM_MEET,
     )
 
 

@@ -1,0 +1,226 @@
+"""Workers on this machine and on hosts that come by themselves: `manyhosts join` is typed there.
+
+For hosts that this machine cannot reach by ssh: behind an address translation, or where its user has no login. They
+call this machine, at an address that may be another one than it listens at.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from manyhosts import __version__
+from manyhosts.errors import ConfigError, LaunchError
+from manyhosts.launchers import addresses, choices, contents, interfaces, variables
+from manyhosts.launchers.display import Display
+from manyhosts.launchers.head.head import Head
+from manyhosts.launchers.head.meeting import PORT, Elsewhere, Meeting
+from manyhosts.launchers.head.placement import AgentProcess
+from manyhosts.launchers.host.line import inherited
+from manyhosts.launchers.job import Job, Plan
+from manyhosts.launchers.join_secret import FINGERPRINT_BYTES, JoinSecret
+from manyhosts.launchers.ssh import agreement, hostfile
+from manyhosts.launchers.ssh import outpost as ssh_outpost
+from manyhosts.launchers.ssh.files import Files
+from manyhosts.records import run_directory
+
+_PATIENCE_S = 3600.0
+"""How long hosts are waited for: people walk to them."""
+_FAR = "192.0.2.1"
+"""An address of documents, which is on no network: the way there is the way to the rest of the world."""
+
+
+class Join:
+    """Is the head of hosts that join, and has the first workers itself."""
+
+    OPTIONS: ClassVar[Mapping[str, str]] = {
+        "bind": "the address of this machine to listen at (default: that of its route to other networks)",
+        "port": f"the port to listen at (default {PORT}, or a free one)",
+        "advertise": "the address, or ADDRESS:PORT, at which hosts reach this machine, where that is another one",
+        "address": "the address of this machine at which workers on the hosts reach those here (default: bind)",
+        "secret-file": "a file to write the secret into, for scripts, in place of showing it",
+        "wait": "how long hosts are waited for (default 1h)",
+    }
+
+    def plan(self, job: Job) -> Plan:
+        """Node 0 is this machine; each of the others is a host that joins.
+
+        Raises:
+            ConfigError: there would be no such host, or an option is unknown or wrong.
+        """
+        choices.check("join", job, self.OPTIONS)
+        if job.hosts:
+            raise ConfigError(
+                f"hosts join by themselves, and some are named: {', '.join(job.hosts)}",
+                where="--hosts",
+                fix="leave --hosts out and type the line that this shows on each; or leave --on join out",
+            )
+        if job.nodes < 2:
+            raise ConfigError(
+                "no host is to join, as the run has one node",
+                where="--on join",
+                fix="say how many nodes there are with this machine: --nodes 2, or --nodes 1:2 to begin without",
+            )
+        _port(job)
+        choices.seconds(job.options, "wait")
+        bind, advertised = job.options.get("bind", "ADDRESS"), job.options.get("advertise", "")
+        joined = ("manyhosts", "join", advertised or f"{bind}:{job.options.get('port', 'PORT')}")
+        hosts = (_name_here(), *(f"host {node} (to join)" for node in range(1, job.nodes)))
+        agents = (_agent_words("fd:NUMBER", bind, "INTERFACE"), *([joined] * (job.nodes - 1)))
+        return Plan(job=job, hosts=hosts, agents=agents, workers=variables.of_all(job))
+
+    def submit(self, plan: Plan, display: Display) -> int:
+        """Say how hosts join, and run the job to its end.
+
+        Raises:
+            ConfigError: this machine has no such address, or the port is taken.
+            LaunchError: too few hosts have joined.
+            ManyhostsError: workers failed; the error is that of the one that failed first.
+        """
+        from manyhosts.launchers.head.joining import Joining  # here, for it loads OpenSSL
+        from manyhosts.launchers.tls import Identity
+
+        job = plan.job
+        job.run_dir.mkdir(parents=True, exist_ok=True)
+        bind = job.options.get("bind") or addresses.way_to(_FAR) or addresses.LOOPBACK
+        port = _free_port(job, bind)
+        address = job.options.get("address") or (addresses.way_to(_FAR) if _is_any(bind) else bind)
+        mark = f"{ssh_outpost.MARK_OF_DISK}{secrets.token_hex(4)}-join"
+        meeting = Meeting(
+            port=port,
+            patience_s=choices.seconds(job.options, "wait") or _PATIENCE_S,
+            joining=Joining(identity=Identity(), offer=_offer(job), mark=mark, tell=display.warn),
+        )
+        _tell_how(job, meeting, bind if not _is_any(bind) else address, port, display)
+        job = replace(job, environment={**job.environment, run_directory.APART: "1"})
+        ssh_outpost.mark(str(job.run_dir), mark)
+        try:
+            return Head(
+                job, plan.hosts, _start_elsewhere, display, address=bind, meeting=meeting, start_here=_starter(address)
+            ).run()
+        finally:
+            ssh_outpost.unmark(str(job.run_dir), mark)
+
+
+def _port(job: Job) -> int:
+    port = choices.count(job.options, "port", PORT)
+    if port > 65535:
+        raise ConfigError(f"port is {port}", where="-o port", fix="give a number from 1 to 65535")
+    return port
+
+
+def _free_port(job: Job, bind: str) -> int:
+    """The port to listen at. Where none was asked for and the usual one is taken, any other.
+
+    Raises:
+        ConfigError: it cannot be listened at.
+    """
+    wanted = _port(job)
+    try:
+        addresses.listen(bind, wanted, backlog=1).close()
+    except (OSError, ValueError) as cause:
+        number = cause.errno if isinstance(cause, OSError) else None
+        if number == errno.EADDRINUSE and "port" not in job.options:
+            with addresses.listen(bind, 0, backlog=1) as free:
+                return int(free.getsockname()[1])
+        reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)
+        raise ConfigError(
+            f"this machine cannot listen at {bind} port {wanted}: {reason}",
+            where="-o port" if number in (errno.EADDRINUSE, errno.EACCES) else "-o bind",
+            fix="give another -o port="
+            if number in (errno.EADDRINUSE, errno.EACCES)
+            else "see `ip address` for its own addresses; where hosts reach it at another one, that is -o advertise=",
+        ) from cause
+    return wanted
+
+
+def _is_any(address: str) -> bool:
+    return address in ("0.0.0.0", "::")  # noqa: S104  # asked for by the user
+
+
+def _offer(job: Job) -> dict[str, Any]:
+    """What hosts must have to be of use: the same files and versions."""
+    needed = job.program if job.kind == "script" else ""
+    files = Files.to_bring(job.folder, leave_out=job.run_dir, needed=needed)
+    hashes = contents.Hashes()
+    deciding = {*files.stamps, *({needed} & set(files.paths))}
+    told = {path: hashes.of(job.folder / path) for path in sorted(deciding) if (job.folder / path).is_file()}
+    hashes.keep()
+    return {
+        "run": job.run_id,
+        "script": job.program,
+        "folder": str(job.folder),
+        "run_dir": os.path.relpath(job.run_dir, job.folder),
+        "files": told if job.sync else {},
+        "versions": agreement.here(__version__),
+        "host": _name_here(),
+    }
+
+
+def _tell_how(job: Job, meeting: Meeting, address: str, port: int, display: Display) -> None:
+    """Show what is typed on the hosts, and the secret: there, or in a file."""
+    assert meeting.joining is not None, "hosts join this run"
+    secret = str(JoinSecret(meeting.token, meeting.joining.identity.fingerprint[:FINGERPRINT_BYTES]))
+    asked = job.options.get("advertise", "")
+    host, wanted = hostfile.destination(asked) if asked else (address, "")
+    shown = f"[{host}]:{wanted or port}" if ":" in host else f"{host}:{wanted or port}"
+    count = f"each of {job.nodes - 1} hosts" if job.nodes > 2 else "the other host"
+    display.warn(f"manyhosts: on {count}, in the folder of the project, type\n  manyhosts join {shown}")
+    if "secret-file" not in job.options:
+        display.warn(
+            f"manyhosts: and give it the secret of this run, which lets programs run there and here:\n  {secret}"
+        )
+        return
+    path = Path(job.options["secret-file"])
+    try:
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            os.fchmod(file.fileno(), 0o600)
+            file.write(f"{secret}\n")
+    except OSError as cause:
+        raise ConfigError(
+            f"the secret cannot be written to {path}: {cause.strerror}", where="-o secret-file", fix="name another file"
+        ) from cause
+    display.warn(f"manyhosts: and give it the secret of this run, which is in {path}")
+
+
+def _agent_words(head: str, address: str, interface: str) -> tuple[str, ...]:
+    words = [sys.executable, "-P", "-m", "manyhosts.launchers.host.agent", "--head", head, "--node", "0"]
+    return (*words, "--address", address, *(["--interface", interface] if interface else []))
+
+
+def _starter(address: str) -> Any:
+    found = interfaces.with_address(ssh_outpost.interfaces(), address)
+    if found is None:
+        raise LaunchError(
+            f"this machine has no interface with the address {address}",
+            where="-o address",
+            fix="see `ip address` for those that it has",
+        )
+
+    def start_here(node: int, connection: socket.socket) -> AgentProcess | None:
+        if node > 0:
+            return None
+        return subprocess.Popen(
+            _agent_words(inherited(connection), address, found.name),
+            stdin=subprocess.DEVNULL,
+            pass_fds=(connection.fileno(),),
+            start_new_session=True,  # Ctrl-C reaches the head alone, which then asks the workers
+        )
+
+    return start_here
+
+
+def _start_elsewhere(node: int, head: str, token: str) -> AgentProcess:
+    return Elsewhere()
+
+
+def _name_here() -> str:
+    return socket.gethostname().split(".")[0]

@@ -37,13 +37,14 @@ def start(
     variables: Mapping[str, str] | None = None,
     arguments: Sequence[str] = (),
     into: Path | None = None,
+    script: str = "script.py",
 ) -> subprocess.Popen[str]:
     """Start it, and do not wait. `source` None: the script is there already; `into`: a file for all that it prints."""
     if source is not None:
         write_script(folder, source)
     with nullcontext(subprocess.PIPE) if into is None else into.open("w") as stream:
         return hosts.desk.start(
-            words(*options, arguments=arguments),
+            words(*options, script=script, arguments=arguments),
             folder=str(folder),
             env=variables,
             stdout=stream,

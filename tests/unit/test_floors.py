@@ -231,6 +231,7 @@ OPTIONS = {
     "snapshots verify": "--json --trace",
     "snapshots prune": "--keep --dry-run --json --trace",
     "doctor": "--on --cluster --hosts --hostfile --nodes --run-dir --data --json --trace",
+    "join": "--secret-file --address --folder --trace",
     "prove": "--workers --steps --only --set --json --dry-run --trace",
     "study": "--workers --nodes --workers-per-node --on --cluster --hosts --hostfile --budget --repeat --vary --set "
     "--env --price --run-dir --json --dry-run --trace",

@@ -90,9 +90,9 @@ class Join:
 
         job = plan.job
         job.run_dir.mkdir(parents=True, exist_ok=True)
-        bind = job.options.get("bind") or addresses.way_to(_FAR) or addresses.LOOPBACK
+        bind = job.options.get("bind") or _own_address("-o bind")
         port = _free_port(job, bind)
-        address = job.options.get("address") or (addresses.way_to(_FAR) if _is_any(bind) else bind)
+        address = job.options.get("address") or (_own_address("-o address") if _is_any(bind) else bind)
         mark = f"{ssh_outpost.MARK_OF_DISK}{secrets.token_hex(4)}-join"
         meeting = Meeting(
             port=port,
@@ -140,6 +140,22 @@ def _free_port(job: Job, bind: str) -> int:
             else "see `ip address` for its own addresses; where hosts reach it at another one, that is -o advertise=",
         ) from cause
     return wanted
+
+
+def _own_address(option: str) -> str:
+    """The address of this machine on its way to other networks.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    found = addresses.way_to(_FAR)
+    if not found:
+        raise ConfigError(
+            "this machine has no route to other networks, so it does not know at which of its addresses hosts reach it",
+            where=option,
+            fix=f"give one of those that `ip address` shows: {option}=ADDRESS",
+        )
+    return found
 
 
 def _is_any(address: str) -> bool:

@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from containers import digits, weights, weights_here
 from launching import MANYHOSTS, wait_until
 from remote import start
@@ -118,6 +119,7 @@ def test_host_behind_a_translation_trains_with_one_that_has_a_disk_of_its_own(
         assert not list(host.path("/root/project/run").glob(".manyhosts-disk*"))
 
 
+@pytest.mark.slow
 @needs("nft")
 def test_host_that_no_worker_can_reach_is_named_before_the_first_step(
     make_lab: Callable[..., Lab], tmp_path: Path

@@ -20,7 +20,7 @@ from typing import Any
 from manyhosts.launchers import interfaces, titles
 from manyhosts.launchers.host.line import connect
 from manyhosts.launchers.host.processes import adopt_orphans
-from manyhosts.launchers.host.supervisor import Supervisor
+from manyhosts.launchers.host.supervisor import Origin, Supervisor
 from manyhosts.launchers.loop import Loop
 
 TOKEN = "MANYHOSTS_TOKEN"  # noqa: S105  # the name of the variable, not a secret
@@ -59,8 +59,7 @@ def main(words: list[str] | None = None) -> int:
         node=asked.node,
         token=token,
         address=asked.address,
-        stdin=asked.stdin,
-        launcher=asked.launcher,
+        origin=Origin(stdin=asked.stdin, launcher=asked.launcher),
     )
     return 0 if agent.was_taken_in else 3
 
@@ -72,9 +71,7 @@ def serve(
     node: int,
     token: str,
     address: str,
-    stdin: bool = False,
-    launcher: int = 0,
-    joins: Mapping[str, Any] | None = None,
+    origin: Origin | None = None,
 ) -> Supervisor:
     """Be the agent of this host until the head, which `connection` leads to, has said that all is over, or is lost.
 
@@ -93,9 +90,7 @@ def serve(
         node=node,
         token=token,
         address=address,
-        stdin=stdin,
-        launcher=launcher,
-        joins=joins,
+        origin=origin,
     )
     try:
         loop.run(until=lambda: agent.done)

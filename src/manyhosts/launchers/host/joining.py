@@ -22,6 +22,7 @@ from manyhosts.launchers import contents, interfaces, tls
 from manyhosts.launchers.head.agents import ANY_NODE
 from manyhosts.launchers.head.meeting import PORT
 from manyhosts.launchers.host import agent, line
+from manyhosts.launchers.host.supervisor import Origin
 from manyhosts.launchers.join_secret import FINGERPRINT_BYTES, JoinSecret
 from manyhosts.launchers.proof import PROTOCOL, Caller
 from manyhosts.launchers.ssh import agreement, hostfile
@@ -97,7 +98,9 @@ def _serve(connection: socket.socket, wish: Wish, offer: Mapping[str, Any], addr
     os.chdir(wish.folder)
     joins = {"folder": str(wish.folder), "machine": ssh_outpost.machine(), "mark": mark, "marks": seen}
     try:
-        own = agent.serve(connection, wish.place, node=ANY_NODE, token=wish.secret.token, address=address, joins=joins)
+        own = agent.serve(
+            connection, wish.place, node=ANY_NODE, token=wish.secret.token, address=address, origin=Origin(joins=joins)
+        )
     finally:
         ssh_outpost.unmark(str(run_dir), mark)
     if own.verdict is None:

@@ -60,6 +60,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Set
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,18 @@ FAREWELL_S = 30.0
 _LOOK_S = 0.05
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """Who has started an agent."""
+
+    stdin: bool = False
+    """Whether the first worker reads what comes on the standard input of the agent."""
+    launcher: int = 0
+    """A process of this host that ends with the launcher, if there is one."""
+    joins: Mapping[str, Any] | None = None
+    """What the head is told of a host that has come to the run itself. Its user may take it back at any time."""
+
+
 class Supervisor:
     """Everything of a run that happens on this host."""
 
@@ -100,21 +113,16 @@ class Supervisor:
         node: int,
         token: str,
         address: str = "",
-        stdin: bool = False,
-        launcher: int = 0,
-        joins: Mapping[str, Any] | None = None,
+        origin: Origin | None = None,
     ) -> None:
         """`connection` leads to `head`: host:port, or what this process was given.
 
         `address` is where other hosts reach this one; by default, where the head is talked to from.
 
-        `stdin`: the first worker reads what comes on the standard input of this process.
-
-        `launcher` is a process of this host that ends with the launcher, if there is one.
-
-        `joins`: what the head is told of a host that has come to the run itself. Its user may take it back at any time.
+        `origin` says who has started this process.
         """
-        self._stdin, self._launcher, self._joins = stdin, launcher, joins
+        origin = origin or Origin()
+        self._stdin, self._launcher, self._joins = origin.stdin, origin.launcher, origin.joins
         self._words = Screen(sys.stderr, sys.stderr)
         self._loop = loop
         self._workers: dict[str, WatchedWorker] = {}
@@ -152,7 +160,7 @@ class Supervisor:
             "python": platform.python_version(),
             "torch": _version("torch"),
             "manyhosts": __version__,
-            **(joins or {}),
+            **(origin.joins or {}),
         }
         self._head = Line(
             loop,

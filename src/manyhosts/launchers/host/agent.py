@@ -14,8 +14,6 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping
-from typing import Any
 
 from manyhosts.launchers import interfaces, titles
 from manyhosts.launchers.host.line import connect

@@ -15,10 +15,10 @@ tests = $(PYTEST) -n $(AT_ONCE) --durations=15 $(1) || { test $$? -eq 1 && echo 
 train: .venv/runtime-installed ## train the digits example with two workers
 	$(BIN)/manyhosts run --workers 2 examples/digits.py
 
-test: .venv/dev-installed .venv/objects-installed testbed-packages ## run the tests
+test: .venv/dev-installed .venv/objects-installed .venv/plots-installed testbed-packages ## run the tests
 	$(call tests,--dist loadgroup -m "not slow")
 
-test-all: .venv/dev-installed .venv/objects-installed testbed-packages ## run the tests, the slow ones too
+test-all: .venv/dev-installed .venv/objects-installed .venv/plots-installed testbed-packages ## run the tests, the slow ones too
 	$(call tests,--dist loadgroup)
 
 testbed-packages: ## install the Debian packages that tests/cluster starts, where that is allowed
@@ -59,3 +59,10 @@ clean: ## remove what `make` has made, but no runs
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .venv/objects \
 		-r requirements/objects.txt && touch $@ \
 		|| { rm -rf .venv/objects; echo "tests of a real object store will be skipped: pip could not install what they need" >&2; }
+
+# Likewise what draws plots: torchmetrics loads matplotlib wherever it finds it, which takes each worker a second.
+.venv/plots-installed: .venv/dev-installed requirements/plots.txt
+	@rm -rf .venv/plots
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .venv/plots \
+		-r requirements/plots.txt && touch $@ \
+		|| { rm -rf .venv/plots; echo "tests of plots will be skipped: pip could not install what they need" >&2; }

@@ -113,7 +113,7 @@ def test_each_size_is_run_once_whatever_happens(studied: Studied) -> None:
     assert study.returncode == 1, err
     assert "1 worker: done before" in err
     assert "2 workers: done before" in err
-    assert "not there: 3 workers" in out
+    assert "failed, or not run: 3 workers" in out
     assert "there is no room for so many" in out
     assert [point["status"] for point in studied.result()["points"]] == ["completed", "completed", "failed"]
     assert "there is no room for so many" in studied.result()["points"][2]["reason"]

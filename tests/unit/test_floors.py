@@ -29,7 +29,7 @@ FLOORS = [  # from the ground up
     ["config", "cluster", "records"],
     ["communication", "data", "launchers", "listeners", "analysis", "rehearsal"],
     ["strategies", "snapshot", "planner", "study", "lab"],
-    ["training", "export", "doctor", "tune"],
+    ["training", "export", "doctor", "tune", "report"],
     ["serve", "prove"],
     ["cli"],
 ]
@@ -235,6 +235,7 @@ OPTIONS = {
     "prove": "--workers --steps --only --set --json --dry-run --trace",
     "study": "--workers --nodes --workers-per-node --on --cluster --hosts --hostfile --budget --repeat --vary --set "
     "--env --price --run-dir --json --dry-run --trace",
+    "report": "--output --trace",
     "status": "--json --trace",
     "logs": "--follow --trace",
     "cancel": "--trace",

@@ -18,6 +18,7 @@ VERBS = {
     "join": ("manyhosts.cli.join:join", "Add this machine to a run that was started on another one."),
     "prove": ("manyhosts.cli.prove:prove", "Try the promises on a script: which hold, and why one does not."),
     "study": ("manyhosts.cli.study:study", "Run a script at several sizes: what each gained, and why no more."),
+    "report": ("manyhosts.cli.report:report", "One HTML page of a study, to read without a network."),
     "doctor": ("manyhosts.cli.doctor:doctor", "What is wrong with hosts and between them, and what mends it."),
     "status": ("manyhosts.cli.jobs:status", "How a job that `run --detach` started stands."),
     "logs": ("manyhosts.cli.jobs:logs", "What such a job has printed."),

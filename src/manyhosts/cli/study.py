@@ -19,6 +19,7 @@ from manyhosts.units import Duration
 
 if TYPE_CHECKING:
     from manyhosts.study.points import Asked
+    from manyhosts.study.study import Study
 
 _INTERRUPTED = 130
 _PROGRAM = (sys.executable, "-m", "manyhosts.cli.main")
@@ -74,12 +75,12 @@ def study(script: str, as_json: bool, dry_run: bool, **words: Any) -> int:
     except Interrupted:
         print("manyhosts: interrupted; the same command goes on with what is not done", file=sys.stderr)
         return _INTERRUPTED
-    note = ""
+    note = _draw(found) if found.sizes else ""
     if as_json:
         print((folder / NAME).read_text(), end="")
     else:
         print_study(found, sys.stdout)
-        print(note or f"study: {folder}")
+        print(f"{note}study: {folder}")
     return 0 if all(row.outcome.done for row in found.rows) else 1
 
 
@@ -185,6 +186,16 @@ def _varied(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
         found[key.strip()] = values
     overrides.check_keys(found)
     return found
+
+
+def _draw(found: Study) -> str:
+    """Draw the plots; a sentence where what draws them is not installed."""
+    from manyhosts.study import plots
+
+    if not plots.is_possible():
+        return f"{plots.MISSING}\n"
+    plots.draw(found, found.folder / plots.FOLDER)
+    return ""
 
 
 def _show_commands(asked: Asked, folder: Path) -> int:

@@ -67,7 +67,7 @@ def print_study(study: Study, stream: TextIO) -> None:
         ):
             lines += [title(name), *in_columns(table), ""]
     for point, reason in columns.failures(study):
-        lines += [title(f"not there: {point}"), *(f"  {line}" for line in reason.splitlines()), ""]
+        lines += [title(f"failed, or not run: {point}"), *(f"  {line}" for line in reason.splitlines()), ""]
     for paragraph in study.verdict().split("\n\n"):
         lines += [*textwrap.wrap(paragraph, _WIDTH), ""]
     stream.write(writable("\n".join(lines), stream.encoding))

@@ -23,19 +23,29 @@ SHORT = {
     "other": "other",
 }
 """A word for each cause, for the head of a column and a legend."""
+COLOURS = {
+    "compute": "#1f6fb4",
+    "communication_exposed": "#d1631f",
+    "data_wait": "#2a8a57",
+    "straggler": "#b3273a",
+    "evaluation": "#8e4bb0",
+    "snapshot": "#a07c00",
+    "start_up": "#5fa8d3",
+    "other": "#9aa1a9",
+}
+"""Of each cause, in every picture."""
 Table = list[list[str]]
 
 
 def speed(study: Study) -> Table:
     """How fast each size is."""
-    varied = list(study.asked.vary)
-    head = ["workers", *varied, "samples/s", "epoch", "epochs", "speed-up", "efficiency", "sent/step", "restarts"]
+    head = [*_head(study), "samples/s", "epoch", "epochs", "speed-up", "efficiency", "sent/step", "restarts"]
     table = [head]
     for size in _sizes(study):
         done = [row.measured for row in size.rows if row.measured]
         table.append(
             [
-                *_named(size.row, varied),
+                *_named(size.row, study),
                 _mean([samples_per_second(each.spent) for each in done], "{:,.0f}"),
                 NOTHING if size.epoch_seconds is None else seconds_in_words(size.epoch_seconds),
                 _mean([each.summary.epochs for each in done], "{:.3g}"),
@@ -52,18 +62,17 @@ def speed(study: Study) -> Table:
 
 def results(study: Study) -> Table:
     """What each size has learned. `time to` is the training time to a loss that every point of the study reached."""
-    varied = list(study.asked.vary)
     goal = loss_that_all_reached(study.rows)
     tests = sorted({name for row in study.rows if row.measured for name in row.measured.summary.test if name != "loss"})
     reached = "time to it" if goal is None else f"time to loss {goal:.4g}"
-    head = ["workers", *varied, "rate", "batch", "steps/epoch", "best loss", "test loss", *(f"test {n}" for n in tests)]
+    head = [*_head(study), "rate", "batch", "steps/epoch", "best loss", "test loss", *(f"test {n}" for n in tests)]
     table = [[*head, reached]]
     for size in _sizes(study):
         done = [row.measured for row in size.rows if row.measured]
         summary = done[0].summary
         table.append(
             [
-                *_named(size.row, varied),
+                *_named(size.row, study),
                 NOTHING if summary.lr is None else f"{summary.lr:.4g}",
                 str(summary.global_batch or NOTHING),
                 str(summary.steps_per_epoch or NOTHING),
@@ -78,12 +87,11 @@ def results(study: Study) -> Table:
 
 def lost(study: Study) -> Table:
     """The share of the ideal speed that each size lost to each cause, in percent."""
-    varied = list(study.asked.vary)
-    table = [["workers", *varied, *(SHORT[cause] for cause in CAUSES), "together"]]
+    table = [[*_head(study), *(SHORT[cause] for cause in CAUSES), "together"]]
     for size in _sizes(study):
         shares = [size.causes[cause] for cause in CAUSES]
         cells = [f"{100 * share:.1f}".replace("-0.0", "0.0") for share in (*shares, 1 - size.efficiency)]
-        table.append([*_named(size.row, varied), *cells])
+        table.append([*_named(size.row, study), *cells])
     return table
 
 
@@ -118,10 +126,13 @@ def _sizes(study: Study) -> list[Size]:
     return [size for group in study.sizes.values() for size in group]
 
 
-def _named(row: Row, varied: Sequence[str]) -> list[str]:
-    nodes = row.point.nodes
-    settings = dict(row.point.varied)
-    return [f"{row.workers}" if nodes == 1 else f"{row.workers} on {nodes}", *(settings[key] for key in varied)]
+def _head(study: Study) -> list[str]:
+    return ["workers", *(["nodes"] if study.asked.nodes else []), *study.asked.vary]
+
+
+def _named(row: Row, study: Study) -> list[str]:
+    nodes = [str(row.point.nodes)] if study.asked.nodes else []
+    return [str(row.workers), *nodes, *(value for _, value in row.point.varied)]
 
 
 def _mean(values: Sequence[float | None], form: str | Callable[[float], str]) -> str:

@@ -13,7 +13,7 @@ from manyhosts.records import run_lock
 from manyhosts.records.whole_file import read_json, write_json_whole
 from manyhosts.study import fits
 from manyhosts.study.points import MOST_POINTS, Asked
-from manyhosts.study.rows import Row, Size, compared, read, sizes
+from manyhosts.study.rows import Row, Size, compared, read, samples_per_second, sizes
 from manyhosts.study.runs import Interrupted, Place, Progress, outcome_of, run_all
 from manyhosts.study.verdict import Verdict, judge
 
@@ -56,8 +56,20 @@ class Study:
         found = self.verdicts()
         if not found:
             return "No size has ended well, so there is nothing to compare."
-        titled = [(", ".join(f"{key}={value}" for key, value in varied), each) for varied, each in found.items()]
-        return "\n\n".join(f"{title}: {each.text}" if title else each.text for title, each in titled)
+        titled = [f"{title_of(varied)}: {each.text}" if varied else each.text for varied, each in found.items()]
+        return "\n\n".join([*self._fastest(), *titled])
+
+    def _fastest(self) -> list[str]:
+        """Where settings were varied: which of them is the fastest, and by how much."""
+        tops = [(max(_rate(size) for size in group), varied) for varied, group in self.sizes.items()]
+        (first, varied), *rest = sorted(tops, reverse=True)
+        if not rest:
+            return []
+        second, after = rest[0]
+        return [
+            f"{title_of(varied)} is the fastest: {first:.3g} samples/s at its best size, {first / second:.2f} times as "
+            f"many as {title_of(after)}."
+        ]
 
     def to_json(self) -> dict[str, Any]:
         """What `study.json` holds."""
@@ -68,11 +80,22 @@ class Study:
         return {
             "schema_version": SCHEMA_VERSION,
             "asked": recorded(self.asked),
+            "price": self.price,
             "points": [row.to_json() for row in self.rows],
             "fits": variants,
             "verdict": self.verdict(),
             "advice": [{"settings": dict(varied), **verdict.to_json()} for varied, verdict in self.verdicts().items()],
         }
+
+
+def title_of(varied: Sequence[tuple[str, str]]) -> str:
+    """What tells a variant from others: `strategy=fsdp, compression=bf16`; empty where nothing is varied."""
+    return ", ".join(f"{key}={value}" for key, value in varied)
+
+
+def _rate(size: Size) -> float:
+    """Samples in a second, over all seeds."""
+    return size.mean([samples_per_second(row.measured.spent) for row in size.rows if row.measured]) or 0.0
 
 
 def recorded(asked: Asked) -> dict[str, Any]:
@@ -86,6 +109,8 @@ def recorded(asked: Asked) -> dict[str, Any]:
         "where": list(asked.where),
         "workers": list(asked.workers),
         "nodes": list(asked.nodes),
+        "workers_per_node": asked.workers_per_node,
+        "hosts": list(asked.hosts),
         "vary": {key: list(values) for key, values in asked.vary.items()},
         "repeat": asked.repeat,
     }
@@ -122,6 +147,45 @@ def see_that_same(asked: Asked, folder: Path) -> None:
                 where=str(folder),
                 fix="give another folder with --run-dir DIR, or ask as before",
             )
+
+
+def in_folder(folder: Path) -> Study:
+    """The study that `folder` holds, read again.
+
+    Raises:
+        ConfigError: there is none, or another version of manyhosts wrote it.
+    """
+    found = read_json(folder / NAME)
+    version = found.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise ConfigError(
+            f"{NAME} has schema version {version}, and this manyhosts reads {SCHEMA_VERSION}",
+            where=str(folder / NAME),
+            fix="read it with the version of manyhosts that wrote it",
+        )
+    try:
+        asked = found["asked"]
+        return known(
+            Asked(
+                script=asked["script"],
+                arguments=tuple(asked["arguments"]),
+                workers=tuple(asked["workers"]),
+                nodes=tuple(asked["nodes"]),
+                workers_per_node=asked["workers_per_node"],
+                hosts=tuple(asked["hosts"]),
+                where=tuple(asked["where"]),
+                budget=asked["budget"],
+                repeat=asked["repeat"],
+                settings=asked["settings"],
+                vary={key: tuple(values) for key, values in asked["vary"].items()},
+            ),
+            folder,
+            found["price"],
+        )
+    except (KeyError, TypeError) as cause:
+        raise ConfigError(
+            f"{NAME} lacks what was asked: {cause}", where=str(folder / NAME), fix="run the study again in that folder"
+        ) from cause
 
 
 def known(asked: Asked, folder: Path, price: float | None = None) -> Study:

@@ -18,6 +18,7 @@ them take the place of the leader's; where it has not, waiting for the slowest c
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,8 +47,10 @@ class Spent:
     steps: int
     epoch_seconds: tuple[float, ...] = ()
     """Of each finished epoch, from its first step to the next epoch's, evaluation and snapshots included."""
-    validations: tuple[tuple[float, Mapping[str, float]], ...] = ()
-    """Of each validation the seconds since the start, and its values."""
+    validations: tuple[tuple[float, int, Mapping[str, float]], ...] = ()
+    """Of each validation the seconds since the start, the step, and its values."""
+    losses: tuple[tuple[float, int, float], ...] = ()
+    """Of up to 256 blocks of steps: the seconds since the start, the last step, and the mean training loss."""
     knows_stragglers: bool = False
     """Whether the times of all workers are on record."""
 
@@ -58,11 +61,11 @@ class Spent:
 
     def lowest_loss(self) -> float | None:
         """Of all validations; None where there is none."""
-        return min((values["loss"] for _, values in self.validations if "loss" in values), default=None)
+        return min((values["loss"] for _, _, values in self.validations if "loss" in values), default=None)
 
     def seconds_to(self, loss: float) -> float | None:
         """Until a validation found `loss` or less; None where none did."""
-        return next((when for when, values in self.validations if values.get("loss", loss + 1) <= loss), None)
+        return next((when for when, _, values in self.validations if values.get("loss", loss + 1) <= loss), None)
 
 
 def spent(lines: Callable[[], Iterable[Line]]) -> Spent:
@@ -76,6 +79,33 @@ def spent(lines: Callable[[], Iterable[Line]]) -> Spent:
     for line in lines():
         clock.hear(line)
     return clock.spent()
+
+
+class Thinned:
+    """A curve of any length in a few points: means over blocks of steps, which grow with the curve."""
+
+    MOST = 256
+
+    def __init__(self) -> None:
+        self._every = 1
+        self._whole: list[tuple[float, int, float]] = []
+        self._open: list[float] = []
+        self._last = (0.0, 0)
+
+    def add(self, seconds: float, step: int, loss: float) -> None:
+        """One step more."""
+        self._open.append(loss)
+        self._last = (seconds, step)
+        if len(self._open) == self._every:
+            self._whole, self._open = self.blocks(), []
+        if len(self._whole) == self.MOST:
+            pairs = zip(self._whole[::2], self._whole[1::2], strict=True)
+            self._whole = [(*second[:2], (first[2] + second[2]) / 2) for first, second in pairs]
+            self._every *= 2
+
+    def blocks(self) -> list[tuple[float, int, float]]:
+        """All of them; the last one may have fewer steps."""
+        return [*self._whole, *([(*self._last, statistics.fmean(self._open))] if self._open else [])]
 
 
 @dataclass(slots=True)
@@ -97,7 +127,8 @@ class _Clock:
     passed: float = 0.0
     """Seconds that the clock ran before the present start."""
     began: float = 0.0
-    validations: list[tuple[float, Mapping[str, float]]] = field(default_factory=list)
+    validations: list[tuple[float, int, Mapping[str, float]]] = field(default_factory=list)
+    losses: Thinned = field(default_factory=lambda: Thinned())
     epochs: dict[int, list[float]] = field(default_factory=dict)
     """Of each epoch, by the clock: when it began, and when the next one did."""
     finished: list[int] = field(default_factory=list)
@@ -115,7 +146,7 @@ class _Clock:
             self.step(line)
         elif kind == "validation":
             self.evaluating += line["seconds"]
-            self.validations.append((self.clock(line["time"]), line["values"]))
+            self.validations.append((self.clock(line["time"]), line["step"], line["values"]))
         elif kind == "epoch":
             self.finished.append(line["epoch"])
         elif kind == "end":
@@ -154,6 +185,7 @@ class _Clock:
             self.mark_epoch(begin)
             self.epochs[line["epoch"]] = [self.clock(begin), self.clock(line["time"])]
         self.until, self.after = line["time"], line["step"]
+        self.losses.add(self.clock(line["time"]), line["step"], line["loss"])
         self.samples += line["samples"]
         self.steps += 1
 
@@ -177,6 +209,7 @@ class _Clock:
             steps=self.steps,
             epoch_seconds=tuple(lasted[epoch] for epoch in self.finished if epoch in lasted),
             validations=tuple(self.validations),
+            losses=tuple(self.losses.blocks()),
         )
 
 

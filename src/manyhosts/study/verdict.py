@@ -15,6 +15,11 @@ PAYS = 0.5
 """A worker pays while it adds half of one worker's speed, or more."""
 _HARDLY = 0.02
 """Shares of the ideal speed below this are not worth a change."""
+_BEST = 1.05
+_MORE_THAN_IDEAL = (
+    "That is more than ideal: either something else slowed the smallest size (other programs on the machine?), or "
+    "a part of the work fits into memory or a cache that the whole does not fit into; --repeat 3 tells them apart."
+)
 _SMALL_BYTES = 1e6
 """Of what is sent in a step: below, compression has next to nothing to save."""
 _BEYOND = 4
@@ -78,6 +83,8 @@ def judge(group: Sequence[Size], laws: Mapping[str, Fit], asked: Asked, price: f
         f"{large.row.workers} workers are {large.speed_up:.2f} times as fast as {small.row.workers}: "
         f"{_percent(large.efficiency)} of what they could be at best."
     ]
+    if large.efficiency > _BEST:
+        sentences.append(_MORE_THAN_IDEAL)
     limit, change, without = _limit(large, asked)
     sentences += [_what_limits(small, large, limit, change, without)]
     law = best(laws)

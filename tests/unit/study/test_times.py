@@ -4,45 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
+from studies import Story
 
-from manyhosts.records.line_file import Line
-from manyhosts.study.times import CAUSES, Spent, pooled, shares_lost, spent
-
-
-class Story:
-    """The lines of a made-up run, with a clock of its own."""
-
-    def __init__(self, samples: int = 8) -> None:
-        self.now, self.number, self.samples = 1000.0, 0, samples
-        self.lines: list[Line] = []
-
-    def add(self, event: str, **fields: Any) -> None:
-        self.lines.append({"event": event, "step": self.number, "time": self.now, **fields})
-
-    def wait(self, seconds: float) -> None:
-        self.now += seconds
-
-    def start(self) -> None:
-        self.add("start")
-
-    def step(self, compute: float, exposed: float = 0.0, data: float = 0.0, stall: float = 0.0, epoch: int = 0) -> None:
-        self.number += 1
-        seconds = compute + exposed + data + stall
-        self.wait(seconds)
-        self.add(
-            "step", epoch=epoch, seconds=seconds, compute=compute, communication_exposed=exposed, data_wait=data,
-            snapshot_stall=stall, other=0.0, samples=self.samples,
-        )  # fmt: skip
-
-    def validate(self, seconds: float, loss: float, *, best: bool = False) -> None:
-        self.wait(seconds)
-        self.add("validation", seconds=seconds, values={"loss": loss}, best=best)
-
-    def spent(self) -> Spent:
-        return spent(lambda: iter(self.lines))
+from manyhosts.study.times import CAUSES, Spent, Thinned, pooled, shares_lost, spent
 
 
 def whole_run() -> Story:
@@ -142,3 +108,17 @@ def test_several_runs_count_as_one() -> None:
     both = pooled([a_run(*range(8)), a_run(*range(8), samples=50)])
     assert both.total == 2 * sum(range(8))
     assert both.samples == 150
+
+
+@pytest.mark.parametrize("steps", [0, 1, 7, 255, 256, 257, 5000])
+def test_a_long_curve_becomes_a_short_one_with_the_same_mean(steps: int) -> None:
+    curve = Thinned()
+    for step in range(1, steps + 1):
+        curve.add(step / 10, step, float(step))
+    found = curve.blocks()
+    assert len(found) <= Thinned.MOST
+    assert [step for _, step, _ in found] == sorted({step for _, step, _ in found})
+    if found:
+        ends = [0, *(step for _, step, _ in found)]
+        assert found[-1][:2] == (steps / 10, steps)
+        assert [loss for _, _, loss in found] == [(a + 1 + b) / 2 for a, b in itertools.pairwise(ends)]

@@ -1,0 +1,98 @@
+"""What limits a job is named, with what to change, what that would give, and how far adding workers pays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from studies import Costs, make_study
+
+from manyhosts.study.points import Asked, Point
+from manyhosts.study.verdict import Verdict
+
+SCRIPT = __file__  # any file that is there
+
+
+def asked(**more: object) -> Asked:
+    return Asked(script=SCRIPT, nodes=(1, 2, 4), workers_per_node=1, **more)  # type: ignore[arg-type]
+
+
+def ideal(point: Point) -> Costs:
+    return {"compute": 1.0 / point.workers, "exposed": 0.0, "data": 0.0, "evaluation": 0.0}
+
+
+FAULTS = {
+    "communication_exposed": lambda n: {"exposed": 0.5 * (n > 1)},
+    "data_wait": lambda n: {"data": 0.5},
+    "evaluation": lambda n: {"evaluation": 6.0},
+    "compute": lambda n: {"compute": 0.8 if n > 1 else 1.0},
+    "snapshot": lambda n: {"writing": 6.0},
+}
+
+
+@pytest.mark.parametrize("cause", FAULTS)
+def test_the_fault_that_was_put_in_is_named_first(cause: str, tmp_path: Path) -> None:
+    study = make_study(tmp_path, asked(), lambda point: {**ideal(point), **FAULTS[cause](point.workers)})
+    verdict = study.verdicts()[()]
+    assert verdict.limit == cause
+    assert verdict.change
+    assert verdict.change in verdict.text
+    large = study.sizes[()][-1]
+    assert sum(large.causes.values()) == pytest.approx(1 - large.efficiency, abs=1e-12)
+    assert verdict.speed_up_without == pytest.approx(large.speed_up / (1 - large.causes[cause]))
+    others = {name: share for name, share in large.causes.items() if name != cause}
+    assert max(others.values()) < 0.05, "what was not put in costs next to nothing"
+
+
+def test_a_job_that_scales_has_no_limit(tmp_path: Path) -> None:
+    verdict = make_study(tmp_path, asked(), ideal).verdicts()[()]
+    assert (verdict.limit, verdict.speed_up_without) == (None, None)
+    assert "No cause costs more than a fiftieth" in verdict.text
+    assert verdict.pays_up_to == 16
+    assert "16 at least (predicted, not measured)" in verdict.text
+
+
+def test_how_far_it_pays_and_what_it_costs(tmp_path: Path) -> None:
+    verdict = make_study(tmp_path, asked()).verdicts()[()]
+    assert verdict.pays_up_to == 2
+    assert "A further worker pays up to 2" in verdict.text
+    price = verdict.price
+    assert price is not None
+    epochs = make_study(tmp_path, asked()).sizes[()]
+    before, now = epochs[0].epoch_seconds, epochs[-1].epoch_seconds
+    assert before is not None
+    assert now is not None
+    assert price["per_epoch_largest"] == pytest.approx(4 * 0.5 * now / 3600)
+    extra = price["per_epoch_largest"] - price["per_epoch_smallest"]
+    assert price["per_hour_saved"] == pytest.approx(extra / ((before - now) / 3600))
+
+
+def test_more_than_ideal_is_doubted(tmp_path: Path) -> None:
+    study = make_study(tmp_path, asked(), lambda point: {**ideal(point), "compute": 1.0 / point.workers**1.3})
+    assert "That is more than ideal" in study.verdict()
+
+
+def test_the_fastest_of_the_settings_that_were_tried_is_named(tmp_path: Path) -> None:
+    words = make_study(tmp_path, asked(vary={"compression": ("none", "bf16")}, repeat=2)).verdict()
+    first, none, bf16 = words.split("\n\n")
+    assert first.startswith("compression=bf16 is the fastest: ")
+    assert none.startswith("compression=none: 4 workers are ")
+    assert bf16.startswith("compression=bf16: 4 workers are ")
+
+
+def test_one_size_alone_is_compared_with_nothing(tmp_path: Path) -> None:
+    study = make_study(tmp_path, Asked(script=SCRIPT, workers=(1, 2)), fails=2)
+    assert study.verdicts()[()] == Verdict(
+        text="One size has ended well (1 worker), so there is nothing to compare it with.",
+        limit=None, change="", speed_up_without=None, pays_up_to=None, fastest=None,
+    )  # fmt: skip
+    assert study.to_json()["fits"] == [{"settings": {}}]
+
+
+def test_the_next_size_is_the_measure_where_the_smallest_failed(tmp_path: Path) -> None:
+    study = make_study(tmp_path, asked(), ideal, fails=1)
+    [failed, two, four] = study.to_json()["points"]
+    assert (failed["status"], failed["speed_up"], failed["causes"]) == ("failed", None, None)
+    assert (two["speed_up"], two["efficiency"]) == (1.0, 1.0)
+    assert four["speed_up"] == pytest.approx(2, rel=0.05)
+    assert four["efficiency"] == pytest.approx(four["speed_up"] / 2)

@@ -168,6 +168,22 @@ class Note:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Slowdown:
+    """A host, a worker or a link between hosts holds the others up, or does so no more."""
+
+    step: int
+    text: str
+    """What is said of it."""
+    what: str
+    """`worker` for what a worker does itself in a step, `link` for the network between hosts."""
+    who: str
+    """`host b`, `rank 3 on host b`, `the link to host c`, `the link between hosts b and c`."""
+    factor: float
+    """How many times slower than the others it is; 1.0: no more."""
+    time: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CompressionChosen:
     """`compression="auto"` has measured, and goes on with `compression`."""
 
@@ -214,6 +230,7 @@ Event = (
     | SnapshotSkipped
     | Recovered
     | Note
+    | Slowdown
     | CompressionChosen
     | RunEnded
     | TestDone

@@ -286,6 +286,17 @@ class World:
         dist.recv(tensor, src=rank)
         return tensor
 
+    def start_send(self, tensor: Tensor, rank: int) -> Work:
+        """Begin to send `tensor` to one worker, who must begin to receive one of its shape and dtype."""
+        self.bytes_sent += tensor.numel() * tensor.element_size()
+        work: Work = dist.isend(tensor, dst=rank)
+        return work
+
+    def start_receive(self, tensor: Tensor, rank: int) -> Work:
+        """Begin to fill `tensor` with what worker `rank` sends."""
+        work: Work = dist.irecv(tensor, src=rank)
+        return work
+
     def barrier(self) -> None:
         """Wait until every worker is here."""
         if self.size > 1:

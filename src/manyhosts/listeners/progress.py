@@ -14,6 +14,7 @@ from manyhosts.events import (
     Recovered,
     RunEnded,
     RunStarted,
+    Slowdown,
     SnapshotSkipped,
     StepDone,
     ValidationDone,
@@ -104,6 +105,8 @@ class ShowProgress:
                 cost = f"{amount(event.steps_redone, 'step')} redone, {seconds_in_words(event.seconds_lost)} lost"
                 also = f"; lost with it: {event.lost}" if event.lost else ""
                 self._voice.say(paint(f"went on {event.how} after {event.reason}: {cost}{also}", "yellow"))
+            case Slowdown():
+                self._voice.say(paint(event.text, "yellow") if event.factor > 1 else event.text)
             case Note():
                 self._voice.say(event.text)
 

@@ -13,6 +13,7 @@ Every line has `event`, `step`, `epoch` (from 0) and `time` (seconds since the U
     skipped      a snapshot that could not be written or read: path, reason
     restart      reason, how, steps_redone, seconds_lost, lost
     note         text
+    slow         text, what, who, factor: what holds the others up, or does so no more (factor 1.0)
     end          status, reason, weights_sha256
     test         values, seconds
 
@@ -39,6 +40,7 @@ from manyhosts.events import (
     Recovered,
     RunEnded,
     RunStarted,
+    Slowdown,
     SnapshotCopied,
     SnapshotSaved,
     SnapshotSkipped,
@@ -59,6 +61,7 @@ WORDS: dict[type[Event], str] = {
     SnapshotSkipped: "skipped",
     Recovered: "restart",
     Note: "note",
+    Slowdown: "slow",
     CompressionChosen: "compression",
     RunEnded: "end",
     TestDone: "test",
@@ -73,6 +76,8 @@ _TEXTS = frozenset(
     {
         "event",
         "text",
+        "what",
+        "who",
         "reason",
         "how",
         "lost",

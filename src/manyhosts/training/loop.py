@@ -32,6 +32,7 @@ from manyhosts.training.keeping import Keeping
 from manyhosts.training.learning_rate import VanishedRate
 from manyhosts.training.marks import Mark, due, reached, total_steps
 from manyhosts.training.numbers import HostTiming, Numbers, StepFacts
+from manyhosts.training.pace import Pace
 from manyhosts.training.same_weights import compare_weights
 from manyhosts.training.state import RunState
 from manyhosts.training.telling import Tell, Telling
@@ -59,11 +60,12 @@ class Loop:
         flush: Callable[[], bool],
         note_samples: Callable[[int, Sequence[int]], None] | None,
         keep_buffers: bool = False,
+        pace: Pace | None = None,
     ) -> None:
         """`keep_buffers`: remember before each step what its forward pass changes, so that it can be done again."""
         self.parts, self.settings, self.state = parts, settings, state
         self.validation, self.keeping, self.wishes, self.tell, self.flush = validation, keeping, wishes, tell, flush
-        self.note_samples = note_samples
+        self.note_samples, self.pace = note_samples, pace
         self.limit = Duration.parse(settings.duration, where="fit(…)")
         self.validate_every = Duration.parse(settings.validate_every, where="validate_every")
         self.snapshot_every = Duration.parse(settings.snapshots.every, where="snapshots.every")
@@ -83,6 +85,7 @@ class Loop:
             *exchange,
             self.end_epoch,
             self.schedule_epoch,
+            self.compare_pace,
             self.validate_if_due,
             self.keep_best,
             self.save_if_due,
@@ -369,6 +372,11 @@ class Loop:
         """Move the schedule on where the last step ended an epoch and the schedule follows those."""
         if self.ends_epoch and self.settings.schedule_every == "epoch":
             advance(self.parts.schedule)
+
+    def compare_pace(self) -> None:
+        """Every few seconds: see whether a host or a link holds the others up."""
+        if self.pace is not None and self.pace.is_due(self.before.seconds, self.state.seconds):
+            self.pace.compare(self.state.step, self.taken)
 
     def validate_if_due(self) -> None:
         """Validate where that is due after the last step."""

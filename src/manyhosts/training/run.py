@@ -33,6 +33,7 @@ from manyhosts.training.keeping import Keeping
 from manyhosts.training.last_snapshot import LastSnapshot
 from manyhosts.training.loop import Loop, WorkersChange
 from manyhosts.training.notes import announce
+from manyhosts.training.pace import Pace
 from manyhosts.training.recover import Recovery, why_not_survive
 from manyhosts.training.result import Result
 from manyhosts.training.rewind import go_back
@@ -190,6 +191,7 @@ class Run:
             flush=self.journal.flush,
             note_samples=self.journal.note_samples if self.settings.record_samples else None,
             keep_buffers=recovery is not None,
+            pace=Pace(self.world, self.journal.remembered, self.journal.tell),
         )
         if recovery is not None:
             recovery.use(loop)

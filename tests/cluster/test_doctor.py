@@ -213,3 +213,31 @@ def test_hosts_that_cannot_talk_to_each_other_end_with_4(make_lab: Callable[...,
     hosts[0].block(hosts[1])
     found = examine(hosts, tmp_path, "--hosts", "lab1,lab2")
     assert (found.code, len(found.of("connection"))) == (4, 1), found.report["findings"]
+
+
+@needs("nft")
+def test_firewalls_are_named_with_their_host_direction_and_ports(make_lab: Callable[..., Lab], tmp_path: Path) -> None:
+    """lab2 drops what comes in, but for ssh; lab4 rejects what lab1 asks."""
+    hosts = make_lab(4)
+    asks = "tcp flags & (syn | ack) == syn tcp dport 1024-65535"
+    for host, rule in (
+        (hosts[1], f"{asks} drop"),
+        (hosts[3], f"ip saddr {hosts[0].address} {asks} reject with tcp reset"),
+    ):
+        table = f"table inet wall {{\nchain in {{\ntype filter hook input priority 0;\n{rule}\n}}\n}}\n"
+        host.path("/root/wall").write_text(table)
+        host.run(["nft", "-f", "/root/wall"])
+    found = examine(hosts, tmp_path, "--hosts", ",".join(hosts.names))
+    assert found.code == 4
+    findings = {each["where"]: each for each in found.report["findings"] if each["check"] == "connection"}
+    assert findings.keys() == {"host lab2", "between lab1 and lab4"}
+    first, last = found.host("lab2")["ports"]
+    into, between = findings["host lab2"], findings["between lab1 and lab4"]
+    assert into["what"] == (
+        "host lab2 takes no connection from lab1, lab3 and lab4: packets get no answer"
+        " (a firewall or security group drops them), while port 22 answers"
+    )
+    assert f"open TCP ports {first}-{last} of 10.77.0.2 to 10.77.0.1, 10.77.0.3 and 10.77.0.4" in into["fix"]
+    assert "connections are refused" in between["what"]
+    assert between["what"].endswith("; lab4 can to lab1")
+    assert f"open TCP ports {first}-{last} of 10.77.0.4 to 10.77.0.1" in between["fix"]

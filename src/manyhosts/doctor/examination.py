@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from manyhosts import __version__
 from manyhosts.cluster.findings import Finding, exit_code, worst_first
-from manyhosts.doctor import exercise, hosts, network
+from manyhosts.doctor import closed, exercise, hosts, network
 from manyhosts.doctor.reception import Reached, unreachable
 from manyhosts.errors import LaunchError
 
@@ -210,7 +210,18 @@ class _Rounds:
             for number, other in enumerate(listening)
             if other is not one
         ]
+        self._see_what_is_filtered()
         self._measure_ways(token)
+
+    def _see_what_is_filtered(self) -> None:
+        """Where a connection was not opened: whether another port of that host is let through."""
+        by_name = {each.name: each for each in self.there}
+        for name in dict.fromkeys(pair["from"] for pair in self.pairs if pair["trouble"]):
+            shut = [pair for pair in self.pairs if pair["from"] == name and pair["trouble"]]
+            at_ssh = [(pair["address"], closed.SSH_PORT) for pair in shut]
+            if name in by_name:
+                for pair, said in zip(shut, self._ask(by_name[name], "knock", places=at_ssh) or [], strict=False):
+                    pair["ssh_port"] = said
 
     def _measure_ways(self, token: str) -> None:
         by_name = {each.name: each for each in self.there}

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from manyhosts.cluster.findings import Finding
+from manyhosts.doctor import closed
 
 Facts = Mapping[str, Any]
 SLOW = 1.4
@@ -21,7 +22,8 @@ def findings(hosts: Sequence[Facts], pairs: Sequence[Facts]) -> list[Finding]:
     """What is wrong with the ways between `hosts`."""
     pairs = [pair for pair in pairs if not pair["address"].startswith(_LOOPBACK)]  # no wire, and nothing to learn
     return [
-        *_of_closed(pairs),
+        *closed.findings(hosts, pairs),
+        *_of_large_packets(pairs),
         *_of_slow_hosts(hosts, pairs),
         *_of_slow_pairs(hosts, pairs),
         *_of_latency(pairs),
@@ -56,11 +58,12 @@ def suspects(hosts: Sequence[Facts], pairs: Sequence[dict[str, Any]]) -> list[di
     return [pair for pair in pairs if "bandwidth" in pair and pair["bandwidth"] * _SUSPECT < usual]
 
 
-def _of_closed(pairs: Sequence[Facts]) -> Iterator[Finding]:
+def _of_large_packets(pairs: Sequence[Facts]) -> Iterator[Finding]:
+    """Ways that open, and do not let through what is sent then."""
     told = set()
     for pair in pairs:
         both = frozenset((pair["from"], pair["to"]))
-        if not pair["trouble"] or both in told:
+        if not pair["trouble"] or pair["stage"] == "connect" or both in told:
             continue
         told.add(both)
         one, other = pair["from"], pair["to"]
@@ -69,9 +72,9 @@ def _of_closed(pairs: Sequence[Facts]) -> Iterator[Finding]:
             fix = "the packet size (MTU) of a switch or tunnel between them is smaller than that of the hosts: "
             fix += f"`ip link set dev INTERFACE mtu 1400` on {one} shows whether that is it"
         else:
-            what = f"host {one} cannot open a connection to host {other} at {pair['address']}: {pair['trouble']}"
-            fix = "let the firewalls of both pass all TCP between them: workers choose their ports freely; and see that"
-            fix += " these addresses are of one network"
+            what = f"host {one} opens a connection to host {other} at {pair['address']}, and nothing comes through it:"
+            what += f" {pair['trouble']}"
+            fix = f"see what answers in place of {other}: a proxy, or another host with the same address"
         where = f"between {one} and {other}"
         yield Finding(level="error", check="connection", what=what, where=where, fix=fix, kind="network")
 

@@ -34,6 +34,8 @@ from manyhosts.launchers.ssh import outpost as ssh_outpost
 DOCTOR, TOKEN = "MANYHOSTS_DOCTOR", "MANYHOSTS_DOCTOR_TOKEN"  # names of variables, no secret
 """Where a station that an engine has started finds the doctor, and what it proves to know."""
 
+_FIREWALLS = ("ufw", "firewall-cmd", "nft", "iptables")
+
 SCRATCH = "manyhosts-doctor-"
 """How the folder begins that a job of the doctor has for a run directory."""
 
@@ -205,8 +207,17 @@ def _look(run_dir: str, script: str) -> dict[str, Any]:
         "graphics": graphics.look(),
         "mtu": mtu,
         "machine": _machine(),
+        "ports": _ports(),
+        "firewall": next(filter(shutil.which, _FIREWALLS), ""),
         "script": likeness.of_path(script) if script else None,
     }
+
+
+def _ports() -> list[int]:
+    """The first and the last port that the system gives to whoever asks for any."""
+    with contextlib.suppress(OSError, ValueError), open("/proc/sys/net/ipv4/ip_local_port_range") as file:
+        return [int(word) for word in file.read().split()]
+    return []
 
 
 def _environment() -> dict[str, str]:

@@ -27,7 +27,7 @@ _NAME_BYTES = 64
 _WAITING = 0.2
 """Links are measured where even the worker that waits least waits for this share of its steps."""
 MOST_OF_THE_TIME = 0.005
-"""Links are measured for this share of the run; a measurement that finds a slow one is made again at once, to be sure."""
+"""The share of a run in which links are measured; what is found slow is measured again at once, to be sure."""
 
 
 class Pace:

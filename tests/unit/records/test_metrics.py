@@ -20,7 +20,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from stories import BEGIN, ended, epoch_done, snapshot_saved, started, stepped, validated, was_tested
 
-from manyhosts.events import CompressionChosen, Event, Note, Recovered, SnapshotCopied, SnapshotSkipped
+from manyhosts.events import CompressionChosen, Event, Note, Recovered, Slowdown, SnapshotCopied, SnapshotSkipped
 from manyhosts.records import metrics
 from manyhosts.records.metrics import MetricsFile, line_of, text_of
 
@@ -34,6 +34,7 @@ EVERY_KIND: list[Event] = [
     SnapshotSkipped(step=4, path=Path("snapshots/step-4"), reason="one bit is wrong", time=BEGIN),
     Recovered(step=4, reason="rank 1 died", how="without it", steps_redone=1, seconds_lost=0.5, time=BEGIN),
     Note(text="said once", step=4, time=BEGIN),
+    Slowdown(step=5, text="host b is slow", what="worker", who="host b", factor=2.5, time=BEGIN),
     CompressionChosen(step=5, compression="int8", why="slow", bandwidth=1e6, latency=1e-4, time=BEGIN),
     ended(4),
     was_tested(4, loss=0.4),

@@ -57,7 +57,7 @@ def test_every_kind_of_event_has_its_line(tmp_path: Path) -> None:
     write(tmp_path / "m", *EVERY_KIND)
     lines = metrics.read(tmp_path / "m")
     words = ["start", "step", "epoch", "validation", "snapshot", "copied", "skipped", "restart", "note"]
-    words += ["compression", "end", "test"]
+    words += ["slow", "compression", "end", "test"]
     assert [line["event"] for line in lines] == words
     for line in lines:
         assert isinstance(line["step"], int)

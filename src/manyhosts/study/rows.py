@@ -166,6 +166,12 @@ class Size:
         return {cause: statistics.fmean(each[cause] for each in known) for cause in known[0]}
 
     @property
+    def times_spent(self) -> dict[str, float]:
+        """The share of its time that each cause has, over all seeds."""
+        run = pooled(row.measured.spent for row in self.rows if row.measured)
+        return {cause: seconds / run.total for cause, seconds in run.seconds.items()}
+
+    @property
     def epoch_seconds(self) -> float | None:
         """Mean over epochs and seeds; where no epoch was finished, reckoned from the steps."""
         known = [seconds for row in self.rows if row.measured for seconds in row.measured.spent.epoch_seconds]

@@ -14,7 +14,7 @@ from manyhosts.units import bytes_in_words
 PAYS = 0.5
 """A worker pays while it adds half of one worker's speed, or more."""
 _HARDLY = 0.02
-"""Shares of the ideal speed below this are not worth a change."""
+"""Shares of the time below this are not worth a change."""
 _BEST = 1.05
 _MORE_THAN_IDEAL = (
     "That is more than ideal: either something else slowed the smallest size (other programs on the machine?), or "
@@ -32,9 +32,11 @@ CAUSES = {
     "straggler": "waiting for the slowest worker",
     "evaluation": "evaluation",
     "snapshot": "writing snapshots and the best model",
-    "start_up": "the start of training, up to the end of the first step",
+    "start_up": "the first step and what comes before it",
     "other": "what no clock measures by itself",
 }
+_COULD_GO = ("communication_exposed", "data_wait", "straggler", "evaluation", "snapshot")
+"""What a run could do without, in principle."""
 _CHANGES = {
     "data_wait": "Read ahead: --set loader_workers=auto, or samples that are quicker to read",
     "straggler": "One worker is slower than the others: manyhosts doctor looks for the reason",
@@ -51,7 +53,7 @@ class Verdict:
 
     text: str
     limit: str | None
-    """The cause that costs the largest size most; None where nothing much is lost, or there is one size."""
+    """What the largest size has most to gain from; None where that is next to nothing, or there is one size."""
     change: str
     speed_up_without: float | None
     """What the largest size would gain over the smallest without that cause."""
@@ -105,23 +107,33 @@ def judge(group: Sequence[Size], laws: Mapping[str, Fit], asked: Asked, price: f
 
 
 def _limit(large: Size, asked: Asked) -> tuple[str | None, str, float | None]:
-    """The largest cause, what to change about it, and the speed-up that there would be without it."""
-    causes = large.causes
-    limit = max(causes, key=lambda cause: causes[cause])
-    if causes[limit] < _HARDLY:
+    """What there is most to gain from, what to change about it, and the speed-up that there would be without it."""
+    gains = to_gain(large)
+    limit = max(gains, key=lambda cause: gains[cause])
+    if gains[limit] < _HARDLY:
         return None, "", None
     change = _CHANGES.get(limit, "")
     if limit == "compute":
         change = _of_computing(large, asked)
     elif limit == "communication_exposed":
         change = _of_exchanges(large)
-    return limit, change, large.speed_up / (1 - causes[limit])
+    return limit, change, large.speed_up / (1 - gains[limit])
+
+
+def to_gain(large: Size) -> dict[str, float]:
+    """The share of its time that a size would be rid of without each cause.
+
+    Waiting, evaluation and snapshots could go as a whole, also what is shared out and so costs no efficiency. Of
+    computing, and of what is spent once, only that could go which was lost.
+    """
+    times, causes = large.times_spent, large.causes
+    return {cause: times[cause] if cause in _COULD_GO else causes[cause] for cause in causes}
 
 
 def _of_computing(large: Size, asked: Asked) -> str:
     """What slows computing down: cores that are shared, or pieces of the batch that are small."""
     if asked.workers and large.row.point.nodes == 1:
-        return "The workers share the cores of this machine: give them machines of their own with --hosts"
+        return "The workers share this machine and its cores: give them machines of their own with --hosts"
     batch = large.row.measured.summary.global_batch if large.row.measured else None
     each = "" if batch is None else f" ({batch / large.row.workers:g} samples on each worker)"
     return f"The batch is cut into pieces{each} that are too small to compute well: a larger batch_size helps"
@@ -142,14 +154,16 @@ def _of_exchanges(large: Size) -> str:
 
 
 def _what_limits(small: Size, large: Size, limit: str | None, change: str, without: float | None) -> str:
-    if limit is None or without is None:
-        return "No cause costs more than a fiftieth of the ideal speed."
     ordered = sorted(large.causes.items(), key=lambda item: -item[1])
-    rest = [f"{CAUSES[cause]} ({_percent(share)})" for cause, share in ordered[1:] if share >= _HARDLY]
-    then = f", then {', '.join(rest)}" if rest else ""
+    lost = [f"{CAUSES[cause]} ({_percent(share)})" for cause, share in ordered if share >= _HARDLY]
+    text = f"What is lost goes to {', '.join(lost)}. " if lost else ""
+    if limit is None or without is None:
+        return f"{text}No cause takes more than a fiftieth of the time."
+    share = to_gain(large)[limit]
+    takes = f"takes {_percent(share)} of their time" if limit in _COULD_GO else f"costs {_percent(share)} of their time"
     return (
-        f"What limits it first is {CAUSES[limit]}, which costs {_percent(large.causes[limit])} of the ideal speed"
-        f"{then}. {change}. Without that cost they would be {without:.2f} times as fast as {small.row.workers}."
+        f"{text}There is most to gain from {CAUSES[limit]}, which {takes}. {change}. "
+        f"Without it they would be {without:.2f} times as fast as {small.row.workers}."
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 from studies import Costs, make_study
 
 from manyhosts.study.points import Asked, Point
-from manyhosts.study.verdict import Verdict
+from manyhosts.study.verdict import Verdict, to_gain
 
 SCRIPT = __file__  # any file that is there
 
@@ -39,7 +39,7 @@ def test_the_fault_that_was_put_in_is_named_first(cause: str, tmp_path: Path) ->
     assert verdict.change in verdict.text
     large = study.sizes[()][-1]
     assert sum(large.causes.values()) == pytest.approx(1 - large.efficiency, abs=1e-12)
-    assert verdict.speed_up_without == pytest.approx(large.speed_up / (1 - large.causes[cause]))
+    assert verdict.speed_up_without == pytest.approx(large.speed_up / (1 - to_gain(large)[cause]))
     others = {name: share for name, share in large.causes.items() if name != cause}
     assert max(others.values()) < 0.05, "what was not put in costs next to nothing"
 
@@ -47,9 +47,19 @@ def test_the_fault_that_was_put_in_is_named_first(cause: str, tmp_path: Path) ->
 def test_a_job_that_scales_has_no_limit(tmp_path: Path) -> None:
     verdict = make_study(tmp_path, asked(), ideal).verdicts()[()]
     assert (verdict.limit, verdict.speed_up_without) == (None, None)
-    assert "No cause costs more than a fiftieth" in verdict.text
+    assert "No cause takes more than a fiftieth" in verdict.text
     assert verdict.pays_up_to == 16
     assert "16 at least (predicted, not measured)" in verdict.text
+
+
+def test_what_is_shared_out_and_takes_time_all_the_same_is_named(tmp_path: Path) -> None:
+    """A loader that is slow for every sample costs no efficiency, and most of the time."""
+    study = make_study(tmp_path, asked(), lambda point: {**ideal(point), "data": 2.0 / point.workers})
+    large, verdict = study.sizes[()][-1], study.verdicts()[()]
+    assert large.causes["data_wait"] == pytest.approx(0, abs=0.03)
+    assert verdict.limit == "data_wait"
+    assert verdict.speed_up_without == pytest.approx(3 * large.speed_up, rel=0.05)
+    assert "which takes 6" in verdict.text
 
 
 def test_how_far_it_pays_and_what_it_costs(tmp_path: Path) -> None:

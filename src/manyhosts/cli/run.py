@@ -115,6 +115,13 @@ _ENV = "A variable that all workers get; NAME alone takes the value that it has 
     help="How long hosts that are cut off from this machine train on and call it again; 0: not at all.",
 )
 @click.option("--no-sync", is_flag=True, help="Do not bring the working directory to the hosts.")
+@click.option(
+    "--bring",
+    multiple=True,
+    metavar="PATH",
+    callback=beside_table,
+    help="Data below this folder that hosts of ssh are to have: what one lacks is sent there, once.",
+)
 @click.option("--no-check", is_flag=True, help="Do not look at the hosts first; `manyhosts doctor` looks closer.")
 @click.option(
     "--encrypt",
@@ -202,6 +209,7 @@ class _Asked:
     hosts: str | None
     hostfile: str | None
     no_sync: bool
+    bring: Sequence[str]
     no_check: bool
     encrypt: str | None
     options: Sequence[str]
@@ -280,6 +288,7 @@ def _job(asked: _Asked) -> Job:
         hosts=hosts,
         options=pairs(asked.options, "-o"),
         sync=not asked.no_sync,
+        bring=_brought(asked, where.target_or(hosts)),
         check=not asked.no_check,
         encrypt=asked.encrypt is not None,
         hidden=tuple(_variables(asked.env)),
@@ -294,6 +303,17 @@ def _job(asked: _Asked) -> Job:
     )
     scripts.check_run_dir(job)
     return job
+
+
+def _brought(asked: _Asked, target: str) -> tuple[str, ...]:
+    """The data that hosts are to have, as paths below this folder where they are."""
+    if asked.bring and target not in ("ssh", "local"):
+        raise ConfigError(
+            f"--bring sends data to hosts that ssh reaches, and this run is on {target}",
+            where="--bring",
+            fix="put the data where the hosts find it, and tell the script where that is",
+        )
+    return tuple(os.path.relpath(path) for path in asked.bring)
 
 
 def _run_dir(asked: _Asked, kind: scripts.Kind, *, elsewhere: bool) -> Path:

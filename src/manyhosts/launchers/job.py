@@ -73,6 +73,8 @@ class Job:
     """Whether hosts are looked at before workers start."""
     sync: bool = True
     """Whether the working directory is brought to hosts that do not share it."""
+    bring: tuple[str, ...] = ()
+    """Data below the working directory that is brought to hosts that lack it, by what it holds."""
     encrypt: bool = False
     """Whether hosts may only talk over encrypted links."""
     words: tuple[str, ...] = ()

@@ -165,7 +165,7 @@ def _is_any(address: str) -> bool:
 def _offer(job: Job) -> dict[str, Any]:
     """What hosts must have to be of use: the same files and versions."""
     needed = job.program if job.kind == "script" else ""
-    files = Files.to_bring(job.folder, leave_out=job.run_dir, needed=needed)
+    files = Files.to_bring(job.folder, leave_out=[job.run_dir], needed=needed)
     hashes = contents.Hashes()
     deciding = {*files.stamps, *({needed} & set(files.paths))}
     told = {path: hashes.of(job.folder / path) for path in sorted(deciding) if (job.folder / path).is_file()}

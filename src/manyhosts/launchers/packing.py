@@ -25,7 +25,7 @@ def pack(folder: Path, *, leave_out: Path, needed: str = "") -> bytes:
             gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as squeezed,
             tarfile.open(fileobj=squeezed, mode="w") as archive,
         ):
-            for path in Files.to_bring(folder, leave_out=leave_out, needed=needed).paths:
+            for path in Files.to_bring(folder, leave_out=[leave_out], needed=needed).paths:
                 archive.add(folder / path, arcname=path, recursive=False)
     except OSError as cause:
         raise ConfigError(

@@ -20,8 +20,9 @@ from manyhosts.launchers.head.handover import Handover
 from manyhosts.launchers.head.placement import AgentProcess
 from manyhosts.launchers.interfaces import Interface
 from manyhosts.launchers.job import Job
-from manyhosts.launchers.ssh import agreement, outpost, sync
+from manyhosts.launchers.ssh import agreement, data, outpost, sync
 from manyhosts.launchers.ssh.connection import Connection, Unreachable
+from manyhosts.launchers.ssh.data import Data
 from manyhosts.launchers.ssh.disks import HERE, Disks
 from manyhosts.launchers.ssh.files import Files
 from manyhosts.launchers.ssh.latecomer import Latecomer, NotThere
@@ -92,6 +93,7 @@ class Cluster:
         self._ports: dict[int, int] = {}
         """Where an outpost listens, by node, so that others can see whether they reach its host."""
         self._files: Files | None = None
+        self._data: Data | None = None
         self._disks = Disks(job.folder, job.run_dir)
         self._apart = False
         """Whether hosts have several run directories."""
@@ -181,9 +183,7 @@ class Cluster:
             LaunchError: a host did not take it, or has no such script.
         """
         self._job.run_dir.mkdir(parents=True, exist_ok=True)
-        if self._job.sync:
-            needed = self._job.program if self._job.kind == "script" else ""
-            self._files = Files.to_bring(self._job.folder, leave_out=self._job.run_dir, needed=needed)
+        self._choose_files()
         here = self._here
         first = self._disks.find({host.node: host.connection for host in here})
         lacking = [host for host in here if first[host.node] == host.node]
@@ -200,6 +200,15 @@ class Cluster:
         self._apart = len(disks) > 1
         if len(here) == 1 < len(self._hosts):  # nothing tells what those will share that are away
             self._apart = not here[0].connection.ask("network", folder=str(self._job.run_dir))
+
+    def _choose_files(self) -> None:
+        job = self._job
+        if job.sync:
+            needed = job.program if job.kind == "script" else ""
+            leave_out = [job.run_dir, *(job.folder / path for path in job.bring)]
+            self._files = Files.to_bring(job.folder, leave_out=leave_out, needed=needed)
+        if job.bring:
+            self._data = Data.read(job.folder, job.bring, self._display.warn)
 
     # A run whose head was killed is taken over by another process.
 
@@ -230,9 +239,7 @@ class Cluster:
         Raises:
             LaunchError: a host that was reached does not answer any more.
         """
-        if self._job.sync:  # for hosts that are started again
-            needed = self._job.program if self._job.kind == "script" else ""
-            self._files = Files.to_bring(self._job.folder, leave_out=self._job.run_dir, needed=needed)
+        self._choose_files()  # for hosts that are started again
         self._apart = bool(left.launcher["apart"])
         self._disks.find_again({host.node: host.connection for host in self._here}, dict(left.launcher["disks"]))
         for host in self._hosts:
@@ -263,6 +270,8 @@ class Cluster:
                 self._display.warn(f"manyhosts: {at} are on {host.name}")
 
             sync.bring(host.connection, self._files, with_rsync=host.has_rsync, tell=tell)
+        if self._data is not None:
+            data.bring(host.connection, host.facts["executable"], self._data, self._display.warn)
 
     def _has_script(self, host: Host) -> bool:
         return self._job.kind != "script" or bool(host.connection.ask("exists", path=self._script))

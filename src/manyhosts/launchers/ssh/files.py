@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from manyhosts.errors import ConfigError, LaunchError
-from manyhosts.launchers.ssh import disks
+from manyhosts.launchers.ssh import disks, keeper
 from manyhosts.units import bytes_in_words
 
 IGNORE_FILE = ".manyhostsignore"
 MUCH_BYTES = 200_000_000
 """From here on it is said that little of it may be needed."""
 _CACHES = (
-    *(disks.MARKS, ".git", "runs", ".venv", "venv", "__pycache__", "*.pyc"),
+    *(disks.MARKS, keeper.FOLDER, ".git", "runs", ".venv", "venv", "__pycache__", "*.pyc"),
     *(".mypy_cache", ".ruff_cache", ".pytest_cache"),
 )
 _SECRETS = (".env", ".env.*", "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", "*.pem", "*.key")
@@ -43,13 +43,13 @@ class Files:
     """What stays although the user may expect it there: secrets, and what git ignores."""
 
     @classmethod
-    def to_bring(cls, folder: Path, *, leave_out: Path | None = None, needed: str = "") -> Files:
-        """What every host needs of `folder`. `leave_out` is a folder that it does not; `needed` a path that it does.
+    def to_bring(cls, folder: Path, *, leave_out: Sequence[Path] = (), needed: str = "") -> Files:
+        """What every host needs of `folder`. `leave_out` are paths that it does not; `needed` is one that it does.
 
         Raises:
             ConfigError: it is more than 2 GiB.
         """
-        choice = _Choice.of(folder, leave_out, needed)
+        choice = _Choice.of(folder, frozenset(leave_out), needed)
         sizes: dict[str, int] = {}
         stamps: dict[str, tuple[int, int]] = {}
         total = 0
@@ -120,7 +120,7 @@ class _Choice:
     """What of a folder is chosen."""
 
     folder: Path
-    leave_out: Path | None
+    leave_out: frozenset[Path]
     unneeded: re.Pattern[str]
     """What stays."""
     wanted: Sequence[str]
@@ -130,7 +130,7 @@ class _Choice:
     left_out: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, folder: Path, leave_out: Path | None, needed: str) -> _Choice:
+    def of(cls, folder: Path, leave_out: frozenset[Path], needed: str) -> _Choice:
         own = folder / IGNORE_FILE
         lines = own.read_text().splitlines() if own.exists() else []
         lines = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
@@ -149,12 +149,12 @@ class _Choice:
             links = [name for name in folders if Path(place, name).is_symlink()]
             for name in [*names, *links]:
                 path = os.path.normpath(os.path.join(here, name))
-                if not self._stays(path):
+                if self.folder / path not in self.leave_out and not self._stays(path):
                     yield path
 
     def _may_hold(self, path: str) -> bool:
         """Whether something in the folder `path` may be needed."""
-        if self.leave_out is not None and self.folder / path == self.leave_out:
+        if self.folder / path in self.leave_out:
             return False
         begun = any(pattern.startswith(path + "/") for pattern in self.wanted)
         return begun or not self._stays(path)

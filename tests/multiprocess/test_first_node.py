@@ -14,7 +14,7 @@ import pytest
 from launching import environment, wait_until
 
 from manyhosts.errors import ConfigError, LaunchError
-from manyhosts.launchers import interfaces, job_file, packing
+from manyhosts.launchers import addresses, interfaces, job_file, packing
 from manyhosts.launchers.host import first_node
 from manyhosts.launchers.host.first_node import AGAIN, Station
 from manyhosts.launchers.job import Job
@@ -30,12 +30,12 @@ def free_port() -> int:
         return int(listening.getsockname()[1])
 
 
-def start(job: Job, index: int, port: int) -> subprocess.Popen[str]:
+def start(job: Job, index: int, port: int, address: str = "127.0.0.1") -> subprocess.Popen[str]:
     """A pod's process, with a pod's environment."""
     own = {
         manifest.JOB: job_file.text_of(job),
-        manifest.HEAD: f"127.0.0.1:{port}",
-        manifest.ADDRESS: "127.0.0.1",
+        manifest.HEAD: addresses.place(address, port),
+        manifest.ADDRESS: address,
         manifest.TOKEN: "a secret",
         "JOB_COMPLETION_INDEX": str(index),
     }
@@ -63,14 +63,30 @@ while True:
 """
 
 
-def test_nodes_find_each_other_whoever_is_first_and_no_worker_sees_the_token(tmp_path: Path) -> None:
-    source = "import os\nprint(os.environ['RANK'], 'a secret' in str(os.environ))"
-    wished, port = job(tmp_path, source), free_port()
-    later = start(wished, 1, port)
+MEETS = """
+import os
+import torch
+from torch import distributed as dist
+dist.init_process_group("gloo")
+rank = torch.tensor(float(dist.get_rank() + 1))
+dist.all_reduce(rank)
+print(rank.item(), "a secret" in str(os.environ), os.environ["MASTER_ADDR"], os.environ["GLOO_SOCKET_IFNAME"])
+"""
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_nodes_find_each_other_whoever_is_first_and_no_worker_sees_the_token(address: str, tmp_path: Path) -> None:
+    """Also on a cluster that has addresses of IPv6 alone."""
+    try:
+        addresses.listen(address, 0, backlog=1).close()
+    except OSError as trouble:
+        pytest.skip(f"this machine has no {address}: {trouble}")
+    wished, port = job(tmp_path, MEETS), free_port()
+    later = start(wished, 1, port, address)
     time.sleep(0.5)  # it calls, and nobody answers yet
-    code, out = told(start(wished, 0, port))
+    code, out = told(start(wished, 0, port, address))
     assert (code, told(later)[0]) == (0, 0), out
-    assert sorted(line.split("] ")[1] for line in out.splitlines()) == ["0 False", "1 False"]
+    assert [line.split("] ")[1] for line in out.splitlines()] == [f"3.0 False {address} lo"] * 2
 
 
 @pytest.mark.parametrize("asked", [0, 1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import socket
 import struct
@@ -10,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from manyhosts.errors import LaunchError
+from manyhosts.launchers.ssh import outpost
 
 LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915
@@ -48,14 +48,25 @@ def towards(hosts: Sequence[str]) -> str:
     return LOOPBACK
 
 
+def place(address: str, port: int) -> str:
+    """Both as one word: 10.0.0.1:29400, or [fd00::1]:29400."""
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def address_and_port(place: str) -> tuple[str, int]:
+    """What `place` has put together; a name may stand for the address."""
+    address, _, port = place.rpartition(":")
+    return address.strip("[]"), int(port)
+
+
 def interface_of(address: str) -> str:
-    """The interface that has the IPv4 address `address`; empty where none has."""
-    for _, name in socket.if_nameindex():
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking, contextlib.suppress(OSError):
-            answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    return ""
+    """The interface that has `address`, of IPv4 or IPv6; empty where none has."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        written = socket.inet_ntop(family, socket.inet_pton(family, address))  # there are several ways in IPv6
+    except OSError:  # a name
+        return ""
+    return next((each["name"] for each in outpost.interfaces() if each["address"] == written), "")
 
 
 def address_on(interface: str) -> str:

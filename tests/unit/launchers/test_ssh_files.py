@@ -48,6 +48,20 @@ def test_secrets_caches_and_what_git_ignores_stay_and_the_user_may_overrule_that
     assert "own.py" in chosen(tmp_path / "big"), "a folder that is itself ignored was chosen by the user"
 
 
+def test_gitignore_counts_where_no_checkout_is_and_the_user_may_overrule_it(tmp_path: Path) -> None:
+    """In a copy of a checkout, or an archive of one."""
+    put(tmp_path, "train.py", "model.pt", "out/a.txt", "data/x.bin", "data/y.tmp", "data/keep.tmp", "deep/out/b.txt")
+    assert len(chosen(tmp_path)) == 7
+    (tmp_path / ".gitignore").write_text("*.pt\n/out/\ntrain.py\n")
+    (tmp_path / "data" / ".gitignore").write_text("*.tmp\n!keep.tmp\n")
+    found = Files.to_bring(tmp_path, needed="train.py")
+    expected = {".gitignore", "data/.gitignore", "train.py", "data/x.bin", "data/keep.tmp", "deep/out/b.txt"}
+    assert (set(found.paths), found.left_out) == (expected, ["data/y.tmp", "model.pt", "out"])
+    (tmp_path / ".manyhostsignore").write_text("!out\n!model.pt\n")
+    assert chosen(tmp_path, needed="train.py") == {*expected, ".manyhostsignore", "out/a.txt", "model.pt"}
+    assert not (tmp_path / ".git").exists()
+
+
 def test_much_is_told_with_the_largest_and_what_vanishes_while_it_is_listed_is_no_trouble(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from manyhosts.errors import LaunchError, ManyhostsError
-from manyhosts.launchers import messages
+from manyhosts.launchers import addresses, messages
 from manyhosts.launchers.head import losses
 from manyhosts.launchers.head.course import Course
 from manyhosts.launchers.head.meeting import Elsewhere, Meeting
@@ -248,8 +248,7 @@ class Agents:
     @property
     def place(self) -> tuple[str, int]:
         """Where they call: an address and a port."""
-        host, _, port = str(self._entrance.place).rpartition(":")
-        return host, int(port)
+        return addresses.address_and_port(self._entrance.place)
 
     @property
     def token(self) -> str:

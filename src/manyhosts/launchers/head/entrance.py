@@ -64,8 +64,7 @@ class Entrance:
     @property
     def place(self) -> str:
         """Where it listens, host:port."""
-        host, port = self._listening.getsockname()[:2]
-        return f"{host}:{port}"
+        return addresses.place(*self._listening.getsockname()[:2])
 
     def close(self) -> None:
         """Let nobody in any more: whoever comes now finds nobody."""

@@ -64,7 +64,7 @@ def run(job: Job, station: Station, *, patience_s: float = PATIENCE_S) -> int:
         return int(importlib.import_module(job.in_place).be_node(job, station, patience_s))
     if station.number > 0:
         return _be_agent(station, patience_s)
-    meeting = Meeting(token=station.token, port=int(station.head.rpartition(":")[2]), patience_s=patience_s)
+    meeting = Meeting(token=station.token, port=addresses.address_and_port(station.head)[1], patience_s=patience_s)
     with Screen(sys.stdout, sys.stderr, logs=job.run_dir / "logs") as screen:
         display = PlainDisplay(screen.out, screen.err)
         head = Head(

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from manyhosts.launchers import addresses
 from manyhosts.launchers.loop import Channel, Loop, Message, notice_loss
 from manyhosts.launchers.proof import PROTOCOL, Caller
 from manyhosts.launchers.session import Session
@@ -47,8 +48,7 @@ def connect(head: str) -> socket.socket:
         given = socket.socket(fileno=int(head.removeprefix(_INHERITED)))
         given.set_inheritable(False)  # it is for no worker
         return given
-    host, _, port = head.rpartition(":")
-    connection = socket.create_connection((host, int(port)), timeout=_CALL_S)
+    connection = socket.create_connection(addresses.address_and_port(head), timeout=_CALL_S)
     notice_loss(connection)
     return connection
 

@@ -87,7 +87,7 @@ def main(words: list[str] | None = None) -> int:
         nodes = asked.nodes.split(",")
         node = nodes[number_of(asked.engine, os.environ) if asked.engine else 0]
         forget_task(os.environ)
-        address = use_interface(asked.head.rpartition(":")[0], os.environ)
+        address = use_interface(addresses.address_and_port(asked.head)[0], os.environ)
     except ManyhostsError as error:
         sys.stderr.write(f"manyhosts: {error}\n")
         return error.exit_code

@@ -362,9 +362,8 @@ class Cluster:
         """The token goes through ssh's standard input, where no other process sees it."""
         again, host.began = host.began, True
         if host.tunnelled:
-            address, _, port = head.rpartition(":")
-            host.tunnel = host.connection.tunnel(address, int(port))
-            head = f"127.0.0.1:{host.tunnel}"
+            host.tunnel = host.connection.tunnel(*addresses.address_and_port(head))
+            head = addresses.place("127.0.0.1", host.tunnel)
         disk = self._disks.of(host.node) if self._apart else None
         outpost_there = host.facts.get("process", 0)  # it ends with this side of the connection
         words = agent_words(host.facts["executable"], head, host.node, host.interface, disk, outpost_there)

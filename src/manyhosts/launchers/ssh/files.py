@@ -8,6 +8,7 @@ import functools
 import os
 import re
 import subprocess
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,9 @@ _MOST_BYTES = 2 << 30
 _DECIDING = (".py", ".so", ".json", ".toml", ".yaml", ".yml", ".ini", ".cfg", ".sh")
 """Code and settings. What else changes in a working directory is what programs write there while they run."""
 _NAMED = 5
+_IGNORED, _NOT_IGNORED = 0, 1
+"""What `git check-ignore` ends with; 128 outside a checkout."""
+_OTHERS = ("ls-files", "-z", "--others", "--ignored", "--directory")
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,17 +176,28 @@ class _Choice:
 
 
 def ignored_by_git(folder: Path) -> frozenset[str]:
-    """Paths below `folder` that git ignores: files, and folders that it ignores as a whole. None outside a checkout."""
+    """Paths below `folder` that git ignores: files, and folders that it ignores as a whole.
+
+    Outside a checkout, which may be a copy of one, what the files `.gitignore` there say.
+    """
     git = ["git", "-C", str(folder)]
     try:
-        # A folder that is itself ignored is somebody's place to try things in, and not empty on purpose.
-        if subprocess.run([*git, "check-ignore", "-q", "."], capture_output=True).returncode != 1:
+        seen = subprocess.run([*git, "check-ignore", "-q", "."], capture_output=True).returncode
+        if seen == _IGNORED:  # somebody's place to try things in, and not empty on purpose
             return frozenset()
-        words = [*git, "ls-files", "-z", "--others", "--ignored", "--exclude-standard", "--directory"]
-        listed = subprocess.run(words, capture_output=True).stdout
+        if seen == _NOT_IGNORED:
+            return _listed([*git, *_OTHERS, "--exclude-standard"])
+        with tempfile.TemporaryDirectory(prefix="manyhosts-") as nothing:
+            subprocess.run(["git", "init", "-q", "--bare", nothing], capture_output=True)
+            words = [*git, "--git-dir", nothing, "--work-tree", ".", *_OTHERS, "--exclude-per-directory=.gitignore"]
+            return _listed(words)
     except OSError:  # there is no git
         return frozenset()
-    return frozenset(os.fsdecode(name).rstrip("/") for name in listed.split(b"\0") if name)
+
+
+def _listed(words: Sequence[str]) -> frozenset[str]:
+    names = subprocess.run(words, capture_output=True).stdout.split(b"\0")
+    return frozenset(os.fsdecode(name).rstrip("/") for name in names if name)
 
 
 def _with_parents(path: str) -> list[str]:

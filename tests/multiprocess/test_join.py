@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
+import random
 import shutil
 import signal
 import socket
@@ -53,8 +55,7 @@ class Run:
             (self.folder / "slow").touch()
         self.secret_file = place / "secret"
         self.err = place / "err"
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         words = ["--on", "join", "--nodes", nodes, "-o", "bind=127.0.0.1", "-o", f"port={self.port}"]
         words += ["-o", f"secret-file={self.secret_file}", "--run-dir", "runs/one", *VIRTUAL, "digits.py"]
         with self.err.open("w") as err:
@@ -112,6 +113,14 @@ class Run:
         (self.folder / "slow").unlink()
 
 
+def free_port() -> int:
+    """One that no outgoing connection is given meanwhile, as it is below the system's range for those."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 29000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+
+
 def end(process: subprocess.Popen[str]) -> None:
     process.kill()
     process.communicate()
@@ -156,8 +165,7 @@ def test_who_does_not_fit_is_told_so_and_the_others_train_as_if_nobody_had_asked
         assert "is not the run that this secret is of" in refused(run, good, of_another, code=3)
         other_token = str(JoinSecret("00" * 16, known.fingerprint))
         assert "does not know the secret" in refused(run, good, other_token, code=3)
-        with socket.create_server(("127.0.0.1", 0)) as silent:
-            port = silent.getsockname()[1]
+        port = free_port()
         assert f"nobody listens at 127.0.0.1:{port}" in refused(run, good, secret, code=3, at=f"127.0.0.1:{port}")
         assert "does not resolve" in refused(run, good, secret, code=3, at="no.such.host.invalid")
         assert "no interface with the address" in refused(run, good, secret, code=2, words=("--address", "10.1.2.3"))

@@ -183,6 +183,12 @@ def run(**options: Any) -> int:
     target = asked.target or ("ssh" if job.hosts else "local")
     launcher = LAUNCHERS.load(target)()
     jobs = handles.engine(launcher, target) if asked.detach else None
+    if asked.detach and target == "join" and "secret-file" not in job.options:
+        raise ConfigError(
+            "nobody would see the secret with which hosts join, and a log is no place for it",
+            where="--detach",
+            fix="have it written into a file that only you may read: -o secret-file=FILE",
+        )
     plan = launcher.plan(job)
     if asked.dry_run:
         print(plan)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from manyhosts.cli.main import main
 from manyhosts.errors import ConfigError
 from manyhosts.launchers.head.agents import Node
 from manyhosts.launchers.head.joining import Folder, Joining
@@ -159,3 +160,12 @@ def test_plan_shows_what_is_typed_on_the_hosts() -> None:
     plan = Join().plan(job)
     assert plan.agents[1:] == (("manyhosts", "join", "10.0.0.1:4000"),) * 2
     assert len(plan.workers) == 3
+
+
+def test_detached_run_has_its_secret_in_a_file_and_not_in_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    assert main(["run", "--on", "join", "--nodes", "2", "--detach", "train.py"]) == 2
+    assert "secret-file=FILE" in capsys.readouterr().err

@@ -44,7 +44,7 @@ class Fetcher:
             chosen = torch.from_numpy(indices)
             tensors, subset = self.tensors
             chosen = chosen if subset is None else subset[chosen]
-            return [tensor[chosen] for tensor in tensors]
+            return [rows_of(tensor, chosen) for tensor in tensors]
         samples = self._at_once(indices) if self.at_once else None
         draws = samples is None or self.collates
         with randomness.kept() if draws else nullcontext():
@@ -131,6 +131,17 @@ def tensors_of(dataset: Dataset[Any]) -> tuple[Sequence[torch.Tensor], torch.Ten
         chosen = torch.as_tensor(dataset.indices, dtype=torch.int64)
         return tensors, chosen if rows is None else rows[chosen]
     return None
+
+
+def rows_of(tensor: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """`tensor[chosen]`, for `chosen` of shape (rows,) on the CPU.
+
+    `index_select` copies whole rows, five times as fast for small images. It gives contiguous tensors and wants both
+    on one device, so others are indexed.
+    """
+    if tensor.is_cpu and tensor.is_contiguous():
+        return tensor.index_select(0, chosen)
+    return tensor[chosen]
 
 
 def _few(indices: Indices) -> str:

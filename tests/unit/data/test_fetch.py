@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from manyhosts.data import randomness
-from manyhosts.data.fetch import Fetcher
+from manyhosts.data.fetch import Fetcher, rows_of
 from manyhosts.data.order import Order, Position
 from manyhosts.data.steps import Cut, Loader, mapped
 from manyhosts.errors import DataError
@@ -132,3 +132,24 @@ def test_seeds_of_neighbouring_addresses_have_nothing_in_common() -> None:
     seeds = {randomness.seed_at(0, epoch, index) for epoch in range(30) for index in range(30)}
     assert len(seeds) == 900
     assert len({seed & 0xFFFFFFFF for seed in seeds}) == 900
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(9, 3, 4, 5),
+        torch.randn(9, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.randn(9, 4).t().contiguous().t(),
+        torch.randn(1, 3).expand(9, 3),
+        torch.arange(9),
+        torch.randn(9, 2, dtype=torch.complex64).conj(),
+        torch.randn(9, 2).to(torch.float8_e4m3fn),
+        torch.zeros(9, 0),
+    ],
+    ids=["rows", "channels last", "columns", "expanded", "numbers", "conjugate", "eight bits", "empty"],
+)
+def test_rows_lie_in_memory_as_indexing_gives_them(tensor: torch.Tensor) -> None:
+    chosen = torch.tensor([7, 0, 3, 3])
+    taken, indexed = rows_of(tensor, chosen), tensor[chosen]
+    assert (taken.shape, taken.stride(), taken.dtype) == (indexed.shape, indexed.stride(), indexed.dtype)
+    assert torch.equal(taken.to(torch.complex64), indexed.to(torch.complex64))

@@ -12,8 +12,6 @@ running values are left alone.
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -31,15 +29,21 @@ _batch: Batch | None = None
 """That of the trainer which computes now."""
 
 
-@contextmanager
-def acting(batch: Batch | None) -> Iterator[None]:
-    """Within, BatchNorm layers of models that a trainer has prepared have this `batch`."""
-    global _batch
-    before, _batch = _batch, batch
-    try:
-        yield
-    finally:
-        _batch = before
+class acting:  # called as a function is
+    """Within, BatchNorm layers of models that a trainer has prepared have this `batch`. Entered in every step."""
+
+    __slots__ = ("_batch", "_before")
+
+    def __init__(self, batch: Batch | None) -> None:
+        self._batch = batch
+
+    def __enter__(self) -> None:
+        global _batch
+        self._before, _batch = _batch, self._batch
+
+    def __exit__(self, *_: object) -> None:
+        global _batch
+        _batch = self._before
 
 
 class _Shared(nn.modules.batchnorm._BatchNorm):

@@ -57,15 +57,16 @@ class LoadedPiece:
 class DuePiece:
     """A piece whose batch is fetched when it is asked for, and held by nobody here: so few are in memory at a time."""
 
-    __slots__ = ("_fetch", "plan")
+    __slots__ = ("_asked", "_fetch", "plan")
 
-    def __init__(self, plan: PiecePlan, fetch: Callable[[], Any]) -> None:
-        self.plan, self._fetch = plan, fetch
+    def __init__(self, plan: PiecePlan, fetch: Callable[..., Any], *asked: Any) -> None:
+        """`fetch(*asked)` gives the batch."""
+        self.plan, self._fetch, self._asked = plan, fetch, asked
 
     @property
     def batch(self) -> Any:
         """Ask once, in the order of the pieces; a piece may be passed over."""
-        return self._fetch()
+        return self._fetch(*self._asked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +209,7 @@ class Loader:
             yield plan.loaded(partial(batches.get, begun))
             begun += len(plan.all_pieces())
 
-    def _fetch_piece(self, epoch: int, number: int, piece: PiecePlan) -> Any:
+    def _fetch_piece(self, epoch: int, _number: int, piece: PiecePlan) -> Any:
         return self._fetch(epoch, piece.indices)
 
     def _fetch(self, epoch: int, indices: Indices) -> Any:
@@ -240,7 +241,7 @@ class _StepPlan:
             LoadedAudit(audit, [LoadedPiece(piece, fetch(next(numbers), piece)) for piece in pieces])
             for audit, pieces in self.audits
         ]
-        own = [DuePiece(piece, partial(fetch, next(numbers), piece)) for piece in self.pieces]
+        own = [DuePiece(piece, fetch, next(numbers), piece) for piece in self.pieces]
         ends = self.after.epoch > self.epoch
         return Step(self.epoch, len(self.taken), self.after, ends, own, self.taken, audits=audits)
 

@@ -13,11 +13,11 @@ import json
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import Any
 
 from torch import Tensor
@@ -97,7 +97,7 @@ class Store:
         self._stall_s = 0.0  # of the snapshot under way
         self._gave_up = ""  # why nobody waits for the parts of the others any more
         self._failed = False  # whether the last part of this worker failed
-        self._news: SimpleQueue[SnapshotSaved | SnapshotSkipped] = SimpleQueue()
+        self._news: deque[SnapshotSaved | SnapshotSkipped] = deque()
         self._crash: BaseException | None = None
         self._passed_over: set[Path] = set()
 
@@ -252,12 +252,7 @@ class Store:
         The leader hears of each; another worker only of those in which its own part failed.
         """
         self._raise_crash()
-        news = []
-        while True:
-            try:
-                news.append(self._news.get_nowait())
-            except Empty:
-                return news
+        return [self._news.popleft() for _ in range(len(self._news))]
 
     def wait(self) -> None:
         """Wait until nothing is being written."""
@@ -339,7 +334,7 @@ class Store:
         except (OSError, SnapshotError) as trouble:
             news = SnapshotSkipped(step=task.facts.step, path=task.path, reason=_sentence(trouble), time=time.time())
             self._failed = True
-            self._news.put(news)
+            self._news.append(news)
         except BaseException as crash:  # a fault of ours: raised again where training sees it
             self._crash = crash
 
@@ -374,7 +369,7 @@ class Store:
         remove_words(task.half, ranks, self._disk)
         self._disk.write_file(task.half / NAME, [manifest.to_text().encode()])
         put_in_place(task.half, task.path, self._disk)
-        self._news.put(
+        self._news.append(
             SnapshotSaved(
                 step=task.facts.step,
                 path=task.path,

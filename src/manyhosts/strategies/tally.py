@@ -58,7 +58,7 @@ class Own:
         """Whether every piece has given these names and no other."""
         if not self.of:
             return True
-        return len(self.sums) == len(names) and all(self.pieces.get(name) == self.of for name in names)
+        return self.pieces == dict.fromkeys(names, self.of)
 
     def in_places(self, names: Sequence[str], device: torch.device) -> list[Tensor]:
         """The sums of `names`, float64 of shape (1,) each; zero where there is none."""

@@ -58,7 +58,7 @@ class BadSteps:
 
     def watched(self, norm: Tensor | None) -> Tensor | None:
         """The norm of the gradient that this step is judged by; where nobody else wants it, found here."""
-        return self._norm() if self.rewinds and norm is None and not self.scaled else norm
+        return _norm(self._gradients()) if self.rewinds and norm is None and not self.scaled else norm
 
     def must_go(self, step: int, loss: Tensor, norm: Tensor | None) -> bool:
         """Whether `step`, just computed, must not change the model. Buffers are then as they were before it."""
@@ -67,7 +67,7 @@ class BadSteps:
             return self.on_cpu and not self.rewinds and not self._are_finite(loss, norm)
         good = bool(loss.isfinite())
         if good and not self.scaled:
-            found = self._norm() if norm is None else norm
+            found = _norm(self._gradients()) if norm is None else norm
             good = bool(found.isfinite())
             if not good:
                 self.bad_norms[step] = found.item()
@@ -79,20 +79,19 @@ class BadSteps:
         """The norm that is told of `step`, whose gradient is whole: now and then also where nobody clips by it."""
         if norm is not None or step % SHOW_NORM_EVERY != 1:
             return norm
-        if any(each.grad is not None and each.grad.is_sparse for each in self.parts.trained.parameters()):
+        gradients = self._gradients()
+        if any(each.is_sparse for each in gradients):
             return None
         self.parts.precision.unscale(self.parts.optimizer)
-        return self._norm()
+        return _norm(gradients)
 
     def _are_finite(self, loss: Tensor, norm: Tensor | None) -> bool:
         if norm is None or self.scaled or self.drifts:
             return math.isfinite(loss.item())
         return math.isfinite(loss.item()) and math.isfinite(norm.item())
 
-    @torch.no_grad()  # here alone: to enter it costs as much as all the rest that a step without faults needs
-    def _norm(self) -> Tensor:
-        gradients = [parameter.grad for parameter in self.parts.trained.parameters() if parameter.grad is not None]
-        return torch.nn.utils.get_total_norm(gradients)
+    def _gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self.parts.trained.parameters() if parameter.grad is not None]
 
     def trouble(self, numbers: StepNumbers) -> str:
         """What is wrong with a step, in words; empty where nothing is."""
@@ -103,6 +102,15 @@ class BadSteps:
         if norm is not None and not math.isfinite(norm) and not self.scaled and not self.drifts:
             return f"the norm of the gradient is {norm}"
         return ""
+
+
+@torch.no_grad()
+def _norm(gradients: list[Tensor]) -> Tensor:
+    """That of all `gradients` together, shape (). What `get_total_norm` gives, in half its time for small models."""
+    if not gradients:
+        return torch.zeros(())
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    return norm
 
 
 def named(indices: Indices, shards: int, most: int = 64) -> str:

@@ -77,7 +77,8 @@ class ForwardPass:
             self.global_batch.ghost = piece.weight == 0
         looks = piece.weight != 1 and piece.address[0] < _FIRST_STEPS
         before = _gradients(model) if looks else []
-        values = self._values(model, batch)
+        with self.context():
+            values = self.values(model, batch)
         if not values["loss"].requires_grad:
             raise ConfigError(
                 "the loss does not depend on any parameter that is trained, so it has no gradient",
@@ -93,10 +94,6 @@ class ForwardPass:
                 fix="return the loss, and leave backward(), zero_grad() and optimizer.step() to the trainer",
             )
         return values
-
-    def _values(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
-        with self.context():
-            return self.values(model, batch)
 
     def values(self, module: nn.Module, batch: Any) -> Mapping[str, Tensor]:
         """Those of one batch, with the random numbers and the precision of whoever calls."""

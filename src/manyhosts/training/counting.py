@@ -40,18 +40,9 @@ class Counting:
             TrainingError: the user's rule gives no number.
         """
         weighing = self.parts.weighing
-        known = weighing.knows or weighing.classes is not None
-        mixes = known and weighing.said is None and self.cuts and not self.state.counts_by
-        if not self.settled and (mixes or not weighing.knows):
-            most = None if weighing.must_look else 1 if known else first_look.MOST_PIECES
-            looked_at = step.fetched(most)
-            step = replace(step, pieces=[*looked_at, *step.pieces[len(looked_at) :]])
-            look = self.look_of(step)
-            if not weighing.knows:
-                self.settle(looked_at, look)
-            if mixes:
-                self.look_at_model(looked_at[:1], look)
-        self.settled = True
+        if not self.settled:
+            step = self.looked_at(step)
+            self.settled = True
         if weighing.counts_samples:
             return step, None
         if isinstance(self.settings.strategy, DiLoCo) and self.parts.world.size > 1 and not self.noted:
@@ -59,6 +50,27 @@ class Counting:
             self.parts.world.notes.append(_COUNTS_WORKERS_ALIKE)
         weighed, weight = weighing.of(step, self.state.step + 1)
         return replace(weighed, pieces=self._computed(weighed.pieces)), weight
+
+    def looked_at(self, step: Step) -> Step:
+        """`step`, after the rule was found by looking at its first pieces, where that must be. All workers call this.
+
+        Raises:
+            ConfigError: as `of`.
+        """
+        weighing = self.parts.weighing
+        known = weighing.knows or weighing.classes is not None
+        mixes = known and weighing.said is None and self.cuts and not self.state.counts_by
+        if weighing.knows and not mixes:
+            return step
+        most = None if weighing.must_look else 1 if known else first_look.MOST_PIECES
+        pieces = step.fetched(most)
+        step = replace(step, pieces=[*pieces, *step.pieces[len(pieces) :]])
+        look = self.look_of(step)
+        if not weighing.knows:
+            self.settle(pieces, look)
+        if mixes:
+            self.look_at_model(pieces[:1], look)
+        return step
 
     def _computed(self, pieces: Sequence[LoadedPiece | DuePiece]) -> Sequence[LoadedPiece | DuePiece]:
         """Those of `pieces` that must be computed: one that counts nothing only for a collective inside the model."""

@@ -6,6 +6,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -71,8 +72,11 @@ class Loop:
         self.snapshot_every = Duration.parse(settings.snapshots.every, where="snapshots.every")
         self.numbers = Numbers(parts.world.device)
         self.bad_steps = BadSteps(parts, settings.on_bad_step, clips=settings.clip_gradients is not None)
-        follows_steps = parts.schedule is not None and settings.schedule_every == "step"
-        rate = VanishedRate(total_steps(self.limit, parts.source.steps_per_epoch)) if follows_steps else None
+        self.follows_steps = parts.schedule is not None and settings.schedule_every == "step"
+        """Whether the schedule moves on after every step."""
+        self.schedule_began = False
+        """Whether this loop has moved it on."""
+        rate = VanishedRate(total_steps(self.limit, parts.source.steps_per_epoch)) if self.follows_steps else None
         self.telling = Telling(parts, state, self.bad_steps, wishes, keeping, tell, rate)
         self.first_steps = FirstSteps(parts)
         self.before = self.mark()
@@ -91,6 +95,8 @@ class Loop:
             self.save_if_due,
         )
         """What may be due after a step, in order."""
+        self.first_duty = 0 if self.exchanges else self.duties.index(self.schedule_epoch) + 1
+        """The first that may be due after a step that ends no epoch."""
         self.duties_done = len(self.duties)
         self.ends_epoch = False
         """Whether the last step was the last of its epoch."""
@@ -132,11 +138,12 @@ class Loop:
             self.finish_step()
             if self.change_granted:
                 raise WorkersChange
-            if reason := self.reason_to_stop():
+            now = self.mark()
+            if reason := self.reason_to_stop(now):
                 break
             if steps is None:
                 steps = self.parts.source.steps(self.state.position, self.state.stream)
-            self.before = self.mark()
+            self.before = now
             self.take(steps)
         self.read_numbers(all_of_them=True)
         return reason
@@ -190,9 +197,9 @@ class Loop:
         state = self.state
         return Mark(state.step, self.parts.source.epochs(state.position), state.seconds)
 
-    def reason_to_stop(self) -> str:
-        """Why to stop now; empty where there is no reason."""
-        return self.wishes.granted or self.state.ended or reached(self.limit, self.mark())
+    def reason_to_stop(self, now: Mark) -> str:
+        """Why to stop `now`; empty where there is no reason."""
+        return self.wishes.granted or self.state.ended or reached(self.limit, now)
 
     def take(self, steps: Iterator[Step]) -> Step:
         """One optimizer step, from waiting for its samples to telling its numbers."""
@@ -247,7 +254,8 @@ class Loop:
         state = self.state
         state.step += 1
         state.position, state.stream = step.after, step.stream
-        self.under_way, self.ends_epoch, self.duties_done = 0, step.ends_epoch, 0
+        self.under_way, self.ends_epoch = 0, step.ends_epoch
+        self.duties_done = 0 if step.ends_epoch else self.first_duty
 
     def exchange(self) -> None:
         """Where workers step alone: exchange what is due after the last step, and tell the step with what that took."""
@@ -307,10 +315,8 @@ class Loop:
             # The noise of a Langevin sampler, say: the same on every worker, and after a resume.
             randomness.seed_compute(self.settings.seed, randomness.UPDATE, self.state.step)
         self.torn = True
-        if self.state.step < parts.warmup.steps:
-            with parts.warmup.over(parts.optimizer, self.state.step):
-                parts.strategy.update(parts.trained, parts.precision.stepper(parts.optimizer))
-        else:
+        warms_up = self.state.step < parts.warmup.steps
+        with parts.warmup.over(parts.optimizer, self.state.step) if warms_up else nullcontext():
             parts.strategy.update(parts.trained, parts.precision.stepper(parts.optimizer))
         self.schedule_step()
         self.torn = False
@@ -365,13 +371,18 @@ class Loop:
 
     def schedule_step(self) -> None:
         """Move the schedule on after an optimizer step, where it follows steps."""
-        if self.settings.schedule_every == "step":
-            advance(self.parts.schedule)
+        if self.follows_steps:
+            self.advance()
 
     def schedule_epoch(self) -> None:
         """Move the schedule on where the last step ended an epoch and the schedule follows those."""
         if self.ends_epoch and self.settings.schedule_every == "epoch":
-            advance(self.parts.schedule)
+            self.advance()
+
+    def advance(self) -> None:
+        """Move the schedule on."""
+        advance(self.parts.schedule, first=not self.schedule_began)
+        self.schedule_began = True
 
     def compare_pace(self) -> None:
         """Every few seconds: see whether a host or a link holds the others up."""
@@ -467,21 +478,30 @@ def may_draw(optimizer: torch.optim.Optimizer) -> bool:
     return bool(hooks) or not type(optimizer).__module__.startswith("torch.optim.")
 
 
-def advance(schedule: LRScheduler | None) -> None:
-    """One step of the schedule; a plateau schedule moves after validations instead."""
+def advance(schedule: LRScheduler | None, *, first: bool) -> None:
+    """One step of the schedule, the `first` of this loop or a later one. A plateau schedule moves after validations."""
     if schedule is None or isinstance(schedule, ReduceLROnPlateau):
         return
-    with warnings.catch_warnings():
-        # fp16 leaves out steps whose gradients overflow; the schedule goes on all the same, on every worker.
-        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-        try:
+    try:
+        with _unwarned() if first else nullcontext():
             schedule.step()
-        except ValueError as cause:
-            raise ConfigError(
-                f"the schedule goes no further: {cause}",
-                where="mh.Trainer(schedule=…)",
-                fix="make it as long as the whole run is to be, counted from the first step",
-            ) from cause
+    except ValueError as cause:
+        raise ConfigError(
+            f"the schedule goes no further: {cause}",
+            where="mh.Trainer(schedule=…)",
+            fix="make it as long as the whole run is to be, counted from the first step",
+        ) from cause
+
+
+@contextmanager
+def _unwarned() -> Iterator[None]:
+    """Within, PyTorch does not warn of a schedule whose first step comes before any of the optimizer's.
+
+    fp16 leaves out steps whose gradients overflow; the schedule goes on all the same, on every worker.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+        yield
 
 
 def _indices(step: Step) -> list[int]:

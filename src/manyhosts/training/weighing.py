@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -89,7 +88,7 @@ class Weighing:
             ConfigError: a target does not count, which was not to be seen at the start.
         """
         if self.rule is None:
-            guarded = [DuePiece(piece.plan, partial(self._checked, piece, number)) for piece in step.pieces]
+            guarded = [DuePiece(piece.plan, self._checked, piece, number) for piece in step.pieces]
             return replace(step, pieces=guarded), float(step.samples)
         fetched = step.fetched()  # what they count is in their batches
         real = [piece for piece in fetched if piece.plan.weight]

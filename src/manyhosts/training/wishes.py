@@ -43,8 +43,10 @@ class Wishes:
 
     def hear(self, counts: Sequence[float]) -> None:
         """Take how many workers were asked by each of `SIGNALS`."""
+        if not any(counts) or self.granted:
+            return
         asked = [known for known, count in zip(SIGNALS, counts, strict=True) if count]
-        if asked and not self.granted:
+        if asked:
             self.number = int(asked[0])
             self.granted = f"asked to stop by {asked[0].name}"
             if asked[0] == signal.SIGINT:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ BATCH, SAMPLES, EPOCHS = 10, 25, 3  # three steps an epoch
 def rates(folder: Path, *, fit: str = f"{EPOCHS} epochs", **more: Any) -> tuple[list[float], list[str]]:
     """The learning rate of each step, and the notes."""
     heard: list[Any] = []
+    more = {"loss": nn.CrossEntropyLoss(), **more}
     trainer = mh.Trainer(
         model=network,
-        loss=nn.CrossEntropyLoss(),
         optimizer=lambda params: torch.optim.SGD(params, lr=1.0),
         data=mh.Data(train=TensorDataset(*images_and_labels(SAMPLES)), batch_size=BATCH),
         listeners=[heard.append],
@@ -77,3 +78,28 @@ def test_resume_by_the_other_count_is_refused(tmp_path: Path) -> None:
 def test_unknown_period_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="schedule_every is 'batch'"):
         rates(tmp_path, schedule_every="batch")
+
+
+@pytest.mark.filterwarnings("error")
+def test_warning_filters_are_touched_at_the_first_step_of_a_schedule_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filtered: list[str] = []
+    filterwarnings = warnings.filterwarnings
+
+    def noted(action: Any, message: str = "", *args: Any, **more: Any) -> None:
+        filtered.append(message)
+        filterwarnings(action, message, *args, **more)
+
+    monkeypatch.setattr(warnings, "filterwarnings", noted)
+
+    def skips_first(model: nn.Module, batch: Any) -> torch.Tensor:
+        calls.append(1)
+        loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+        return loss * float("nan") if len(calls) == 1 else loss
+
+    calls: list[int] = []
+    given = {"loss": None, "step": skips_first, "on_bad_step": "skip"}
+    found, _ = rates(tmp_path, fit="6 steps", schedule=tenth, **given)
+    assert found == pytest.approx([0.1**step for step in range(6)]), "it moves on in the step that is left out, too"
+    assert sum("lr_scheduler.step" in message for message in filtered) == 1

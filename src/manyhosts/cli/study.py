@@ -72,6 +72,12 @@ def study(script: str, as_json: bool, dry_run: bool, **words: Any) -> int:
     lines = Lines(sys.stderr, len(asked.points()), silent=as_json)
     try:
         found = studying(asked, folder, _PROGRAM, lines, price)
+    except OSError as cause:
+        raise ConfigError(
+            f"the study cannot be kept: {cause.strerror or cause}",
+            where=str(folder),
+            fix="see to that disk, or choose another folder with --run-dir DIR",
+        ) from cause
     except Interrupted:
         print("manyhosts: interrupted; the same command goes on with what is not done", file=sys.stderr)
         return _INTERRUPTED

@@ -55,7 +55,7 @@ class Row:
         done = self.measured
         fields: dict[str, Any] = {
             "workers": self.workers,
-            "nodes": done.summary.nodes if done else self.point.nodes,
+            "nodes": self.point.nodes,
             "settings": self.point.settings,
             "status": self.outcome.status,
             "reason": self.outcome.reason,

@@ -100,6 +100,15 @@ def test_a_folder_holds_what_can_be_compared(tmp_path: Path) -> None:
         see_that_same(asked, tmp_path)
 
 
+def test_a_folder_that_cannot_be_made_is_told_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "train.py").write_text("")
+    words = ["--workers", "1", "--run-dir", str(tmp_path / "file" / "S"), str(tmp_path / "train.py")]
+    done = CliRunner().invoke(study, words, standalone_mode=False)
+    assert isinstance(done.exception, ConfigError)
+    assert "the study cannot be kept" in str(done.exception)
+
+
 def test_help_lists_what_there_is() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "manyhosts.cli.main", "study", "--help"], capture_output=True, text=True

@@ -103,6 +103,7 @@ def test_the_next_size_is_the_measure_where_the_smallest_failed(tmp_path: Path) 
     study = make_study(tmp_path, asked(), ideal, fails=1)
     [failed, two, four] = study.to_json()["points"]
     assert (failed["status"], failed["speed_up"], failed["causes"]) == ("failed", None, None)
+    assert [point["nodes"] for point in (failed, two, four)] == [1, 2, 4]
     assert (two["speed_up"], two["efficiency"]) == (1.0, 1.0)
     assert four["speed_up"] == pytest.approx(2, rel=0.05)
     assert four["efficiency"] == pytest.approx(four["speed_up"] / 2)

@@ -44,9 +44,10 @@ from manyhosts.records.samples import counted
 
 HERE = Path(__file__).parent
 RECORDED = HERE / "faults.jsonl"
-VERSION = 4
+VERSION = 5
 """Of what is measured; 2: the template loads what the script imports, so that replacements find it loaded; 3: a worker
-that is ready while another one is just being taken in is heard; 4: how long a host may be silent is learned."""
+that is ready while another one is just being taken in is heard; 4: how long a host may be silent is learned; 5: a
+template outlives its agent."""
 CHAPTER = 12
 """Faults until a run is stopped and compared."""
 DISK_MB = 96

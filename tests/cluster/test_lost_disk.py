@@ -15,6 +15,7 @@ from remote import run, start
 from runs import step_lines
 
 from manyhosts.lab import Host, Lab
+from manyhosts.records.manifest import found_in
 
 
 @pytest.mark.timeout(400)
@@ -60,3 +61,41 @@ def test_leader_whose_host_is_lost_while_training_is_followed_by_one_that_has_th
     assert summary(run_dirs[0])["weights_sha256"] == undisturbed(tmp_path, 100)["weights_sha256"]
     for run_dir in run_dirs:  # here; on the second host, which led; on the third, which has had a copy since then
         assert [line["step"] for line in step_lines(run_dir)] == list(range(1, 101))
+
+
+@pytest.mark.timeout(400)
+def test_hosts_without_a_launcher_save_on_their_own_disks_and_any_one_of_them_is_enough(
+    make_lab: Callable[..., Lab], tmp_path: Path
+) -> None:
+    hosts = make_lab(3)
+    options = ["--hosts", ",".join(hosts.names), "--run-dir", "many", "--set", "snapshots.every=1000 steps"]
+    process = start(
+        hosts, tmp_path, SOURCE, "--env", "DURATION=100 steps", "--env", "SLOW=0.1", "--head-timeout", "2", *options
+    )
+    run_dirs = [host.path(tmp_path / "many") for host in hosts]
+    try:
+        wait_until(lambda: "step" in _text(run_dirs[2] / "metrics.jsonl"), "it trains", timeout_s=90)
+        wait_until(lambda: '"step": 3,' in _text(run_dirs[0] / "metrics.jsonl"), "some steps are done", timeout_s=90)
+        process.kill()
+        wait_until(lambda: not any(_workers(host) for host in hosts), "all have ended", timeout_s=90)
+    finally:
+        hosts.desk.end(process)
+        process.communicate()
+    saved = [max((found.step for found in found_in(run_dir / "snapshots")), default=0) for run_dir in run_dirs]
+    assert 3 <= min(saved) <= max(saved) < 100, saved
+    hosts[0].kill()
+    hosts[0].boot()
+    second = run(hosts, tmp_path, SOURCE, "--env", "DURATION=100 steps", *options)
+    assert second.code == 0, second.err
+    assert f"goes on after step {max(saved[1:])}" in second.out
+    assert summary(tmp_path / "many")["weights_sha256"] == undisturbed(tmp_path, 100)["weights_sha256"]
+    for run_dir in run_dirs:
+        assert [line["step"] for line in step_lines(run_dir)] == list(range(1, 101))
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def _workers(host: Host) -> list[str]:
+    return [words for words in host.processes().values() if words.startswith("manyhosts")]

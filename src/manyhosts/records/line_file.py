@@ -125,6 +125,11 @@ def read_lines(path: Path) -> Iterator[Line]:
                 yield line
 
 
+def read_from_end(path: Path) -> Iterator[Line]:
+    """The same lines, the last one first."""
+    return (line for _, line in _backwards(path))
+
+
 def _parse(text: bytes) -> Line | None:
     if not text.endswith(b"\n"):
         return None

@@ -112,13 +112,18 @@ def bring_newest(folder: Path, world: World, disk: Disk) -> None:
     _bring(path if world.rank == source else None, folder / name if writes else None, world, disk, source=source)
 
 
-def bring_best(path: Path, world: World, disk: Disk) -> None:
-    """Bring the leader's best model to all hosts, where there is one. Every worker calls this."""
+def bring_best(path: Path, world: World, disk: Disk, step: int) -> None:
+    """Bring the best model to all hosts: that of `step`, from the first host that has it, or else the leader's.
+
+    Every worker calls this. Nothing is brought where there is none.
+    """
     is_first = first_of_disk(world)
-    [there, *_] = told = gather_words(world, _content(path) if (path / NAME).exists() else "")
-    if there:
-        writes = is_first and told[world.rank] != there
-        _bring(path if world.is_leader else None, path if writes else None, world, disk, source=0)
+    own = f"{read(path).facts.step} {_content(path)}" if (path / NAME).exists() else ""
+    told = [word.split() for word in gather_words(world, own)]
+    source = next((rank for rank, words in enumerate(told) if words and int(words[0]) == step), 0)
+    if told[source]:
+        writes = is_first and told[world.rank] != told[source]
+        _bring(path if world.rank == source else None, path if writes else None, world, disk, source=source)
 
 
 def _bring(reading: Path | None, writing: Path | None, world: World, disk: Disk, *, source: int) -> None:

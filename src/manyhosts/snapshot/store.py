@@ -29,7 +29,7 @@ from manyhosts.events import SnapshotSaved, SnapshotSkipped
 from manyhosts.records import run_directory
 from manyhosts.records.manifest import NAME, Facts, FileRecord, Manifest, found_in
 from manyhosts.snapshot import tensors as tensor_files
-from manyhosts.snapshot.apart import bring_best, bring_newest, keepers, keeps, send_own
+from manyhosts.snapshot.apart import bring_best, bring_newest, first_of_disk, keepers, keeps, send_own
 from manyhosts.snapshot.commit import Part, discard, hear, put_in_place, remove_halves, remove_words, tell
 from manyhosts.snapshot.copy import Copying, CopySpace
 from manyhosts.snapshot.disk import Disk
@@ -90,6 +90,8 @@ class Store:
         told = bool(os.environ.get(run_directory.APART))
         self.apart = self._world.is_shared and (told if apart is None else apart)
         """Whether hosts have disks of their own."""
+        self.is_writer = not self.apart
+        """Whether the last snapshot is on this worker's disk, as far as it was told."""
         self._space = CopySpace(self._world.device)
         self._copying: Copying | None = None
         self._thread: threading.Thread | None = None
@@ -157,6 +159,7 @@ class Store:
         rank, writers = world.rank, range(world.size)
         if self.apart:
             sent = send_own(own, world, keepers(world))
+            self.is_writer = sent is not None
             if sent is None:
                 self._count_stall(begin)
                 return
@@ -309,12 +312,16 @@ class Store:
         if self.apart:
             bring_newest(self.folder, self._world, self._disk)
 
-    def everywhere(self, path: Path) -> None:
-        """See that all hosts have the leader's snapshot at `path` (`best`, say), where there is one. All call this."""
+    def everywhere(self, path: Path, step: int) -> None:
+        """See that all hosts have at `path` the best model, of `step`, where there is one. All call this."""
         self.wait()
         if self.apart:
             self._world.barrier()  # the leader's is whole
-            bring_best(path, self._world, self._disk)
+            bring_best(path, self._world, self._disk, step)
+
+    def leads_disk(self) -> bool:
+        """Whether this worker is the first of those that share its disk. Every worker calls this."""
+        return first_of_disk(self._world) if self.apart else self._world.is_leader
 
     def keeps_copy(self) -> bool:
         """Whether hosts have disks of their own, and this worker's is one that keeps everything. All call this."""

@@ -58,12 +58,12 @@ class Journal:
         self.led = False
         self._lock: run_lock.RunLock | None = None
         self.copies = False
-        """Whether this worker writes a copy of the leader's records, on a disk that others do not see."""
+        """Whether this worker writes a copy of the leader's records, on a disk that the leader does not see."""
 
     # The files, and who writes them.
 
     def lock(self) -> None:
-        """Take the lock of the run directory, for the leader. Where the disk takes none, that is said, and no more.
+        """Take the lock of the run directory on this worker's disk. Where it takes none, that is said, and no more.
 
         Raises:
             ConfigError: another run is going on in it.
@@ -76,11 +76,11 @@ class Journal:
             words = f"manyhosts: no lock can be kept in {run_dir} ({cause.strerror}): a second run there is not refused"
             sys.stderr.write(f"{words}\n")
 
-    def open_records(self) -> None:
-        """Record what was asked, and let the leader have its listeners."""
+    def open_records(self, step: int) -> None:
+        """Record what was asked, and let the leader have its listeners, where the run goes on after `step`."""
         hosts = gather_words(self.world, socket.gethostname())
         if self.keeping.store.apart:
-            restore_records(self.directory, self.world)
+            restore_records(self.directory, self.world, step)
         if self.world.is_leader:
             record = RunRecord(
                 script=str(self.script),
@@ -131,11 +131,13 @@ class Journal:
         return was_told
 
     def copy_records(self) -> None:
-        """Where hosts share no disk, have another host write down the steps, too, should the leader's be lost."""
+        """Where hosts share no disk, have each write down the steps, too, should the leader's be lost."""
         store = self.keeping.store
         if not store.apart:
             return
-        lacks = store.keeps_copy() and not self.led and not self.copies
+        lacks = store.leads_disk() and not self.led and not self.copies
+        if lacks and self._lock is None:
+            self.lock()  # this worker has come late
         if self.world.is_leader:
             self.news.flush()
         copy_records(self.directory, self.world, lacks=lacks)

@@ -145,8 +145,8 @@ class Keeping:
         return is_whole
 
     def lacks_best(self, state: RunState) -> bool:
-        """Whether the best model is not on this worker's disk, as far as it was found by a validation that counts."""
-        if state.best_step < 0:
+        """Whether the best model is not on this worker's disk, and should be."""
+        if state.best_step < 0 or not self.store.is_writer:
             return False
         try:
             return read(self.directory.best).facts.step != state.best_step

@@ -43,8 +43,8 @@ class LastSnapshot:
             return "each worker holds something of its own"
         if state.stream:
             return "each worker knows a part of how far the stream is read"
-        if self.keeping.store.apart:
-            return "each host has its own disk"
+        if self.keeping.store.apart and not (self.journal.led or self.journal.copies):
+            return "another worker writes the records on this disk"
         return ""
 
     def make(self) -> None:

@@ -116,26 +116,27 @@ class Run:
             self.keeping.check_watched(names)
         loop.stand()
         loop.began = time.perf_counter() - self.state.seconds
-        self.journal.open_records()
+        self.journal.open_records(self.state.step)
         if self.keeping.second is not None:
             self.keeping.second.catch_up()
         announce(self, loop)
 
     def _open_directory(self) -> None:
-        """Have the leader lock the run directory and make it. Where it cannot, every worker raises.
+        """Lock the run directory, on each disk that has one, and make it. Where that cannot be, every worker raises.
 
         Raises:
             ConfigError: another run is going on in it, or it is that of another script.
         """
         refused = {}
-        if self.world.is_leader:
+        if self.keeping.store.leads_disk():
             try:
                 self.journal.lock()
-                self.directory.open_for(self.script)
+                if self.world.is_leader:
+                    self.directory.open_for(self.script)
             except ConfigError as error:
                 refused = {"what": error.what, "where": error.where, "fix": error.fix}
-        told = json.loads(gather_words(self.world, json.dumps(refused))[0])
-        if told:
+        words = gather_words(self.world, json.dumps(refused))
+        if told := next(filter(None, map(json.loads, words)), None):
             raise ConfigError(told["what"], where=told["where"], fix=told["fix"])
         if self.journal.reporter is not None and self.world.is_leader:
             self.journal.reporter.send("directory", path=str(self.directory.path))

@@ -370,7 +370,7 @@ class Trainer:
         if self._run is None:
             return None
         best = self._run.directory.best
-        self._run.keeping.store.everywhere(best)
+        self._run.keeping.store.everywhere(best, self._run.state.best_step)
         return best if best.exists() else None
 
     def _evaluated(self, evaluation: Evaluation, which: str) -> dict[str, float]:

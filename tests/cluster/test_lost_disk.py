@@ -76,7 +76,7 @@ def test_hosts_without_a_launcher_save_on_their_own_disks_and_any_one_of_them_is
     try:
         wait_until(lambda: "step" in _text(run_dirs[2] / "metrics.jsonl"), "it trains", timeout_s=90)
         wait_until(lambda: '"step": 3,' in _text(run_dirs[0] / "metrics.jsonl"), "some steps are done", timeout_s=90)
-        process.kill()
+        hosts.desk.end(process)
         wait_until(lambda: not any(_workers(host) for host in hosts), "all have ended", timeout_s=90)
     finally:
         hosts.desk.end(process)

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from commands import alive_workers, finish, kill_all, start, steps_done, summary, wait_for_step
 from launching import agents, family
-from runs import CHANCY, events, samples_by_step, step_lines, trained
+from runs import CHANCY, events, restarts, samples_by_step, step_lines, trained
 
 from manyhosts.records.manifest import NAME, found_in
 
@@ -131,6 +131,28 @@ def test_worker_that_is_left_saves_its_step_and_the_next_start_goes_on_there(
     assert [line["step"] for line in step_lines(run_dir)] == list(range(1, STEPS + 1))
     assert [line["loss"] for line in step_lines(run_dir)] == [line["loss"] for line in step_lines(undisturbed)]
     assert samples_by_step(run_dir) == samples_by_step(undisturbed)
+
+
+def test_worker_that_is_left_saves_before_each_restart_and_when_those_are_used_up(
+    tmp_path: Path, undisturbed: Path
+) -> None:
+    run_dir, script = tmp_path / "run", Path(__file__).with_name("failing_script.py")
+    process = start(3, run_dir, WHOLE, ["--restarts", "1", "--env", "FAILS=1"], script=script)
+    output = finish(process)
+    assert process.returncode == 1, output
+    assert "starting all workers again (restart 1 of 1)" in output
+    *_, before, last = [line["step"] for line in events(run_dir, "snapshot")]
+    assert 0 < before < last < STEPS
+    assert f"goes on after step {before}" in output
+    assert saved(run_dir) == [last, before]
+    again = start(2, run_dir, WHOLE, [], script=script)
+    output = finish(again)
+    assert again.returncode == 0, output
+    assert f"goes on after step {last}" in output
+    assert summary(run_dir)["weights_sha256"] == summary(undisturbed)["weights_sha256"]
+    assert [line["loss"] for line in step_lines(run_dir)] == [line["loss"] for line in step_lines(undisturbed)]
+    assert samples_by_step(run_dir) == samples_by_step(undisturbed)
+    assert sum(line["steps_redone"] for line in restarts(run_dir)) == 0
 
 
 @pytest.fixture(scope="module")

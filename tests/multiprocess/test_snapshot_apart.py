@@ -131,10 +131,17 @@ def train(rank: int, folder: Path, steps: int, snapshots: mh.Snapshots | None = 
 RECIPE = Recipe(samples=150, batch=16, dropout=0.3, trainer={"snapshots": mh.Snapshots(every="5 steps")})
 
 
-def test_run_whose_leader_lost_its_disk_goes_on_with_its_records(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_empty", [True, False], ids=["empty", "behind"])
+def test_run_whose_leader_has_another_disk_goes_on_with_its_records(is_empty: bool, tmp_path: Path) -> None:
     whole = run_ranks(2, train, tmp_path / "whole", 24)
+    disk = tmp_path / "lost" / "disk0"
+    if not is_empty:
+        run_ranks(2, train, tmp_path / "lost", 6)
+        shutil.copytree(disk, tmp_path / "before")
     run_ranks(2, train, tmp_path / "lost", 12)
-    shutil.rmtree(tmp_path / "lost" / "disk0")
+    shutil.rmtree(disk)
+    if not is_empty:
+        shutil.copytree(tmp_path / "before", disk)  # it was away while the others went on
     lost = run_ranks(2, train, tmp_path / "lost", 24)
     assert lost == whole
     assert lost[0][1] == lost[1][1], "both test the best model, which the leader has found"

@@ -2,7 +2,8 @@
 
 Where the states of the parts can be put together (sums, largest, smallest, lists) that is done, in the order of the
 parts. Other metrics keep what no rule can put together: a running mean of unequal parts, what a wrapper notes beside
-its states. They are fed once more, on every worker, with the outputs of all parts in order (`fed_again`).
+its states. They are fed once more, on every worker, with the outputs of all parts in order (`fed_again`). So are those
+whose first update changes an attribute that is no state: nobody else could know of it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ import json
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from copy import deepcopy
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +29,8 @@ from manyhosts.snapshot.skeleton import put_together, take_apart
 if TYPE_CHECKING:  # it takes a second to load, so whoever has no metrics does without it
     from torchmetrics import Metric, MetricCollection
 
+_PLAIN = (bool, int, float, complex, str, Tensor, list, tuple, dict, set)
+
 
 class Metrics:
     """The metrics of one evaluation. For each: `begin`; for each part `begin_part`, `update`…, `end_part`; `values`."""
@@ -36,12 +42,16 @@ class Metrics:
         self.again = {name: metric for name, metric in self.all.items() if fed_again(metric)}
         """Those that see the outputs of all parts in one go."""
         self.merged = {name: metric for name, metric in self.all.items() if name not in self.again}
-        self.holders = [holder for metric in self.merged.values() for holder in _holders(metric)]
         self.begin()
 
     def begin(self) -> None:
         """Forget the last evaluation."""
-        self.states: list[dict[str, list[Any]]] = [{name: [] for name in holder._defaults} for holder in self.holders]
+        self.states: dict[str, list[dict[str, list[Any]]]] = {
+            name: [{state: [] for state in holder._defaults} for holder in _holders(metric)]
+            for name, metric in self.merged.items()
+        }
+        self.is_fed = False
+        """Whether this worker has had a forward pass."""
         self.outputs: list[tuple[int, Any, Any]] = []
         for metric in self.again.values():
             metric.reset()
@@ -53,8 +63,13 @@ class Metrics:
 
     def update(self, first: int, outputs: Any, targets: Any) -> None:
         """Take what the model made of one forward pass, whose first sample has the number `first`."""
-        for metric in self.merged.values():
+        for name, metric in list(self.merged.items()):
+            before = None if self.is_fed else attributes(metric)
             metric.update(outputs, targets)
+            if before is not None and put_back(metric, before):
+                metric.reset()
+                self.again[name] = self.merged.pop(name)
+        self.is_fed = True
         if self.again and self.world.size == 1:
             self._update_again(first, outputs, targets)
         elif self.again:
@@ -68,7 +83,10 @@ class Metrics:
 
     def end_part(self) -> None:
         """Keep what one part found."""
-        for holder, states in zip(self.holders, self.states, strict=True):
+        pairs = [
+            pair for key, metric in self.merged.items() for pair in zip(_holders(metric), self.states[key], strict=True)
+        ]
+        for holder, states in pairs:
             for name, kept in states.items():
                 state = getattr(holder, name)
                 if isinstance(state, list):
@@ -91,12 +109,15 @@ class Metrics:
         """Every metric over all parts, equal on all workers. All of them call this."""
         if not self.all:
             return {}
-        found = gathered(self.world, {"states": self.states, "outputs": self.outputs}, list(self.all))
-        for number, (holder, states) in enumerate(zip(self.holders, self.states, strict=True)):
-            for name in states:
-                _restore(holder, name, [state for each in found for state in each["states"][number][name]])
-            holder._update_count = 1
-            holder._computed = None
+        own = {"states": self.states, "outputs": self.outputs, "again": sorted(self.again), "is_fed": self.is_fed}
+        found = gathered(self.world, own, list(self.all))
+        self._agree([each["again"] for each in found if each["is_fed"]])
+        for key, metric in self.merged.items():
+            for number, holder in enumerate(_holders(metric)):
+                for name in holder._defaults:
+                    _restore(holder, name, [state for each in found for state in each["states"][key][number][name]])
+                holder._update_count = 1
+                holder._computed = None
         for each in found:
             for first, outputs, targets in each["outputs"]:
                 self._update_again(first, outputs, targets)
@@ -105,6 +126,69 @@ class Metrics:
             values |= scalars(name, metric.compute())
         self.begin()
         return values
+
+    def _agree(self, again: Sequence[Sequence[str]]) -> None:
+        """Feed those again that any worker has found to keep something in an attribute of theirs.
+
+        Raises:
+            ConfigError: on all workers alike: not every worker that had samples has found that.
+        """
+        for name in sorted({name for names in again for name in names} - self.again.keys()):
+            if self.is_fed or any(name not in names for names in again):
+                break
+            self.again[name] = self.merged.pop(name)
+        differing = {name for names in again for name in names if any(name not in others for others in again)}
+        if differing:
+            raise ConfigError(
+                f"the metric {min(differing)!r} keeps something in an attribute that is no state, on some workers",
+                where="mh.Trainer(metrics=…)",
+                fix="keep all that its update changes in states: self.add_state(name, default, dist_reduce_fx=…)",
+            )
+
+
+def attributes(metric: Metric) -> list[dict[str, Any]]:
+    """What `metric`, and each inside it, keeps in plain attributes that are no states; copies."""
+    found = []
+    for holder in _holders(metric):
+        kept = {}
+        for name, value in vars(holder).items():
+            is_own = name not in _bare() and name not in holder._defaults
+            if is_own and (value is None or isinstance(value, _PLAIN)):
+                with suppress(Exception):  # what cannot be copied is not looked at
+                    kept[name] = deepcopy(value)
+        found.append(kept)
+    return found
+
+
+def put_back(metric: Metric, before: Sequence[Mapping[str, Any]]) -> bool:
+    """Have `metric` keep what `attributes` found before an update. Whether the update has changed any of it."""
+    is_changed = False
+    for holder, kept in zip(_holders(metric), before, strict=True):
+        for name, value in kept.items():
+            if not _same(getattr(holder, name, None), value):
+                setattr(holder, name, value)
+                is_changed = True
+    return is_changed
+
+
+def _same(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    return bool(one == other)
+
+
+@cache
+def _bare() -> frozenset[str]:
+    """What every metric has for itself."""
+    from torchmetrics import SumMetric
+
+    return frozenset(vars(SumMetric()))
 
 
 def gathered(world: World, own: Mapping[str, Any], metrics: Sequence[str]) -> list[dict[str, Any]]:

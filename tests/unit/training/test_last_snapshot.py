@@ -101,6 +101,10 @@ def put(path: str, value: Any) -> Callable[[LastSnapshot], None]:
     return change
 
 
+def be_beside_the_one_that_records(last: LastSnapshot) -> None:
+    last.keeping.store.apart, last.journal.led = True, False
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -111,7 +115,7 @@ def put(path: str, value: Any) -> Callable[[LastSnapshot], None]:
         (put("loop.trusted", 2), "whether it computed rightly"),
         (put("keeping.parts.strategy", SimpleNamespace(state_dict=lambda: {"kept": 1})), "something of its own"),
         (put("loop.state.stream", {"read": [3]}), "how far the stream is read"),
-        (put("keeping.store.apart", True), "each host has its own disk"),
+        (be_beside_the_one_that_records, "another worker writes the records on this disk"),
     ],
     ids=["no step", "update", "best", "audit", "doubt", "compression", "stream", "disks"],
 )

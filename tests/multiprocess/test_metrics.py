@@ -78,6 +78,36 @@ class Last(Metric):
         return {"last": self.last, "smooth": self.smooth, "mean": self.mean, "own": self.own, "rows": rows}
 
 
+class Beside(Metric):
+    """Keeps something in attributes that are no states, which torchmetrics alone never brings together."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("right", default=torch.zeros(()), dist_reduce_fx="sum")
+        self.name = "beside"
+        self._forget()
+
+    def _forget(self) -> None:
+        self.samples, self.peaks, self.by_target = 0, [0.0], dict[int, torch.Tensor]()
+
+    def reset(self) -> None:
+        super().reset()
+        self._forget()
+
+    def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
+        self.right = self.right + targets.sum()
+        self.samples += len(targets)
+        self.peaks.append(float(outputs.max()))
+        for target in targets.tolist():
+            self.by_target[target] = self.by_target.get(target, torch.zeros(())) + outputs.mean()
+
+    def compute(self) -> dict[str, torch.Tensor]:
+        peak = torch.tensor(sum(self.peaks) / len(self.peaks))
+        return {"share": self.right / self.samples, "peak": peak, "ones": self.by_target[1]}
+
+
 class Rows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(3)
@@ -136,6 +166,7 @@ def metrics() -> dict[str, Metric | MetricCollection]:
     return {
         "boxes": Boxes(),
         "last": Last(),
+        "beside": Beside(),
         "auroc": On(BinaryAUROC(), first_column),
         "confusion": On(BinaryConfusionMatrix(), first_column),
         "mean": On(MeanMetric(), column),

@@ -89,8 +89,8 @@ def test_hosts_without_a_launcher_save_on_their_own_disks_and_any_one_of_them_is
     assert second.code == 0, second.err
     assert f"goes on after step {max(saved[1:])}" in second.out
     assert summary(tmp_path / "many")["weights_sha256"] == undisturbed(tmp_path, 100)["weights_sha256"]
-    for run_dir in run_dirs:
-        assert [line["step"] for line in step_lines(run_dir)] == list(range(1, 101))
+    for host in hosts:
+        assert [line["step"] for line in step_lines(host.path(tmp_path / "many"))] == list(range(1, 101))
 
 
 def _text(path: Path) -> str:

@@ -3,8 +3,8 @@
 The loss of one piece is compared with the mean of the losses of two parts of it, by each rule that it could follow.
 What the script has written is in training mode there, and PyTorch's own layers in evaluation mode, for dropout and
 BatchNorm are seen to elsewhere. A copy of the modules is looked at, so that nothing which they count or keep is changed
-(a user's step, which nobody can copy, is told that it is in evaluation); what torch draws is one value for all samples
-(`set_draws`). Whatever cannot be looked at so is looked at in evaluation mode, in the model itself; buffers and random
+(a user's step, which nobody can copy, is told that it is in evaluation, unless it is plain: see `plain_step`); what
+torch draws is one value for all samples (`set_draws`). Whatever cannot be looked at so is looked at in evaluation mode, in the model itself; buffers and random
 generators are given back. What still cannot (a model that draws by NumPy, or chooses samples at random) is passed over.
 """
 
@@ -31,6 +31,7 @@ from manyhosts.errors import ConfigError
 from manyhosts.training.compute import ForwardPass
 from manyhosts.training.evaluate import in_evaluation
 from manyhosts.training.means import Rule, has_ignored, rules_for
+from manyhosts.training.plain_step import is_plain
 from manyhosts.training.set_draws import SetDraws
 from manyhosts.training.trained import model_of
 
@@ -175,7 +176,8 @@ class Look:
     def _copied(self, module: nn.Module) -> Iterator[nn.Module]:
         """A copy whose modules are in training mode where the script has written them. It shares what is trained.
 
-        A user's step sees a model in evaluation mode: what it counts in training it is not to count here.
+        A user's step sees a model in evaluation mode, where it may do more in training than compute: what it counts
+        there it is not to count here.
         """
         if sum(each.numel() for each in module.parameters() if not each.requires_grad) > _MOST_COPIED:
             raise ValueError("too much would be copied")
@@ -183,7 +185,8 @@ class Look:
         prepare(copied)  # copies are of PyTorch's own classes
         for each in copied.modules():
             each.training = any(each.children()) or not type(each).__module__.startswith("torch.")
-        model_of(copied).training = self.forward.step is None
+        step, model = self.forward.step, model_of(copied)
+        model.training = step is None or is_plain(step, model)
         with acting(_AsEvaluated()), _in_evaluation(module, within=copied):
             yield copied
 

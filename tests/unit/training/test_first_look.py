@@ -69,6 +69,34 @@ def test_in_one_piece_it_is_that_of_pytorch_and_a_note_says_where_it_would_not_b
         trainer(tmp_path, loss=contrastive, **CUT).fit("3 steps")
 
 
+def centred(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    images, labels = batch
+    if model.training:
+        images = images - images.mean(0)
+    return {"loss": functional.cross_entropy(model(images), labels)}
+
+
+seen: list[float] = []
+
+
+def counted(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    loss = functional.cross_entropy(model(batch[0]), batch[1])
+    if model.training:
+        seen.append(loss.item())
+    return {"loss": loss}
+
+
+def test_step_that_mixes_samples_in_training_mode_is_refused_and_one_that_counts_there_is_not_tried(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ConfigError, match="the loss is no mean over the samples"):
+        trainer(tmp_path / "mixes", step=centred, **CUT).fit("2 steps")
+    trainer(tmp_path / "whole", step=centred).fit("2 steps")
+    assert any("no mean over the samples" in note for note in notes(tmp_path / "whole"))
+    trainer(tmp_path / "counts", step=counted).fit("2 steps")
+    assert len(seen) == 2
+
+
 def test_who_knows_better_says_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer(tmp_path / "said", loss=contrastive, weight="samples", **CUT).fit("2 steps")
     assert not notes(tmp_path / "said")

@@ -4,8 +4,9 @@ The loss of one piece is compared with the mean of the losses of two parts of it
 What the script has written is in training mode there, and PyTorch's own layers in evaluation mode, for dropout and
 BatchNorm are seen to elsewhere. A copy of the modules is looked at, so that nothing which they count or keep is changed
 (a user's step, which nobody can copy, is told that it is in evaluation, unless it is plain: see `plain_step`); what
-torch draws is one value for all samples (`set_draws`). Whatever cannot be looked at so is looked at in evaluation mode, in the model itself; buffers and random
-generators are given back. What still cannot (a model that draws by NumPy, or chooses samples at random) is passed over.
+torch draws is one value for all samples (`set_draws`). Whatever cannot be looked at so is looked at in evaluation mode,
+in the model itself; buffers and random generators are given back. What still cannot (a model that draws by NumPy, or
+chooses samples at random) is passed over.
 """
 
 from __future__ import annotations

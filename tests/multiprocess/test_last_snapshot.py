@@ -133,6 +133,7 @@ def test_worker_that_is_left_saves_its_step_and_the_next_start_goes_on_there(
     assert samples_by_step(run_dir) == samples_by_step(undisturbed)
 
 
+@pytest.mark.slow
 def test_worker_that_is_left_saves_before_each_restart_and_when_those_are_used_up(
     tmp_path: Path, undisturbed: Path
 ) -> None:

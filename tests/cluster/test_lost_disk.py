@@ -69,9 +69,8 @@ def test_hosts_without_a_launcher_save_on_their_own_disks_and_any_one_of_them_is
 ) -> None:
     hosts = make_lab(3)
     options = ["--hosts", ",".join(hosts.names), "--run-dir", "many", "--set", "snapshots.every=1000 steps"]
-    process = start(
-        hosts, tmp_path, SOURCE, "--env", "DURATION=100 steps", "--env", "SLOW=0.1", "--head-timeout", "2", *options
-    )
+    options += ["--env", "DURATION=40 steps", "--env", "SLOW=0.05", "--head-timeout", "2"]
+    process = start(hosts, tmp_path, SOURCE, *options)
     run_dirs = [host.path(tmp_path / "many") for host in hosts]
     try:
         wait_until(lambda: "step" in _text(run_dirs[2] / "metrics.jsonl"), "it trains", timeout_s=90)
@@ -82,15 +81,15 @@ def test_hosts_without_a_launcher_save_on_their_own_disks_and_any_one_of_them_is
         hosts.desk.end(process)
         process.communicate()
     saved = [max((found.step for found in found_in(run_dir / "snapshots")), default=0) for run_dir in run_dirs]
-    assert 3 <= min(saved) <= max(saved) < 100, saved
+    assert 3 <= min(saved) <= max(saved) < 40, saved
     hosts[0].kill()
     hosts[0].boot()
-    second = run(hosts, tmp_path, SOURCE, "--env", "DURATION=100 steps", *options)
+    second = run(hosts, tmp_path, SOURCE, *options)
     assert second.code == 0, second.err
     assert f"goes on after step {max(saved[1:])}" in second.out
-    assert summary(tmp_path / "many")["weights_sha256"] == undisturbed(tmp_path, 100)["weights_sha256"]
+    assert summary(tmp_path / "many")["weights_sha256"] == undisturbed(tmp_path, 40)["weights_sha256"]
     for host in hosts:
-        assert [line["step"] for line in step_lines(host.path(tmp_path / "many"))] == list(range(1, 101))
+        assert [line["step"] for line in step_lines(host.path(tmp_path / "many"))] == list(range(1, 41))
 
 
 def _text(path: Path) -> str:

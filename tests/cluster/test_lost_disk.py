@@ -64,6 +64,7 @@ def test_leader_whose_host_is_lost_while_training_is_followed_by_one_that_has_th
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.slow
 def test_hosts_without_a_launcher_save_on_their_own_disks_and_any_one_of_them_is_enough(
     make_lab: Callable[..., Lab], tmp_path: Path
 ) -> None:

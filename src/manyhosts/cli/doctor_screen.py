@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 from manyhosts.cluster.findings import LEVELS, Finding
-from manyhosts.doctor import network
+from manyhosts.doctor import fast_links, network
 from manyhosts.doctor.examination import Examination
 from manyhosts.units import bytes_in_words, seconds_in_words
 
@@ -49,7 +49,7 @@ def print_examination(found: Examination, stream: TextIO) -> None:
 def _hosts(hosts: Sequence[Facts]) -> list[str]:
     if not hosts:
         return []
-    heads = ("host", "python", "torch", "cores", "memory free", "disk free", "GPUs", "clock", "speed")
+    heads = ("host", "python", "torch", "cores", "memory free", "disk free", "GPUs", "fast links", "clock", "speed")
     return _table(heads, [_host_row(host) for host in hosts])
 
 
@@ -66,6 +66,7 @@ def _host_row(host: Facts) -> list[str]:
         bytes_in_words(memory["available"]) if memory else "",
         bytes_in_words(disk["free"]) if disk else "",
         _gpus(host.get("graphics", {})),
+        fast_links.of_host(host),
         _offset(clock) if clock else "",
         _speed(speed) if speed else "",
     ]

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from manyhosts import __version__
 from manyhosts.cluster.findings import Finding, exit_code, worst_first
+from manyhosts.cluster.rounds import rounds
 from manyhosts.doctor import closed, exercise, hosts, network
 from manyhosts.doctor.reception import Reached, unreachable
 from manyhosts.errors import LaunchError
@@ -28,7 +29,7 @@ _SECONDS_OF_ALL_WAYS = 20.0
 _LEAST_SECONDS_OF_A_WAY = 0.08
 _MORE_ROUNDS_OF_A_WAY = 2
 _SPEED_S = 0.25
-_SPEED_ROUNDS = 3
+_SPEED_ROUNDS = 2
 _MORE_SPEED_ROUNDS = 4
 _TORCH_S = 90.0
 _MEETING_S = 20.0
@@ -93,6 +94,8 @@ def examine(
     if reached:
         found.look()
         found.begin_exercise()
+        found.compare()
+        found.await_exercise()
         found.try_ways()
         found.compute()
         found.meet()
@@ -122,7 +125,7 @@ class _Rounds:
         self._request, self._tell = request, tell
 
     def look(self) -> None:
-        """What each host is alone: its condition, clock, data; and whether all see one run directory."""
+        """What each host is alone."""
         self._tell(f"looking at {len(self.there)} host{'s' if len(self.there) > 1 else ''}")
         request = self._request
         for name, seen in self._of_all("look", run_dir=request.run_dir, script=request.script).items():
@@ -130,6 +133,10 @@ class _Rounds:
             for interface in self.facts[name]["interfaces"]:
                 interface["mtu"] = seen["mtu"].get(interface["name"])
             del self.facts[name]["mtu"]
+
+    def compare(self) -> None:
+        """What hosts have alike: the time, data, and the run directory. They load torch meanwhile."""
+        request = self._request
         for name, clock in self._each(_clock).items():
             self.facts[name]["clock"] = clock
         if request.data:
@@ -153,21 +160,26 @@ class _Rounds:
             self.facts[name]["run_dir"] = {"path": folder, "trouble": trouble, "shared": sees}
 
     def begin_exercise(self) -> None:
-        """Start the process that has torch, on hosts that have it. It is waited for: loading would disturb the rest."""
+        """Start the process that has torch, on hosts that have it."""
         self._find_ways()
-        having = [each for each in self.there if self.facts[each.name]["torch"]]
-        self._tell("starting torch on every host")
         source = inspect.getsource(exercise)
 
         def begin(each: Reached) -> Any:
             interface = self.facts[each.name]["interface"]
             own = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} if interface else {}
-            return each.asked.ask(
-                "begin exercise", program=source, environment=own, allowed_s=_TORCH_S, timeout_s=_TORCH_S + 5
-            )
+            return each.asked.ask("begin exercise", program=source, environment=own)
 
-        for name, said in self._each(begin, having).items():
+        self._each(begin, self._with_torch())
+
+    def await_exercise(self) -> None:
+        """Wait until torch is loaded: it would disturb what is measured from now on."""
+        self._tell("starting torch on every host")
+        wish = {"allowed_s": _TORCH_S, "timeout_s": _TORCH_S + 5}
+        for name, said in self._each(lambda each: each.asked.ask("await exercise", **wish), self._with_torch()).items():
             self.facts[name]["exercise"] = said
+
+    def _with_torch(self) -> list[Reached]:
+        return [each for each in self.there if self.facts[each.name]["torch"]]
 
     def _find_ways(self) -> None:
         """The address of every host that its routes to the first one lead through; for that one, to the second."""
@@ -184,7 +196,7 @@ class _Rounds:
             facts["interface"], facts["mtu"] = chosen.get("name", ""), chosen.get("mtu")
 
     def try_ways(self) -> None:
-        """Every pair in both directions: first whether it opens, all at once; then how fast it is, one by one."""
+        """Every pair in both directions: first whether it opens, all at once; then how fast it is, in rounds."""
         if len(self.there) < 2:
             return
         self._tell("trying the ways between the hosts")
@@ -240,8 +252,11 @@ class _Rounds:
                 said["bandwidth"] = max(said["bandwidth"], pair["bandwidth"])
             pair.update(said)
 
-        for pair in open_ways:
-            measure(pair)
+        number = {each.name: place for place, each in enumerate(self.there)}
+        by_hosts = {(number[pair["from"]], number[pair["to"]]): pair for pair in open_ways if pair["to"] in number}
+        for places in rounds(len(number)):
+            for now in (places, [(other, one) for one, other in places]):  # nobody sends or takes twice at a time
+                self._at_once(measure, [by_hosts[way] for way in now if way in by_hosts])
         for _ in range(_MORE_ROUNDS_OF_A_WAY):  # a neighbour's noise goes by, a slow cable stays slow
             for pair in network.suspects([self.facts[each.name] for each in self.there], self.pairs):
                 measure(pair)
@@ -331,6 +346,12 @@ class _Rounds:
             else:
                 found[each.name] = answer
         return found
+
+    @staticmethod
+    def _at_once(act: Callable[[Facts], None], each: Sequence[Facts]) -> None:
+        if each:
+            with ThreadPoolExecutor(len(each)) as pool:
+                list(pool.map(act, each))
 
     def _ask(self, each: Reached, question: str, **details: Any) -> Any:
         return self._each(lambda one: one.asked.ask(question, **details), [each]).get(each.name)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from manyhosts.cluster.findings import Finding, Level
+from manyhosts.doctor import fast_links
 from manyhosts.launchers.head import fitness
 from manyhosts.launchers.ssh import agreement as ssh_agreement
 from manyhosts.units import bytes_in_words
@@ -40,7 +41,7 @@ def findings(
         found += fitness.findings(host["name"], told, offset_s=clock["offset_s"], unsure_s=clock["unsure_s"])
         found += [*_of_graphics(host), *_of_quota(host)]
     found += [finding for host in _one_of_each_machine(hosts) for finding in _of_load(host)]
-    found += _of_graphics_together(hosts)
+    found += [*_of_graphics_together(hosts), *fast_links.findings(hosts)]
     found += _of_run_dir(hosts, shares_disk=shares_disk)
     found += _of_script(hosts, shares_disk=shares_disk)
     for path in data:

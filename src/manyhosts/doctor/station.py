@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from manyhosts.doctor import graphics, likeness, wires
+from manyhosts.doctor import fabric, graphics, likeness, wires
 from manyhosts.launchers.host import condition
 from manyhosts.launchers.ssh import outpost as ssh_outpost
 
@@ -68,6 +68,7 @@ class Station:
             "see mark": _see_mark,
             "take mark": self._take_mark,
             "begin exercise": self._begin_exercise,
+            "await exercise": self._await_exercise,
             "exercise": self._do_exercise,
             "loop": _loop,
         }
@@ -97,9 +98,12 @@ class Station:
         for mark in self._marks:
             mark.remove(with_folders=with_folders)
 
-    def _begin_exercise(self, program: str, environment: dict[str, str], allowed_s: float) -> Any:
+    def _begin_exercise(self, program: str, environment: dict[str, str]) -> None:
         self._exercise = _Exercise(program, environment)
-        return self._exercise.hear(allowed_s)
+
+    def _await_exercise(self, allowed_s: float) -> Any:
+        """What the process says first: that it has loaded torch."""
+        return {"trouble": "torch was not started"} if self._exercise is None else self._exercise.hear(allowed_s)
 
     def _do_exercise(self, allowed_s: float, **asked: Any) -> Any:
         if self._exercise is None:
@@ -205,6 +209,7 @@ def _look(run_dir: str, script: str) -> dict[str, Any]:
     return {
         "condition": condition.gather(run_dir, _environment()),
         "graphics": graphics.look(),
+        "fabric": fabric.look(),
         "mtu": mtu,
         "machine": _machine(),
         "ports": _ports(),

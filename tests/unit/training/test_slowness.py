@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from manyhosts.communication.links import rounds
+from manyhosts.cluster.rounds import rounds
 from manyhosts.training import slowness
 from manyhosts.training.slowness import Change, Part, factors_of_links, factors_of_workers, sentence
 

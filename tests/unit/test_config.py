@@ -34,6 +34,7 @@ def settings(**changes: Any) -> Settings:
         ({"precision": "fp8"}, "precision"),
         ({"batch_norm": "everywhere"}, "batch_norm"),
         ({"backend": "smoke signals"}, "backend"),
+        ({"backend": "smddp"}, "backend"),
         ({"lr_scaling": "cubic", "batch_size": None, "batch_size_per_worker": 8}, "lr_scaling"),
         ({"lr_scaling": "sqrt"}, "lr_scaling"),
         ({"duration": "soon"}, "fit(…)"),

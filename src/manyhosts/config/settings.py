@@ -89,6 +89,12 @@ class Settings:
         _one_of("on_bad_step", self.on_bad_step, ("stop", "skip", "rewind"))
         _one_of("schedule_every", self.schedule_every, ("step", "epoch"))
         _one_of("weight", self.weight, ("samples", None))
+        if str(self.backend) == "smddp":
+            raise ConfigError(
+                "backend is 'smddp', Amazon's own collectives, over which a Trainer does not talk",
+                where="backend",
+                fix="leave backend out: NCCL uses EFA by itself where the image has its plugin (aws-ofi-nccl)",
+            )
         _one_of("backend", self.backend, ("gloo", "nccl", None))
         for key in ("lr", "clip_gradients"):
             value = getattr(self, key)

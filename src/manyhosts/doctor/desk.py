@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from manyhosts.cluster.findings import Finding
-from manyhosts.doctor import fabric, graphics, likeness, station, wires
+from manyhosts.doctor import channel, fabric, graphics, likeness, station, wires
 from manyhosts.doctor.reception import LATE_S, Reached, Reception, unreachable
 from manyhosts.errors import LaunchError, ManyhostsError
-from manyhosts.launchers import addresses
+from manyhosts.launchers import addresses, proof, tls
 from manyhosts.launchers.host import condition
 from manyhosts.launchers.job import Job, Plan
 from manyhosts.launchers.launcher import Launcher
@@ -30,7 +30,7 @@ from manyhosts.launchers.ssh.connection import Connection
 
 _JOIN_S = 90.0
 _RAY_HERE = Path("/tmp/ray/ray_current_cluster")  # noqa: S108  # where Ray itself looks for the cluster it is part of
-_SENT = (ssh_outpost, condition, fabric, graphics, likeness, wires, station)
+_SENT = (tls, proof, ssh_outpost, condition, channel, fabric, graphics, likeness, wires, station)
 """What a host is sent that has nothing but Python, in the order of their imports."""
 _PROGRAM = """\
 import sys, types

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
 import json
-import os
 import queue
 import socket
 import threading
@@ -17,13 +14,13 @@ from typing import Any, Protocol
 
 from manyhosts.cluster.findings import Finding
 from manyhosts.doctor import wires
+from manyhosts.doctor.channel import Channel, answer
 from manyhosts.errors import LaunchError, ManyhostsError
-from manyhosts.launchers import addresses
+from manyhosts.launchers import addresses, tls
 from manyhosts.launchers.ssh import outpost as ssh_outpost
 from manyhosts.records.json_text import parsed
 
 ANSWER_S = 30.0
-_LONGEST_LINE = 16 << 20
 _ADMISSION_S = 5.0
 """How long one that connects may take to show that it knows the token."""
 LATE_S = 25.0
@@ -63,8 +60,9 @@ def unreachable(error: ManyhostsError, host: str) -> Finding:
 class Connected:
     """A station that has opened a connection."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
+    def __init__(self, channel: Channel, address: str) -> None:
+        """`address`: where it has come from."""
+        self._channel, self._address = channel, address
         self._lines: queue.Queue[str] = queue.Queue()
         self._writing = threading.Lock()
         self._facts: dict[str, Any] = {}
@@ -75,7 +73,7 @@ class Connected:
         """What it said first, and the address it has come from."""
         if not self._facts:
             self._facts = self._next(ANSWER_S)
-        self._facts["address"] = self._facts.get("address") or self._socket.getpeername()[0]
+        self._facts["address"] = self._facts.get("address") or self._address
         return self._facts
 
     def ask(self, question: str, *, timeout_s: float = ANSWER_S, **details: Any) -> Any:
@@ -97,13 +95,11 @@ class Connected:
 
     def close(self) -> None:
         """Let go of it: it ends. Safe to call twice."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        self._channel.close()
 
     def _write(self, text: str) -> None:
         with self._writing, contextlib.suppress(OSError):  # its end is told where the answer is awaited
-            self._socket.sendall(text.encode())
+            self._channel.write(text)
 
     def _next(self, timeout_s: float) -> dict[str, Any]:
         try:
@@ -127,8 +123,8 @@ class Connected:
         )
 
     def _read(self) -> None:
-        with contextlib.suppress(OSError, ValueError), self._socket.makefile("r") as stream:
-            while line := stream.readline(_LONGEST_LINE):
+        with contextlib.suppress(OSError, ValueError):
+            for line in self._channel:
                 self._lines.put(line)
         self._lines.put("")
 
@@ -138,7 +134,7 @@ class Reception:
 
     def __init__(self, address: str, port: int, token: str) -> None:
         """Port 0 is any free one."""
-        self._token = token
+        self._token, self._identity = token, tls.Identity()
         self._over = threading.Event()
         self._came: list[Connected] = []
         self._listening = addresses.listen(address, port, backlog=64)
@@ -194,13 +190,11 @@ class Reception:
 
     def _admit(self, connection: socket.socket) -> None:
         """Let in who knows the token."""
-        challenge = os.urandom(wires.CHALLENGE_BYTES)
-        wanted = hmac.new(self._token.encode(), challenge, hashlib.sha256).hexdigest().encode() + b"\n"
         with contextlib.suppress(OSError, ValueError):
             connection.settimeout(_ADMISSION_S)
-            connection.sendall(challenge)
-            if hmac.compare_digest(wires.receive(connection, len(wanted), _ADMISSION_S), wanted):
-                connection.settimeout(None)
-                self._came.append(Connected(connection))
+            address = connection.getpeername()[0]
+            channel = answer(connection, self._identity, self._token, _ADMISSION_S)
+            if channel is not None:
+                self._came.append(Connected(channel, address))
                 return
         connection.close()

@@ -2,7 +2,7 @@
 
 It runs with the standard library of Python 3.8 or newer alone, since it is also sent through ssh to hosts that have
 nothing else; there it speaks over the standard streams, as an outpost does. Where an engine starts it, as the worker of
-a job, it opens one connection to the doctor and shows there that it knows the examination's token:
+a job, it opens one encrypted connection to the doctor, and both show that they know the examination's token:
 
     python -m manyhosts.doctor.station
 
@@ -13,8 +13,6 @@ takes away what it made.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
 import json
 import os
 import queue
@@ -24,10 +22,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TextIO
 
-from manyhosts.doctor import fabric, graphics, likeness, wires
+from manyhosts.doctor import channel, fabric, graphics, likeness, wires
 from manyhosts.launchers.host import condition
 from manyhosts.launchers.ssh import outpost as ssh_outpost
 
@@ -36,6 +34,8 @@ DOCTOR, TOKEN = "MANYHOSTS_DOCTOR", "MANYHOSTS_DOCTOR_TOKEN"  # names of variabl
 
 _FIREWALLS = ("ufw", "firewall-cmd", "nft", "iptables")
 
+_PROOF_S = 30.0
+"""How long the doctor may take to prove itself."""
 SCRATCH = "manyhosts-doctor-"
 """How the folder begins that a job of the doctor has for a run directory."""
 
@@ -273,7 +273,7 @@ def _see_mark(folder: str, name: str) -> str:
     return ""
 
 
-def serve(coming: TextIO, going: TextIO) -> None:
+def serve(coming: Iterable[str], going: TextIO | channel.Channel) -> None:
     """Say hello on `going`, then answer what comes until nothing does."""
     station = Station()
     heard = [time.monotonic()]
@@ -299,7 +299,7 @@ def serve(coming: TextIO, going: TextIO) -> None:
         station.close()
 
 
-def _read(coming: TextIO, questions: queue.Queue[str], heard: list[float]) -> None:
+def _read(coming: Iterable[str], questions: queue.Queue[str], heard: list[float]) -> None:
     """Take what comes while an answer is worked at, so that signs of life are heard."""
     with contextlib.suppress(OSError, ValueError):
         for line in coming:
@@ -332,12 +332,13 @@ def main() -> None:
 
 
 def speak(connection: socket.socket, token: str) -> None:
-    """Show the doctor at the other end that this station knows the token, and answer until nobody asks any more."""
-    challenge = wires.receive(connection, wires.CHALLENGE_BYTES)
-    proof = hmac.new(token.encode(), challenge, hashlib.sha256).hexdigest()
-    connection.settimeout(None)
-    connection.sendall(proof.encode() + b"\n")
-    serve(connection.makefile("r"), connection.makefile("w"))
+    """Answer the doctor at the other end, which proves that it knows the token, until it asks no more.
+
+    Raises:
+        OSError: it does not know it.
+    """
+    doctor = channel.call(connection, token, _PROOF_S)
+    serve(doctor, doctor)
 
 
 if __name__ == "__main__":

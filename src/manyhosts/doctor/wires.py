@@ -1,7 +1,8 @@
 """Connections between two hosts, tried out: whether they open, how long a word takes, how much goes through.
 
-Runs on the hosts, with the standard library of Python 3.8 or newer alone. Who listens does so on one address, and only
-serves whoever can prove that it knows the examination's token, which itself is never sent.
+Runs on the hosts, with the standard library of Python 3.8 or newer alone. Who listens does so on one address. Both ends
+prove that they know the examination's token, which itself is never sent, and so does the answer with what was measured.
+Nothing else is worth reading: what is sent are zeros, and they are not encrypted, as that would be measured, too.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 CHALLENGE_BYTES = 16
 _PROOF_BYTES = 32
+_LONGEST_ANSWER = 1 << 12
 _CONNECT_S = 4.0
 _SILENCE_S = 5.0
 _WORDS = 20
@@ -98,15 +100,18 @@ class Listener:
             connection.settimeout(_SILENCE_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.sendall(challenge)
-            proof = receive(connection, _PROOF_BYTES, _STRANGER_LIMIT_S)
-            if not hmac.compare_digest(proof, _proof(self._token, challenge)):
+            said = receive(connection, CHALLENGE_BYTES + _PROOF_BYTES, _STRANGER_LIMIT_S)
+            both = challenge + said[:CHALLENGE_BYTES]
+            if not hmac.compare_digest(said[CHALLENGE_BYTES:], _proof(self._token, b"calls", both)):
                 return
             self._doorman.let_in(connection)
             connection.settimeout(_SILENCE_S)
+            connection.sendall(_proof(self._token, b"answers", both))
             if receive(connection, 1) == b"e":
                 while True:
                     connection.sendall(receive(connection, len(_WORD)))
-            _take_all(connection)
+            measured = _take_all(connection)
+            connection.sendall(measured + _proof(self._token, b"measured", both + measured).hex().encode() + b"\n")
 
 
 def try_out(address: str, port: int, token: str, seconds: float) -> dict[str, Any]:
@@ -117,28 +122,69 @@ def try_out(address: str, port: int, token: str, seconds: float) -> dict[str, An
     """
     stage = "connect"
     try:
-        with _opened(address, port, token, b"e") as connection:
+        with contextlib.closing(_Way(address, port)) as way:
             stage = "talk"
+            connection = way.begin(token, b"e")
             latency_s = min(_echo_s(connection) for _ in range(_WORDS))
             sizes = _packet_sizes(connection)
-        with _opened(address, port, token, b"s") as connection:
+        with contextlib.closing(_Way(address, port)) as way:
+            way.begin(token, b"s")
             stage = "send"
-            bandwidth = _send_for(connection, seconds)
+            bandwidth = way.send_for(seconds)
     except (OSError, ValueError) as error:
         return {"trouble": getattr(error, "strerror", None) or str(error) or type(error).__name__, "stage": stage}
     return {"latency_s": latency_s, "bandwidth": bandwidth, **sizes}
 
 
-def _opened(address: str, port: int, token: str, wish: bytes) -> socket.socket:
-    connection = socket.create_connection((address, port), timeout=_CONNECT_S)
-    try:
+class _Way:
+    """A connection to a listener, both of whose ends prove that they know the token."""
+
+    def __init__(self, address: str, port: int) -> None:
+        self._socket = socket.create_connection((address, port), timeout=_CONNECT_S)
+        self._token, self._both = "", b""
+
+    def begin(self, token: str, wish: bytes) -> socket.socket:
+        """Prove who is there, and say what is wished: e for an echo, s to send.
+
+        Raises:
+            OSError: nothing came in time.
+            ValueError: whoever listens there does not know the token.
+        """
+        connection = self._socket
         connection.settimeout(_SILENCE_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.sendall(_proof(token, receive(connection, CHALLENGE_BYTES)) + wish)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+        own = os.urandom(CHALLENGE_BYTES)
+        self._token, self._both = token, receive(connection, CHALLENGE_BYTES) + own
+        connection.sendall(own + _proof(token, b"calls", self._both) + wish)
+        if not hmac.compare_digest(receive(connection, _PROOF_BYTES), _proof(token, b"answers", self._both)):
+            raise ValueError("whoever listens there does not know the secret of this examination")
+        return connection
+
+    def send_for(self, seconds: float) -> float:
+        """Send as much as goes through in `seconds`. Returns what the other side says came in a second."""
+        connection = self._socket
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            connection.sendall(_CHUNK)
+        connection.shutdown(socket.SHUT_WR)
+        connection.settimeout(_SILENCE_S + seconds)
+        answer = bytearray()
+        while answer.count(b"\n") < 2:
+            came = connection.recv(4096)
+            if not came or len(answer) > _LONGEST_ANSWER:
+                raise ValueError("the other side ended in the middle")
+            answer += came
+        measured, shown = answer.split(b"\n")[:2]
+        measured += b"\n"
+        if not hmac.compare_digest(
+            bytes(shown), _proof(self._token, b"measured", self._both + measured).hex().encode()
+        ):
+            raise ValueError("what was measured was changed on the way")
+        return float(json.loads(measured)["bandwidth"])
+
+    def close(self) -> None:
+        """Let go of the other side."""
+        self._socket.close()
 
 
 def _echo_s(connection: socket.socket) -> float:
@@ -148,24 +194,8 @@ def _echo_s(connection: socket.socket) -> float:
     return time.perf_counter() - begin
 
 
-def _send_for(connection: socket.socket, seconds: float) -> float:
-    """Send as much as goes through in `seconds`. Returns what the other side says came in a second."""
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        connection.sendall(_CHUNK)
-    connection.shutdown(socket.SHUT_WR)
-    connection.settimeout(_SILENCE_S + seconds)
-    answer = bytearray()
-    while not answer.endswith(b"\n"):
-        came = connection.recv(4096)
-        if not came:
-            raise ValueError("the other side ended in the middle")
-        answer += came
-    return float(json.loads(answer)["bandwidth"])
-
-
-def _take_all(connection: socket.socket) -> None:
-    """Count what comes until the other side has said all, and tell it how fast it came.
+def _take_all(connection: socket.socket) -> bytes:
+    """Count what comes until the other side has said all. Returns a line that says how fast it came.
 
     The first half is not counted: switches and shapers let a burst pass, and TCP begins slowly.
     """
@@ -180,7 +210,7 @@ def _take_all(connection: socket.socket) -> None:
     end, after = arrivals[-1]
     if end <= begin:
         begin, before = arrivals[0]
-    connection.sendall(json.dumps({"bandwidth": (after - before) / max(end - begin, 1e-9)}).encode() + b"\n")
+    return json.dumps({"bandwidth": (after - before) / max(end - begin, 1e-9)}).encode() + b"\n"
 
 
 def _packet_sizes(connection: socket.socket) -> dict[str, Any]:
@@ -195,8 +225,8 @@ def _packet_sizes(connection: socket.socket) -> dict[str, Any]:
     return found
 
 
-def _proof(token: str, challenge: bytes) -> bytes:
-    return hmac.new(token.encode(), challenge, hashlib.sha256).digest()
+def _proof(token: str, side: bytes, said: bytes) -> bytes:
+    return hmac.new(token.encode(), side + b" " + said, hashlib.sha256).digest()
 
 
 def receive(connection: socket.socket, count: int, within_s: float = 0.0) -> bytes:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
 import json
 import os
 import socket
@@ -16,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from manyhosts.doctor import desk, graphics, likeness, reception, wires
+from manyhosts.doctor import channel, desk, graphics, likeness, reception, wires
+from manyhosts.launchers import tls
 from manyhosts.launchers.host import condition
 
 
@@ -60,9 +59,7 @@ def test_strangers_however_many_and_slow_keep_nobody_out(monkeypatch: pytest.Mon
             assert is_hung_up_on_in_spite_of_a_byte_now_and_then(stack.enter_context(socket.create_connection(place)))
         assert wires.try_out("127.0.0.1", listener.port, "secret", 0.05)["latency_s"] > 0
         with socket.create_connection((host, int(port)), timeout=20) as connection:
-            challenge = wires.receive(connection, wires.CHALLENGE_BYTES)
-            connection.sendall(hmac.new(b"secret", challenge, hashlib.sha256).hexdigest().encode() + b"\n")
-            connection.sendall(b"[" * 100_000 + b"\n")
+            channel.call(connection, "secret", 20).write("[" * 100_000 + "\n")
             assert desk_.greet(1, lambda hellos: ["h"] * len(hellos), patience_s=20) == [], "a hello is JSON"
     listener.close()
     desk_.close()
@@ -84,6 +81,86 @@ def test_secret_itself_is_never_sent() -> None:
         listening.join()
     assert len(heard[0]) > 16
     assert b"secret" not in heard[0]
+
+
+def test_fake_listener_is_found_out() -> None:
+    """One that plays back what the caller has said, as it knows nothing else."""
+
+    def play_back(server: socket.socket) -> None:
+        connection, _ = server.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.sendall(b"a challenge of 16"[:16])
+            said = wires.receive(connection, 16 + 32)
+            connection.sendall(said[16:])
+            connection.recv(1)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        listening = threading.Thread(target=play_back, args=(server,))
+        listening.start()
+        found = wires.try_out("127.0.0.1", server.getsockname()[1], "secret", 0.05)
+        listening.join()
+    assert "does not know the secret" in found["trouble"]
+
+
+def test_measurement_that_is_changed_on_the_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = wires._proof
+
+    def of_another_answer(token: str, side: bytes, said: bytes) -> bytes:
+        return right(
+            token,
+            side,
+            said.replace(b"bandwidth", b"bandwidtH", 1)
+            if threading.main_thread() is threading.current_thread()
+            else said,
+        )
+
+    listener = wires.Listener("127.0.0.1", "secret")
+    monkeypatch.setattr(wires, "_proof", of_another_answer)  # in the caller alone: as if other bytes had come
+    found = wires.try_out("127.0.0.1", listener.port, "secret", 0.05)
+    listener.close()
+    assert found == {"trouble": "what was measured was changed on the way", "stage": "send"}
+
+
+def test_fake_doctor_is_told_nothing_and_a_recorded_conversation_shows_nothing() -> None:
+    """A third one in between carries all bytes: it sees neither token nor questions, and with its own key no proof."""
+    desk_ = reception.Reception("127.0.0.1", 0, "the-secret-itself")
+    host, _, port = desk_.place.rpartition(":")
+    seen = bytearray()
+
+    def carry(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while came := source.recv(4096):
+                seen.extend(came)
+                target.sendall(came)
+
+    with (
+        socket.create_server(("127.0.0.1", 0)) as between,
+        socket.create_connection(between.getsockname()) as station_,
+        between.accept()[0] as inner,
+        socket.create_connection((host, int(port))) as outer,
+    ):
+        for pair in ((inner, outer), (outer, inner)):
+            threading.Thread(target=carry, args=pair, daemon=True).start()
+        spoken = channel.call(station_, "the-secret-itself", 20)
+        spoken.write(json.dumps({"group_rank": "0", "name": "known-to-us-alone"}) + "\n")
+        [reached] = desk_.greet(1, lambda hellos: [str(hello["name"]) for hello in hellos], patience_s=20)
+        assert reached.name == "known-to-us-alone"
+        assert b"secret" not in seen
+        assert b"known-to-us" not in seen
+    with socket.create_server(("127.0.0.1", 0)) as fake:
+        identity = tls.Identity()
+
+        def pretend() -> None:
+            connection, _ = fake.accept()
+            with connection, contextlib.suppress(OSError):
+                channel.answer(connection, identity, "a guess", 20)
+
+        pretending = threading.Thread(target=pretend)
+        pretending.start()
+        with socket.create_connection(fake.getsockname()) as connection, pytest.raises(OSError, match="does not know"):
+            channel.call(connection, "the-secret-itself", 20)
+        pretending.join()
+    desk_.close()
 
 
 def test_listener_is_on_one_address_only_and_gone_when_it_is_closed() -> None:

@@ -79,6 +79,8 @@ class Succession:
     """What the launcher must know of the hosts, where another process goes on."""
     left: Handover | None = None
     """What the head before has left, where this one takes its run over."""
+    gone: Sequence[int] = ()
+    """The nodes whose agents are known to have ended since then."""
 
 
 class Record:

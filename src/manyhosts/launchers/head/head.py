@@ -160,6 +160,8 @@ class Head:
         for node in self._agents.nodes:
             if node.channel is None and self._course.job.is_elastic:
                 self._agents.call_again(node)
+        for number in () if self._succession is None else self._succession.gone:
+            self._agents.give_up(self._agents.nodes[number], "its agent is gone")
         self._course.loop.after(CALLERS_S, self._see_who_has_called)
         if not self._course.running:
             self._begin_again()

@@ -220,18 +220,17 @@ class Cluster:
             "tunnels": {str(host.node): host.tunnel for host in self._hosts if host.tunnel},
         }
 
-    def somebody_waits(self, left: Handover) -> bool:
-        """Whether an agent may be there that waits for another head, as far as can be seen from here."""
-        if any(host.away is not None for host in self._hosts):
-            return True
+    def gone(self, left: Handover) -> list[int]:
+        """The nodes whose agents are known to be no more; what is not known from here is left out."""
 
-        def is_there(host: Host) -> bool:
+        def is_gone(host: Host) -> bool:
             process = left.state["agents"][host.node]["facts"].get("process")
             paths = [f"/proc/{process}", "/proc/1"]  # the second, for there are systems without such files
             there, known = (bool(host.connection.ask("exists", path=path)) for path in paths)
-            return there or not known
+            return known and not there
 
-        return any(_of_all(self._hosts, is_there))
+        here = self._here
+        return [host.node for host, gone in zip(here, _of_all(here, is_gone), strict=True) if gone]
 
     def go_on_from(self, left: Handover) -> None:
         """Go on with the hosts of another process, whose agents are there. Nothing is brought to those.

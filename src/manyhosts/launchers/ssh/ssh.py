@@ -70,14 +70,21 @@ def _take_over(cluster: Cluster, plan: Plan, display: Display, left: handover.Ha
     Raises:
         NobodyCame: no host has kept its workers.
     """
-    if not cluster.somebody_waits(left):
+    gone = cluster.gone(left)
+    if len(gone) == len(plan.hosts):
         raise handover.nobody(plan.job.run_dir)
     display.warn("manyhosts: the command that started this run is gone; this one takes it over")
     cluster.go_on_from(left)
-    return _run(cluster, plan, display, left)
+    return _run(cluster, plan, display, left, gone)
 
 
-def _run(cluster: Cluster, plan: Plan, display: Display, left: handover.Handover | None = None) -> int:
+def _run(
+    cluster: Cluster,
+    plan: Plan,
+    display: Display,
+    left: handover.Handover | None = None,
+    gone: Sequence[int] = (),
+) -> int:
     nobody_came = False
     try:
         return Head(
@@ -87,7 +94,7 @@ def _run(cluster: Cluster, plan: Plan, display: Display, left: handover.Handover
             display,
             address=cluster.head_address,
             ways_are_known=True,
-            succession=handover.Succession(job=plan.job, facts=cluster.facts, left=left),
+            succession=handover.Succession(job=plan.job, facts=cluster.facts, left=left, gone=gone),
         ).run()
     except handover.NobodyCame:
         nobody_came = True

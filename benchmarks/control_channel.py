@@ -7,8 +7,8 @@
 All of this happens to one run, which trains with dropout and BatchNorm on hosts with disks of their own. Its terminal
 is stopped by Ctrl-S; the cable of the machine that it was started from is cut; its command is killed, and typed again
 some seconds later; another host opens `--sockets` connections to the command's port at once, and sends it nonsense of
-every kind for `--fuzz` seconds, inside TLS and outside. Then its weights are compared with those of one process to which
-nothing happens, and its record is looked through: each step once. The answer is written to control_channel.md.
+every kind for `--fuzz` seconds, inside TLS and outside. Then its weights are compared with those of one process that is
+left in peace, and its record is looked through: each step once. The answer is written to control_channel.md.
 """
 
 from __future__ import annotations

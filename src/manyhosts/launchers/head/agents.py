@@ -106,7 +106,6 @@ class Agents:
         self._entrance: Any = None
         self._unheard: set[Channel] = set()
         """The connections of agents of this machine that have not said a word yet."""
-        self._inherits = inherits
         if inherits:
             self._listen()
         begin: Callable[[int], AgentProcess] = (lambda _: Elsewhere()) if inherits else self._begin
@@ -456,6 +455,7 @@ class Agents:
                 node.channel.flush(timeout_s=1)
             else:
                 node.agent.terminate()
+        until = time.monotonic() + _GOODBYE_LIMIT_S
         for node in self.nodes:
             try:
                 node.agent.wait(timeout=_GOODBYE_LIMIT_S)
@@ -463,7 +463,9 @@ class Agents:
                 node.agent.kill()
                 node.agent.wait()
             if node.channel is not None:
-                if self._inherits and isinstance(node.agent, Elsewhere):  # its connection is all that there is of it
-                    node.channel.wait_for_end(_GOODBYE_LIMIT_S)
+                if isinstance(node.agent, Elsewhere):
+                    # Its connection shows when it has gone. To close it while words of the agent are unread would have
+                    # the system take back what it was told last, and it would not know that all is over.
+                    node.channel.wait_for_end(until - time.monotonic())
                 node.channel.close()
         self._course.loop.close()

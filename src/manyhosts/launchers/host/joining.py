@@ -63,9 +63,9 @@ def join(wish: Wish) -> int:
         LaunchError: the head was not reached, is another one, or has no use for this host.
         ConfigError: this host has other files or versions than the run, or lacks the address that was given.
     """
-    connection = _connect(wish.place)
-    with connection:
+    with _connect(wish.place) as connection:
         offer = _ask(connection, wish)
+        address = wish.address or str(connection.getsockname()[0])
     if offer["refused"]:
         raise LaunchError(
             f"the head of {offer['run']} has no place for this host: {offer['refused']}",
@@ -74,8 +74,6 @@ def join(wish: Wish) -> int:
         )
     _see_versions(offer, wish.place)
     _see_files(offer, wish.folder)
-    connection = _connect(wish.place)
-    address = wish.address or str(connection.getsockname()[0])
     found = interfaces.with_address(ssh_outpost.interfaces(), address)
     if found is None:
         raise ConfigError(
@@ -85,7 +83,7 @@ def join(wish: Wish) -> int:
         )
     for variable, name in interfaces.variables(found).items():
         os.environ.setdefault(variable, name)
-    return _serve(connection, wish, offer, address)
+    return _serve(_connect(wish.place), wish, offer, address)
 
 
 def _serve(connection: socket.socket, wish: Wish, offer: Mapping[str, Any], address: str) -> int:

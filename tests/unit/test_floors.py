@@ -25,7 +25,7 @@ OTHER_FILES = [path for folder in ("tests", "examples", "benchmarks") for path i
 
 FLOORS = [  # from the ground up
     ["errors"],  # the ground's own ground: those beside it in the design raise them
-    ["events", "imports", "refusals", "units", "table"],
+    ["device", "events", "imports", "refusals", "units", "table"],
     ["config", "cluster", "records"],
     ["communication", "data", "launchers", "listeners", "analysis", "rehearsal"],
     ["strategies", "snapshot", "planner", "study", "lab"],

@@ -60,7 +60,7 @@ class _Normalise(torch.autograd.Function):
         values = _wide(x)
         own = x.numel() // channels
         variance, mean = torch.var_mean(values, dim=dims, correction=0)
-        row = torch.cat([mean, variance, mean.new_tensor([float(own)])])
+        row = torch.cat([mean, variance, mean.new_full((1,), own)])
         if batch.ghost:
             row.zero_()
         rows = batch.world.stack(row)

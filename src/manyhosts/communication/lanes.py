@@ -16,6 +16,7 @@ from queue import SimpleQueue
 import torch
 import torch.distributed as dist
 
+from manyhosts import device
 from manyhosts.communication.link import Link
 from manyhosts.communication.nodes import find_levels, make_link
 from manyhosts.communication.world import World
@@ -33,7 +34,8 @@ class Ticket:
         self.seconds = 0.0
         """That its job took, in a lane of a CPU."""
         self.error: BaseException | None = None
-        self.event: torch.cuda.Event | None = None
+        self.event: device.Event | None = None
+        self.device: torch.device | None = None
         self._done = threading.Event()
 
     def done(self, error: BaseException | None = None) -> None:
@@ -46,8 +48,8 @@ class Ticket:
         self._done.wait()
         if self.error is not None:
             raise self.error
-        if self.event is not None:
-            torch.cuda.current_stream().wait_event(self.event)
+        if self.event is not None and self.device is not None:
+            device.module(self.device).current_stream(self.device).wait_event(self.event)
 
 
 class Lanes:
@@ -59,7 +61,7 @@ class Lanes:
         self.links: list[Link] = []
         self._queues: list[SimpleQueue[tuple[Job, Ticket] | None]] = []
         self._threads: list[threading.Thread] = []
-        self._stream: torch.cuda.Stream | None = None
+        self._stream: device.Stream | None = None
         self._next = 0
         self._made_for: object = None
 
@@ -73,8 +75,8 @@ class Lanes:
         self.close()
         self._made_for = base
         levels = find_levels(world) if self.by_node else None
-        if world.device.type == "cuda":
-            self._stream = torch.cuda.Stream(world.device)
+        if device.is_asynchronous(world.device):
+            self._stream = device.module(world.device).Stream(world.device)
             self.links = [make_link(world, levels, groups_of_its_own=False)]
             return
         for _ in range(LANES_ON_CPU):
@@ -92,13 +94,13 @@ class Lanes:
         if self._stream is None:
             self._queues[lane].put((job, ticket))
             return ticket
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        module = device.module(self.world.device)
+        self._stream.wait_stream(module.current_stream(self.world.device))
+        with module.stream(self._stream):
             sent = self.links[lane].bytes_sent
             job(self.links[lane])
             ticket.bytes_sent = self.links[lane].bytes_sent - sent
-            ticket.event = torch.cuda.Event()
-            ticket.event.record()
+            ticket.device, ticket.event = self.world.device, self._stream.record_event()
         ticket.done()
         return ticket
 

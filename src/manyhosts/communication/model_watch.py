@@ -27,6 +27,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from manyhosts.communication.gathering import gather_words
 from manyhosts.communication.layout import bytes_of, without_repeats
 from manyhosts.communication.world import World
+from manyhosts.device import LateNumbers
 from manyhosts.errors import ConfigError
 
 _BITS = 20
@@ -192,10 +193,12 @@ class Agreement:
         self.frozen = [(name, each) for name, each in model.named_parameters() if not each.requires_grad]
         for _, parameter in self.frozen:
             parameter.grad = None  # one that is unfrozen later has none of before
+        self.late = LateNumbers(world.device)
 
     def all_is_new(self) -> None:
         """The workers have changed, and those that are new were given the others' buffers: compare all from now on."""
         self.watch = BufferWatch(self.model)
+        self.late = LateNumbers(self.world.device)
         for place in self.watch.places:
             place.take_checksum()
 
@@ -249,6 +252,14 @@ class Agreement:
                 own = zlib.crc32(f"{place.name}\0{place.checksum}".encode(), own)
         own >>= 32 - _BITS
         return [float(own), float(own * own)]
+
+    def read(self, sums: Sequence[float] | Tensor) -> list[float] | None:
+        """The sums that are to be checked now, those of an earlier step where a device does things later.
+
+        Whether a parameter is trained from this step on must be known in this step; so where some are frozen, the host
+        waits.
+        """
+        return torch.as_tensor(sums).tolist() if self.frozen else self.late.read(sums)
 
     def check(self, sums: Sequence[float]) -> None:
         """See that all are alike, by the sums of their `numbers`. Called by all workers.

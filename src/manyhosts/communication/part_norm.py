@@ -47,7 +47,7 @@ class PartStatistics:
         """One layer has seen `count` values per channel, of this mean and unbiased variance."""
         mean = mean.double()
         own = variance.double() * ((count - 1) / count) if count > 1 else torch.zeros_like(mean)
-        sums = torch.cat([mean.new_tensor([count]), mean * count, (own + mean.square()) * count])
+        sums = torch.cat([mean.new_full((1,), count), mean * count, (own + mean.square()) * count])
         self.seen[layer] = self.seen[layer] + sums if layer in self.seen else sums
 
     def take(self) -> list[Tensor]:

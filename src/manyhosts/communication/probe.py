@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from manyhosts import device
 from manyhosts.communication import volume
 from manyhosts.communication.world import World
 
@@ -65,13 +66,8 @@ def _timed(world: World, count: int) -> float:
     """Seconds that a sum of `count` numbers takes."""
     tensor = torch.zeros(count, device=world.device)
     world.barrier()
-    _there(world)
+    device.wait_for(world.device)
     begin = time.perf_counter()
     world.all_reduce(tensor)
-    _there(world)
+    device.wait_for(world.device)
     return time.perf_counter() - begin
-
-
-def _there(world: World) -> None:
-    if world.device.type == "cuda":
-        torch.cuda.synchronize(world.device)

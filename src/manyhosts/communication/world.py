@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from manyhosts import device
 from manyhosts.cluster.membership import Group, Membership
 from manyhosts.cluster.place import REHEARSING, Place
 from manyhosts.communication import sockets, volume
@@ -61,11 +62,11 @@ class World:
         """Whether this worker has not met the others yet: it acts as if it were alone."""
         self.membership = membership
         self.place = replace(place, rank=0, size=1) if self.apart else place
-        self.device = _device(place)
-        own = "nccl" if self.device.type == "cuda" else "gloo"
-        self.backend = own if backend is None or REHEARSING in os.environ else backend
+        is_rehearsal = REHEARSING in os.environ
+        self.device = torch.device("cpu") if is_rehearsal else device.of_worker(place.local_rank, rank=place.rank)
+        self.backend = device.backend_for(self.device) if backend is None or is_rehearsal else backend
         self.timeout_s = timeout_s
-        if self.backend == "nccl" and self.device.type != "cuda":
+        if self.backend == "nccl" and not device.is_asynchronous(self.device):
             raise ConfigError(
                 "backend is 'nccl', but this worker has no GPU",
                 where=f"rank {place.rank}",
@@ -75,7 +76,7 @@ class World:
         """Seconds this worker has waited in collectives, all in all; on a GPU see `take_waits`."""
         self.exchange_s = 0.0
         """Seconds from each exchange's begin to its end, whether they were waited for or not; CPUs only."""
-        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._waits: list[tuple[device.Event, device.Event]] = []
         self.bytes_sent = 0
         """Payload this worker has put on the wire, all in all, as `communication.volume` counts it."""
         self.notes: list[str] = []
@@ -211,8 +212,9 @@ class World:
         """Wait for what `start_all_reduce` began. On a GPU it is the stream that waits, not this thread."""
         if work is None:
             return
-        if self.device.type == "cuda":
-            before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        if device.is_asynchronous(self.device):
+            module = device.module(self.device)
+            before, after = module.Event(enable_timing=True), module.Event(enable_timing=True)
             before.record()
             work.wait()
             after.record()
@@ -250,7 +252,7 @@ class World:
             else:
                 return
 
-    def take_waits(self) -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
+    def take_waits(self) -> list[tuple[device.Event, device.Event]]:
         """The waits of this worker's GPU since the last call: what stands between two events is exposed time."""
         waits, self._waits = self._waits, []
         return waits
@@ -360,16 +362,3 @@ def _variables(place: Place, group: Group) -> dict[str, str]:
         "MASTER_PORT": place.head_port,
     }
     return {name: str(word) for name, word in words.items()}
-
-
-def _device(place: Place) -> torch.device:
-    if not torch.cuda.is_available() or REHEARSING in os.environ:
-        return torch.device("cpu")
-    if place.local_rank >= torch.cuda.device_count():
-        raise ConfigError(
-            f"worker {place.local_rank} of this host finds {torch.cuda.device_count()} GPUs",
-            where=f"rank {place.rank}",
-            fix="start at most one worker per GPU, or hide the GPUs with CUDA_VISIBLE_DEVICES=",
-        )
-    torch.cuda.set_device(place.local_rank)
-    return torch.device("cuda", place.local_rank)

@@ -17,6 +17,8 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from manyhosts import device
+
 SAMPLE, COMPUTE, MODEL, EVALUATION, COLLATE, UPDATE, AUDIT = range(7)
 """What a random number is for: the first part of its address, so that no two purposes share a stream."""
 
@@ -36,8 +38,8 @@ def seed_compute(*address: int) -> None:
     """Set the generators of torch (CPU and the current GPU), NumPy and Python to `address`."""
     seed = seed_at(*address)
     _seed_host(seed)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed(seed)
+    if (module := device.in_use()) is not None:
+        module.manual_seed(seed)
 
 
 def _seed_host(seed: int) -> None:
@@ -61,13 +63,14 @@ def kept() -> Iterator[None]:
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Give every generator that we set back as it was, that of the current GPU included."""
-    on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    module = device.in_use()
+    on_device = None if module is None else module.get_rng_state()
     try:
         with kept():
             yield
     finally:
-        if on_gpu is not None:
-            torch.cuda.set_rng_state(on_gpu)
+        if module is not None and on_device is not None:
+            module.set_rng_state(on_device)
 
 
 def states() -> tuple[torch.Tensor, tuple[str, np.ndarray, int, int, float], tuple[object, ...]]:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from manyhosts.device import Event, is_asynchronous, module
 from manyhosts.snapshot.tensors import bytes_of
 
 
@@ -32,7 +33,9 @@ class CopySpace:
         self._make_room(tensors)
         for name, tensor in tensors.items():
             if name not in self._space:
-                self._space[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                self._space[name] = torch.empty(
+                    tensor.shape, dtype=tensor.dtype, pin_memory=is_asynchronous(self._device)
+                )
         copies = {name: self._space[name] for name in tensors}
         return Copying(tensors, copies, {_memory(tensor) for tensor in unchanged}, self._device)
 
@@ -71,7 +74,7 @@ class Copying:
             if name not in self._later:
                 space[name].copy_(tensor, non_blocking=True)
         # On a GPU the copies above are only asked for, in this stream's order: the next forward pass comes after them.
-        self._asked = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        self._asked = module(device).current_stream(device).record_event() if is_asynchronous(device) else None
 
     def finish(self) -> None:
         """Copy the rest, wait for it, and set `done`. Called once, on a thread that training does not wait for."""
@@ -79,7 +82,7 @@ class Copying:
             if self._asked is None:
                 self._copy_on_cpu()
             else:
-                self._copy_from_gpu(self._asked)
+                self._copy_from_device(self._asked)
         finally:
             self._later = {}
             self.done.set()
@@ -92,11 +95,12 @@ class Copying:
             else:
                 self.copies[name].copy_(tensor)
 
-    def _copy_from_gpu(self, asked: torch.cuda.Event) -> None:
-        with torch.cuda.device(self._device):
-            beside = torch.cuda.Stream(self._device)
+    def _copy_from_device(self, asked: Event) -> None:
+        accelerator = module(self._device)
+        with accelerator.device(self._device):
+            beside = accelerator.Stream(self._device)
             beside.wait_event(asked)  # the update before this snapshot may still be under way on the training's stream
-            with torch.cuda.stream(beside):
+            with accelerator.stream(beside):
                 for name, tensor in self._later.items():
                     self.copies[name].copy_(tensor, non_blocking=True)
             beside.synchronize()

@@ -22,6 +22,8 @@ from manyhosts.errors import SnapshotError
 from manyhosts.snapshot.tensors import can_keep, dtype_name
 
 _KEPT = "None, bool, int, float, str, bytes, list, tuple, dict, tensors and numpy arrays"
+TENSOR_TYPES = {Tensor, nn.Parameter, nn.Buffer}
+"""Types of tensors that are what they hold, and nothing else."""
 
 
 @dataclass(slots=True)
@@ -119,7 +121,7 @@ def _is_plain_key(key: Any) -> bool:
 
 
 def _plain_tensor(tensor: Tensor, path: tuple[Any, ...]) -> Tensor:
-    if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
+    if type(tensor) not in TENSOR_TYPES:
         raise _refusal(f"a tensor of type {type(tensor).__qualname__}", path)
     if tensor.layout is not torch.strided or tensor.is_quantized:
         kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")

@@ -24,6 +24,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
+from manyhosts import device
 from manyhosts.cluster.membership import MEMBER
 from manyhosts.cluster.processor import processor
 from manyhosts.communication.gathering import gather_words
@@ -172,8 +173,8 @@ class Auditor:
     def _look_around(self) -> None:
         world, self.fresh = self.world, True
         name, make = processor()
-        if world.device.type == "cuda":
-            name = torch.cuda.get_device_name(world.device)
+        if device.is_asynchronous(world.device):
+            name = device.module(world.device).get_device_name(world.device)
             make = f"{name}, {torch.version.cuda}, {torch.backends.cudnn.version()}"
         capability = torch.backends.cpu.get_cpu_capability()
         own = {

@@ -6,9 +6,9 @@ import statistics
 import time
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 
+from manyhosts import device
 from manyhosts.communication.compression.choose import BY_LOSS, Choice, choose, cost_of
 from manyhosts.communication.nodes import find_levels
 from manyhosts.communication.probe import probe
@@ -46,8 +46,7 @@ class Stopwatch:
         self.times.append((now - self._began, now - self._backward))
 
     def _now(self) -> float:
-        if self.world.device.type == "cuda":
-            torch.cuda.synchronize(self.world.device)  # in these few steps only
+        device.wait_for(self.world.device)  # in these few steps only
         return time.perf_counter()
 
     def decide(self, config: DDP, parameters: Sequence[nn.Parameter], *, bucket_bytes: int) -> Choice:

@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from manyhosts import device
 from manyhosts.communication.gathering import gather_words
 from manyhosts.communication.tree import Node, Subtrees
 from manyhosts.communication.world import Work, World
@@ -180,6 +181,6 @@ def outcome(
     settle: Callable[[], Mapping[str, Tensor]],
 ) -> StepOutcome:
     """What was found, with the values settled where that is due; on a GPU the flag cannot be read without a wait."""
-    if world.device.type == "cuda":
+    if device.is_asynchronous(world.device):
         return StepOutcome(known, riders, Unsettled(flag, settle))
     return StepOutcome(settle() if flag.item() else known, riders)

@@ -193,9 +193,9 @@ class VirtualWorkers:
     def _check(self, told: Sequence[float] | Tensor) -> None:
         """Refuse, on all workers, a model whose forward pass changes what the next part would see."""
         assert self.agreement is not None, "place() comes before"
-        if not len(told):
+        if not len(told) or (numbers := self.agreement.read(told)) is None:
             return
-        changes, *sums = torch.as_tensor(told).tolist()
+        changes, *sums = numbers
         if changes:
             names = [name for name in gather_words(self.world, next(iter(self.changed), "")) if name]
             raise ConfigError(

@@ -26,6 +26,7 @@ from manyhosts.data.fetch import Fetcher
 from manyhosts.data.identity import DataIdentity
 from manyhosts.data.order import bounds
 from manyhosts.data.steps import Cut
+from manyhosts.device import is_asynchronous
 from manyhosts.errors import ConfigError
 from manyhosts.snapshot.fingerprint import tensor_checksums
 from manyhosts.strategies.alone import Drifting
@@ -186,7 +187,7 @@ def choose_kernels(settings: Settings, world: World) -> None:
     exact = settings.virtual_workers is not None
     if exact or settings.threads is not None:
         torch.set_num_threads(settings.threads or 1)
-    if exact and world.device.type == "cuda":
+    if exact and is_asynchronous(world.device):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what PyTorch says cuBLAS needs
         torch.backends.cudnn.benchmark = False  # it would choose by the clock
         torch.use_deterministic_algorithms(True, warn_only=settings.audit is None)  # no honest worker is accused
@@ -353,7 +354,7 @@ def make_optimizer(
     for group in made.param_groups:
         group["lr"] = (group["lr"] if settings.lr is None else settings.lr) * factor
         # PyTorch's fused kernels do a step in one pass over the memory of a GPU; others are as the user made them.
-        if world.device.type == "cuda" and "fused" in group and group["fused"] is None and not group.get("foreach"):
+        if is_asynchronous(world.device) and "fused" in group and group["fused"] is None and not group.get("foreach"):
             group["fused"] = True
     return made
 

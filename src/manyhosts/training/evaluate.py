@@ -23,6 +23,7 @@ from manyhosts.data import randomness
 from manyhosts.data.fetch import Fetcher
 from manyhosts.data.order import Indices, bounds
 from manyhosts.data.steps import Loader, mapped
+from manyhosts.device import is_asynchronous
 from manyhosts.errors import CommunicationError, ConfigError
 from manyhosts.training.compute import Loss, UserStep, one_number, pair, step_values
 from manyhosts.training.metrics import Metrics
@@ -69,7 +70,7 @@ class Evaluation:
         """`weighing`: what samples count in the mean; None: each the same."""
         self.samples, self.batch, self.world = samples, batch, world
         self.seed, self.weighing = fetcher.seed, weighing
-        self.loader = Loader(fetcher, processes=loader_workers, pin=world.device.type == "cuda")
+        self.loader = Loader(fetcher, processes=loader_workers, pin=is_asynchronous(world.device))
         self.loss, self.step, self.context = loss, step, context
         self.metrics = Metrics(metrics, world, seed=fetcher.seed)
         self.parts = number_of_parts(samples, batch)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from manyhosts.data.order import Indices
+from manyhosts.device import Event, is_asynchronous, module
 from manyhosts.strategies.strategy import StepOutcome
 
 LAG_ON_GPU = 2
@@ -72,8 +73,8 @@ class _Pending:
     has_norm: bool
     packed: Tensor
     settle: Callable[[], Mapping[str, Tensor]] | None
-    event: torch.cuda.Event | None
-    waits: Sequence[tuple[torch.cuda.Event, torch.cuda.Event]]
+    event: Event | None
+    waits: Sequence[tuple[Event, Event]]
 
 
 class Numbers:
@@ -81,7 +82,7 @@ class Numbers:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.lag = LAG_ON_GPU if device.type == "cuda" else 0
+        self.lag = LAG_ON_GPU if is_asynchronous(device) else 0
         self.pending: deque[_Pending | StepNumbers] = deque()
 
     def add(
@@ -89,11 +90,11 @@ class Numbers:
         facts: StepFacts,
         outcome: StepOutcome,
         norm: Tensor | None,
-        waits: Sequence[tuple[torch.cuda.Event, torch.cuda.Event]] = (),
+        waits: Sequence[tuple[Event, Event]] = (),
     ) -> None:
         """Take the numbers of one more step, without waiting for them."""
         values, riders, unsettled = outcome.values, outcome.riders, outcome.unsettled
-        if self.device.type != "cuda":
+        if not is_asynchronous(self.device):
             known = riders.tolist() if isinstance(riders, Tensor) else riders
             numbers = {name: value.item() for name, value in values.items()}
             self.pending.append(
@@ -105,8 +106,7 @@ class Numbers:
         parts += [value.double().reshape(1) for value in values.values()]
         parts += [] if norm is None else [norm.double().reshape(1)]
         packed = torch.cat([*parts, on_device.to(self.device, non_blocking=True)]).to("cpu", non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
+        event = module(self.device).current_stream(self.device).record_event()
         settle = None if unsettled is None else unsettled.settle
         self.pending.append(_Pending(facts, list(values), norm is not None, packed, settle, event, waits))
 
@@ -117,7 +117,7 @@ class Numbers:
         exposed_s: float,
         exchange_s: float,
         bytes_sent: int,
-        waits: Sequence[tuple[torch.cuda.Event, torch.cuda.Event]] = (),
+        waits: Sequence[tuple[Event, Event]] = (),
     ) -> None:
         """The step that was added last took so much more, in an exchange behind its update."""
         if not self.pending:
@@ -139,7 +139,8 @@ class Numbers:
         if isinstance(last, StepNumbers):
             self.pending.append(replace(last, facts=facts, exposed=last.exposed + exposed_s))
         else:
-            self.pending.append(replace(last, facts=facts, waits=[*last.waits, *waits]))
+            event = module(self.device).current_stream(self.device).record_event()  # behind the new waits
+            self.pending.append(replace(last, facts=facts, waits=[*last.waits, *waits], event=event))
 
     def read(self, *, all_of_them: bool = False) -> list[StepNumbers]:
         """The steps that are old enough to be read, or all."""

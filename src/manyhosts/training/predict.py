@@ -24,6 +24,7 @@ from manyhosts.data.data import Data, check_dataset
 from manyhosts.data.fetch import Fetcher
 from manyhosts.data.order import Indices, bounds
 from manyhosts.data.steps import Loader, mapped
+from manyhosts.device import is_asynchronous
 from manyhosts.errors import ConfigError, DataError, ManyhostsError
 from manyhosts.training.evaluate import in_evaluation, number_of_parts
 from manyhosts.training.precision import Precision
@@ -145,7 +146,7 @@ def make_prediction(
     fetcher = Fetcher(dataset, seed=seed, name="prediction", collate=data.collate)
     batch = settings.evaluation_batch_size or settings.micro_batch_size or settings.batch_size
     return Prediction(
-        Loader(fetcher, processes=settings.loader_workers, pin=world.device.type == "cuda"),
+        Loader(fetcher, processes=settings.loader_workers, pin=is_asynchronous(world.device)),
         len(dataset),
         batch=batch or cast(int, settings.batch_size_per_worker),
         world=world,

@@ -19,6 +19,7 @@ from manyhosts.data.order import Order, Position
 from manyhosts.data.shards import ShardReader, Share, Standing, States
 from manyhosts.data.steps import Cut, LoadedPiece, Loader, PiecePlan, Step
 from manyhosts.data.stream import Stream
+from manyhosts.device import is_asynchronous
 from manyhosts.errors import ConfigError, DataError
 from manyhosts.snapshot.apart import gather_own
 from manyhosts.snapshot.skeleton import put_together
@@ -266,5 +267,7 @@ def make_source(data: Data, settings: Settings, *, batch: int, cut: Cut, world: 
             fix="make the batch smaller, or leave drop_last out",
         )
     fetcher = Fetcher(data.train, seed=settings.seed, name="train", collate=data.collate)
-    loader = Loader(fetcher, processes=settings.loader_workers, pin=world.device.type == "cuda", say=world.notes.append)
+    loader = Loader(
+        fetcher, processes=settings.loader_workers, pin=is_asynchronous(world.device), say=world.notes.append
+    )
     return IndexedSource(loader, order, cut)

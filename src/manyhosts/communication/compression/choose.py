@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from manyhosts import device
 from manyhosts.communication import volume
 from manyhosts.communication.compression.exchange import Parcel, takes_whole_tensors, worth_it
 from manyhosts.communication.compression.feedback import PARCEL_BYTES
@@ -136,10 +137,10 @@ def cost_of(
         if rehearsed >= _SAMPLE or not large:
             continue
         for parcel in _parcels(large, whole=takes_whole_tensors(compression)):
-            _there(parcel.values)
+            device.wait_for(parcel.values.device)
             begin = time.perf_counter()
             compression(parcel, link)
-            _there(parcel.values)
+            device.wait_for(parcel.values.device)
             seconds += time.perf_counter() - begin
             rehearsed += parcel.values.numel()
             if rehearsed >= _SAMPLE:
@@ -174,8 +175,3 @@ def _parcels(parameters: Sequence[nn.Parameter], *, whole: bool) -> list[Parcel]
     length = PARCEL_BYTES // 4
     sizes = [min(length, count - begin) for begin in range(0, count, length)]
     return [Parcel(torch.randn(size, device=device), [torch.Size((size,))], [0]) for size in sizes]
-
-
-def _there(tensor: Tensor) -> None:
-    if tensor.device.type == "cuda":
-        torch.cuda.synchronize(tensor.device)

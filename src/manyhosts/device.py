@@ -1,0 +1,178 @@
+"""The device that a worker computes on: a CPU, or an accelerator that does later what it is asked for now.
+
+PyTorch has one module for each kind of accelerator (`torch.cuda`), all with the same names: streams, events, random
+numbers. Whoever needs one of these asks for `module(device)` and names no kind. This file alone lists the kinds.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from manyhosts.errors import ConfigError
+
+ACCELERATORS = {"cuda": "nccl"}
+"""Kinds of accelerators, and the backend of torch.distributed that carries data between them."""
+
+
+class Event(Protocol):
+    """A place between two pieces of work on a stream."""
+
+    def record(self) -> None:
+        """It stands behind what the current stream was given so far."""
+
+    def synchronize(self) -> None:
+        """The host waits until it is passed."""
+
+    def elapsed_time(self, end: Any, /) -> float:
+        """Milliseconds from this event to `end`. Both were made with `enable_timing` and have been passed."""
+
+
+class Stream(Protocol):
+    """Work that is done in the order in which it was asked for."""
+
+    def wait_event(self, event: Any, /) -> None:
+        """What is asked for from now on begins behind `event`."""
+
+    def wait_stream(self, stream: Any, /) -> None:
+        """What is asked for from now on begins behind what `stream` was given so far."""
+
+    def record_event(self) -> Event:
+        """A new event, behind what was asked for so far."""
+
+    def synchronize(self) -> None:
+        """The host waits until everything is done."""
+
+
+class Within(Protocol):
+    """A context manager."""
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None, /
+    ) -> object: ...
+
+
+class Module(Protocol):
+    """What is used of `torch.cuda` and its like."""
+
+    def is_available(self) -> bool:
+        """Whether this machine has such an accelerator."""
+
+    def is_initialized(self) -> bool:
+        """Whether this process uses one."""
+
+    def device_count(self) -> int:
+        """How many this process sees."""
+
+    def set_device(self, device: int, /) -> None:
+        """Use number `device` from now on."""
+
+    def get_device_name(self, device: torch.device, /) -> str:
+        """Its make."""
+
+    def device(self, device: torch.device, /) -> Within:
+        """Within, it is the one in use."""
+
+    def synchronize(self, device: torch.device, /) -> None:
+        """The host waits until everything is done."""
+
+    def current_stream(self, device: torch.device, /) -> Stream:
+        """The one that work goes to."""
+
+    def stream(self, stream: Stream, /) -> Within:
+        """Within, work goes to `stream`."""
+
+    def Stream(self, device: torch.device, /) -> Stream:  # as torch names it
+        """A new stream."""
+
+    def Event(self, *, enable_timing: bool = False) -> Event:  # as torch names it
+        """A new event."""
+
+    def manual_seed(self, seed: int, /) -> None:
+        """Seed the random numbers of the one in use."""
+
+    def get_rng_state(self) -> Tensor:
+        """The state of its random numbers."""
+
+    def set_rng_state(self, state: Tensor, /) -> None:
+        """Take up such a state."""
+
+
+def is_asynchronous(device: torch.device) -> bool:
+    """Whether `device` does later what it is asked for now, so that its numbers are read later and nothing waits."""
+    return device.type != "cpu"
+
+
+def module(device: torch.device | str) -> Module:
+    """PyTorch's module for an accelerator of the kind of `device`."""
+    found: Module = torch.get_device_module(device)
+    return found
+
+
+def in_use() -> Module | None:
+    """The module of the accelerator that this process uses; None where it uses none."""
+    for kind in ACCELERATORS:
+        if (found := module(kind)).is_initialized():
+            return found
+    return None
+
+
+def of_worker(number: int, *, rank: int) -> torch.device:
+    """The device for worker `number` of its host: an accelerator of its own where there are any, else the CPU.
+
+    Raises:
+        ConfigError: there are fewer accelerators than workers.
+    """
+    for kind in ACCELERATORS:
+        if not (found := module(kind)).is_available():
+            continue
+        if number >= found.device_count():
+            raise ConfigError(
+                f"worker {number} of this host finds {found.device_count()} GPUs",
+                where=f"rank {rank}",
+                fix="start at most one worker per GPU, or hide the GPUs with CUDA_VISIBLE_DEVICES=",
+            )
+        found.set_device(number)
+        return torch.device(kind, number)
+    return torch.device("cpu")
+
+
+def backend_for(device: torch.device) -> str:
+    """The backend of torch.distributed that carries data between such devices."""
+    return ACCELERATORS.get(device.type, "gloo")
+
+
+def wait_for(device: torch.device) -> None:
+    """The host waits until `device` has done everything."""
+    if is_asynchronous(device):
+        module(device).synchronize(device)
+
+
+class LateNumbers:
+    """Numbers on their way from the device: each is read some calls later, so that the host waits for none of them.
+
+    The lag is fixed, so that all workers read the numbers of the same step at the same place.
+    """
+
+    def __init__(self, device: torch.device, *, lag: int = 2) -> None:
+        self._device, self._lag = device, lag
+        self._pending: deque[tuple[Tensor, Event]] = deque()
+
+    def read(self, newest: Sequence[float] | Tensor) -> list[float] | None:
+        """Those that are old enough now that `newest`, shape (n,), are on their way; None where none are."""
+        if not is_asynchronous(self._device) or not isinstance(newest, Tensor):
+            return torch.as_tensor(newest).tolist()
+        on_host = newest.to("cpu", non_blocking=True)
+        self._pending.append((on_host, module(self._device).current_stream(self._device).record_event()))
+        if len(self._pending) <= self._lag:
+            return None
+        numbers, event = self._pending.popleft()
+        event.synchronize()
+        return numbers.tolist()

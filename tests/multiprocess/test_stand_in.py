@@ -1,0 +1,224 @@
+"""Training on a device that does later what it is asked for: the same bits as on a CPU, and nothing waits in a step."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from ranks import run_ranks
+from runs import step_lines
+from stand_in import streams, tensor
+from torch import nn
+
+import manyhosts as mh
+from manyhosts.cluster.place import Place
+from manyhosts.communication.lanes import Lanes, Ticket
+from manyhosts.communication.world import World
+from manyhosts.data import steps
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.xdist_group("stand-in")]
+
+WAYS: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "small buckets": {"strategy": mh.DDP(bucket_mb=0.002)},
+    "micro-batches": {"micro_batch_size": 3},
+    "virtual workers": {"virtual_workers": 4},
+    "bf16 gradients": {"strategy": mh.DDP(compression="bf16", compress_above=64)},
+    "powersgd": {"strategy": mh.DDP(compression="powersgd", compress_above=64)},
+    "local steps": {"strategy": mh.LocalSGD(sync_every=3)},
+    "diloco": {"strategy": mh.DiLoCo(sync_every=4)},
+}
+QUIET = ["ddp", "small buckets", "micro-batches", "virtual workers", "bf16 gradients"]
+"""Ways of training in which the host waits for nothing in a step."""
+
+
+class Quiet:
+    """Forbids the host to wait for the device, from the end of step 3 to that of step 9."""
+
+    def __init__(self) -> None:
+        self.forbidden = streams.no_synchronisation()
+
+    def __call__(self, event: object) -> None:
+        """Told of every step, two steps after it was done."""
+        if isinstance(event, mh.events.StepDone) and event.step == 3:
+            self.forbidden.__enter__()
+        if isinstance(event, mh.events.StepDone) and event.step == 9:
+            self.forbidden.__exit__(None, None, None)
+
+
+class Curious(nn.CrossEntropyLoss):
+    """A loss that wants to know its value at once."""
+
+    def forward(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Shape () for outputs of shape (N, C) and labels of shape (N,)."""
+        loss = super().forward(outputs, labels)
+        loss.item()
+        return loss
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(8 * 36, 24),
+        nn.Linear(24, 5),
+    ).to(memory_format=torch.channels_last)
+
+
+def train(folder: Path, way: dict[str, Any], *, quiet: bool = False, loss: nn.Module | None = None) -> tuple[Any, ...]:
+    """What a run gave: its losses, its weights, and all that its snapshots hold."""
+    inputs = torch.randn(80, 3, 6, 6, generator=torch.Generator().manual_seed(1))
+    labels = torch.randint(0, 5, (80,), generator=torch.Generator().manual_seed(2))
+    data = torch.utils.data.TensorDataset(inputs, labels)
+    trainer = mh.Trainer(
+        model=model(),
+        loss=loss or nn.CrossEntropyLoss(),
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True),
+        data=mh.Data(train=data, validation=None if quiet else data, batch_size=16),
+        snapshots=mh.Snapshots(every="1000 steps" if quiet else "4 steps"),
+        listeners=[Quiet()] if quiet else [],
+        run_dir=folder,
+        **way,
+    )
+    result = trainer.fit("12 steps" if quiet else "10 steps")
+    files = sorted((folder / "snapshots").glob("*/*.safetensors"))
+    kept = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+    return [line["loss"] for line in step_lines(folder)], result.weights_sha256, kept
+
+
+def every_way(rank: int, folder: Path, *, on_device: bool) -> dict[str, tuple[Any, ...]]:
+    if on_device:
+        tensor.install()
+    return {name: train(folder / name.replace(" ", "-"), way) for name, way in WAYS.items()}
+
+
+def test_every_way_of_training_gives_the_bits_of_a_cpu(tmp_path: Path) -> None:
+    expected = run_ranks(2, every_way_on_cpu, tmp_path / "cpu")
+    assert run_ranks(2, every_way_on_device, tmp_path / "device") == expected
+
+
+def every_way_on_cpu(rank: int, folder: Path) -> dict[str, tuple[Any, ...]]:
+    return every_way(rank, folder, on_device=False)
+
+
+def every_way_on_device(rank: int, folder: Path) -> dict[str, tuple[Any, ...]]:
+    return every_way(rank, folder, on_device=True)
+
+
+def without_waiting(rank: int, folder: Path) -> None:
+    tensor.install()
+    for name in QUIET:
+        train(folder / name.replace(" ", "-"), WAYS[name], quiet=True)
+
+
+def looking_at_the_loss(rank: int, folder: Path) -> None:
+    tensor.install()
+    train(folder, {}, quiet=True, loss=Curious())
+
+
+def test_host_never_waits_for_the_device_in_a_step(tmp_path: Path) -> None:
+    run_ranks(2, without_waiting, tmp_path)
+    with pytest.raises(AssertionError, match=r"HiddenSynchronisation: item\(\)"):
+        run_ranks(1, looking_at_the_loss, tmp_path / "curious")
+
+
+def not_on_side_streams(real: Any) -> Any:
+    def wait(self: streams.Stream, other: Any) -> None:
+        if self.name != "side":
+            real(self, other)
+
+    return wait
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that is taken out of the product."""
+
+    target: Any
+    attribute: str
+    put: Any
+    early: bool = False
+    """Whether side streams run ahead, in place of lagging behind."""
+    quiet: bool = False
+
+    @contextmanager
+    def made(self) -> Iterator[None]:
+        """Within, it is taken out."""
+        streams.early = self.early
+        with patch.object(self.target, self.attribute, self.put):
+            yield
+        streams.early = False
+        streams.run_everything()
+
+
+IN_RUNS = {
+    "numbers are not waited for": Fault(streams.Event, "synchronize", lambda self: None),
+    "snapshots do not wait for the update": Fault(
+        streams.Stream, "wait_event", not_on_side_streams(streams.Stream.wait_event), early=True
+    ),
+    "snapshots are not waited for": Fault(streams.Stream, "synchronize", lambda self: None),
+    "batches are not pinned": Fault(steps, "pinned", lambda batch: batch, quiet=True),
+}
+IN_EXCHANGES = {
+    "sums are not waited for": Fault(World, "wait", lambda self, work: None),
+    "compressed sums are not waited for": Fault(Ticket, "wait", lambda self: None),
+    "exchanges do not wait for gradients": Fault(
+        streams.Stream, "wait_stream", not_on_side_streams(streams.Stream.wait_stream), early=True
+    ),
+}
+
+
+def unnoticed_in_runs(rank: int, folder: Path) -> list[str]:
+    """The faults that change nothing."""
+    tensor.install()
+    right = train(folder / "right", {})
+    same = []
+    for name, fault in IN_RUNS.items():
+        found: tuple[Any, ...] = ()
+        with fault.made(), suppress(Exception):
+            found = train(folder / name.replace(" ", "-"), {}, quiet=fault.quiet)
+        if found == right or (fault.quiet and found):
+            same.append(name)
+    return same
+
+
+def exchanged(world: World, lanes: Lanes) -> list[float]:
+    """A sum over the workers by each of the two ways that gradients take."""
+    plain = torch.zeros(4, device=world.device).add_(world.rank + 1)
+    world.all_reduce(plain)
+    lanes.ready()
+    compressed = torch.zeros(4, device=world.device).add_(world.rank + 1)
+    lanes.wait(lanes.submit(lambda link: link.all_reduce(compressed)))
+    return [*plain.tolist(), *compressed.tolist()]
+
+
+def unnoticed_in_exchanges(rank: int) -> list[str]:
+    """The faults that change nothing."""
+    tensor.install()
+    world = World(Place.from_environment())
+    lanes = Lanes(world)
+    right = exchanged(world, lanes)
+    assert right == [3.0] * 8
+    same = []
+    for name, fault in IN_EXCHANGES.items():
+        with fault.made():
+            if exchanged(world, lanes) == right:
+                same.append(name)
+        world.barrier()
+    world.leave()
+    return same
+
+
+def test_every_wait_and_pin_is_missed_where_it_is_taken_out(tmp_path: Path) -> None:
+    assert run_ranks(1, unnoticed_in_runs, tmp_path) == [[]]
+    assert run_ranks(2, unnoticed_in_exchanges) == [[], []]

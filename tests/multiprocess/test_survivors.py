@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 from commands import alive_workers, finish, kill_all, start, steps_done, summary, wait_for_step
-from launching import run
+from launching import run, wait_until
 from runs import CHANCY, Recipe, samples_by_step, step_lines, trained
 
 pytestmark = pytest.mark.multiprocess
@@ -31,6 +32,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 def kill(pids: Path, place: int) -> None:
     """SIGKILL to the worker that stands at `place` among those that run."""
     os.kill(alive_workers(pids)[place], signal.SIGKILL)
+
+
+def sockets_of(process: int) -> tuple[int, int]:
+    """How many it listens at, and how many connections it has."""
+    states = [found.status for found in psutil.Process(process).net_connections("tcp")]
+    return states.count(psutil.CONN_LISTEN), states.count(psutil.CONN_ESTABLISHED)
 
 
 def run_with_kills(
@@ -71,6 +78,22 @@ def test_killed_workers_cost_a_step_each_and_no_bit(
     assert told["steps_redone"] <= len(places), "only the step under way"
     assert output.count("was killed by SIGKILL") == len(places), "one line for each"
     assert "on host" in output
+
+
+def test_survivors_keep_no_socket_of_the_groups_that_broke(tmp_path: Path) -> None:
+    process = start(3, tmp_path / "run", replace(RECIPE, duration="100000 steps"), pids=tmp_path / "pids")
+    try:
+        wait_for_step(process, tmp_path / "run", 5)
+        survivors = alive_workers(tmp_path / "pids")[:2]
+        before = [sockets_of(worker) for worker in survivors]
+        assert [listening for listening, _ in before] == [1, 1], "Gloo's"
+        for _ in range(3):
+            kill(tmp_path / "pids", -1)
+            wait_for_step(process, tmp_path / "run", steps_done(tmp_path / "run") + 5)
+            wait_until(lambda: [sockets_of(worker) for worker in survivors] == before, f"as many as {before}")
+        assert alive_workers(tmp_path / "pids")[:2] == survivors
+    finally:
+        kill_all(process)
 
 
 def test_killed_worker_costs_no_bit_in_the_exact_beginning_of_local_steps(

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import re
+import signal
 import subprocess
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from launching import MANYHOSTS, wait_until
-from remote import run
+from remote import run, start
 from testbed import needs
 
-from manyhosts.lab import Lab
+from manyhosts.cluster.ports import Range, needed
+from manyhosts.lab import Host, Lab
 
 HELLO = """
 import os, socket
@@ -189,20 +195,64 @@ def test_token_is_in_no_command_line_no_log_and_no_record(four: Lab, tmp_path: P
     assert not hexadecimal
 
 
-def test_agent_listens_nowhere_and_the_store_on_the_clusters_address_alone(four: Lab, tmp_path: Path) -> None:
+ROWS = {
+    r"manyhosts\.cli\.main run|^manyhosts run": "the head",
+    r"^manyhosts store": "the store of the workers",
+    r"^manyhosts \d+/\d+": "Gloo, in each worker",
+    r"python.* -": "the program that ssh has started",
+}
+"""How a process that listens is called → how its row begins in the table of docs/security.md."""
+
+
+def listening(host: Host) -> list[tuple[str, str, int]]:
+    """The command, the address and the port of everything of a run that listens on a host of the lab."""
+    places = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{host.process}/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            address, _, port = words[1].partition(":")
+            raw = b"".join(bytes.fromhex(address[start : start + 8])[::-1] for start in range(0, len(address), 8))
+            if words[3] == "0A":
+                places[f"socket:[{words[9]}]"] = (str(ipaddress.ip_address(raw)), int(port, 16))
+    found = []
+    for process, command in host.processes().items():
+        with suppress(OSError):
+            links = [os.readlink(entry) for entry in Path(f"/proc/{process}/fd").iterdir()]
+            found += [(command, *places[link]) for link in links if link in places and "sshd" not in command]
+    return found
+
+
+def test_every_port_of_a_run_is_in_the_table_and_in_the_range(four: Lab, tmp_path: Path) -> None:
     source = """
-        import subprocess, torch.distributed as dist
+        import time, torch.distributed as dist
         dist.init_process_group("gloo")
-        print(subprocess.run(["ss", "-Htln"], capture_output=True, text=True).stdout)
-        dist.barrier()
+        print("they have met", flush=True)
+        time.sleep(120)
     """
-    ended = run(four, tmp_path, source, "--hosts", "lab1,lab2")
-    assert ended.code == 0, ended.err
-    lines = [line.split() for line in ended.out.splitlines() if "LISTEN" in line]
-    listening = {words[words.index("LISTEN") + 3] for words in lines}
-    assert {address.rpartition(":")[0] for address in listening if not address.endswith(":22")} == {
-        "10.77.0.1", "10.77.0.2",
-    }  # fmt: skip
+    ports, two = Range(31000, 31000 + needed(workers=2) + 1), [host for host in four if host.name in ("lab1", "lab2")]
+    words = ["--hosts", "lab1,lab2", "--workers-per-node", "2", "--ports", str(ports)]
+    process = start(four, tmp_path, source, *words, into=tmp_path / "said")
+    try:
+        wait_until(lambda: (tmp_path / "said").read_text().count("they have met") == 4, "four workers", timeout_s=60)
+        found = {host.name: listening(host) for host in (*two, four.desk)}
+    finally:
+        four.desk.end(process, signal.SIGINT)
+        process.communicate(timeout=30)
+    table = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
+    rows = [line for line in table.splitlines() if line.startswith("| ")]
+    counts: Counter[tuple[str, str]] = Counter()
+    for name, listeners in found.items():
+        assert len({address for _, address, _ in listeners}) == 1, listeners
+        for command, address, port in listeners:
+            assert address.startswith("10.77.0."), (command, address)
+            assert ports.first <= port <= ports.last, (command, port)
+            row = next((row for called, row in ROWS.items() if re.search(called, command)), None)
+            assert row is not None, f"the table does not know {command}"
+            assert any(line.startswith(f"| {row}") for line in rows), row
+            counts[name, row] += 1
+    each = {"Gloo, in each worker": 2, "the program that ssh has started": 1}
+    wanted = {(name, row): count for name in ("lab1", "lab2") for row, count in each.items()}
+    assert counts == {**wanted, ("lab1", "the store of the workers"): 1, ("desk", "the head"): 1}
 
 
 def test_dry_run_touches_no_host(four: Lab, tmp_path: Path) -> None:

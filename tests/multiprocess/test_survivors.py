@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +16,8 @@ import pytest
 from commands import alive_workers, finish, kill_all, start, steps_done, summary, wait_for_step
 from launching import run, wait_until
 from runs import CHANCY, Recipe, samples_by_step, step_lines, trained
+
+from manyhosts.cluster.ports import Range, needed
 
 pytestmark = pytest.mark.multiprocess
 STEPS = 120
@@ -34,10 +38,24 @@ def kill(pids: Path, place: int) -> None:
     os.kill(alive_workers(pids)[place], signal.SIGKILL)
 
 
-def sockets_of(process: int) -> tuple[int, int]:
-    """How many it listens at, and how many connections it has."""
-    states = [found.status for found in psutil.Process(process).net_connections("tcp")]
-    return states.count(psutil.CONN_LISTEN), states.count(psutil.CONN_ESTABLISHED)
+def sockets_of(process: int) -> tuple[list[int], int]:
+    """The ports that it listens at, and how many connections it has."""
+    found = psutil.Process(process).net_connections("tcp")
+    listening = sorted(each.laddr.port for each in found if each.status == psutil.CONN_LISTEN)
+    return listening, sum(each.status == psutil.CONN_ESTABLISHED for each in found)
+
+
+def free_range(count: int) -> Range:
+    """So many ports in a row, below those that systems choose; nobody else listens at them now."""
+    for first in range(20000 + os.getpid() % 500 * 20, 32000, count):
+        with ExitStack() as held:
+            try:
+                for port in range(first, first + count):
+                    held.enter_context(socket.create_server(("127.0.0.1", port)))
+            except OSError:
+                continue
+            return Range(first, first + count - 1)
+    raise AssertionError("there is no such range")
 
 
 def run_with_kills(
@@ -80,17 +98,25 @@ def test_killed_workers_cost_a_step_each_and_no_bit(
     assert "on host" in output
 
 
-def test_survivors_keep_no_socket_of_the_groups_that_broke(tmp_path: Path) -> None:
-    process = start(3, tmp_path / "run", replace(RECIPE, duration="100000 steps"), pids=tmp_path / "pids")
+def test_survivors_keep_no_socket_of_the_groups_that_broke_and_stay_in_the_range_of_ports(tmp_path: Path) -> None:
+    ports = free_range(needed(workers=3))
+    recipe, options = replace(RECIPE, duration="100000 steps"), ["--ports", str(ports)]
+
+    def counts() -> list[tuple[int, int]]:
+        found = [sockets_of(worker) for worker in survivors]
+        assert {port for listening, _ in found for port in listening} <= set(ports.numbers())
+        return [(len(listening), connections) for listening, connections in found]
+
+    process = start(3, tmp_path / "run", recipe, options, pids=tmp_path / "pids")
     try:
         wait_for_step(process, tmp_path / "run", 5)
         survivors = alive_workers(tmp_path / "pids")[:2]
-        before = [sockets_of(worker) for worker in survivors]
+        before = counts()
         assert [listening for listening, _ in before] == [1, 1], "Gloo's"
         for _ in range(3):
             kill(tmp_path / "pids", -1)
             wait_for_step(process, tmp_path / "run", steps_done(tmp_path / "run") + 5)
-            wait_until(lambda: [sockets_of(worker) for worker in survivors] == before, f"as many as {before}")
+            wait_until(lambda: counts() == before, f"as many as {before}")
         assert alive_workers(tmp_path / "pids")[:2] == survivors
     finally:
         kill_all(process)

@@ -223,7 +223,7 @@ TRAINER_ARGUMENTS = (
 )
 OPTIONS = {
     "run": "--on --cluster --hosts --hostfile --workers --nodes --workers-per-node --restarts --hang-timeout "
-    "--head-timeout --no-sync --bring "
+    "--head-timeout --ports --no-sync --bring "
     "--no-check --encrypt --show --log-size --no-prefix --env --set --run-dir --resume --module --no-python --rehearse "
     "--detach --dry-run --trace",
     "snapshots ls": "--json --quick --trace",

@@ -114,6 +114,12 @@ _ENV = "A variable that all workers get; NAME alone takes the value that it has 
     metavar="SECONDS",
     help="How long hosts that are cut off from this machine train on and call it again; 0: not at all.",
 )
+@click.option(
+    "--ports",
+    metavar="A-B",
+    default="",
+    help="Take every port that is opened from this range, as in 29500-29600, for firewalls that let no other through.",
+)
 @click.option("--no-sync", is_flag=True, help="Do not bring the working directory to the hosts.")
 @click.option(
     "--bring",
@@ -225,6 +231,7 @@ class _Asked:
     restarts: int
     hang_timeout: float | None
     head_timeout: float
+    ports: str
     show: str | None
     log_size: str
     no_prefix: bool
@@ -291,6 +298,7 @@ def _job(asked: _Asked) -> Job:
         log_bytes=bytes_of(asked.log_size, where="--log-size"),
         hang_timeout_s=asked.hang_timeout,
         head_timeout_s=asked.head_timeout,
+        ports=asked.ports,
         hosts=hosts,
         options=pairs(asked.options, "-o"),
         sync=not asked.no_sync,

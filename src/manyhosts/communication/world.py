@@ -21,6 +21,7 @@ from torch import Tensor
 from manyhosts import device
 from manyhosts.cluster.membership import Group, Membership
 from manyhosts.cluster.place import REHEARSING, Place
+from manyhosts.cluster.ports import VARIABLE
 from manyhosts.communication import sockets, volume
 from manyhosts.errors import CommunicationError, ConfigError, first_line
 from manyhosts.events import Event
@@ -167,6 +168,13 @@ class World:
                     device_id=self.device if self.backend == "nccl" else None,
                 )
         except (RuntimeError, ValueError) as cause:
+            ports = os.environ.get(VARIABLE)
+            if ports and "Address already in use" in str(cause):
+                raise CommunicationError(
+                    f"none of the ports {ports} is free for rank {place.rank}",
+                    where="Gloo",
+                    fix="give a wider range with --ports, or end what holds them: `ss -tlnp` lists it",
+                ) from cause
             raise CommunicationError(
                 f"rank {place.rank} of {place.size} could not meet the others: {first_line(cause)}",
                 where=f"store at {place.head_address}:{place.head_port}",

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from manyhosts.cluster.ports import Range
 from manyhosts.errors import ConfigError
 
 HIDDEN = "…hidden"
@@ -22,7 +23,7 @@ class Job:
     """One start of the user's program on `nodes` hosts with `workers_per_node` workers each.
 
     Raises:
-        ConfigError: a number is below what makes sense.
+        ConfigError: a number is below what makes sense, or `ports` is no range.
     """
 
     program: str
@@ -77,6 +78,8 @@ class Job:
     """Data below the working directory that is brought to hosts that lack it, by what it holds."""
     encrypt: bool = False
     """Whether hosts may only talk over encrypted links."""
+    ports: str = ""
+    """The range that every port is taken from, as A-B; empty: the system chooses."""
     words: tuple[str, ...] = ()
     """What was typed after `manyhosts`, where it was; the last of them are the program and its arguments."""
     run_dir_is_chosen: bool = True
@@ -100,6 +103,7 @@ class Job:
                 where="--show",
                 fix=f"give ranks from 0 to {self.workers - 1}, as in --show 0 or --show 0,1",
             )
+        Range.of(self.ports)
         if self.hang_timeout_s is not None and not (
             self.hang_timeout_s == 0 or LEAST_HANG_TIMEOUT_S <= self.hang_timeout_s < math.inf
         ):

@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from manyhosts import __version__
+from manyhosts.cluster.ports import Range
 from manyhosts.errors import ConfigError, LaunchError
-from manyhosts.launchers import addresses, choices, contents, interfaces, variables
+from manyhosts.launchers import addresses, choices, contents, interfaces, ports, variables
 from manyhosts.launchers.display import Display
 from manyhosts.launchers.head.head import Head
-from manyhosts.launchers.head.meeting import PORT, Elsewhere, Meeting
+from manyhosts.launchers.head.meeting import PORT, Elsewhere, Meeting, port_of
 from manyhosts.launchers.head.placement import AgentProcess
 from manyhosts.launchers.host.line import inherited
 from manyhosts.launchers.job import Job, Plan
@@ -111,7 +112,7 @@ class Join:
 
 
 def _port(job: Job) -> int:
-    port = choices.count(job.options, "port", PORT)
+    port = choices.count(job.options, "port", port_of(job))
     if port > 65535:
         raise ConfigError(f"port is {port}", where="-o port", fix="give a number from 1 to 65535")
     return port
@@ -129,7 +130,7 @@ def _free_port(job: Job, bind: str) -> int:
     except (OSError, ValueError) as cause:
         number = cause.errno if isinstance(cause, OSError) else None
         if number == errno.EADDRINUSE and "port" not in job.options:
-            with addresses.listen(bind, 0, backlog=1) as free:
+            with ports.listen(bind, Range.of(job.ports), backlog=1, what="the head of the run") as free:
                 return int(free.getsockname()[1])
         reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)
         raise ConfigError(

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
+from manyhosts.cluster.ports import Range, needed
 from manyhosts.errors import ConfigError
 from manyhosts.launchers import choices, variables
 from manyhosts.launchers.display import Display
@@ -17,6 +18,7 @@ from manyhosts.launchers.head.head import Head
 from manyhosts.launchers.head.placement import AgentProcess
 from manyhosts.launchers.host.line import inherited
 from manyhosts.launchers.job import Job, Plan
+from manyhosts.launchers.ports import see_that_enough_are_free
 
 _ADDRESS = "127.0.0.1"
 
@@ -49,8 +51,11 @@ class Local:
 
         Raises:
             ConfigError: the run directory cannot be made.
+        LaunchError: `--ports` has too few that are free.
             ManyhostsError: workers failed; the error is that of the one that failed first.
         """
+        job = plan.job
+        see_that_enough_are_free(_ADDRESS, Range.of(job.ports), needed(job.workers))
         try:
             plan.job.run_dir.mkdir(parents=True, exist_ok=True)
         except OSError as cause:

@@ -53,7 +53,7 @@ class Call:
 class Scene:
     def __init__(self, patience_s: float, ends: list[int | None]) -> None:
         self.loop, self.calls, self.ends = Loop(), 0, ends
-        course = SimpleNamespace(loop=self.loop, is_over=False, generation=0)
+        course = SimpleNamespace(loop=self.loop, is_over=False, generation=0, job=SimpleNamespace(ports=""))
         meeting = Meeting(patience_s=patience_s)
         self.agents = Agents(cast(Any, course), ["far"], self.start, "127.0.0.1", cast(Any, None), meeting)
         self.failed = 0

@@ -37,7 +37,7 @@ class Scene:
             result=None,
             is_over=False,
             can_be_taken_over=False,
-            job=SimpleNamespace(head_timeout_s=60.0),
+            job=SimpleNamespace(head_timeout_s=60.0, ports=""),
             told=[],
         )
         self.entrance = Entrance(loop, ("127.0.0.1", 0), TOKEN, self.admit)

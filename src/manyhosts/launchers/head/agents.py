@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from manyhosts.cluster.ports import Range
 from manyhosts.errors import LaunchError, ManyhostsError
 from manyhosts.launchers import addresses, messages
 from manyhosts.launchers.head import losses
@@ -155,6 +156,7 @@ class Agents:
                 (address, port),
                 self._meeting.token,
                 self._admit,
+                ports=Range.of(self._course.job.ports),
                 identity=None if joining is None else joining.identity,
                 answer=None if joining is None else lambda asking: joining.answer(asking, self.nodes),
             )

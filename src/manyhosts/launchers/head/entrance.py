@@ -10,8 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from manyhosts.cluster.ports import Range
 from manyhosts.launchers import addresses, messages, tls
 from manyhosts.launchers.loop import Channel, Loop, Message, notice_loss
+from manyhosts.launchers.ports import listen
 from manyhosts.launchers.proof import Answerer
 
 MOST_STRANGERS = 64
@@ -20,6 +22,7 @@ STRANGER_LIMIT_S = 5.0
 """How long one may take to show who it is, however slowly it writes."""
 _LONGEST_LINE = 1 << 14
 """Bytes, of one that has not shown who it is."""
+_BACKLOG = 128
 _SWEEP_S = 0.25
 _PAUSE_S = 0.2
 """How long nobody is let in where this process can open no more files."""
@@ -44,17 +47,23 @@ class Entrance:
         token: str,
         admit: Callable[[Channel, Message, int], None],
         *,
+        ports: Range | None = None,
         identity: tls.Identity | None = None,
         answer: Callable[[Message], Mapping[str, Any]] | None = None,
     ) -> None:
         """`admit` is given the connection of one that knows `token`, its `hello` and which version it speaks.
 
+        It listens at `address`; where the port there is 0, at one of `ports`, or at any free one.
         `answer` says what one that knows `token` is told that asks whether it may join; nobody may where it is None.
         """
         self._loop, self._token, self._admit = loop, token, admit
         self._identity = identity or tls.Identity()
         self._answer = answer
-        self._listening = addresses.listen(*address, backlog=128)
+        host, port = address
+        if port:
+            self._listening = addresses.listen(host, port, backlog=_BACKLOG)
+        else:
+            self._listening = listen(host, ports, backlog=_BACKLOG, what="the head of the run")
         self._listening.setblocking(False)
         self._strangers: dict[Channel, _Stranger] = {}
         """The oldest is the first."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from manyhosts.cluster import ports
 from manyhosts.errors import LaunchError, ManyhostsError
 from manyhosts.launchers import variables
 from manyhosts.launchers.display import Display
@@ -245,7 +246,7 @@ class Head:
     def _wishes(self, node: Node) -> dict[str, Any]:
         """What an agent is told before all else."""
         job = self._course.job if node.place is None else node.place.job(self._course.job)
-        known = {variables.RUN_DIR: str(job.run_dir)}
+        known = {variables.RUN_DIR: str(job.run_dir), ports.VARIABLE: job.ports}
         return {
             "host": node.name,
             "command": {

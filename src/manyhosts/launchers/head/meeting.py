@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from manyhosts.cluster.ports import Range
+from manyhosts.launchers.job import Job
 from manyhosts.launchers.loop import Message
 
 if TYPE_CHECKING:
@@ -29,6 +31,12 @@ class Joining(Protocol):
 
     def take_in(self, node: Any, nodes: Sequence[Any]) -> None:
         """An agent has become `node`."""
+
+
+def port_of(job: Job) -> int:
+    """Where the head of `job` listens, where agents must know that beforehand: the first port of its range."""
+    ports = Range.of(job.ports)
+    return PORT if ports is None else ports.first
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

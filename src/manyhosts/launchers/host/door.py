@@ -8,10 +8,11 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from manyhosts.launchers import addresses
+from manyhosts.cluster.ports import Range
 from manyhosts.launchers.host import condition
 from manyhosts.launchers.host.line import Line
 from manyhosts.launchers.loop import Loop
+from manyhosts.launchers.ports import listen
 from manyhosts.launchers.ssh import outpost as ssh_outpost
 
 _OPEN_S = 30.0
@@ -25,17 +26,17 @@ class Door:
         """`address` is where other hosts reach this one."""
         self._loop, self._head, self._address = loop, head, address
 
-    def tell_condition(self, run_dir: str, environment: Mapping[str, str], *, opens: bool) -> None:
+    def tell_condition(self, run_dir: str, environment: Mapping[str, str], *, opens: bool, ports: Range | None) -> None:
         """Say how this host is for workers with `environment`, and at which port others may knock, if it opens one."""
-        port = self._open() if opens else 0
+        port = self._open(ports) if opens else 0
         self._head.send("condition", told=condition.gather(run_dir, environment), port=port)
 
-    def tell_port(self) -> None:
+    def tell_port(self, ports: Range | None) -> None:
         """Say at which port others may knock."""
-        self._head.send("door", port=self._open())
+        self._head.send("door", port=self._open(ports))
 
-    def _open(self) -> int:
-        listening = addresses.listen(self._address, 0, backlog=256)
+    def _open(self, ports: Range | None) -> int:
+        listening = listen(self._address, ports, backlog=256, what="hosts that knock")
         self._loop.after(_OPEN_S, listening.close)
         return int(listening.getsockname()[1])
 

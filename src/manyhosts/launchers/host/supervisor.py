@@ -66,7 +66,9 @@ from typing import Any
 
 from manyhosts import __version__
 from manyhosts.cluster import reports
-from manyhosts.launchers import addresses, titles, variables
+from manyhosts.cluster.ports import VARIABLE, Range, needed
+from manyhosts.errors import LaunchError
+from manyhosts.launchers import ports, titles, variables
 from manyhosts.launchers.host import gpus, standby
 from manyhosts.launchers.host.door import Door
 from manyhosts.launchers.host.heartbeat import Heartbeat
@@ -144,12 +146,13 @@ class Supervisor:
         self._fit = True
         """Whether this host can start workers at all."""
         self._stores = 0
+        self._ports: Range | None = None
         self.done = False
         self.verdict: int | None = None
         """The exit code of the run, once the head has said it; a head that was lost has not."""
         self._node = node
         self._host = socket.gethostname()
-        address = address or str(connection.getsockname()[0])
+        address = self._address = address or str(connection.getsockname()[0])
         hello = {
             "node": node,
             "host": self._host,
@@ -294,7 +297,7 @@ class Supervisor:
             case "knock":
                 self._door.knock(message["places"])
             case "open_door":
-                self._door.tell_port()
+                self._door.tell_port(self._ports)
             case "look":
                 number = message["round"]
                 workers = list(self._workers.values())
@@ -320,15 +323,19 @@ class Supervisor:
         self._run_dir = Path(message["run_dir"])
         self._logs, self._log_bytes = self._run_dir / "logs", message.get("log_bytes", 0)
         if missing := _missing(self._command):
-            self._head.send("trouble", text=missing, where=self._command["folder"], early=True)
-            self._fit = False
+            self._tell_unfit(missing, self._command["folder"])
             return
         try:
             self._logs.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             text = f"cannot make the folder for logs: {error.strerror}"
-            self._head.send("trouble", text=text, where=str(self._logs), early=True)
-            self._fit = False
+            self._tell_unfit(text, str(self._logs))
+            return
+        self._ports = Range.of(message["environment"].get(VARIABLE, ""))
+        try:
+            ports.see_that_enough_are_free(self._address, self._ports, needed(message["workers"]))
+        except LaunchError as error:
+            self._tell_unfit(error.what, f"address {self._address}")
             return
         environment = {**os.environ, **message["environment"]}
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -336,7 +343,12 @@ class Supervisor:
         self._environment, self._preload = environment, message["preload"]
         self._open_nursery()
         if message.get("tell_condition"):
-            self._door.tell_condition(message["run_dir"], environment, opens=message["listen"])
+            self._door.tell_condition(message["run_dir"], environment, opens=message["listen"], ports=self._ports)
+
+    def _tell_unfit(self, text: str, where: str) -> None:
+        """This host can start no worker, and has started none."""
+        self._head.send("trouble", text=text, where=where, early=True)
+        self._fit = False
 
     def _open_nursery(self) -> Nursery:
         """The template process; a new one where the last was killed."""
@@ -360,7 +372,11 @@ class Supervisor:
         return self._nursery
 
     def _open_store(self, generation: int, address: str) -> None:
-        listening = addresses.listen(address, 0, backlog=4096)  # a free port that nobody else can take meanwhile
+        try:  # a free port that nobody else can take meanwhile
+            listening = ports.listen(address, self._ports, backlog=4096, what="the store of the workers")
+        except LaunchError as error:
+            self._tell_unfit(error.what, error.where)
+            return
         self._close_store()
         self._stores += 1
         self._open_nursery().ask("store", [listening.fileno()], name=f"store {self._stores}")

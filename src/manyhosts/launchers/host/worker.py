@@ -26,7 +26,7 @@ from manyhosts.cluster import reports
 from manyhosts.errors import ManyhostsError
 from manyhosts.imports import when_imported
 from manyhosts.launchers import titles, tracebacks
-from manyhosts.launchers.host import children, exchanges, inspection, libraries, warmth, witness
+from manyhosts.launchers.host import children, exchanges, inspection, libraries, port_choice, warmth, witness
 
 Request = dict[str, Any]
 
@@ -153,6 +153,7 @@ def _freshen() -> None:
         torch.default_generator.seed()
         if threads.isdigit() and int(threads) > 0:
             torch.set_num_threads(int(threads))
+    when_imported("torch.distributed.distributed_c10d", port_choice.begin)
     when_imported("torch.distributed.distributed_c10d", exchanges.begin)
     faulthandler.enable()  # a crash in C code shows the Python line it came from
 

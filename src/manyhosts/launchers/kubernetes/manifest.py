@@ -11,7 +11,7 @@ from typing import Any
 
 from manyhosts.errors import ConfigError
 from manyhosts.launchers import choices, job_file, packing
-from manyhosts.launchers.head.meeting import PORT
+from manyhosts.launchers.head.meeting import port_of
 from manyhosts.launchers.host import first_node
 from manyhosts.launchers.job import Job
 from manyhosts.records import run_directory
@@ -183,7 +183,7 @@ def manifests(job: Job, *, token: bytes = NOT_YET, packed: bytes = NOT_YET) -> d
         meta = {"name": name, "namespace": job.options.get("namespace", "default"), "labels": labels}
         return {"apiVersion": _VERSIONS.get(kind, "v1"), "kind": kind, "metadata": meta}
 
-    ports = [{"name": "head", "port": PORT}]
+    ports = [{"name": "head", "port": port_of(job)}]
     service = {"clusterIP": "None", "selector": {LABEL: name}, "publishNotReadyAddresses": True, "ports": ports}
     made = {
         "Job": {**head("Job"), "spec": _job_spec(job, name)},
@@ -277,7 +277,7 @@ def _container(job: Job, name: str) -> dict[str, Any]:
         limits["nvidia.com/gpu"] = choices.gpus(options)
     variables: list[dict[str, Any]] = [
         {"name": JOB, "value": job_file.text_of(public).replace("$(", "$$(")},  # which stands for a variable
-        {"name": HEAD, "value": f"{name}-0.{name}:{PORT}"},
+        {"name": HEAD, "value": f"{name}-0.{name}:{port_of(job)}"},
         {"name": ADDRESS, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         {"name": TOKEN, "valueFrom": {"secretKeyRef": {"name": name, "key": "token"}}},
         {"name": HIDDEN, "valueFrom": {"secretKeyRef": {"name": name, "key": "environment"}}},

@@ -13,7 +13,7 @@ from typing import Any
 
 from manyhosts.errors import ConfigError, ManyhostsError
 from manyhosts.launchers import addresses, job_file, packing
-from manyhosts.launchers.head.meeting import PORT
+from manyhosts.launchers.head.meeting import port_of
 from manyhosts.launchers.host import first_node
 from manyhosts.launchers.host.first_node import Station
 from manyhosts.launchers.sagemaker.request import CHANNEL, ML
@@ -27,7 +27,7 @@ def main(ml: Path = ML) -> int:
     try:
         own = ml / "input" / "data" / CHANNEL
         job = job_file.load(own / JOB)
-        station = _station(ml, (own / TOKEN).read_text().strip(), nodes=job.nodes)
+        station = _station(ml, (own / TOKEN).read_text().strip(), nodes=job.nodes, port=port_of(job))
         packing.unpack(own / ARCHIVE, job.folder)
         return first_node.run(job, station)
     except ManyhostsError as error:
@@ -36,7 +36,7 @@ def main(ml: Path = ML) -> int:
         return first_node.report(error)
 
 
-def _station(ml: Path, token: str, *, nodes: int) -> Station:
+def _station(ml: Path, token: str, *, nodes: int, port: int) -> Station:
     path = ml / "input" / "config" / "resourceconfig.json"
     try:
         found: dict[str, Any] = json.loads(path.read_text())
@@ -55,7 +55,7 @@ def _station(ml: Path, token: str, *, nodes: int) -> Station:
     return Station(
         number=number,
         hosts=hosts,
-        head=f"{hosts[0]}:{PORT}",
+        head=f"{hosts[0]}:{port}",
         address=addresses.address_on(interface),
         token=token,
     )

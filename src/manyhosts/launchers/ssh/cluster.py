@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, replace
 from typing import IO, Any, TypeVar
 
 from manyhosts import __version__
+from manyhosts.cluster.ports import Range
 from manyhosts.errors import LaunchError, ManyhostsError
-from manyhosts.launchers import addresses, interfaces
+from manyhosts.launchers import interfaces, ports
 from manyhosts.launchers.display import Display
 from manyhosts.launchers.head.handover import Handover
 from manyhosts.launchers.head.placement import AgentProcess
@@ -121,7 +122,7 @@ class Cluster:
         _of_all(here, lambda host: _find_interface(host, targets[here.index(host)].facts["address"]))
         self._see_encryption(here)
         self._choose_head_address()
-        self._ports = dict(zip((host.node for host in here), _of_all(here, _listen), strict=True))
+        self._ports = dict(zip((host.node for host in here), _of_all(here, self._listen), strict=True))
         answers = _of_all(here, lambda host: self._knock(host, here))
         places = [(host.address, self._ports[host.node]) for host in here]
         agreement.see_that_they_meet([host.name for host in here], places, answers)
@@ -150,9 +151,29 @@ class Cluster:
         ways = Counter(filter(None, (outpost.way_to(host.facts["address"]) for host in self._here)))
         self.head_address = ways.most_common(1)[0][0] if ways else "127.0.0.1"
 
+    @property
+    def _range(self) -> Range | None:
+        return Range.of(self._job.ports)
+
+    def _listen(self, host: Host) -> int:
+        """Have a host listen. Returns the port.
+
+        Raises:
+            LaunchError: none of the range is free there.
+        """
+        chosen = self._range
+        port = int(host.connection.ask("listen", address=host.address, ports=chosen and [chosen.first, chosen.last]))
+        if not port:
+            raise LaunchError(
+                f"none of the ports {chosen} is free on host {host.name}",
+                where=f"host {host.name}, address {host.address}",
+                fix="give a wider range with --ports, or end what holds them: `ss -tlnp` lists it",
+            )
+        return port
+
     def _knock(self, host: Host, others: Sequence[Host]) -> list[str]:
         """For each of `others` why `host` cannot reach it, or nothing. Whether it reaches this machine is noted."""
-        with addresses.listen(self.head_address, 0, backlog=256) as waiting:
+        with ports.listen(self.head_address, self._range, backlog=256, what="hosts that knock") as waiting:
             places = [(other.address, self._ports[other.node]) for other in others]
             places.append((self.head_address, waiting.getsockname()[1]))
             answers: list[str] = host.connection.ask("knock", places=places)
@@ -343,7 +364,7 @@ class Cluster:
             self._bring(host)
         self._see_script([host], [self._has_script(host)])
         self._see_disk(host)
-        self._ports[host.node] = _listen(host)
+        self._ports[host.node] = self._listen(host)
 
     def _see_disk(self, host: Host) -> None:
         """See that a host that comes late shares the run directory with the others, where they have begun with one."""
@@ -437,10 +458,6 @@ def _still_answers(host: Host) -> bool:
         return host.connection.is_open and bool(host.connection.ask("way", address="127.0.0.1", timeout_s=_QUICKLY_S))
     except (LaunchError, OSError):
         return False
-
-
-def _listen(host: Host) -> int:
-    return int(host.connection.ask("listen", address=host.address))
 
 
 def _of_all(hosts: Sequence[Host], ask: Callable[[Host], T]) -> list[T]:

@@ -7,6 +7,7 @@ objects on its standard input, one on each line. It ends when its input does: wh
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import importlib.metadata
 import importlib.util
@@ -210,14 +211,26 @@ _OF_FOLDERS: dict[str, Callable[..., Any]] = {
 }
 
 
+def _listen(address: str, ports: list[int] | None, listening: list[socket.socket]) -> int:
+    """Listen at a free port from the first to the last of `ports`, or at any. Returns it; 0 where none is free."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    for port in [0] if ports is None else range(ports[0], ports[1] + 1):
+        try:
+            listening.append(socket.create_server((address, port), family=family, backlog=256))
+        except OSError as error:
+            if ports is None or error.errno != errno.EADDRINUSE:
+                raise
+            continue
+        return int(listening[-1].getsockname()[1])
+    return 0
+
+
 def _answer(question: dict[str, Any], listening: list[socket.socket]) -> Any:
     if question["ask"] in _OF_FOLDERS:
         return _OF_FOLDERS[question.pop("ask")](**question)
     match question["ask"]:
         case "listen":
-            family = socket.AF_INET6 if ":" in question["address"] else socket.AF_INET
-            listening.append(socket.create_server((question["address"], 0), family=family, backlog=256))
-            return listening[-1].getsockname()[1]
+            return _listen(question["address"], question["ports"], listening)
         case "knock":
             return knock_at_all(question["places"])
         case "way":

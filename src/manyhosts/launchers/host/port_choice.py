@@ -1,0 +1,130 @@
+"""Has Gloo take its ports from a range, which it has no setting for: it always asks the system for any free one.
+
+libtorch calls the C library's `bind` through an entry of its table of imported functions, as any shared library does.
+The entry is changed, in this process alone, to a function that gives a port of the range wherever port 0 is asked for,
+and passes all other calls on. This is done only where `--ports` was given. Linux, 64 bits, x86 and ARM.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import re
+import socket
+import struct
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from manyhosts.cluster.ports import VARIABLE, Range
+from manyhosts.errors import ConfigError
+
+_LIBRARY = "libtorch_cpu.so"
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
+_READ_WRITE = 3  # PROT_READ | PROT_WRITE
+_PROGRAM_HEADER = struct.Struct("<IIQQQQQQ")
+_RELOCATION = struct.Struct("<QQq")
+_SYMBOL_BYTES = 24
+_DYNAMIC, _SIZE_OF_JUMPS, _STRINGS, _SYMBOLS, _JUMPS = 2, 2, 5, 6, 23  # PT_DYNAMIC and the tags DT_…
+
+_Bind: Any = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_uint32, use_errno=True)
+_kept: list[Any] = []
+"""The function that libtorch calls: it must not be collected."""
+
+
+def begin(_: object = None) -> None:
+    """Change the entry, where this run has a range. Once per worker, when torch is loaded.
+
+    Raises:
+        ConfigError: this cannot be done with this torch or on this system.
+    """
+    ports = Range.of(os.environ.get(VARIABLE, ""))
+    if ports is None or _kept:
+        return
+    entry = _entry_of("bind") if sys.platform == "linux" and sys.maxsize > 2**32 else 0
+    if not entry or not _make_writable(entry):
+        raise ConfigError(
+            "this torch does not let the ports of Gloo be chosen",
+            where=f"--ports {ports}",
+            fix="leave --ports out, and set the range of the system: sysctl net.ipv4.ip_local_port_range",
+        )
+    _kept.append(_Bind(_choosing(ports)))
+    ctypes.c_void_p.from_address(entry).value = ctypes.cast(_kept[0], ctypes.c_void_p).value
+
+
+def _choosing(ports: Range) -> Callable[[int, int, int], int]:
+    """A `bind` that takes a free port of the range where any would do.
+
+    Two sockets that both may reuse an address can be given one port, and the second then fails to listen. So it is
+    first tried without; ports that closed connections still hold for a minute come next, and each worker of a host has
+    its own of these.
+    """
+    true_bind: Any = ctypes.CDLL(None, use_errno=True).bind
+    place, places = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+    def bind(descriptor: int, address: int, length: int) -> int:
+        asked = ctypes.string_at(address, length)
+        family, port = struct.unpack_from("=H", asked)[0], asked[2:4]
+        if family not in _FAMILIES or port != b"\0\0":
+            return int(true_bind(descriptor, asked, length))
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as copy:
+            if copy.type != socket.SOCK_STREAM:
+                return int(true_bind(descriptor, asked, length))
+            for reuses, numbers in enumerate((ports.numbers(), ports.numbers()[place::places])):
+                copy.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuses)
+                for number in numbers:
+                    if true_bind(descriptor, asked[:2] + number.to_bytes(2, "big") + asked[4:], length) == 0:
+                        copy.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                        return 0
+                    if ctypes.get_errno() != errno.EADDRINUSE:
+                        return -1
+        return -1
+
+    return bind
+
+
+def _entry_of(function: str) -> int:
+    """Where in memory libtorch keeps the address of an imported `function`; 0 where that is not found."""
+    base = _base_of(_LIBRARY)
+    if not base or ctypes.string_at(base, 5) != b"\x7fELF\x02":
+        return 0
+    headers, size, count = struct.unpack_from("<Q", ctypes.string_at(base + 32, 8))[0], *_sizes(base)
+    found = (_PROGRAM_HEADER.unpack(ctypes.string_at(base + headers + n * size, 56)) for n in range(count))
+    dynamic = next((each for each in found if each[0] == _DYNAMIC), None)
+    if dynamic is None:
+        return 0
+    tags = dict(struct.iter_unpack("<QQ", ctypes.string_at(base + dynamic[3], dynamic[6])))
+    if not {_JUMPS, _SIZE_OF_JUMPS, _SYMBOLS, _STRINGS} <= tags.keys():
+        return 0
+    # The loader of glibc has made absolute addresses of these already, that of musl has not.
+    jumps, symbols, strings = (tags[tag] + (base if tags[tag] < base else 0) for tag in (_JUMPS, _SYMBOLS, _STRINGS))
+    wanted = function.encode() + b"\0"
+    for offset, info, _ in _RELOCATION.iter_unpack(ctypes.string_at(jumps, tags[_SIZE_OF_JUMPS])):
+        name = ctypes.c_uint32.from_address(symbols + (info >> 32) * _SYMBOL_BYTES).value
+        if ctypes.string_at(strings + name, len(wanted)) == wanted:
+            return int(base + offset)
+    return 0
+
+
+def _sizes(base: int) -> tuple[int, int]:
+    """The size of a program header, and how many there are."""
+    size, count = struct.unpack("<HH", ctypes.string_at(base + 54, 4))
+    return size, count
+
+
+def _base_of(library: str) -> int:
+    """Where a library begins in the memory of this process; 0 where it is not loaded."""
+    pattern = re.compile(rf"^([0-9a-f]+)-\S+ \S+ 0+ .*/{re.escape(library)}$", re.MULTILINE)
+    found = pattern.search(Path("/proc/self/maps").read_text())
+    return int(found[1], 16) if found else 0
+
+
+def _make_writable(entry: int) -> bool:
+    """See that the page of `entry` can be written; some builds protect it when all functions are found."""
+    page = os.sysconf("SC_PAGESIZE")
+    protect: Any = ctypes.CDLL(None, use_errno=True).mprotect
+    start = entry - entry % page
+    return bool(protect(ctypes.c_void_p(start), ctypes.c_size_t(page), _READ_WRITE) == 0)

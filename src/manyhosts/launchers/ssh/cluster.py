@@ -15,7 +15,7 @@ from typing import IO, Any, TypeVar
 from manyhosts import __version__
 from manyhosts.cluster.ports import Range
 from manyhosts.errors import LaunchError, ManyhostsError
-from manyhosts.launchers import interfaces, ports
+from manyhosts.launchers import addresses, interfaces, ports
 from manyhosts.launchers.display import Display
 from manyhosts.launchers.head.handover import Handover
 from manyhosts.launchers.head.placement import AgentProcess

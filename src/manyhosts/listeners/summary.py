@@ -11,8 +11,6 @@ from manyhosts.records import metrics
 from manyhosts.records.run_record import RunRecord
 from manyhosts.records.summary import Summary, summarise
 
-_LAST = RunEnded, TestDone
-
 
 class WriteSummary:
     """Reckons the summary from the metrics' lines, so that it is right across restarts."""
@@ -25,7 +23,7 @@ class WriteSummary:
 
     def __call__(self, event: Event) -> None:
         """Take note of `event`."""
-        if isinstance(event, _LAST):
+        if isinstance(event, RunEnded | TestDone):
             trouble: OSError | None = None
             try:
                 self.file.flush()

@@ -6,6 +6,7 @@ the last learning rate): a thousand points a second would cost training more tha
 
 from __future__ import annotations
 
+import concurrent.futures.thread  # noqa: F401  # what TensorBoard imports cannot be imported first at the very end
 import os
 import socket
 import time
@@ -13,18 +14,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from manyhosts.events import Event, Recovered, RunEnded, RunStarted, StepDone, TestDone, ValidationDone
-from manyhosts.listeners.record_file import RecordFile
 from manyhosts.records.aside import Aside
 
 _EVERY_S = 0.5
 _PARTS = ("compute", "communication_exposed", "data_wait", "snapshot_stall", "other")
-_LAST = RunEnded, TestDone
 _MOST_POINTS = 16
 """Of training steps, in each `_EVERY_S`."""
 
 
 class WriteTensorBoard:
-    """Draws the events in `folder`, from a thread. TensorBoard's messages are imported there too, beside the steps."""
+    """Draws the events in `folder`, from a thread. TensorBoard is imported there too, beside the first steps."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -34,7 +33,7 @@ class WriteTensorBoard:
     def __call__(self, event: Event) -> None:
         """Take note of `event`."""
         self._aside.put(event)
-        if isinstance(event, _LAST):
+        if isinstance(event, RunEnded | TestDone):
             self._aside.flush()
 
     def close(self) -> None:
@@ -72,23 +71,24 @@ class _EventFile:
         from tensorboard.compat.proto.event_pb2 import Event as Point
         from tensorboard.compat.proto.event_pb2 import SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._point, self._session, self._summary = Point, SessionLog, Summary
         folder.mkdir(parents=True, exist_ok=True)
         seconds, rest = divmod(time.time_ns(), 10**9)
         name = f"events.out.tfevents.{seconds:010d}.{rest:09d}.{socket.gethostname()}.{os.getpid()}"
-        self._records = RecordFile(folder / name)
-        self._records.add(Point(wall_time=seconds, file_version="brain.Event:2").SerializeToString())
+        self._records = RecordWriter((folder / name).open("xb"))
+        self._records.write(Point(wall_time=seconds, file_version="brain.Event:2").SerializeToString())
 
     def add(self, step: int, when: float, values: Mapping[str, float]) -> None:
         """A point of every curve in `values`."""
         drawn = self._summary(value=[self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
-        self._records.add(self._point(wall_time=when, step=step, summary=drawn).SerializeToString())
+        self._records.write(self._point(wall_time=when, step=step, summary=drawn).SerializeToString())
 
     def forget_after(self, step: int, when: float) -> None:
         """Have TensorBoard forget what an earlier file tells of steps that are done once more."""
         forget = self._session(status=self._session.START)
-        self._records.add(self._point(wall_time=when, step=step + 1, session_log=forget).SerializeToString())
+        self._records.write(self._point(wall_time=when, step=step + 1, session_log=forget).SerializeToString())
 
     def flush(self) -> None:
         self._records.flush()

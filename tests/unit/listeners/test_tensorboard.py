@@ -11,7 +11,6 @@ import pytest
 from stories import BEGIN, ended, started, stepped, validated, was_tested
 
 from manyhosts.events import Event
-from manyhosts.listeners.record_file import RecordFile, crc32c
 from manyhosts.listeners.tensorboard import WriteTensorBoard
 
 accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
@@ -97,30 +96,3 @@ raise RuntimeError("the script fails")
     )
     assert done.stderr.splitlines()[-1] == "RuntimeError: the script fails"
     assert points(tmp_path, "train/loss") == [(1, 2.0)]
-
-
-def test_records_are_those_of_tensorboards_own_writer(tmp_path: Path) -> None:
-    writer = pytest.importorskip("tensorboard.summary.writer.record_writer")
-    records = [b"", b"123456789", bytes(range(256)) * 3]
-    ours, theirs = RecordFile(tmp_path / "ours"), writer.RecordWriter((tmp_path / "theirs").open("wb"))
-    for record in records:
-        ours.add(record)
-        theirs.write(record)
-    ours.close()
-    theirs.close()
-    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
-    assert crc32c(b"123456789") == 0xE3069283, "the value that is published for it"
-
-
-def test_drawing_imports_no_more_of_tensorboard_than_its_messages(tmp_path: Path) -> None:
-    code = f"""
-import sys, pathlib, stories
-from manyhosts.listeners.tensorboard import WriteTensorBoard
-listener = WriteTensorBoard(pathlib.Path({str(tmp_path)!r}))
-listener(stories.stepped(1))
-listener.close()
-sys.exit(",".join(name for name in sys.modules if name.startswith("tensorboard.summary")) or 0)
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert points(tmp_path, "train/loss")

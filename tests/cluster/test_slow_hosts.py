@@ -84,6 +84,7 @@ def named(host: Host, folder: Path) -> list[dict[str, Any]]:
     return [line for line in lines(host, folder) if line["event"] == "slow" and line["factor"] > 1]
 
 
+@pytest.mark.slow
 def test_slow_host_and_slow_link_are_named_with_their_factors_and_even_ones_are_not(
     make_lab: Callable[..., Lab], tmp_path: Path
 ) -> None:

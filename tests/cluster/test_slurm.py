@@ -46,6 +46,15 @@ print("goes on" if seen.exists() else "begins", os.environ["MANYHOSTS_RUN_DIR"],
 while not seen.exists():
     time.sleep(0.1)
 """
+STUCK = """
+import os, time
+from pathlib import Path
+if os.environ["RANK"] == "0":
+    Path(os.environ["MANYHOSTS_RUN_DIR"], "run.json").write_text("{}")  # as a Trainer that makes no step
+print("knows", len(os.environ["PASSWORD"]), flush=True)
+while True:
+    time.sleep(0.1)
+"""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -54,6 +63,7 @@ def folder(four: Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shared = tmp_path_factory.mktemp("shared")
     share(four, shared)
     (shared / "long.py").write_text(LONG)
+    (shared / "stuck.py").write_text(STUCK)
     start_slurm(four)
     return shared
 
@@ -132,6 +142,50 @@ def test_launcher_that_is_ended_while_slurm_takes_its_job_leaves_none_in_the_que
     assert launcher.returncode == 130, printed
     [handle] = re.findall(r"slurm://\d+", printed)
     wait_until(lambda: state(four, handle)["state"] == "cancelled", "it is cancelled", timeout_s=60)
+
+
+def test_job_keeps_its_secrets_says_why_another_waits_and_is_not_queued_again_in_vain(four: Lab, folder: Path) -> None:
+    secret, run_dir = "hunter2-of-nobody", folder / "stuck"
+    words = ["--on", "slurm", "--nodes", "2", "--detach", "--env", "PASSWORD", "--run-dir", f"{FOLDER}/stuck"]
+    variables = environment(PASSWORD=secret, FORCE_COLOR="1", CLICOLOR_FORCE="1")
+    sent = four[0].run([*MANYHOSTS, "run", *words, "stuck.py"], folder=FOLDER, env=variables)
+    handle = sent.stdout.strip()
+    number = handle.removeprefix("slurm://")
+    log = run_dir / "logs" / f"slurm-{number}.log"
+    wait_until(lambda: log.exists() and log.read_text().count("knows 17") == 2, "both workers run", timeout_s=90)
+    found = state(four, handle)
+    assert (found["state"], found["reason"], found["code"]) == ("running", "RUNNING", None)
+    holding = [path for path in run_dir.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
+    assert [(path.name, path.stat().st_mode & 0o777) for path in holding] == [("job.json", 0o600)]
+    shown = [["scontrol", "show", "job", "-dd", number], ["scontrol", "write", "batch_script", number, "-"]]
+    assert not [words for words in shown if secret in four[1].run(words).stdout]
+    assert not [words for host in four for words in host.processes().values() if secret in words]
+
+    words = [
+        *MANYHOSTS,
+        "run",
+        "--on",
+        "slurm",
+        "--nodes",
+        "4",
+        "-o",
+        "exclusive=yes",
+        "--run-dir",
+        f"{FOLDER}/waits",
+        "torchrun_script.py",
+    ]
+    waits = four[1].start(words, folder=FOLDER, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert waits.stdout is not None
+    other = waits.stdout.readline().split()[-1]
+    assert any("the job waits: PENDING (" in line for line in iter(waits.stdout.readline, "")), "with Slurm's reason"
+    four[1].end(waits, signal.SIGTERM)
+    assert waits.communicate(timeout=60)[0].endswith("the job is being cancelled\n")
+    wait_until(lambda: state(four, other)["state"] == "cancelled", "it is cancelled", timeout_s=60)
+
+    four[0].run(["scancel", "--batch", "--signal", "USR1", number])
+    wait_until(lambda: state(four, handle)["state"] not in ("running", "waiting"), "it is over", timeout_s=90)
+    assert "no step was saved since this job began, so it is not queued again" in log.read_text()
+    assert "\x1b" not in log.read_text(), "no colours in a file"
 
 
 def test_script_that_the_users_own_srun_starts_knows_its_place(four: Lab) -> None:

@@ -112,7 +112,8 @@ def is_asynchronous(device: torch.device) -> bool:
 
 def module(device: torch.device | str) -> Module:
     """PyTorch's module for an accelerator of the kind of `device`."""
-    found: Module = torch.get_device_module(device)
+    # `torch.get_device_module` does the same, but in a rehearsal it takes every device for the CPU that it is.
+    found: Module = getattr(torch, device if isinstance(device, str) else device.type)
     return found
 
 

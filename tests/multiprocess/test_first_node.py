@@ -86,7 +86,8 @@ def test_nodes_find_each_other_whoever_is_first_and_no_worker_sees_the_token(add
     time.sleep(0.5)  # it calls, and nobody answers yet
     code, out = told(start(wished, 0, port, address))
     assert (code, told(later)[0]) == (0, 0), out
-    assert [line.split("] ")[1] for line in out.splitlines()] == [f"3.0 False {address} lo"] * 2
+    lines = [line for line in out.splitlines() if line.startswith("[")]  # not what is said of a machine that is busy
+    assert [line.split("] ")[1] for line in lines] == [f"3.0 False {address} lo"] * 2, out
 
 
 @pytest.mark.parametrize("asked", [0, 1])

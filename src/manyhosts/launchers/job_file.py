@@ -66,7 +66,7 @@ def of_text(text: str, *, where: str) -> Job:
             found[name] = Path(found[name])
         for name in ("arguments", "preload", "hosts", "show"):
             found[name] = tuple(found[name])
-        for name in ("words", "hidden"):
+        for name in ("words", "hidden", "bring"):
             found[name] = tuple(found.get(name, ()))
         found["workers_of"] = {int(node): count for node, count in found["workers_of"].items()}
         return Job(**found)

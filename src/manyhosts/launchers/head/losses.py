@@ -11,6 +11,8 @@ from manyhosts.launchers.loop import Channel
 
 GONE = "its agent is gone"
 _NO_ANSWER = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
+_ENDED_THERE = (errno.ECONNRESET, errno.EPIPE)
+"""The other side has closed, perhaps before it had read everything."""
 _LOST_BY_SSH = 255
 _TO_END_S = 0.2
 """A connection ends a moment before its process does."""
@@ -25,7 +27,8 @@ def of_end(agent: AgentProcess, channel: Channel) -> str:
         return "there is no answer from its host: it is switched off, or cut off"
     code = agent.poll()
     until = time.monotonic() + _TO_END_S
-    while code is None and trouble is None and time.monotonic() < until:
+    ended_there = trouble is None or trouble.errno in _ENDED_THERE
+    while code is None and ended_there and time.monotonic() < until:
         time.sleep(0.01)
         code = agent.poll()
     if code is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -84,15 +85,19 @@ def lose_head_and_leader(process: subprocess.Popen[str], pids: Path) -> None:
 
 def freeze_hosts(process: subprocess.Popen[str], pids: Path) -> None:
     """All hosts but one stand still: too few are left, and the head says that nobody goes on."""
-    everything = family(process)
-    for agent in agents(everything)[1:]:
-        for each in (agent, *agent.children(recursive=True)):
-            each.send_signal(signal.SIGSTOP)
-    process.wait(timeout=60)
+    everything, until = set(family(process)), time.monotonic() + 90
+    [stays, *_] = agents(family(process))
+    while process.poll() is None and time.monotonic() < until:
+        with suppress(psutil.NoSuchProcess):  # also those that come in the place of hosts that were given up
+            for agent in agents(family(process)):
+                for each in (agent, *agent.children(recursive=True)) if agent != stays else ():
+                    everything.add(each)
+                    each.send_signal(signal.SIGSTOP)
+        time.sleep(0.05)
     for each in everything:  # those that stand still hold what it printed to
         with suppress(psutil.NoSuchProcess):
             each.kill()
-    output, _ = process.communicate()
+    output, _ = process.communicate(timeout=30)
     assert process.returncode == 4, output
     assert "was lost: the host has given no sign of life" in output
 

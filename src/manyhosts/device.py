@@ -26,6 +26,9 @@ class Event(Protocol):
     def record(self) -> None:
         """It stands behind what the current stream was given so far."""
 
+    def wait(self) -> None:
+        """What the current stream is given from now on begins behind it. The host goes on."""
+
     def synchronize(self) -> None:
         """The host waits until it is passed."""
 

@@ -185,7 +185,7 @@ def unnoticed_in_runs(rank: int, folder: Path) -> list[str]:
     same = []
     for name, fault in IN_RUNS.items():
         found: tuple[Any, ...] = ()
-        with fault.made(), suppress(Exception):
+        with fault.made(), suppress(Exception, SystemExit):  # nonsense may also read as being asked to stop
             found = train(folder / name.replace(" ", "-"), {}, quiet=fault.quiet)
         if found == right or (fault.quiet and found):
             same.append(name)

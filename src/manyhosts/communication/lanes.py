@@ -35,7 +35,6 @@ class Ticket:
         """That its job took, in a lane of a CPU."""
         self.error: BaseException | None = None
         self.event: device.Event | None = None
-        self.device: torch.device | None = None
         self._done = threading.Event()
 
     def done(self, error: BaseException | None = None) -> None:
@@ -48,8 +47,8 @@ class Ticket:
         self._done.wait()
         if self.error is not None:
             raise self.error
-        if self.event is not None and self.device is not None:
-            device.module(self.device).current_stream(self.device).wait_event(self.event)
+        if self.event is not None:
+            self.event.wait()
 
 
 class Lanes:
@@ -100,7 +99,7 @@ class Lanes:
             sent = self.links[lane].bytes_sent
             job(self.links[lane])
             ticket.bytes_sent = self.links[lane].bytes_sent - sent
-            ticket.device, ticket.event = self.world.device, self._stream.record_event()
+            ticket.event = self._stream.record_event()
         ticket.done()
         return ticket
 

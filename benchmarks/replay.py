@@ -3,7 +3,7 @@
     python benchmarks/replay.py                  # needs root on Linux: makes hosts in network namespaces
 
 The study (one GPU per node, batch 32 per node) kept 0.81, 0.65 and 0.46 of the ideal speed on 2, 4 and 8 nodes. Here
-VGG19 with an eighth of the width of every layer (1/64 of the parameters, and of the buckets and parcels) trains on that
+VGG19 with an eighth of the width of every layer (1/64 of the parameters, and of the buckets and chunks) trains on that
 many hosts, on two small pictures each: its gradients are real ones. After what it computes each layer sleeps, for its
 share of a step of `STEP_S` seconds by the operations of the real layer on a real picture. The hosts share two cores,
 which the study's did not: the slower the motion, the less that counts. The cable of every host is slowed until plain
@@ -36,10 +36,10 @@ from manyhosts.communication.compression.choose import cost_of
 from manyhosts.communication.volume import all_reduce_bytes
 from manyhosts.communication.world import World
 from manyhosts.lab import lab
-from manyhosts.strategies.alone import Drifting
 from manyhosts.strategies.ddp import DataParallel
 from manyhosts.strategies.diloco import OuterSteps
 from manyhosts.strategies.local_sgd import LocalSteps
+from manyhosts.strategies.local_updates import LocalUpdates
 from manyhosts.strategies.single import SingleProcess
 from manyhosts.strategies.strategy import Piece, Strategy
 
@@ -149,7 +149,7 @@ def one_case(config: Any, steps: int, world: World) -> dict[str, Any]:
     def step() -> None:
         strategy.forward_backward(model, [piece], compute, lambda loss: loss, [0.0])
         strategy.update(model, optimizer)
-        if isinstance(strategy, Drifting):
+        if isinstance(strategy, LocalUpdates):
             strategy.exchange(model)
 
     auto = getattr(config, "compression", "") == "auto"

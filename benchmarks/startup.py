@@ -91,7 +91,7 @@ has made its first optimizer step; n = {len(pairs)} each, after one warm-up.
 
 `manyhosts run` takes **{ratio(seconds):.2f}** of the time of torchrun; by round {min(pairs):.2f} to {max(pairs):.2f}.
 torchrun loads torch once for itself and then once in every worker, and each worker loads `torch._dynamo` when it makes
-its optimizer; here one template process per host loads both, and the workers are forked from it.
+its optimizer; here one fork server per host loads both, and the workers are forked from it.
 
 {describe(Path(sys.executable), ["torch", "manyhosts"])}
 Again: `python benchmarks/startup.py`.

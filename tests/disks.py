@@ -104,7 +104,7 @@ class _Change:
 class CutDisk(CountingDisk):
     """Loses power right before call number `cut_at`, and then whatever was not synced.
 
-    Content that was written and not synced comes back torn: half of it is gone. What else is lost, unless its folder
+    Content that was written and not synced comes back half-written: half of it is gone. What else is lost, unless its folder
     was synced, is said by `loses`: nothing; new names and renames; or these and removals. Newest first.
     """
 

@@ -93,7 +93,7 @@ def agents(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
     found = []
     for each in processes:
         with suppress(psutil.NoSuchProcess):  # a zombie is none such, either
-            if "manyhosts.launchers.host.agent" in each.cmdline() or each.cmdline()[:2] == ["manyhosts", "agent"]:
+            if "manyhosts.control.agent.agent" in each.cmdline() or each.cmdline()[:2] == ["manyhosts", "agent"]:
                 found.append(each)
     return found
 

@@ -28,9 +28,9 @@ AFTER_THE_SNAPSHOT = 5
 """The first step of a resumed trial, with eight steps in all."""
 
 _RESTORED = """
-from manyhosts.training import keeping
+from manyhosts.training import snapshot_schedule
 
-restore = keeping.take_up
+restore = snapshot_schedule.take_up
 
 
 def with_less(parts, kept, **words):
@@ -38,7 +38,7 @@ def with_less(parts, kept, **words):
     restore(parts, kept, **words)
 
 
-keeping.take_up = with_less
+snapshot_schedule.take_up = with_less
 """
 
 FAULTS = {
@@ -214,9 +214,9 @@ fit(step=scaled, optimizer=lambda params: torch.optim.SGD([*params, scale], lr=0
     "buffers that differ between workers": Fault(
         text=f"""
 from manyhosts.communication import model_watch
-from manyhosts.training import keeping
+from manyhosts.training import snapshot_schedule
 
-model_watch.Agreement.check = keeping.compare_weights = {_NOTHING}
+model_watch.Agreement.check = snapshot_schedule.compare_weights = {_NOTHING}
 
 
 class Centred(nn.Module):

@@ -120,7 +120,7 @@ class SnapshotSaved:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SnapshotCopied:
-    """A snapshot, or the best model, is whole in the second place that `snapshots.to` names, too."""
+    """A snapshot, or the best model, is whole in the remote copy that `snapshots.to` names, too."""
 
     step: int
     address: str

@@ -14,9 +14,9 @@ from torch import nn
 import manyhosts as mh
 from manyhosts.cluster.place import Place
 from manyhosts.communication.world import World
-from manyhosts.strategies.alone import Drifting
 from manyhosts.strategies.ddp import DataParallel
 from manyhosts.strategies.local_sgd import LocalSteps
+from manyhosts.strategies.local_updates import LocalUpdates
 from manyhosts.strategies.strategy import Piece
 
 COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
@@ -47,7 +47,7 @@ def main() -> None:
                 model, [piece], lambda net, p: {"loss": net(p.batch).square().mean()}, lambda loss: loss, [0.0]
             )
             strategy.update(model, optimizer)
-            if isinstance(strategy, Drifting):
+            if isinstance(strategy, LocalUpdates):
                 strategy.exchange(model)
         world.barrier()
         found[way] = (int(COUNTER.read_text()) - begin) / steps

@@ -227,5 +227,5 @@ def test_share_that_is_none_is_refused(share: float) -> None:
 def test_audit_is_refused_without_virtual_workers_and_with_a_second_place() -> None:
     with pytest.raises(ConfigError, match="only virtual workers have such parts"):
         train(Job(trainer={"virtual_workers": None}), Path("nowhere"), 0.01)
-    with pytest.raises(ConfigError, match="second place"):
+    with pytest.raises(ConfigError, match="remote copy"):
         train(Job(trainer={"snapshots": mh.Snapshots(to="elsewhere")}), Path("nowhere"), 0.01)

@@ -16,9 +16,9 @@ from torch import nn
 import manyhosts as mh
 from manyhosts.cluster.place import Place
 from manyhosts.communication.buckets import GradientBuckets
+from manyhosts.communication.comm_queue import CommQueue
 from manyhosts.communication.compression.feedback import Compressor
 from manyhosts.communication.compression.table import make_compression
-from manyhosts.communication.lanes import Lanes
 from manyhosts.communication.link import Link
 from manyhosts.communication.probe import probe
 from manyhosts.communication.world import World
@@ -39,9 +39,9 @@ def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
     return float((flat[0] - flat[1]).norm() / flat[0].norm())
 
 
-def send_halves(parcel: Any, link: Link) -> torch.Tensor:
-    sent = parcel.values / 2
-    parcel.values.copy_(link.all_reduce(sent.clone()))
+def send_halves(chunk: Any, link: Link) -> torch.Tensor:
+    sent = chunk.values / 2
+    chunk.values.copy_(link.all_reduce(sent.clone()))
     return sent
 
 
@@ -135,7 +135,7 @@ def sums_with_one_unused(rank: int, name: str) -> list[list[Any]]:
     compression = make_compression(config)
     assert compression is not None
     parameters = list(layers.parameters())
-    compressor = Compressor(compression, Lanes(world), above=1, feedback=True, parameters=parameters)
+    compressor = Compressor(compression, CommQueue(world), above=1, feedback=True, parameters=parameters)
     buckets = GradientBuckets(parameters, world, bucket_bytes=6000, compressor=compressor)
     found = []
     for step in range(3):
@@ -161,14 +161,14 @@ def test_what_is_kept_arrives_later_though_nobody_uses_the_parameter_now() -> No
 
 def fail_in_a_lane(rank: int) -> str:
     world = World(Place.from_environment())
-    lanes = Lanes(world)
-    lanes.ready()
+    comm_queue = CommQueue(world)
+    comm_queue.ready()
 
     def job(_link: Link) -> None:
         raise ValueError("a compression that fails")
 
     try:
-        lanes.wait(lanes.submit(job))
+        comm_queue.wait(comm_queue.submit(job))
     except ValueError as error:
         return str(error)
     return "nothing was raised"

@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 from launching import environment, wait_until
 
+from manyhosts.control import job_file
+from manyhosts.control.agent import first_node
+from manyhosts.control.agent.first_node import AGAIN, NodeInfo
+from manyhosts.control.job import Job
 from manyhosts.errors import ConfigError, LaunchError
-from manyhosts.launchers import addresses, interfaces, job_file, packing
-from manyhosts.launchers.host import first_node
-from manyhosts.launchers.host.first_node import AGAIN, Station
-from manyhosts.launchers.job import Job
+from manyhosts.hosts import addresses, interfaces
+from manyhosts.launchers import packing
 from manyhosts.launchers.kubernetes import manifest
 from manyhosts.launchers.kubernetes import node as kubernetes_node
 from manyhosts.launchers.sagemaker import node as sagemaker_node
@@ -130,7 +132,7 @@ def test_nodes_do_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for name in interfaces.VARIABLES:
         monkeypatch.setenv(name, "lo")
     port = free_port()
-    alone = Station(number=1, hosts=["a", "b"], head=f"127.0.0.1:{port}", address="127.0.0.1", token="t")
+    alone = NodeInfo(number=1, hosts=["a", "b"], head=f"127.0.0.1:{port}", address="127.0.0.1", token="t")
     with pytest.raises(LaunchError, match="the first node was not to be reached within 0 s"):
         first_node.run(job(tmp_path, ""), alone, patience_s=0.1)
 

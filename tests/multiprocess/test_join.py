@@ -22,9 +22,9 @@ from containers import digits, weights, weights_here
 from launching import MANYHOSTS, environment, wait_until
 
 from manyhosts.cli.main import main
-from manyhosts.launchers.join_secret import FINGERPRINT_BYTES, JoinSecret
-from manyhosts.launchers.ssh import agreement
-from manyhosts.launchers.tls import Identity
+from manyhosts.control.join_secret import FINGERPRINT_BYTES, JoinSecret
+from manyhosts.control.tls import Identity
+from manyhosts.hosts import version_check
 
 VIRTUAL = ("--set", "virtual_workers=4")
 
@@ -188,8 +188,8 @@ def test_who_does_not_fit_is_told_so_and_the_others_train_as_if_nobody_had_asked
         assert "this is not the project as" in said
         assert "digits.py differs from" in said
         with monkeypatch.context() as patched:
-            real = agreement.here
-            patched.setattr(agreement, "here", lambda version: {**real(version), "torch": "2.12.0"})
+            real = version_check.here
+            patched.setattr(version_check, "here", lambda version: {**real(version), "torch": "2.12.0"})
             assert "this host has torch 2.12.0, and the run" in refused(good, secret, code=2)
         joined = run.join(good)
         _, err = joined.communicate(timeout=150)

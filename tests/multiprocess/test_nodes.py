@@ -15,9 +15,9 @@ from torch import nn
 
 import manyhosts as mh
 from manyhosts.cluster.place import Place
-from manyhosts.communication.compression.exchange import Parcel
+from manyhosts.communication.comm_queue import CommQueue
+from manyhosts.communication.compression.exchange import Chunk
 from manyhosts.communication.compression.table import make_compression
-from manyhosts.communication.lanes import Lanes
 from manyhosts.communication.link import Link
 from manyhosts.communication.world import World
 
@@ -54,8 +54,8 @@ def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
     return float((flat(one) - flat(other)).norm() / flat(one).norm())
 
 
-def send_everything(parcel: Parcel, link: Link) -> None:
-    link.all_reduce(parcel.values)
+def send_everything(chunk: Chunk, link: Link) -> None:
+    link.all_reduce(chunk.values)
 
 
 @pytest.fixture(scope="module")
@@ -166,21 +166,21 @@ def test_workers_that_come_to_share_a_node_go_on_from_the_mean(tmp_path: Path) -
 
 
 def exchange(rank: int, inside_node: str) -> tuple[int, torch.Tensor]:
-    """Bytes that count, and the sum, of one parcel."""
+    """Bytes that count, and the sum, of one chunk."""
     on_two_nodes(rank)
     world = World(Place.from_environment())
-    lanes = Lanes(world, by_node=inside_node == "exact")
-    lanes.ready()
+    comm_queue = CommQueue(world, by_node=inside_node == "exact")
+    comm_queue.ready()
     compression = make_compression(mh.DDP(compression="bf16", inside_node=inside_node))  # type: ignore[arg-type]
     assert compression is not None
     values = torch.full((4096,), float(rank + 1))
-    parcel = Parcel(values, [values.shape], [0])
+    chunk = Chunk(values, [values.shape], [0])
 
     def job(link: Link) -> None:
-        compression(parcel, link)
+        compression(chunk, link)
 
-    lanes.wait(lanes.submit(job))
-    return lanes.links[0].bytes_sent, values
+    comm_queue.wait(comm_queue.submit(job))
+    return comm_queue.links[0].bytes_sent, values
 
 
 def test_what_a_node_sends_goes_between_nodes_once() -> None:

@@ -22,7 +22,7 @@ SAMPLES = 31
 
 
 class Named(Dataset[Any]):
-    """Samples that are dicts, of which one may be torn."""
+    """Samples that are dicts, of which one may be half-written."""
 
     def __init__(self, torn: int = -1) -> None:
         self.images, self.torn = images_and_labels(SAMPLES)[0], torn
@@ -32,7 +32,7 @@ class Named(Dataset[Any]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         if index == self.torn:
-            raise OSError("torn file")
+            raise OSError("half-written file")
         return {"image": self.images[index], "number": index}
 
 

@@ -18,13 +18,13 @@ pytestmark = pytest.mark.multiprocess
 
 
 @dataclass
-class Parcel:
+class Chunk:
     amount: float
 
 
-def add(rank: int, parcel: Parcel) -> Parcel:
+def add(rank: int, chunk: Chunk) -> Chunk:
     world = World(Place.from_environment())
-    return Parcel(float(world.all_reduce(torch.tensor([rank + parcel.amount]))))
+    return Chunk(float(world.all_reduce(torch.tensor([rank + chunk.amount]))))
 
 
 def fail_on_last(rank: int) -> None:
@@ -49,11 +49,11 @@ def read_variable(rank: int) -> str:
 
 
 def test_ranks_meet_and_answer_in_order() -> None:
-    assert run_ranks(2, add, Parcel(10)) == [Parcel(21.0), Parcel(21.0)]
+    assert run_ranks(2, add, Chunk(10)) == [Chunk(21.0), Chunk(21.0)]
 
 
 def test_one_rank_needs_no_group() -> None:
-    assert run_ranks(1, add, Parcel(10)) == [Parcel(10.0)]
+    assert run_ranks(1, add, Chunk(10)) == [Chunk(10.0)]
 
 
 def test_failing_rank_is_named_with_its_own_traceback() -> None:

@@ -281,7 +281,7 @@ def test_closed_output_does_not_end_the_run(tmp_path: Path) -> None:
 def test_agent_that_its_head_does_not_take_in_says_so_and_fails() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         head = f"127.0.0.1:{listening.getsockname()[1]}"
-        words = [sys.executable, "-P", "-m", "manyhosts.launchers.host.agent", "--head", head, "--node", "0"]
+        words = [sys.executable, "-P", "-m", "manyhosts.control.agent.agent", "--head", head, "--node", "0"]
         agent = subprocess.Popen(words, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert agent.stdin is not None
         agent.stdin.write("no such secret\n")

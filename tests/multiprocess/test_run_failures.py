@@ -45,7 +45,7 @@ def test_exception_shows_one_traceback_then_one_sentence(tmp_path: Path) -> None
     assert ended.err.count("Traceback (most recent call last)") == 1
     lines = ended.err.splitlines()
     assert lines[0] == "Traceback (most recent call last):"
-    assert "launchers" not in "".join(lines[: lines.index("ValueError: boom")]), (
+    assert "manyhosts/control" not in "".join(lines[: lines.index("ValueError: boom")]), (
         "our own frames are of no use to anyone"
     )
     assert lines[lines.index("ValueError: boom") + 1].startswith("manyhosts: rank 1 on host ")
@@ -132,7 +132,7 @@ def test_error_of_ours_comes_out_once_in_its_own_words_with_its_exit_code(tmp_pa
     source = """
         from manyhosts.errors import SnapshotError
         raise SnapshotError("of another model", where="runs/x", fix="give another --run-dir")
-    """
+"""
     ended = run(tmp_path, source, "--workers", "3", "--restarts", "3")
     assert ended.code == 2
     assert ended.err == "manyhosts: of another model\n  where: runs/x\n  fix:   give another --run-dir\n"
@@ -220,7 +220,7 @@ def test_set_that_a_trainer_heard_is_not(tmp_path: Path) -> None:
         reporter = Reporter.from_environment()
         reporter.send("trainer")
         reporter.close()
-    """
+"""
     ended = run(tmp_path, source, "--set", "seed=3")
     assert (ended.code, ended.out, ended.err) == (0, "", "")
 
@@ -234,7 +234,7 @@ def test_last_words_of_a_worker_are_heard(tmp_path: Path) -> None:
             reporter.send("say", text=f"word {number}")
         reporter.close()
         os._exit(0)
-    """
+"""
     assert run(tmp_path, source).out.splitlines() == [f"word {number}" for number in range(200)]
 
 

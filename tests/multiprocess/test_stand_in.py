@@ -19,7 +19,7 @@ from torch import nn
 
 import manyhosts as mh
 from manyhosts.cluster.place import Place
-from manyhosts.communication.lanes import Lanes, Ticket
+from manyhosts.communication.comm_queue import CommQueue, QueuedExchange
 from manyhosts.communication.world import World
 from manyhosts.data import steps
 
@@ -171,7 +171,7 @@ IN_RUNS = {
 }
 IN_EXCHANGES = {
     "sums are not waited for": Fault(World, "wait", lambda self, work: None),
-    "compressed sums are not waited for": Fault(Ticket, "wait", lambda self: None),
+    "compressed sums are not waited for": Fault(QueuedExchange, "wait", lambda self: None),
     "exchanges do not wait for gradients": Fault(
         streams.Stream, "wait_stream", not_on_side_streams(streams.Stream.wait_stream), early=True
     ),
@@ -192,13 +192,13 @@ def unnoticed_in_runs(rank: int, folder: Path) -> list[str]:
     return same
 
 
-def exchanged(world: World, lanes: Lanes) -> list[float]:
+def exchanged(world: World, comm_queue: CommQueue) -> list[float]:
     """A sum over the workers by each of the two ways that gradients take."""
     plain = torch.zeros(4, device=world.device).add_(world.rank + 1)
     world.all_reduce(plain)
-    lanes.ready()
+    comm_queue.ready()
     compressed = torch.zeros(4, device=world.device).add_(world.rank + 1)
-    lanes.wait(lanes.submit(lambda link: link.all_reduce(compressed)))
+    comm_queue.wait(comm_queue.submit(lambda link: link.all_reduce(compressed)))
     return [*plain.tolist(), *compressed.tolist()]
 
 
@@ -206,13 +206,13 @@ def unnoticed_in_exchanges(rank: int) -> list[str]:
     """The faults that change nothing."""
     tensor.install()
     world = World(Place.from_environment())
-    lanes = Lanes(world)
-    right = exchanged(world, lanes)
+    comm_queue = CommQueue(world)
+    right = exchanged(world, comm_queue)
     assert right == [3.0] * 8
     same = []
     for name, fault in IN_EXCHANGES.items():
         with fault.made():
-            if exchanged(world, lanes) == right:
+            if exchanged(world, comm_queue) == right:
                 same.append(name)
         world.barrier()
     world.leave()

@@ -12,9 +12,9 @@ import psutil
 import pytest
 from launching import alive, wait_until
 
-from manyhosts.launchers.host import standby
-from manyhosts.launchers.host.nursery import Nursery
-from manyhosts.launchers.loop import Loop
+from manyhosts.control.agent import standby
+from manyhosts.control.agent.fork_server import ForkServer
+from manyhosts.control.loop import Loop
 
 pytestmark = [
     pytest.mark.multiprocess,
@@ -24,23 +24,23 @@ pytestmark = [
 AGENT = """
 import json, os, sys
 from pathlib import Path
-from manyhosts.launchers.host.nursery import Nursery
-from manyhosts.launchers.loop import Loop
+from manyhosts.control.agent.fork_server import ForkServer
+from manyhosts.control.loop import Loop
 name, launcher, scratch = sys.argv[1:]
 loop = Loop()
 nothing = lambda *_: None
-nursery = Nursery(
+fork_server = ForkServer(
     loop, preload=["json"], environment=dict(os.environ), folder="/", scratch=Path(scratch), stdin=False, name=name,
     launcher=int(launcher), on_event=nothing, on_warm=nothing, on_end=nothing, on_words=nothing,
 )
-loop.run(until=lambda: nursery.ready)
-print(nursery.pid, flush=True)
+loop.run(until=lambda: fork_server.ready)
+print(fork_server.pid, flush=True)
 loop.run(until=lambda: False)
 """
 FROM_ANOTHER = """
 import os, sys
 from pathlib import Path
-from manyhosts.launchers.host import standby
+from manyhosts.control.agent import standby
 os.setuid(65534)
 if sys.argv[2] == "asks":
     print(standby.adopt(sys.argv[1], {}, [], Path("/nowhere")))
@@ -78,9 +78,9 @@ def name_of(folder: Path) -> str:
     return f"manyhosts-{folder}"
 
 
-def new_nursery(loop: Loop, folder: Path, events: list[object]) -> Nursery:
+def new_nursery(loop: Loop, folder: Path, events: list[object]) -> ForkServer:
     (folder / "next").mkdir()
-    return Nursery(
+    return ForkServer(
         loop,
         preload=["json", "colorsys"],
         environment={**os.environ, "OF_THE_NEXT": "1"},
@@ -100,21 +100,21 @@ def test_next_agent_finds_the_template_with_what_it_has_loaded_and_ends_it(
     template: psutil.Process, launcher: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
     loop, events = Loop(), []
-    nursery = new_nursery(loop, tmp_path, events)
-    loop.run(until=lambda: nursery.ready)
-    assert nursery.pid == template.pid
+    fork_server = new_nursery(loop, tmp_path, events)
+    loop.run(until=lambda: fork_server.ready)
+    assert fork_server.pid == template.pid
     assert not (tmp_path / "scratch").exists(), "that of the agent that was killed"
     watch = (tmp_path / "colors.py", tmp_path / "out")
     watch[0].write_text(f"import os, sys; open({str(watch[1])!r}, 'w').write(os.environ['OF_THE_NEXT'])")
     pipes = [os.pipe() for _ in range(4)]
     command = {"kind": "script", "program": str(watch[0]), "arguments": [], "folder": str(tmp_path)}
-    nursery.ask("worker", [writing for _, writing in pipes], name="w", environment={}, stdin=False, **command)
+    fork_server.ask("worker", [writing for _, writing in pipes], name="w", environment={}, stdin=False, **command)
     loop.run(until=lambda: len(events) == 2)
     assert [event["event"] for event in events] == ["started", "ended"]
     assert watch[1].read_text() == "1"
     launcher.kill()  # there is an agent: it decides
     assert alive([template])
-    nursery.close()
+    fork_server.close()
     wait_until(lambda: not alive([template]), "it ends with its agent")
     assert events[2:] == []
     for ends in pipes:

@@ -32,9 +32,9 @@ class CosineHead(nn.Module):
         self.dropout = nn.Dropout(0.5)
 
     def forward(self, features: Tensor, labels: Tensor) -> Tensor:
-        likeness = nn.functional.normalize(features) @ nn.functional.normalize(self.centres).T
+        checksum = nn.functional.normalize(features) @ nn.functional.normalize(self.centres).T
         extra = 0.0 * self.dropout(features).sum()
-        return nn.functional.cross_entropy(self.scale * likeness * self.log_temperature.exp(), labels) + extra
+        return nn.functional.cross_entropy(self.scale * checksum * self.log_temperature.exp(), labels) + extra
 
 
 def features() -> nn.Module:

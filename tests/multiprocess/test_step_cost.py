@@ -52,7 +52,7 @@ def losses_of_steps(rank: int, dtype: torch.dtype, options: dict[str, Any]) -> l
         outcome = strategy.forward_backward(model, [piece], compute, lambda loss: loss, [float(rank)])
         strategy.update(model, optimizer)
         assert strategy.buckets is not None
-        values = [float(outcome.values["loss"]), float(outcome.values["rows"]), float(outcome.riders[0])]
+        values = [float(outcome.values["loss"]), float(outcome.values["rows"]), float(outcome.control_flags[0])]
         found.append((world.sums - begun, len(strategy.buckets.buckets), values))
     return found
 

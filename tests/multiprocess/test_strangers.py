@@ -23,9 +23,9 @@ import psutil
 import pytest
 from launching import environment, wait_until
 
-from manyhosts.launchers import job_file
-from manyhosts.launchers.head.entrance import MOST_STRANGERS
-from manyhosts.launchers.job import Job
+from manyhosts.control import job_file
+from manyhosts.control.head.acceptor import MOST_STRANGERS
+from manyhosts.control.job import Job
 from manyhosts.launchers.kubernetes import manifest
 
 pytestmark = pytest.mark.multiprocess

@@ -158,7 +158,7 @@ def test_worker_that_dies_of_the_same_step_again_and_again_ends_the_run(tmp_path
             optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
             data=mh.Data(train=Deadly(), batch_size=8, shuffle=False),
         ).fit("1 epoch")
-    """
+"""
     ended = run(tmp_path, source, "--workers", "2")
     assert ended.code == 1
     assert "was killed by SIGKILL, failure 4 in a row without one more step" in ended.err
@@ -180,7 +180,7 @@ def test_error_in_the_script_is_no_death_to_go_on_from(tmp_path: Path) -> None:
             optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
             data=mh.Data(train=Wrong(), batch_size=8, shuffle=False),
         ).fit("1 epoch")
-    """
+"""
     ended = run(tmp_path, source, "--workers", "2")
     assert ended.code == 2
     assert "sample 40 of the train set cannot be read" in ended.err

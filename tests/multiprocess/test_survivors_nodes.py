@@ -95,19 +95,22 @@ FINAL_WORD = "manyhosts.strategies.tally:Tally.start_sum:12:after"
 MOMENTS = {
     "before its gradient leaves": ("local-sgd", "1=manyhosts.communication.buckets:GradientBuckets.arm:12:before"),
     "when its node's sums are there": ("diloco", "1=manyhosts.communication.buckets:GradientBuckets.finish:12:after"),
-    "when it has the mean": ("local-sgd", "1=manyhosts.strategies.stepping_alone:weighted_mean:2:after"),
-    "when the groups of lanes are made": ("diloco", "1=manyhosts.communication.world:World.new_group:3:before"),
+    "when it has the mean": ("local-sgd", "1=manyhosts.strategies.local_stepping:weighted_mean:2:after"),
+    "when the groups of communication queues are made": (
+        "diloco",
+        "1=manyhosts.communication.world:World.new_group:3:before",
+    ),
     "one of another node while nodes are made anew": (
         "local-sgd",
-        f"1={FINAL_WORD} 2=manyhosts.strategies.alone:Alone.regroup:2:before",
+        f"1={FINAL_WORD} 2=manyhosts.strategies.local_updates:Alone.regroup:2:before",
     ),
     "the one that is to give its optimizer": (
         "local-sgd",
-        f"1={FINAL_WORD} 0=manyhosts.training.recover:share_optimizers:1:before",
+        f"1={FINAL_WORD} 0=manyhosts.elastic.recovery:share_optimizers:1:before",
     ),
     "a host, and one of the other when that is all but made good": (
         "local-sgd",
-        f"2={FINAL_WORD} 3={FINAL_WORD} 0=manyhosts.strategies.alone:Alone.regroup:2:before",
+        f"2={FINAL_WORD} 3={FINAL_WORD} 0=manyhosts.strategies.local_updates:Alone.regroup:2:before",
     ),
     "both of a node, one after the other": ("diloco", f"2={FINAL_WORD} 3={FINAL_WORD.replace('12', '13')}"),
 }

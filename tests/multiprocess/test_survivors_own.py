@@ -87,7 +87,7 @@ MOMENTS = {
         "int8",
         "manyhosts.strategies.tally:Tally.start_sum:12:after",
     ),
-    "when the lanes are made": ("int8", "manyhosts.communication.lanes:find_levels:1:before"),
+    "when the communication queues are made": ("int8", "manyhosts.communication.comm_queue:find_levels:1:before"),
     "with the mean on its way": ("local-sgd", "manyhosts.communication.world:World.wait:17:before"),
     "with the word that all have their gradients on its way": (
         "local-sgd",

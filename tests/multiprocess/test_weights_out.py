@@ -101,7 +101,7 @@ def test_script_prints_once_on_any_number_of_workers(tmp_path: Path) -> None:
     source = """
         import manyhosts as mh
         mh.print("once", 1, sep="-")
-    """
+"""
     ended = run(tmp_path, source, "--workers", "2")
     assert ended.code == 0, ended.err
     assert ended.out.count("once-1") == 1

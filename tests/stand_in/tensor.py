@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from manyhosts import device
-from manyhosts.snapshot import skeleton
+from manyhosts.snapshot import flatten
 from stand_in import group, streams
 
 NAME = "standin"
@@ -389,7 +389,7 @@ def install() -> torch.device:
         _library.impl("is_pinned", lambda tensor, device=None: is_pinned(tensor), "CPU")
         torch.empty = _empty_on_host  # type: ignore[assignment]
         group.register(NAME)
-        skeleton.TENSOR_TYPES.add(OnDevice)
+        flatten.TENSOR_TYPES.add(OnDevice)
         device.ACCELERATORS.clear()
         device.ACCELERATORS[NAME] = NAME
     return torch.device(NAME, 0)

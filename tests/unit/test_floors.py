@@ -49,7 +49,7 @@ WITHOUT_TORCH = [
     "listeners",
 ]
 """Import torch late, if at all: they answer on login nodes, and at once."""
-TEMPLATE = "launchers/host/template.py"
+TEMPLATE = "control/agent/fork_server_process.py"
 """The process that workers are forked from exists to have torch loaded. It is started, never imported."""
 
 

@@ -9,8 +9,8 @@ import traceback
 
 import click
 
+from manyhosts.control.screen import say_last
 from manyhosts.errors import ManyhostsError
-from manyhosts.launchers.screen import say_last
 
 
 def exit_code_of(error: BaseException, *, trace: bool = False) -> int:

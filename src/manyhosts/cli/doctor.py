@@ -16,9 +16,9 @@ import click
 from manyhosts.cli.cluster import beside_table, cluster_option
 from manyhosts.cli.doctor_screen import Progress, print_examination
 from manyhosts.cli.where import Where, pairs
+from manyhosts.control.job import Job
 from manyhosts.errors import LaunchError
 from manyhosts.launchers import scripts
-from manyhosts.launchers.job import Job
 from manyhosts.launchers.launcher import LAUNCHERS
 from manyhosts.launchers.slurm import script as slurm_script
 
@@ -59,13 +59,13 @@ def doctor(
     Exit codes: 0 nothing is bad (there may be warnings), 2 the request was wrong, 3 a host cannot be reached or is not
     fit for a run, 4 hosts cannot talk to each other.
     """
-    from manyhosts.doctor import afar, desk, station
+    from manyhosts.doctor import access, as_job, host_probe
     from manyhosts.doctor.examination import Request, examine
 
     if script:
         scripts.check(script, "script")
-    scratch = Path(tempfile.gettempdir(), f"{station.SCRATCH}{secrets.token_hex(8)}")
-    target, job = _job(Where(**words), station.__name__, scratch)  # type: ignore[arg-type]  # click's words by name
+    scratch = Path(tempfile.gettempdir(), f"{host_probe.SCRATCH}{secrets.token_hex(8)}")
+    target, job = _job(Where(**words), host_probe.__name__, scratch)  # type: ignore[arg-type]  # click's words by name
     if target == "slurm" and "SLURM_JOB_ID" not in os.environ:
         return _in_an_allocation(job)
     request = Request(
@@ -79,10 +79,10 @@ def doctor(
     launcher.plan(replace(job, least_nodes=None))  # refuses what makes no sense
     progress = Progress(sys.stderr, silent=as_json)
     try:
-        if target in afar.TARGETS:
-            examination = afar.examine(launcher, replace(job, least_nodes=None), request, progress.tell)
+        if target in as_job.TARGETS:
+            examination = as_job.examine(launcher, replace(job, least_nodes=None), request, progress.tell)
         else:
-            with desk.over_ssh(job) if target == "ssh" else desk.in_a_job(launcher, job) as (reached, lost):
+            with access.over_ssh(job) if target == "ssh" else access.in_a_job(launcher, job) as (reached, lost):
                 examination = examine(reached, lost, request, progress.tell)
     finally:
         progress.close()
@@ -105,7 +105,7 @@ def _in_an_allocation(job: Job) -> int:
 
 
 def _job(where: Where, program: str, scratch: Path) -> tuple[str, Job]:
-    """The target, and a job of one station on each of its hosts."""
+    """The target, and a job of one host probe on each of its hosts."""
     hosts, _ = where.named()
     _, most = where.least_and_most()
     nodes = len(hosts) or most or 1

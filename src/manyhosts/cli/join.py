@@ -33,8 +33,8 @@ def join(secret_file: str | None, address: str, folder: str | None, trace: bool,
     The run's secret is asked for. It lets the run start its workers here, as you; what they print is shown there.
     Ctrl-C takes this machine out of the run.
     """
-    from manyhosts.launchers.host import joining  # here, for it loads OpenSSL
-    from manyhosts.launchers.join_secret import JoinSecret
+    from manyhosts.control.agent import joining  # here, for it loads OpenSSL
+    from manyhosts.control.join_secret import JoinSecret
 
     place = Path(folder or ".").absolute()
     if not place.is_dir():

@@ -18,15 +18,16 @@ from manyhosts.cli.cluster import beside_table, cluster_option
 from manyhosts.cli.where import Where, pairs
 from manyhosts.cluster.place import REHEARSED_GPUS
 from manyhosts.config import overrides
+from manyhosts.control import titles, variables
+from manyhosts.control.agent import gpus
+from manyhosts.control.display import Display, PlainDisplay
+from manyhosts.control.head import takeover
+from manyhosts.control.job import Job
+from manyhosts.control.screen import Screen
 from manyhosts.errors import ConfigError
-from manyhosts.launchers import handles, scripts, titles, variables
-from manyhosts.launchers.display import Display, PlainDisplay
-from manyhosts.launchers.head import handover
-from manyhosts.launchers.host import gpus
-from manyhosts.launchers.job import Job
+from manyhosts.launchers import handles, scripts
 from manyhosts.launchers.launch import new_run_dir
 from manyhosts.launchers.launcher import LAUNCHERS
-from manyhosts.launchers.screen import Screen
 from manyhosts.records import run_directory, run_lock
 from manyhosts.units import bytes_of
 
@@ -199,7 +200,7 @@ def run(**options: Any) -> int:
     if asked.dry_run:
         print(plan)
         return 0
-    run_lock.see_that_free(job.run_dir, handover.start_of(job.run_dir))
+    run_lock.see_that_free(job.run_dir, takeover.start_of(job.run_dir))
     if jobs is not None:
         for note in plan.notes:
             print(f"manyhosts: {note}", file=sys.stderr)

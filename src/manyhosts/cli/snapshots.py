@@ -15,9 +15,9 @@ from manyhosts.config.snapshots import is_address
 from manyhosts.errors import ConfigError, SnapshotError
 from manyhosts.snapshot import condition
 from manyhosts.snapshot.condition import Condition
+from manyhosts.snapshot.location import Folder, SnapshotLocation
 from manyhosts.snapshot.objects.client import PROBE, Client, StoreTrouble
-from manyhosts.snapshot.objects.shelf import ObjectShelf
-from manyhosts.snapshot.shelf import Folder, Shelf
+from manyhosts.snapshot.objects.location import ObjectStoreLocation
 from manyhosts.units import bytes_in_words, seconds_in_words
 
 _HEADS = ("snapshot", "step", "epoch", "size", "age", "condition")
@@ -43,8 +43,8 @@ def snapshots() -> None:
 @_trace
 def ls(folder: str, quick: bool, as_json: bool, trace: bool) -> int:
     """List the snapshots in DIR, the newest first, each with its condition."""
-    with _reached(folder) as shelf:
-        found = condition.look(shelf, content=not quick)
+    with _reached(folder) as location:
+        found = condition.look(location, content=not quick)
     if as_json:
         print(json.dumps([one.to_json() for one in found], indent=1))
     elif found:
@@ -61,8 +61,8 @@ def ls(folder: str, quick: bool, as_json: bool, trace: bool) -> int:
 @_trace
 def show(folder: str, name: str, as_json: bool, trace: bool) -> int:
     """Say what is in SNAPSHOT: a name, a step, or `best`; the newest that is whole if none is named."""
-    with _reached(folder) as shelf:
-        chosen = condition.look_at_one(shelf, name)
+    with _reached(folder) as location:
+        chosen = condition.look_at_one(location, name)
     print(chosen.manifest.to_text() if as_json and chosen.manifest else condition.describe(chosen))
     return 0
 
@@ -73,8 +73,8 @@ def show(folder: str, name: str, as_json: bool, trace: bool) -> int:
 @_trace
 def verify(folder: str, as_json: bool, trace: bool) -> int:
     """Read every byte of every snapshot in DIR. Exit code 0: all are whole; 2: some are not, and each is named."""
-    with _reached(folder) as shelf:
-        found = condition.look(shelf)
+    with _reached(folder) as location:
+        found = condition.look(location)
     if not found:
         raise SnapshotError("there are no snapshots here", where=folder, fix="name a run directory that has some")
     if as_json:
@@ -97,10 +97,10 @@ def prune(folder: str, keep: int, dry_run: bool, as_json: bool, trace: bool) -> 
         raise ConfigError(
             f"--keep is {keep}, but the last whole snapshot is never removed", where="--keep", fix="give 1 or more"
         )
-    with _reached(folder) as shelf:
-        gone = condition.superfluous(condition.look(shelf), keep=keep)
+    with _reached(folder) as location:
+        gone = condition.superfluous(condition.look(location), keep=keep)
         if not dry_run:
-            condition.remove(shelf, gone)
+            condition.remove(location, gone)
     if as_json:
         print(json.dumps([one.to_json() for one in gone], indent=1))
         return 0
@@ -113,13 +113,13 @@ def prune(folder: str, keep: int, dry_run: bool, as_json: bool, trace: bool) -> 
 
 
 @contextmanager
-def _reached(place: str) -> Iterator[Shelf]:
+def _reached(place: str) -> Iterator[SnapshotLocation]:
     """What lies where a person has named: a folder, or the address of an object store."""
     if not is_address(place) and not (Path(place) / PROBE).exists():
         yield Folder(Path(place))
         return
     try:
-        yield ObjectShelf(Client(place))
+        yield ObjectStoreLocation(Client(place))
     except StoreTrouble as trouble:
         raise SnapshotError(
             f"the store does not answer: {trouble.strerror}", where=place, fix="see that this machine reaches it"

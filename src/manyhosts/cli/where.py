@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manyhosts.errors import ConfigError
-from manyhosts.launchers.ssh import hostfile as ssh_hostfile
+from manyhosts.hosts import hostfile as ssh_hostfile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -51,7 +51,7 @@ class Range:
 
 
 def needed(workers: int) -> int:
-    """How many ports a host with so many workers may need at once, beside those of the head and of hosts that knock.
+    """How many ports a host with so many workers may need at once, beside those of the head and of hosts that connect.
 
     Two for each worker, as a new group opens its port before that of the group that broke is closed; and two for the
     store, for the same reason.

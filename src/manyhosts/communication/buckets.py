@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from manyhosts.communication.compression.feedback import Compressor
 from manyhosts.communication.gradient_hooks import came_late, check_dense, move, watch
 from manyhosts.communication.layout import gradient_view, real_dtype, real_numbers
+from manyhosts.communication.packed_metadata import elements_for, pack, unpack
 from manyhosts.communication.packing import Members, ReadyOrder, packed
-from manyhosts.communication.passengers import arrived, board, seats_for
 from manyhosts.communication.world import Work
 
 
@@ -48,8 +48,8 @@ class Bucket:
     """Elements of the parameters that go through a compression."""
     used: Tensor
     """How many workers used each parameter: a view of `buffer`, shape (number of parameters,)."""
-    seats: Tensor
-    """Where passengers sit: a view of `buffer`, of no elements in all buckets but the first."""
+    packed: Tensor
+    """Where packed metadata sit: a view of `buffer`, of no elements in all buckets but the first."""
     missing: int = 0
     """Gradients that the backward pass has not filled yet."""
     all_here: bool = False
@@ -100,7 +100,7 @@ class GradientBuckets:
         self.compressing = False
         """Whether this step's gradients go through the compressor."""
         self.armed = False
-        self.passengers: Tensor | None = None
+        self.packed_metadata: Tensor | None = None
         """What travels with the gradients of this step."""
         self.numbers_aboard = 0
         """For how many of them the buckets are made."""
@@ -137,8 +137,8 @@ class GradientBuckets:
         group = sorted(group, key=lambda parameter: not self._compressed(parameter))
         sizes = [real_numbers(parameter) for parameter in group]
         elements = sum(sizes)
-        seats = 0 if self.buckets else seats_for(self.numbers_aboard, self.world.size)
-        buffer = torch.zeros(elements + len(group) + seats, dtype=real_dtype(group[0]), device=group[0].device)
+        packed = 0 if self.buckets else elements_for(self.numbers_aboard, self.world.size)
+        buffer = torch.zeros(elements + len(group) + packed, dtype=real_dtype(group[0]), device=group[0].device)
         parts = buffer[:elements].split(sizes)
         return Bucket(
             number=len(self.buckets),
@@ -146,7 +146,7 @@ class GradientBuckets:
             buffer=buffer,
             compressible=sum(parameter.numel() for parameter in group if self._compressed(parameter)),
             used=buffer[elements : elements + len(group)],
-            seats=buffer[elements + len(group) :],
+            packed=buffer[elements + len(group) :],
         )
 
     def use(self, compressor: Compressor) -> None:
@@ -176,18 +176,18 @@ class GradientBuckets:
         if self.compressing and self.compressor is not None:
             self.compressor.begin(scale)
 
-    def arm(self, passengers: Tensor | None = None) -> None:
+    def arm(self, packed_metadata: Tensor | None = None) -> None:
         """From now on a bucket is sent as soon as the backward pass has filled it.
 
-        `passengers`: float64, shape (n,), the same n on all workers. `finish` gives back their sums over the workers.
+        `packed_metadata`: float64, shape (n,), the same n on all workers. `finish` gives back their sums over the workers.
         """
         self.order.forget()
-        self.passengers = passengers if self.buckets else None
-        if self.passengers is not None:
-            if self.buckets[0].seats.numel() != seats_for(len(self.passengers), self.world.size):
-                self.numbers_aboard = len(self.passengers)
+        self.packed_metadata = packed_metadata if self.buckets else None
+        if self.packed_metadata is not None:
+            if self.buckets[0].packed.numel() != elements_for(len(self.packed_metadata), self.world.size):
+                self.numbers_aboard = len(self.packed_metadata)
                 self._pack(self.packed_order)
-            board(self.buckets[0].seats, self.passengers, self.world.rank)
+            pack(self.buckets[0].packed, self.packed_metadata, self.world.rank)
         for bucket in self.buckets:
             bucket.missing = len(bucket.places)
             bucket.work = None
@@ -231,7 +231,7 @@ class GradientBuckets:
     def finish(self) -> Tensor | None:
         """Send what is left, and wait until the sums are where the optimizer looks for gradients.
 
-        Returns the sums of the passengers; None where none came aboard.
+        Returns the sums of the packed metadata; None where none came aboard.
         """
         self.armed = False
         while self.sent < len(self.buckets):
@@ -244,7 +244,7 @@ class GradientBuckets:
                 self._drop_unused(bucket)
         if self.compressing and self.compressor is not None:
             self.compressor.settle()
-        summed = None if self.passengers is None else arrived(self.buckets[0].seats, self.world.size)
+        summed = None if self.packed_metadata is None else unpack(self.buckets[0].packed, self.world.size)
         if (order := self.order.agree()) is not None:
             self._pack_anew(order)
         return summed

@@ -38,7 +38,7 @@ _FIRST_STEPS, _EVERY_STEPS = 4, 64
 _NORM = ("running_mean", "running_var", "num_batches_tracked")
 
 
-class Holder(Protocol):
+class TensorOwner(Protocol):
     """What a module keeps its tensors in."""
 
     def get(self, name: str, /) -> Any:
@@ -52,11 +52,11 @@ class _OfScript:
         self.module = module
 
     def get(self, name: str) -> Any:
-        """See `Holder`."""
+        """See `TensorOwner`."""
         return getattr(self.module, name, None)
 
 
-def _held(module: nn.Module, tensors: Any) -> Holder:
+def _held(module: nn.Module, tensors: Any) -> TensorOwner:
     return _OfScript(module) if isinstance(module, torch.jit.ScriptModule) else tensors
 
 
@@ -65,7 +65,7 @@ class _Place:
     """Where a buffer or a parameter is, and what stood there the last time."""
 
     name: str
-    holder: Holder
+    holder: TensorOwner
     key: str
     persistent: bool = True
     tensor: Tensor | None = None

@@ -121,7 +121,7 @@ class Settings:
             )
         if self.snapshots.to is not None:
             raise ConfigError(
-                "audit sets snapshots aside that may hold errors, and cannot do so in a second place",
+                "audit sets snapshots aside that may hold errors, and cannot do so in a remote copy",
                 where="audit",
                 fix="leave snapshots.to or audit out",
             )

@@ -14,7 +14,7 @@ class Snapshots:
     """A snapshot `every` so often, and the newest `keep` of them on disk.
 
     `every` is a duration (`"500 steps"`, `"1 epoch"`, `"10 min"`, or several joined by `or`). The best model is kept
-    beside them, in `best/`. `to` is a second place that each one is copied to beside training: an object store such as
+    beside them, in `best/`. `to` is a remote copy that each one is copied to beside training: an object store such as
     `"s3://bucket/path"`, or a folder. A run whose disk is empty goes on from there. One run, one address.
     """
 
@@ -43,7 +43,7 @@ def is_address(text: str) -> bool:
 def _check_address(to: str) -> None:
     if not to.strip():
         raise ConfigError(
-            "the second place has no name", where="snapshots.to", fix='give "s3://bucket/path", or a folder'
+            "the remote copy has no name", where="snapshots.to", fix='give "s3://bucket/path", or a folder'
         )
     if is_address(to) and urlsplit(to).password:
         raise ConfigError(

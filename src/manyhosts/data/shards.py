@@ -31,7 +31,7 @@ States = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ShardProgress:
     """How far the shards of one epoch have been read, in their order: known to every worker."""
 
     read: Sequence[int]
@@ -41,12 +41,12 @@ class Standing:
     """Of the shards of which this worker knows one, perhaps from before."""
 
     @classmethod
-    def at_beginning(cls, shards: int) -> Standing:
+    def at_beginning(cls, shards: int) -> ShardProgress:
         """That of an epoch of which nothing has been read."""
         return cls([0] * shards, [True] * shards)
 
     @classmethod
-    def of(cls, stream: Mapping[str, Any], sample: int) -> Standing:
+    def of(cls, stream: Mapping[str, Any], sample: int) -> ShardProgress:
         """What `to_stream` gave. A stream that was read whole until now, `sample` samples of it, is one shard."""
         if "left" in stream:
             return cls(stream["read"], stream["left"], stream["states"])
@@ -54,7 +54,7 @@ class Standing:
         return cls([read], [True], {"0": stream} if "dataset" in stream else {})
 
     @classmethod
-    def of_all(cls, kept: Sequence[Mapping[str, Any]], sample: int) -> Standing:
+    def of_all(cls, kept: Sequence[Mapping[str, Any]], sample: int) -> ShardProgress:
         """What a snapshot says of `sample` samples, in which each worker has `kept` what it knew."""
         first = next((dict(each) for each in kept if each), {})
         if "shards" in first and "left" not in first:  # each worker once kept its own shard's place, and no other
@@ -72,11 +72,11 @@ class Standing:
             "states": dict(self.states),
         }
 
-    def after(self, given: Sequence[int], left: Sequence[bool], states: States) -> Standing:
+    def after(self, given: Sequence[int], left: Sequence[bool], states: States) -> ShardProgress:
         """That after a step to which each shard has given so many samples."""
-        return Standing([old + new for old, new in zip(self.read, given, strict=True)], left, states)
+        return ShardProgress([old + new for old, new in zip(self.read, given, strict=True)], left, states)
 
-    def knowing(self, others: Iterable[States]) -> Standing:
+    def knowing(self, others: Iterable[States]) -> ShardProgress:
         """With what others know of this epoch's shards: of each the latest state that is not ahead of this standing."""
         found = dict(self.states)
         for states in others:
@@ -115,13 +115,13 @@ class ShardReader:
         self.shards = min(cut.parts, stream.batch)
         """In how many an epoch is read that begins now; of a small batch not every part has a sample."""
 
-    def shares(self, epoch: int, standing: Standing) -> Iterator[Share]:
+    def shares(self, epoch: int, progress: ShardProgress) -> Iterator[Share]:
         """This worker's share of each step from there on, without end. An epoch of which it has nothing has one, empty.
 
         Raises:
             DataError: the stream cannot be read in these shards, or is not the one it was.
         """
-        return self.stream.ahead(partial(self._shares, epoch, standing))
+        return self.stream.ahead(partial(self._shares, epoch, progress))
 
     def ghost(self, epoch: int, shards: int) -> LoadedPiece:
         """Some sample, for a worker that has none and must show the model one all the same."""
@@ -132,15 +132,15 @@ class ShardReader:
                 return self.stream.piece(epoch, samples, plan, plan.indices)
         raise self.stream.no_sample(epoch)
 
-    def _shares(self, epoch: int, standing: Standing) -> Iterator[Share]:
+    def _shares(self, epoch: int, progress: ShardProgress) -> Iterator[Share]:
         while True:
-            parts = self._open(epoch, standing)
+            parts = self._open(epoch, progress)
             more = True
             while more:
-                share = self._share(epoch, parts, len(standing.read))
+                share = self._share(epoch, parts, len(progress.read))
                 yield share
                 more = bool(share.left)
-            epoch, standing = epoch + 1, Standing.at_beginning(self.shards)
+            epoch, progress = epoch + 1, ShardProgress.at_beginning(self.shards)
 
     def _share(self, epoch: int, parts: Mapping[int, Sequence[_Shard]], shards: int) -> Share:
         """The next samples of each part's shards, of which there are `shards` over all workers."""
@@ -161,9 +161,9 @@ class ShardReader:
         left = [shard.number for own in parts.values() for shard in own if shard.ahead]
         return Share(epoch, given, left, pieces, states)
 
-    def _open(self, epoch: int, standing: Standing) -> dict[int, list[_Shard]]:
+    def _open(self, epoch: int, progress: ShardProgress) -> dict[int, list[_Shard]]:
         """The shards of which there is more, by the part that they belong to, each at its place."""
-        shards, batch = len(standing.read), self.stream.batch
+        shards, batch = len(progress.read), self.stream.batch
         if shards > batch:
             raise DataError(
                 f"this epoch is read in {shards} shards, which cannot all have a part of a batch of {batch}",
@@ -175,10 +175,10 @@ class ShardReader:
         for part in range(self.cut.first, self.cut.last):
             parts[part] = []
             for shard in range(*bounds(shards, self.cut.parts, part)):
-                if standing.left[shard]:
+                if progress.left[shard]:
                     seen.append(self._dataset(shard, shards, seen))
-                    begun = self._begin(seen[-1], epoch, shard, shards, standing.states.get(str(shard)))
-                    parts[part].append(_Shard(self.stream, begun, shard, shards, standing.read[shard]))
+                    begun = self._begin(seen[-1], epoch, shard, shards, progress.states.get(str(shard)))
+                    parts[part].append(_Shard(self.stream, begun, shard, shards, progress.read[shard]))
         return parts
 
     def _begin(self, dataset: Any, epoch: int, shard: int, shards: int, state: Mapping[str, Any] | None = None) -> Pass:

@@ -1,4 +1,4 @@
-"""A connection between the doctor and a station that an engine has started: encrypted, and both sides prove themselves.
+"""A connection between the doctor and a host probe that an engine has started: encrypted, and both sides prove themselves.
 
 Runs on the hosts, too, with the standard library of Python 3.8 or newer alone; making a certificate is for the doctor.
 """
@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from manyhosts.launchers import proof, tls
+from manyhosts.control import proof, tls
 
 _LONGEST_LINE = 16 << 20
 _LONGEST_PROOF = 1 << 14

@@ -19,7 +19,7 @@ _REMEDIES = {
     "nft": "a rule `{ip} saddr {sender} tcp dport {first}-{last} accept` before those that reject (`nft list ruleset`)",
     "iptables": "`iptables -I INPUT -p tcp -s {sender} --dport {first}:{last} -j ACCEPT`",
 }
-"""Program that a host has for its firewall, as a station finds it → what to type there."""
+"""Program that a host has for its firewall, as a host probe finds it → what to type there."""
 
 
 def findings(hosts: Sequence[Facts], pairs: Sequence[Facts]) -> Iterator[Finding]:

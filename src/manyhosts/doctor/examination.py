@@ -16,7 +16,7 @@ from manyhosts import __version__
 from manyhosts.cluster.findings import Finding, exit_code, worst_first
 from manyhosts.cluster.rounds import rounds
 from manyhosts.doctor import closed, exercise, hosts, network
-from manyhosts.doctor.reception import Reached, unreachable
+from manyhosts.doctor.probe_server import Reached, unreachable
 from manyhosts.errors import LaunchError
 
 T = TypeVar("T")
@@ -141,8 +141,8 @@ class _Rounds:
             self.facts[name]["clock"] = clock
         if request.data:
             self._tell("comparing the data")
-            likeness = self._of_all("likeness", timeout_s=_READING_S, paths=list(request.data))
-            for name, data in likeness.items():
+            checksum = self._of_all("checksum", timeout_s=_READING_S, paths=list(request.data))
+            for name, data in checksum.items():
                 self.facts[name]["data"] = data
         self._compare_run_dirs()
 
@@ -204,7 +204,7 @@ class _Rounds:
         ports = self._each(lambda each: each.asked.ask("listen", address=self._address(each), token=token))
         listening = [each for each in self.there if each.name in ports]
         places = [(self._address(each), ports[each.name]) for each in listening]
-        knocked = self._of_all("knock", places=places)
+        knocked = self._of_all("try_connections", places=places)
         names = self._of_all("resolve", names=[self.facts[each.name]["hostname"] for each in listening])
         for name, resolved in names.items():
             self.facts[name]["names"] = resolved
@@ -232,7 +232,9 @@ class _Rounds:
             shut = [pair for pair in self.pairs if pair["from"] == name and pair["trouble"]]
             at_ssh = [(pair["address"], closed.SSH_PORT) for pair in shut]
             if name in by_name:
-                for pair, said in zip(shut, self._ask(by_name[name], "knock", places=at_ssh) or [], strict=False):
+                for pair, said in zip(
+                    shut, self._ask(by_name[name], "try_connections", places=at_ssh) or [], strict=False
+                ):
                     pair["ssh_port"] = said
 
     def _measure_ways(self, token: str) -> None:

@@ -23,7 +23,7 @@ _FIRST_PROCESS = (sys.executable, "-P", "-m", "manyhosts.lab.machine")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wishes:
+class HostSpec:
     """What a host is to be."""
 
     name: str
@@ -46,10 +46,10 @@ class Wishes:
 class Host:
     """A machine with its own name, address, disk, processes and cable. On from the moment it is made."""
 
-    def __init__(self, wishes: Wishes, switch: Switch) -> None:
+    def __init__(self, spec: HostSpec, switch: Switch) -> None:
         """Begin to start it; `wait_until_ready` ends that. Many can so start at once."""
-        self.name, self.address = wishes.name, wishes.address
-        self._wishes, self._switch = wishes, switch
+        self.name, self.address = spec.name, spec.address
+        self._wishes, self._switch = spec, switch
         self._frozen: list[int] = []
         self._entered: list[subprocess.Popen[str]] = []
         self._begin()
@@ -187,14 +187,14 @@ class Host:
     # How it starts.
 
     def _begin(self) -> None:
-        wishes = self._wishes
+        spec = self._wishes
         description = {
-            "name": wishes.name,
-            "folder": str(wishes.folder),
-            "is_desk": wishes.is_desk,
-            "empty": list(wishes.empty),
-            "shown": list(wishes.shown),
-            "shared": dict(wishes.shared),
+            "name": spec.name,
+            "folder": str(spec.folder),
+            "is_desk": spec.is_desk,
+            "empty": list(spec.empty),
+            "shown": list(spec.shown),
+            "shared": dict(spec.shared),
         }
         self._machine = subprocess.Popen(
             ["unshare", *_NAMESPACES, "--fork", "--kill-child", *_FIRST_PROCESS, json.dumps(description)],
@@ -207,7 +207,7 @@ class Host:
         self.process = int(self._hear() or 0)
         if self.process:
             self._namespace = os.readlink(f"/proc/{self.process}/ns/pid")
-            self._switch.plug_in(wishes.port, self.process, wishes.address, wishes.rate)
+            self._switch.plug_in(spec.port, self.process, spec.address, spec.rate)
             self._machine.stdin.write("go\n")
             self._machine.stdin.flush()
 

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 
 from manyhosts.errors import ConfigError
 from manyhosts.lab.folder import Folder, clean
-from manyhosts.lab.host import Host, Wishes
+from manyhosts.lab.host import Host, HostSpec
 from manyhosts.lab.network import Switch, rate_in_words
 
 DESK = "desk"
@@ -99,7 +99,7 @@ def lab(
         undo.callback(switch.close)
         made = []
         for number, (name, address) in enumerate(addresses.items()):
-            wishes = Wishes(
+            spec = HostSpec(
                 name=name,
                 address=address,
                 rate=bandwidth,
@@ -110,7 +110,7 @@ def lab(
                 shown=shown,
                 shared={path: str(disks[path]) for path, having in (shared or {}).items() if number in having},
             )
-            made.append(Host(wishes, switch))
+            made.append(Host(spec, switch))
             undo.callback(made[-1].kill)
         for host in made:
             host.wait_until_ready()

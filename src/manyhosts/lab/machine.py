@@ -28,22 +28,22 @@ _LISTENS = "0A"  # what /proc/net/tcp calls it
 
 def main() -> None:
     """Be the host that `sys.argv[1]` describes: `name`, `folder` (the lab's), `is_desk`, `empty`, `shown`, `shared`."""
-    wishes: dict[str, Any] = json.loads(sys.argv[1])
+    spec: dict[str, Any] = json.loads(sys.argv[1])
     _say(os.readlink("/proc/self"))  # as the lab's owner counts, for /proc is still the owner's
     sys.stdin.readline()  # the cable is plugged in now
-    _become(wishes)
-    if not wishes["is_desk"]:
-        _serve_ssh(str(Path(wishes["folder"], f"{wishes['name']}.sshd_config")))
+    _become(spec)
+    if not spec["is_desk"]:
+        _serve_ssh(str(Path(spec["folder"], f"{spec['name']}.sshd_config")))
     _say("ready")
     _look_after_orphans()
 
 
-def _become(wishes: dict[str, Any]) -> None:
-    folder = Path(wishes["folder"])
-    socket.sethostname(wishes["name"])
-    if not wishes["is_desk"]:
-        shown = [*wishes["shown"], *filesystem.environment_folders(), str(folder)]
-        filesystem.move_into_copy(str(folder / "empty"), shown=shown, empty=wishes["empty"], shared=wishes["shared"])
+def _become(spec: dict[str, Any]) -> None:
+    folder = Path(spec["folder"])
+    socket.sethostname(spec["name"])
+    if not spec["is_desk"]:
+        shown = [*spec["shown"], *filesystem.environment_folders(), str(folder)]
+        filesystem.move_into_copy(str(folder / "empty"), shown=shown, empty=spec["empty"], shared=spec["shared"])
         keys = Path("/root/.ssh/authorized_keys")
         keys.parent.mkdir(mode=0o700)
         keys.write_text((folder / "key.pub").read_text())

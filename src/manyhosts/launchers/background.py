@@ -21,13 +21,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from manyhosts.control import job_file
+from manyhosts.control.display import PlainDisplay
+from manyhosts.control.job import Plan
+from manyhosts.control.screen import Screen
 from manyhosts.errors import ConfigError, LaunchError, ManyhostsError
-from manyhosts.launchers import detached, job_file
+from manyhosts.launchers import detached
 from manyhosts.launchers.detached import Status
-from manyhosts.launchers.display import PlainDisplay
-from manyhosts.launchers.job import Plan
 from manyhosts.launchers.launcher import LAUNCHERS, Launcher
-from manyhosts.launchers.screen import Screen
 from manyhosts.records import run_lock
 from manyhosts.records.whole_file import read_json, write_json_whole
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from manyhosts.control.job import Job
 from manyhosts.errors import ConfigError
-from manyhosts.launchers.job import Job
 from manyhosts.table import nearest
 from manyhosts.units import Duration
 

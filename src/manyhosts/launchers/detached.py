@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self, runtime_checkable
 
-from manyhosts.launchers.display import Display
-from manyhosts.launchers.job import Plan
+from manyhosts.control.display import Display
+from manyhosts.control.job import Plan
 
 State = Literal["waiting", "running", "done", "failed", "cancelled", "unknown"]
 _LOOK_S = 2.0

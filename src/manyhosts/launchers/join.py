@@ -19,18 +19,18 @@ from typing import Any, ClassVar
 
 from manyhosts import __version__
 from manyhosts.cluster.ports import Range
+from manyhosts.control import variables
+from manyhosts.control.agent.head_connection import inherited
+from manyhosts.control.display import Display
+from manyhosts.control.head.endpoint import PORT, ExternalAgent, HeadEndpoint, port_of
+from manyhosts.control.head.head import Head
+from manyhosts.control.head.placement import AgentProcess
+from manyhosts.control.job import Job, Plan
+from manyhosts.control.join_secret import FINGERPRINT_BYTES, JoinSecret
 from manyhosts.errors import ConfigError, LaunchError
-from manyhosts.launchers import addresses, choices, contents, interfaces, ports, variables
-from manyhosts.launchers.display import Display
-from manyhosts.launchers.head.head import Head
-from manyhosts.launchers.head.meeting import PORT, Elsewhere, Meeting, port_of
-from manyhosts.launchers.head.placement import AgentProcess
-from manyhosts.launchers.host.line import inherited
-from manyhosts.launchers.job import Job, Plan
-from manyhosts.launchers.join_secret import FINGERPRINT_BYTES, JoinSecret
-from manyhosts.launchers.ssh import agreement, hostfile
-from manyhosts.launchers.ssh import outpost as ssh_outpost
-from manyhosts.launchers.ssh.files import Files
+from manyhosts.hosts import addresses, contents, hostfile, interfaces, ports, remote_probe, version_check
+from manyhosts.hosts.files import Files
+from manyhosts.launchers import choices
 from manyhosts.records import run_directory
 
 _PATIENCE_S = 3600.0
@@ -86,29 +86,35 @@ class Join:
             LaunchError: too few hosts have joined.
             ManyhostsError: workers failed; the error is that of the one that failed first.
         """
-        from manyhosts.launchers.head.joining import Joining  # here, for it loads OpenSSL
-        from manyhosts.launchers.tls import Identity
+        from manyhosts.control.head.joining import Joining  # here, for it loads OpenSSL
+        from manyhosts.control.tls import Identity
 
         job = plan.job
         job.run_dir.mkdir(parents=True, exist_ok=True)
         bind = job.options.get("bind") or _own_address("-o bind")
         port = _free_port(job, bind)
         address = job.options.get("address") or (_own_address("-o address") if _is_any(bind) else bind)
-        mark = f"{ssh_outpost.MARK_OF_DISK}{secrets.token_hex(4)}-join"
-        meeting = Meeting(
+        mark = f"{remote_probe.MARK_OF_DISK}{secrets.token_hex(4)}-join"
+        endpoint = HeadEndpoint(
             port=port,
             patience_s=choices.seconds(job.options, "wait") or _PATIENCE_S,
             joining=Joining(identity=Identity(), offer=_offer(job), mark=mark, tell=display.warn),
         )
-        _tell_how(job, meeting, bind if not _is_any(bind) else address, port, display)
+        _tell_how(job, endpoint, bind if not _is_any(bind) else address, port, display)
         job = replace(job, environment={**job.environment, run_directory.APART: "1"})
-        ssh_outpost.mark(str(job.run_dir), mark)
+        remote_probe.write_marker(str(job.run_dir), mark)
         try:
             return Head(
-                job, plan.hosts, _start_elsewhere, display, address=bind, meeting=meeting, start_here=_starter(address)
+                job,
+                plan.hosts,
+                _start_elsewhere,
+                display,
+                address=bind,
+                endpoint=endpoint,
+                start_here=_starter(address),
             ).run()
         finally:
-            ssh_outpost.unmark(str(job.run_dir), mark)
+            remote_probe.remove_marker(str(job.run_dir), mark)
 
 
 def _port(job: Job) -> int:
@@ -177,15 +183,15 @@ def _offer(job: Job) -> dict[str, Any]:
         "folder": str(job.folder),
         "run_dir": os.path.relpath(job.run_dir, job.folder),
         "files": told if job.sync else {},
-        "versions": agreement.here(__version__),
+        "versions": version_check.here(__version__),
         "host": _name_here(),
     }
 
 
-def _tell_how(job: Job, meeting: Meeting, address: str, port: int, display: Display) -> None:
+def _tell_how(job: Job, endpoint: HeadEndpoint, address: str, port: int, display: Display) -> None:
     """Show what is typed on the hosts, and the secret: there, or in a file."""
-    assert meeting.joining is not None, "hosts join this run"
-    secret = str(JoinSecret(meeting.token, meeting.joining.identity.fingerprint[:FINGERPRINT_BYTES]))
+    assert endpoint.joining is not None, "hosts join this run"
+    secret = str(JoinSecret(endpoint.token, endpoint.joining.identity.fingerprint[:FINGERPRINT_BYTES]))
     asked = job.options.get("advertise", "")
     host, wanted = hostfile.destination(asked) if asked else (address, "")
     shown = f"[{host}]:{wanted or port}" if ":" in host else f"{host}:{wanted or port}"
@@ -209,12 +215,12 @@ def _tell_how(job: Job, meeting: Meeting, address: str, port: int, display: Disp
 
 
 def _agent_words(head: str, address: str, interface: str) -> tuple[str, ...]:
-    words = [sys.executable, "-P", "-m", "manyhosts.launchers.host.agent", "--head", head, "--node", "0"]
+    words = [sys.executable, "-P", "-m", "manyhosts.control.agent.agent", "--head", head, "--node", "0"]
     return (*words, "--address", address, *(["--interface", interface] if interface else []))
 
 
 def _starter(address: str) -> Any:
-    found = interfaces.with_address(ssh_outpost.interfaces(), address)
+    found = interfaces.with_address(remote_probe.interfaces(), address)
     if found is None:
         raise LaunchError(
             f"this machine has no interface with the address {address}",
@@ -236,7 +242,7 @@ def _starter(address: str) -> Any:
 
 
 def _start_elsewhere(node: int, head: str, token: str) -> AgentProcess:
-    return Elsewhere()
+    return ExternalAgent()
 
 
 def _name_here() -> str:

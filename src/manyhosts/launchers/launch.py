@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
+from manyhosts.control.display import Display, PlainDisplay
+from manyhosts.control.job import Job
+from manyhosts.control.screen import Screen
 from manyhosts.launchers import scripts
-from manyhosts.launchers.display import Display, PlainDisplay
-from manyhosts.launchers.job import Job
 from manyhosts.launchers.launcher import LAUNCHERS
-from manyhosts.launchers.screen import Screen
 
 
 def run(  # noqa: PLR0913  # what `manyhosts run` takes

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar, Protocol
 
-from manyhosts.launchers.display import Display
-from manyhosts.launchers.job import Job, Plan
+from manyhosts.control.display import Display
+from manyhosts.control.job import Job, Plan
 from manyhosts.table import Table
 
 

@@ -11,14 +11,15 @@ from dataclasses import replace
 from typing import ClassVar
 
 from manyhosts.cluster.ports import Range, needed
+from manyhosts.control import variables
+from manyhosts.control.agent.head_connection import inherited
+from manyhosts.control.display import Display
+from manyhosts.control.head.head import Head
+from manyhosts.control.head.placement import AgentProcess
+from manyhosts.control.job import Job, Plan
 from manyhosts.errors import ConfigError
-from manyhosts.launchers import choices, variables
-from manyhosts.launchers.display import Display
-from manyhosts.launchers.head.head import Head
-from manyhosts.launchers.head.placement import AgentProcess
-from manyhosts.launchers.host.line import inherited
-from manyhosts.launchers.job import Job, Plan
-from manyhosts.launchers.ports import see_that_enough_are_free
+from manyhosts.hosts.ports import see_that_enough_are_free
+from manyhosts.launchers import choices
 
 _ADDRESS = "127.0.0.1"
 
@@ -80,7 +81,7 @@ def run(job: Job, display: Display) -> int:
 
 
 def _agent_command(node: int, head: str) -> tuple[str, ...]:
-    words = [sys.executable, "-P", "-m", "manyhosts.launchers.host.agent", "--head", head, "--node", str(node)]
+    words = [sys.executable, "-P", "-m", "manyhosts.control.agent.agent", "--head", head, "--node", str(node)]
     return (*words, "--address", _ADDRESS, *(["--stdin"] if node == 0 else []))
 
 

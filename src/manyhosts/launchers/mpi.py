@@ -7,13 +7,15 @@ import shutil
 import sys
 from collections.abc import Sequence
 
+from manyhosts.control import variables
+from manyhosts.control.agent.agent import TOKEN
+from manyhosts.control.display import Display
+from manyhosts.control.head.head import Head
+from manyhosts.control.head.placement import Placement
+from manyhosts.control.job import Job, Plan
 from manyhosts.errors import ConfigError, LaunchError
-from manyhosts.launchers import addresses, choices, variables
-from manyhosts.launchers.display import Display
-from manyhosts.launchers.head.head import Head
-from manyhosts.launchers.head.placement import Placement
-from manyhosts.launchers.host.agent import TOKEN
-from manyhosts.launchers.job import Job, Plan
+from manyhosts.hosts import addresses
+from manyhosts.launchers import choices
 
 OPTIONS = {
     "mpirun": "the mpirun to call, if it is not the first on the PATH",
@@ -104,4 +106,4 @@ def _command(
 
 def _agent_words(job: Job, head: str, node: int) -> tuple[str, ...]:
     python = job.options.get("python", sys.executable)
-    return (python, "-P", "-m", "manyhosts.launchers.host.node", "--head", head, "--nodes", str(node))
+    return (python, "-P", "-m", "manyhosts.control.agent.node", "--head", head, "--nodes", str(node))

@@ -8,9 +8,9 @@ import os
 import tarfile
 from pathlib import Path
 
+from manyhosts.control.job import Job
 from manyhosts.errors import ConfigError
-from manyhosts.launchers.job import Job
-from manyhosts.launchers.ssh.files import IGNORE_FILE, Files
+from manyhosts.hosts.files import IGNORE_FILE, Files
 
 
 def pack(folder: Path, *, leave_out: Path, needed: str = "") -> bytes:

@@ -8,12 +8,14 @@ import sys
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from manyhosts.control import variables
+from manyhosts.control.agent.agent import TOKEN
+from manyhosts.control.display import Display
+from manyhosts.control.head.head import Head
+from manyhosts.control.job import Job, Plan
 from manyhosts.errors import ConfigError, LaunchError
-from manyhosts.launchers import addresses, choices, extras, variables
-from manyhosts.launchers.display import Display
-from manyhosts.launchers.head.head import Head
-from manyhosts.launchers.host.agent import TOKEN
-from manyhosts.launchers.job import Job, Plan
+from manyhosts.hosts import addresses
+from manyhosts.launchers import choices, extras
 
 _PATIENCE_S = 60
 _ADDRESS = "RAY_ADDRESS"
@@ -167,4 +169,4 @@ def _begin(ray: Any, group: Any, job: Job, node: int, words: list[str], token: s
 
 def _agent_words(job: Job, head: str, node: int) -> list[str]:
     python = job.options.get("python", sys.executable)
-    return [python, "-P", "-m", "manyhosts.launchers.host.node", "--head", head, "--nodes", str(node)]
+    return [python, "-P", "-m", "manyhosts.control.agent.node", "--head", head, "--nodes", str(node)]

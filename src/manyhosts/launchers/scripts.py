@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from manyhosts.control.job import Job
 from manyhosts.errors import ConfigError
 from manyhosts.launchers import early_variables
-from manyhosts.launchers.job import Job
 from manyhosts.records.json_text import parsed
 
 Kind = Literal["script", "module", "executable"]

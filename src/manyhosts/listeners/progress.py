@@ -23,7 +23,7 @@ from manyhosts.listeners.figures import amount, figure, figures
 from manyhosts.listeners.paint import paint
 from manyhosts.listeners.terminal import Fields
 from manyhosts.listeners.voice import Voice
-from manyhosts.records.aside import Aside
+from manyhosts.records.background_writer import BackgroundWriter
 from manyhosts.records.run_record import RunRecord
 from manyhosts.units import Duration, seconds_in_words
 
@@ -55,21 +55,23 @@ class ShowProgress:
         self._epoch: EpochDone | None = None
         self._loss_since, self._samples_since = 0.0, 0
         """Of the steps since the last line that told their loss."""
-        self._aside: Aside[Event] = Aside(self._tell, every_s=_EVERY_S, name="shows progress")
+        self._background_writer: BackgroundWriter[Event] = BackgroundWriter(
+            self._tell, every_s=_EVERY_S, name="shows progress"
+        )
 
     def __call__(self, event: Event) -> None:
         """Take note of `event`."""
-        self._aside.put(event)
+        self._background_writer.put(event)
         if isinstance(event, RunEnded):
-            self._aside.flush()  # so that the last screen comes after everything else
+            self._background_writer.flush()  # so that the last screen comes after everything else
 
     def flush(self) -> None:
         """Show what there is to show."""
-        self._aside.flush()
+        self._background_writer.flush()
 
     def close(self) -> None:
         """Show what is left and give the terminal back. Safe to call twice."""
-        self._aside.close()
+        self._background_writer.close()
         self._voice.close()
 
     def _tell(self, events: Sequence[Event]) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from manyhosts.events import Event, Recovered, RunEnded, RunStarted, StepDone, TestDone, ValidationDone
-from manyhosts.records.aside import Aside
+from manyhosts.records.background_writer import BackgroundWriter
 
 _EVERY_S = 0.5
 _PARTS = ("compute", "communication_exposed", "data_wait", "snapshot_stall", "other")
@@ -28,17 +28,19 @@ class WriteTensorBoard:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._file: _EventFile | None = None
-        self._aside: Aside[Event] = Aside(self._draw, every_s=_EVERY_S, name="writes TensorBoard files")
+        self._background_writer: BackgroundWriter[Event] = BackgroundWriter(
+            self._draw, every_s=_EVERY_S, name="writes TensorBoard files"
+        )
 
     def __call__(self, event: Event) -> None:
         """Take note of `event`."""
-        self._aside.put(event)
+        self._background_writer.put(event)
         if isinstance(event, RunEnded | TestDone):
-            self._aside.flush()
+            self._background_writer.flush()
 
     def close(self) -> None:
         """Write what is left. Safe to call twice."""
-        self._aside.close()
+        self._background_writer.close()
         if self._file is not None:
             self._file.close()
 

@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from manyhosts import errors
+from manyhosts.control import variables
+from manyhosts.control.agent.fork_server import ForkServer
+from manyhosts.control.agent.output import Lines
+from manyhosts.control.agent.processes import kill_descendants
+from manyhosts.control.job import Job
+from manyhosts.control.loop import Loop
 from manyhosts.errors import ManyhostsError, ScriptError
-from manyhosts.launchers import variables
-from manyhosts.launchers.host.nursery import Nursery
-from manyhosts.launchers.host.output import Lines
-from manyhosts.launchers.host.processes import kill_descendants
-from manyhosts.launchers.job import Job
-from manyhosts.launchers.loop import Loop
 
 _ADDRESS = "127.0.0.1"
 _WAY_OUT_S = 3.0
@@ -57,7 +57,7 @@ class Stage:
         self._cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._loop.every(0.5, lambda: None)  # so that whoever waits looks at the clock, too
         self._loop.on_signals([signal.SIGINT, signal.SIGTERM], lambda _: self._interrupt())
-        self._nursery = Nursery(
+        self._fork_server = ForkServer(
             self._loop,
             preload=preload,
             environment=environment,
@@ -82,7 +82,7 @@ class Stage:
         output: deque[str] = deque(maxlen=_SHOWN_LINES)
         listening = socket.create_server((_ADDRESS, 0), backlog=64)
         store = f"store {self._jobs}"
-        self._nursery.ask("store", [listening.fileno()], name=store)
+        self._fork_server.ask("store", [listening.fileno()], name=store)
         place = listening.getsockname()[:2]
         listening.close()
         job.run_dir.mkdir(parents=True, exist_ok=True)
@@ -101,25 +101,25 @@ class Stage:
                 "kind": job.kind, "program": job.program, "arguments": list(job.arguments), "folder": str(job.folder),
                 "stdin": False,
             }  # fmt: skip
-            self._nursery.ask("worker", ends, name=f"{self._jobs}.{rank}", environment=environment, **command)
+            self._fork_server.ask("worker", ends, name=f"{self._jobs}.{rank}", environment=environment, **command)
             for end in ends:
                 os.close(end)
         hung = self._wait(hang_s)
-        self._nursery.ask("signal", name=store, signal=signal.SIGKILL, group=True)
+        self._fork_server.ask("signal", name=store, signal=signal.SIGKILL, group=True)
         if self._interrupted:
             raise Interrupted
         return self._verdict(job, hung), output
 
     def load(self) -> None:
         """Wait until the process has loaded what it was to load. A job that is run earlier waits by itself."""
-        self._loop.run(lambda: self._nursery.ready or self._lost or self._interrupted)
+        self._loop.run(lambda: self._fork_server.ready or self._lost or self._interrupted)
 
     def warm(self, modules: Sequence[str]) -> None:
         """Have the process load what a worker has imported, for those to come, and wait until it has."""
         if not modules or self._lost:
             return
         self._warm = False
-        self._nursery.ask("warm", modules=list(modules))
+        self._fork_server.ask("warm", modules=list(modules))
         until = time.monotonic() + _WARM_S
         self._loop.run(lambda: self._warm or self._lost or self._interrupted or time.monotonic() > until)
         if self._interrupted:
@@ -130,8 +130,8 @@ class Stage:
         for worker in self._workers.values():
             worker.close()
         if not self._lost:
-            kill_descendants(of=self._nursery.pid)  # not those of this process, which may have others of its own
-            self._nursery.close()
+            kill_descendants(of=self._fork_server.pid)  # not those of this process, which may have others of its own
+            self._fork_server.close()
         self._loop.close()
         shutil.rmtree(self._scratch, ignore_errors=True)
 
@@ -179,7 +179,7 @@ class Stage:
     def _end_all(self) -> None:
         for name, worker in self._workers.items():
             if not worker.ended:
-                self._nursery.ask("signal", name=name, signal=signal.SIGKILL, group=True)
+                self._fork_server.ask("signal", name=name, signal=signal.SIGKILL, group=True)
 
     def _interrupt(self) -> None:
         self._interrupted = True

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from manyhosts.config import overrides
+from manyhosts.control import variables
+from manyhosts.control.job import Job
 from manyhosts.errors import ManyhostsError
-from manyhosts.launchers import scripts, variables
-from manyhosts.launchers.job import Job
+from manyhosts.launchers import scripts
 from manyhosts.prove.conduct import Conduct
 from manyhosts.prove.stage import Stage
 from manyhosts.prove.trace import Trace, imported

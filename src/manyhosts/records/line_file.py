@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from manyhosts.records.aside import Aside
+from manyhosts.records.background_writer import BackgroundWriter
 from manyhosts.records.json_text import parsed
 
 Line = dict[str, Any]
@@ -38,13 +38,15 @@ class LineFile(Generic[T]):
         self._trouble: OSError | None = None
         path.parent.mkdir(parents=True, exist_ok=True)
         self._descriptor = self._open()
-        self._aside: Aside[T] = Aside(self._add, every_s=_EVERY_S, name=f"writes {path.name}")
-        self.add = self._aside.put
+        self._background_writer: BackgroundWriter[T] = BackgroundWriter(
+            self._add, every_s=_EVERY_S, name=f"writes {path.name}"
+        )
+        self.add = self._background_writer.put
         """Add one item. It is on its way within a second; `flush` to be sure of it."""
 
     def hand_over(self) -> None:
         """Have every line with the operating system, which keeps it whatever becomes of this process."""
-        self._aside.flush()
+        self._background_writer.flush()
 
     def flush(self) -> None:
         """Have every line on the disk, safe from a power cut too, before this returns.
@@ -52,7 +54,7 @@ class LineFile(Generic[T]):
         Raises:
             OSError: the disk does not take them.
         """
-        self._aside.flush()
+        self._background_writer.flush()
         with self._lock:
             if self._trouble is not None:
                 raise self._trouble
@@ -60,7 +62,7 @@ class LineFile(Generic[T]):
 
     def close(self) -> None:
         """Write what is left and close the file. Safe to call twice."""
-        self._aside.close()
+        self._background_writer.close()
         with self._lock:
             if self._descriptor >= 0:  # closed once only: the number may belong to another file by now
                 os.close(self._descriptor)
@@ -68,7 +70,7 @@ class LineFile(Generic[T]):
 
     def tail(self, until: Callable[[Line], bool]) -> list[tuple[int, Line]]:
         """The last lines, each with the place where it starts: from the newest that `until` holds for, to the end."""
-        self._aside.flush()
+        self._background_writer.flush()
         found: list[tuple[int, Line]] = []
         for start, line in _backwards(self.path):
             found.append((start, line))
@@ -78,7 +80,7 @@ class LineFile(Generic[T]):
 
     def replace_tail(self, start: int, lines: list[Line]) -> None:
         """Put `lines` in the place of all that stands from byte `start` on, whole or not at all."""
-        self._aside.flush()
+        self._background_writer.flush()
         with self._lock:
             half = self.path.with_name(f".{self.path.name}.half")
             with self.path.open("rb") as old, half.open("wb") as new:
@@ -115,7 +117,7 @@ class LineFile(Generic[T]):
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """The lines of a file that may still be growing; none where there is no file. A torn last line is left out."""
+    """The lines of a file that may still be growing; none where there is no file. A half-written last line is left out."""
     if not path.exists():
         return
     with path.open("rb") as file:

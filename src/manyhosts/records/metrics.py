@@ -9,7 +9,7 @@ Every line has `event`, `step`, `epoch` (from 0) and `time` (seconds since the U
     epoch        train_loss, seconds, samples
     validation   values: loss and every metric; best, seconds
     snapshot     path, bytes, seconds, stall_seconds
-    copied       to the second place: address, bytes, seconds
+    copied       to the remote copy: address, bytes, seconds
     skipped      a snapshot that could not be written or read: path, reason
     restart      reason, how, steps_redone, seconds_lost, lost
     note         text
@@ -179,7 +179,7 @@ class MetricsFile:
 
 
 def read(path: Path) -> list[Line]:
-    """Every line of `metrics.jsonl`; none where there is no file, and a torn last one left out."""
+    """Every line of `metrics.jsonl`; none where there is no file, and a half-written last one left out."""
     return list(stream(path))
 
 

@@ -46,7 +46,7 @@ class SamplesFile:
 
 
 def read(path: Path) -> list[Line]:
-    """Every line of a samples file; none where there is no file, and a torn last one left out."""
+    """Every line of a samples file; none where there is no file, and a half-written last one left out."""
     return list(read_lines(path))
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from manyhosts.errors import SnapshotError
 from manyhosts.records.manifest import Found, Manifest, NewerFormat, read_files, verify_files
-from manyhosts.snapshot.shelf import Shelf
+from manyhosts.snapshot.location import SnapshotLocation
 
 UNDER_WAY_S = 600
 """A half-written one that changed within so many seconds may be one that a run is writing just now."""
@@ -54,46 +54,46 @@ class Condition:
         }
 
 
-def look(shelf: Shelf, *, content: bool = True) -> list[Condition]:
-    """Every snapshot on `shelf`, the newest first. Every byte is read, or only every size where not `content`.
+def look(location: SnapshotLocation, *, content: bool = True) -> list[Condition]:
+    """Every snapshot on `location`, the newest first. Every byte is read, or only every size where not `content`.
 
     Raises:
         SnapshotError: there is no such place.
     """
     looked_at = []
-    for found in shelf.found():
+    for found in location.found():
         with suppress(FileNotFoundError):  # a run may have removed or renamed some meanwhile
-            one = _condition(shelf, found, content=content)
-            shelf.total_bytes(found)
+            one = _condition(location, found, content=content)
+            location.total_bytes(found)
             looked_at.append(one)
     return looked_at
 
 
-def look_at_one(shelf: Shelf, name: str) -> Condition:
-    """One snapshot on `shelf` by its name (`best`, `step-00000400`) or step; the newest that is whole for no name.
+def look_at_one(location: SnapshotLocation, name: str) -> Condition:
+    """One snapshot on `location` by its name (`best`, `step-00000400`) or step; the newest that is whole for no name.
 
     Raises:
         SnapshotError: there is none of that name; or, for no name, none that is whole.
     """
-    found = look(shelf, content=False)
+    found = look(location, content=False)
     named = [one for one in found if name in (one.name, one.found.name, str(one.found.step))] if name else found
     chosen = next((one for one in named if one.kind == "whole"), None) or next(iter(named if name else []), None)
     if chosen is None:
         names = ", ".join(one.name for one in found) or "none"
         raise SnapshotError(
             f"there is no snapshot {name!r}" if name else "there is no snapshot that is whole",
-            where=shelf.where,
+            where=location.where,
             fix=f"choose one that is there: {names}",
         )
     return chosen
 
 
-def _condition(shelf: Shelf, found: Found, *, content: bool) -> Condition:
-    size, files = shelf.total_bytes(found), shelf.files(found)
+def _condition(location: SnapshotLocation, found: Found, *, content: bool) -> Condition:
+    size, files = location.total_bytes(found), location.files(found)
     kind: Literal["whole", "damaged", "half", "newer"] = "whole"
     reason, manifest = "", None
     if found.how == "half":
-        changed = shelf.changed(found)
+        changed = location.changed(found)
         fresh = changed is None or time.time() - changed < UNDER_WAY_S
         reason = "half-written" + (", perhaps by a run that is still at it" if fresh else "")
         return Condition(
@@ -128,14 +128,14 @@ def superfluous(conditions: Sequence[Condition], *, keep: int) -> list[Condition
     return gone if steps else [one for one in gone if one.kind == "half"]
 
 
-def remove(shelf: Shelf, conditions: Sequence[Condition]) -> None:
+def remove(location: SnapshotLocation, conditions: Sequence[Condition]) -> None:
     """Remove these.
 
     Raises:
         OSError: the disk, or the store, would not have it.
     """
     for one in conditions:
-        shelf.remove(one.found)
+        location.remove(one.found)
 
 
 def describe(condition: Condition) -> str:

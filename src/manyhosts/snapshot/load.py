@@ -17,8 +17,8 @@ from manyhosts.events import SnapshotSkipped
 from manyhosts.records.manifest import NAME, Facts, Found, Manifest, found_in, read, verify
 from manyhosts.snapshot import tensors as tensor_files
 from manyhosts.snapshot.fingerprint import Fingerprint, difference
+from manyhosts.snapshot.flatten import unflatten
 from manyhosts.snapshot.owns import Owns, readable
-from manyhosts.snapshot.skeleton import put_together
 
 Fits = Callable[[Manifest], str]
 """Why a run cannot go on from the snapshot with this manifest; nothing where it can."""
@@ -74,7 +74,7 @@ def load(path: Path, fits: Fits = everything_fits, *, rank: int = 0, checkers: i
         if name.startswith("tensors-"):
             tensors |= tensor_files.read(path / name)
     with readable(path / "state.json"):
-        state = put_together(json.loads((path / "state.json").read_text(encoding="utf-8")), tensors)
+        state = unflatten(json.loads((path / "state.json").read_text(encoding="utf-8")), tensors)
     return Loaded(path=path, manifest=manifest, state=state, owns=Owns(path, manifest.files, manifest.world_size))
 
 

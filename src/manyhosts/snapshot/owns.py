@@ -15,7 +15,7 @@ from typing import Any, overload
 
 from manyhosts.errors import SnapshotError
 from manyhosts.snapshot import tensors as tensor_files
-from manyhosts.snapshot.skeleton import put_together
+from manyhosts.snapshot.flatten import unflatten
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +85,14 @@ class Own(Mapping[str, Any]):
         """
         node = self.nodes[key]
         with readable(self.text):
-            return put_together(node, tensor_files.Asked(self.tensors))
+            return unflatten(node, tensor_files.Asked(self.tensors))
 
 
 def _entries(nodes: dict[str, Any]) -> dict[str, Any]:
     """Of a dict that was taken apart, the nodes of its values by their keys."""
     if nodes.keys() != {"$dict"}:
         return nodes
-    return {put_together(key, {}): node for key, node in nodes["$dict"]}
+    return {unflatten(key, {}): node for key, node in nodes["$dict"]}
 
 
 @contextmanager

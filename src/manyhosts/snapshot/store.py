@@ -29,14 +29,14 @@ from manyhosts.events import SnapshotSaved, SnapshotSkipped
 from manyhosts.records import run_directory
 from manyhosts.records.manifest import NAME, Facts, FileRecord, Manifest, found_in
 from manyhosts.snapshot import tensors as tensor_files
-from manyhosts.snapshot.apart import bring_best, bring_newest, first_of_disk, keepers, keeps, send_own
 from manyhosts.snapshot.commit import Part, discard, hear, put_in_place, remove_halves, remove_words, tell
 from manyhosts.snapshot.copy import Copying, CopySpace
 from manyhosts.snapshot.disk import Disk
+from manyhosts.snapshot.flatten import flatten
 from manyhosts.snapshot.load import Fits, Loaded, everything_fits, newest, newest_whole
 from manyhosts.snapshot.prune import surplus
+from manyhosts.snapshot.separate_disks import bring_best, bring_newest, first_of_disk, keepers, keeps, send_own
 from manyhosts.snapshot.share import share_out
-from manyhosts.snapshot.skeleton import take_apart
 
 __all__ = ["Facts", "Loaded", "Store"]
 
@@ -155,7 +155,7 @@ class Store:
             files[file] = {name: f"{prefix}{name}" for name in kept}
             originals.update({f"{prefix}{name}": tensor for name, tensor in kept.items()})
 
-        shared = take_apart(state)
+        shared = flatten(state)
         rank, writers = world.rank, range(world.size)
         if self.apart:
             sent = send_own(own, world, keepers(world))
@@ -166,7 +166,7 @@ class Store:
             owns = sent
             rank, writers = 0, range(1)  # the only one, as far as its disk goes
         else:
-            owns = {world.rank: (_json(apart.nodes), apart.tensors)} if own and (apart := take_apart(own)) else {}
+            owns = {world.rank: (_json(apart.nodes), apart.tensors)} if own and (apart := flatten(own)) else {}
         if rank == 0:
             texts["state.json"] = _json(shared.nodes)
         mine = share_out(shared.tensors, len(writers))[rank]
@@ -203,7 +203,7 @@ class Store:
             SnapshotError: a value in `state` is of a kind that cannot be kept.
         """
         self.wait()
-        begin, shared = time.perf_counter(), take_apart(state)
+        begin, shared = time.perf_counter(), flatten(state)
         name = "tensors-00000-of-00001.safetensors"
         self._failed, self._gave_up, self._stall_s = False, "", 0.0
         task = _Task(

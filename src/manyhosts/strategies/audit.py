@@ -99,7 +99,7 @@ class WrongBits(TrainingError):
         """The last step up to which nothing speaks against what they did."""
 
 
-def judge(told: Mapping[int, Sequence[int]]) -> set[int] | None:
+def find_wrong(told: Mapping[int, Sequence[int]]) -> set[int] | None:
     """The ranks that computed wrongly, by the digests that each has `told` of the same part, the last ones twice.
 
     Right is what two of them, or one of two, say every time that they compute it, if everybody else changes or has an
@@ -303,7 +303,7 @@ class Auditor:
                 rank: [*([first[place][rank]] if rank in first[place] else []), *rows[rank][columns]]
                 for rank in audit.ranks
             }
-            found = judge(told)
+            found = find_wrong(told)
             if found is None or len(found) == self.world.size:
                 self._end(*self._undecided(audit, told))
             for rank in sorted(found):

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from manyhosts.communication.buckets import GradientBuckets
+from manyhosts.communication.comm_queue import CommQueue
 from manyhosts.communication.compression.choose import Choice
 from manyhosts.communication.compression.feedback import Compressor
 from manyhosts.communication.compression.table import make_compression
 from manyhosts.communication.gathering import gather_words
-from manyhosts.communication.lanes import Lanes
 from manyhosts.communication.layout import spread
 from manyhosts.communication.model_watch import Agreement
 from manyhosts.communication.world import World
@@ -79,9 +79,9 @@ class DataParallel:
         return self._whole
 
     def let_go(self) -> None:
-        """Wait for the lanes."""
+        """Wait for the communication queues."""
         if self.buckets is not None and self.buckets.compressor is not None:
-            self.buckets.compressor.lanes.abandon()
+            self.buckets.compressor.comm_queue.abandon()
 
     def step_back(self) -> None:
         """Have what the compression keeps and remembers as before the step under way."""
@@ -141,7 +141,7 @@ class DataParallel:
             return None
         compressor = Compressor(
             compression,
-            Lanes(self.world, by_node=self.config.inside_node == "exact"),
+            CommQueue(self.world, by_node=self.config.inside_node == "exact"),
             above=self.config.compress_above,
             feedback=self.config.error_feedback,
             parameters=parameters,
@@ -150,12 +150,12 @@ class DataParallel:
         return compressor
 
     def forward_backward(
-        self, model: nn.Module, pieces: Sequence[Piece], compute: Compute, scale: Scale, riders: Sequence[float]
+        self, model: nn.Module, pieces: Sequence[Piece], compute: Compute, scale: Scale, control_flags: Sequence[float]
     ) -> StepOutcome:
         """Accumulate the gradients of this worker's pieces and sum them over the workers."""
         buckets = self._begin(scale)
         watch = self.stopwatch
-        tally = Tally(riders, self.agreed, self.world)
+        tally = Tally(control_flags, self.agreed, self.world)
         for piece in pieces[:-1]:
             scale(tally.add(compute(model, piece), piece.weight)).backward()
         last = scale(tally.add(compute(model, pieces[-1]), pieces[-1].weight)) if pieces else None
@@ -166,7 +166,7 @@ class DataParallel:
         last_word = buckets.compressing and self.world.membership is not None
         rides = self.world.size > 1 and not last_word
         told = self.agreement.numbers() if self.agreement is not None and self.world.size > 1 else []
-        tally.riders = [*riders, *told]
+        tally.control_flags = [*control_flags, *told]
         buckets.arm(tally.packed(self.world.device) if rides else None)
         if last is not None:
             _backward(last, buckets)
@@ -217,9 +217,9 @@ class DataParallel:
         return buckets
 
     def _heed(self, tally: Tally, count: int) -> None:
-        """See that all workers agree, by the last `count` sums of riders, and take these out of the tally."""
+        """See that all workers agree, by the last `count` sums of control flags, and take these out of the tally."""
         if count and self.agreement is not None:
-            told, tally.riders = tally.riders[-count:], tally.riders[:-count]
+            told, tally.control_flags = tally.control_flags[-count:], tally.control_flags[:-count]
             if (sums := self.agreement.read(told)) is not None:
                 self.agreement.check(sums)
         self._take_in_unfrozen()

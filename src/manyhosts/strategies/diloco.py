@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from manyhosts.communication.compression.exchange import Compression, Parcel
+from manyhosts.communication.comm_queue import CommQueue, QueuedExchange
+from manyhosts.communication.compression.exchange import Chunk, Compression
 from manyhosts.communication.compression.table import make_compression
-from manyhosts.communication.lanes import Lanes, Ticket
 from manyhosts.communication.layout import as_real, real_numbers
 from manyhosts.communication.link import Link
 from manyhosts.communication.world import World
 from manyhosts.config.local_steps import DiLoCo
 from manyhosts.config.strategies import DDP
-from manyhosts.strategies.stepping_alone import SteppingAlone
+from manyhosts.strategies.local_stepping import LocalStepping
 
 
 @dataclass(slots=True)
@@ -39,13 +39,13 @@ class Fragment:
     shared: Tensor
     """Shape (elements,): the parameters after the last outer step, equal on all workers."""
     momentum: Tensor
-    kept: Tensor
+    residual: Tensor
     """What the compression has dropped of this worker's outer gradients."""
-    next_kept: Tensor
-    """What `kept` becomes when that which travels is taken."""
+    next_residual: Tensor
+    """What `residual` becomes when that which travels is taken."""
     moved: Tensor
     """The outer gradient that travels; its sum, once the ticket is over."""
-    ticket: Ticket | None = None
+    queued: QueuedExchange | None = None
     arrives: int = -1
     """The step after which what travels is taken; -1 where nothing does."""
     outer_steps: int = 0
@@ -69,14 +69,14 @@ class Fragment:
             own.copy_(part.view_as(own))
 
 
-class OuterSteps(SteppingAlone):
+class OuterSteps(LocalStepping):
     """The strategy of `DiLoCo`."""
 
     config: DiLoCo
 
     def __init__(self, config: DiLoCo, world: World) -> None:
         super().__init__(config, world)
-        self.lanes = Lanes(world, by_node=config.inside_node == "exact")
+        self.comm_queue = CommQueue(world, by_node=config.inside_node == "exact")
         outer = DDP(compression=config.outer_compression, inside_node=config.inside_node)
         self.compression: Compression = make_compression(outer) or _as_it_is
         self.fragments: list[Fragment] = []
@@ -90,8 +90,8 @@ class OuterSteps(SteppingAlone):
         count = min(self.config.fragments, len(trained))
         for number, parameters in enumerate(even_parts(trained, count)):
             flat = torch.cat([as_real(parameter.detach()).reshape(-1) for parameter in parameters])
-            momentum, kept, next_kept, moved = (torch.zeros_like(flat) for _ in range(4))
-            self.fragments.append(Fragment(parameters, number, flat, momentum, kept, next_kept, moved))
+            momentum, residual, next_residual, moved = (torch.zeros_like(flat) for _ in range(4))
+            self.fragments.append(Fragment(parameters, number, flat, momentum, residual, next_residual, moved))
         return placed
 
     def exchange(self, model: nn.Module) -> None:
@@ -99,7 +99,7 @@ class OuterSteps(SteppingAlone):
         for fragment in self.fragments:
             if fragment.arrives == self.steps:
                 self._take(fragment)
-        self.lanes.ready()
+        self.comm_queue.ready()
         if self.steps <= self.config.sync_warmup:
             self._warm_up()
             return
@@ -128,17 +128,17 @@ class OuterSteps(SteppingAlone):
     def _send(self, fragment: Fragment) -> None:
         # Shares of the samples are all but equal over a round, and a fragment's round is no other's: all count alike.
         fragment.moved = (fragment.shared - fragment.now()).div_(self.world.size)
-        fragment.ticket = self.lanes.submit(partial(self._exchange, fragment))
+        fragment.queued = self.comm_queue.submit(partial(self._exchange, fragment))
         fragment.arrives = self.steps + self.config.overlap_steps
         fragment.sent, fragment.again = self.steps, False
 
     def _exchange(self, fragment: Fragment, link: Link) -> None:
-        """The way of an outer gradient, in a lane."""
-        whole = fragment.moved + fragment.kept
+        """The way of an outer gradient, in a communication queue."""
+        whole = fragment.moved + fragment.residual
         fragment.moved.copy_(whole)
-        parcel = Parcel(fragment.moved, [as_real(each).shape for each in fragment.parameters], [fragment.number])
-        sent = self.compression(parcel, link)
-        fragment.next_kept.copy_(torch.zeros_like(whole) if sent is None else whole - sent)
+        chunk = Chunk(fragment.moved, [as_real(each).shape for each in fragment.parameters], [fragment.number])
+        sent = self.compression(chunk, link)
+        fragment.next_residual.copy_(torch.zeros_like(whole) if sent is None else whole - sent)
 
     @torch.no_grad()
     def _take(self, fragment: Fragment) -> None:
@@ -147,7 +147,7 @@ class OuterSteps(SteppingAlone):
         config = self.config
         fragment.arrives, fragment.reached = -1, fragment.sent
         fragment.outer_steps += 1
-        fragment.kept, fragment.next_kept = fragment.next_kept, fragment.kept
+        fragment.residual, fragment.next_residual = fragment.next_residual, fragment.residual
         fragment.momentum.mul_(config.outer_momentum).add_(fragment.moved)
         ahead = fragment.moved + config.outer_momentum * fragment.momentum
         fragment.shared.sub_(ahead, alpha=config.outer_lr)
@@ -159,16 +159,16 @@ class OuterSteps(SteppingAlone):
         fragment.put(fragment.shared if own == 0 else torch.lerp(fragment.shared, fragment.now(), own))
 
     def _arrive(self, fragment: Fragment) -> None:
-        if fragment.ticket is not None:
-            self.lanes.wait(fragment.ticket)
-            self.world.exchange_s += fragment.ticket.seconds
-            fragment.ticket = None
+        if fragment.queued is not None:
+            self.comm_queue.wait(fragment.queued)
+            self.world.exchange_s += fragment.queued.seconds
+            fragment.queued = None
 
     # Workers that go and come.
 
     def let_go(self) -> None:
-        """Wait for the lanes."""
-        self.lanes.abandon()
+        """Wait for the communication queues."""
+        self.comm_queue.abandon()
 
     def shared_state(self) -> dict[str, Any]:
         """Where the run and its rounds stand; the fragments follow when all meet."""
@@ -205,21 +205,21 @@ class OuterSteps(SteppingAlone):
         Returns whether there is one that has trained.
         """
         rows = [[-1 if new else one.outer_steps, one.again or one.arrives >= 0, one.reached] for one in self.fragments]
-        stood = self.world.stack(torch.tensor(rows, device=self.world.device)).cpu()
+        local_progress = self.world.stack(torch.tensor(rows, device=self.world.device)).cpu()
         for number, fragment in enumerate(self.fragments):
-            counts = stood[:, number, 0]
+            counts = local_progress[:, number, 0]
             farthest, most = int(counts.argmax()), int(counts.max())
             for tensor in (fragment.shared, fragment.momentum):
                 self.world.broadcast(tensor, farthest)
             if not new and fragment.outer_steps < most:
                 self._mix(fragment)
                 # Where its own exchange broke off, nobody can say what of it arrived, but that little is missing.
-                known = fragment.ticket is None or fragment.ticket.error is None
-                fragment.kept.copy_(fragment.next_kept if known else torch.zeros_like(fragment.kept))
-            fragment.outer_steps, fragment.reached = max(most, 0), int(stood[farthest, number, 2])
-            fragment.again = most >= 0 and bool(stood[counts == most, number, 1].any())
-            fragment.arrives, fragment.ticket = -1, None
-        return bool((stood[:, :, 0] >= 0).any())
+                known = fragment.queued is None or fragment.queued.error is None
+                fragment.residual.copy_(fragment.next_residual if known else torch.zeros_like(fragment.residual))
+            fragment.outer_steps, fragment.reached = max(most, 0), int(local_progress[farthest, number, 2])
+            fragment.again = most >= 0 and bool(local_progress[counts == most, number, 1].any())
+            fragment.arrives, fragment.queued = -1, None
+        return bool((local_progress[:, :, 0] >= 0).any())
 
     @property
     def counts_alike(self) -> bool:
@@ -237,7 +237,7 @@ class OuterSteps(SteppingAlone):
                 {
                     "shared": fragment.shared.clone(),
                     "momentum": fragment.momentum.clone(),
-                    "kept": (fragment.kept if fragment.arrives < 0 else fragment.next_kept).clone(),
+                    "kept": (fragment.residual if fragment.arrives < 0 else fragment.next_residual).clone(),
                     "moved": fragment.moved.clone(),
                     "arrives": fragment.arrives,
                 }
@@ -253,23 +253,23 @@ class OuterSteps(SteppingAlone):
         every = self.config.sync_every
         self.began = states[0].get("began", self.steps // every * every)
         for fragment in self.fragments:
-            fragment.kept.zero_()
+            fragment.residual.zero_()
             fragment.sent = fragment.reached = self.began
         rank, size = self.world.rank, self.world.size
         formers = range(rank, len(states), size)  # whose place this worker takes; with as many as before its own
         for former in formers or [rank % len(states)]:
-            self._take_up(states[former]["fragments"], kept=bool(formers))
+            self._take_up(states[former]["fragments"], residual=bool(formers))
         for fragment in self.fragments:
-            fragment.next_kept.copy_(fragment.kept)
+            fragment.next_residual.copy_(fragment.residual)
 
-    def _take_up(self, given: Sequence[Mapping[str, Any]], *, kept: bool) -> None:
-        """Take up what a worker had of the fragments: what is equal on all and, where `kept`, what it alone kept."""
+    def _take_up(self, given: Sequence[Mapping[str, Any]], *, residual: bool) -> None:
+        """Take up what a worker had of the fragments: what is equal on all and, where `residual`, what it alone kept."""
         for fragment, one in zip(self.fragments, given, strict=True):
             for name in ("shared", "momentum", "moved"):
                 getattr(fragment, name).copy_(one[name])
             fragment.arrives = one["arrives"]
-            if kept:
-                fragment.kept.add_(one["kept"])
+            if residual:
+                fragment.residual.add_(one["kept"])
 
 
 def even_parts(parameters: Sequence[nn.Parameter], count: int) -> list[list[nn.Parameter]]:
@@ -288,6 +288,6 @@ def even_parts(parameters: Sequence[nn.Parameter], count: int) -> list[list[nn.P
     return parts
 
 
-def _as_it_is(parcel: Parcel, link: Link) -> None:
+def _as_it_is(chunk: Chunk, link: Link) -> None:
     """No compression."""
-    link.all_reduce(parcel.values)
+    link.all_reduce(chunk.values)

@@ -12,10 +12,10 @@ from __future__ import annotations
 from torch import nn
 
 from manyhosts.config.local_steps import LocalSGD
-from manyhosts.strategies.stepping_alone import SteppingAlone
+from manyhosts.strategies.local_stepping import LocalStepping
 
 
-class LocalSteps(SteppingAlone):
+class LocalSteps(LocalStepping):
     """The strategy of `LocalSGD`."""
 
     config: LocalSGD

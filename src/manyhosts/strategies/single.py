@@ -31,12 +31,12 @@ class SingleProcess:
         return model
 
     def forward_backward(
-        self, model: nn.Module, pieces: Sequence[Piece], compute: Compute, scale: Scale, riders: Sequence[float]
+        self, model: nn.Module, pieces: Sequence[Piece], compute: Compute, scale: Scale, control_flags: Sequence[float]
     ) -> StepOutcome:
         """Accumulate the gradients of all pieces."""
         for parameter in self.parameters:
             parameter.grad = None
-        tally = Tally(riders, self.agreed, self.world)
+        tally = Tally(control_flags, self.agreed, self.world)
         for piece in pieces:
             scale(tally.add(compute(model, piece), piece.weight)).backward()
         return tally.outcome()

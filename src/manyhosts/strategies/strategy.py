@@ -1,7 +1,7 @@
 """What every strategy can do. Read this file, then any one other in this folder.
 
 The trainer calls, once: `place`; and for each optimizer step: `forward_backward`, `clip_gradients`, `update`. Where the
-workers step alone there is one call more: see `alone.Drifting`.
+workers step alone there is one call more: see `alone.LocalUpdates`.
 A strategy is told nothing of schedules, snapshots or logs.
 """
 
@@ -63,8 +63,8 @@ class StepOutcome:
 
     values: Mapping[str, Tensor]
     """`loss` and what else the user's step returned: means over the global batch, shape (), equal on all workers."""
-    riders: Sequence[float] | Tensor
-    """The sums over all workers of the riders that each was given: a clock, a wish to stop. They travel with the loss,
+    control_flags: Sequence[float] | Tensor
+    """The sums over all workers of the control flags that each was given: a clock, a wish to stop. They travel with the loss,
     for decisions that all workers must take alike, and cost no exchange of their own."""
     unsettled: Unsettled | None = None
     """What is to be asked when the numbers are read; None where the values are settled."""
@@ -133,19 +133,19 @@ class Strategy(Protocol):
         """
 
     def forward_backward(
-        self, model: nn.Module, pieces: Sequence[Piece], compute: Compute, scale: Scale, riders: Sequence[float]
+        self, model: nn.Module, pieces: Sequence[Piece], compute: Compute, scale: Scale, control_flags: Sequence[float]
     ) -> StepOutcome:
         """Fill the gradients of one optimizer step: the mean over the global batch, on every worker.
 
         One call takes all pieces, not one call each: a pipeline interleaves them, and data parallelism exchanges
-        gradients once, while the last piece's backward pass runs. `riders` are summed over them: see `StepOutcome`.
+        gradients once, while the last piece's backward pass runs. `control_flags` are summed over them: see `StepOutcome`.
         """
 
     def clip_gradients(self, model: nn.Module, max_norm: float) -> Tensor:
         """Scale the gradients to a global norm of at most `max_norm`. Returns the norm before, shape ()."""
 
     def update(self, model: nn.Module, optimizer: Steppable) -> None:
-        """Change the parameters by one step; where workers step alone, an `exchange` comes behind it (`Drifting`)."""
+        """Change the parameters by one step; where workers step alone, an `exchange` comes behind it (`LocalUpdates`)."""
 
     def state_dict(self) -> dict[str, Any]:
         """What this worker's strategy remembers from step to step (error feedback, say), for snapshots."""

@@ -125,8 +125,8 @@ class Tally:
     are for decisions that all workers must take alike, and cost no exchange of their own.
     """
 
-    def __init__(self, riders: Sequence[float], agreed: Agreed, world: World) -> None:
-        self.riders: Sequence[float] | Tensor = riders
+    def __init__(self, control_flags: Sequence[float], agreed: Agreed, world: World) -> None:
+        self.control_flags: Sequence[float] | Tensor = control_flags
         self.agreed, self.world = agreed, world
         self.own = Own()
         self._summed: Tensor | None = None
@@ -137,9 +137,9 @@ class Tally:
         return values["loss"] if weight == 1 else values["loss"] * weight
 
     def packed(self, device: torch.device) -> Tensor:
-        """What this worker has so far, to be summed over the workers: float64, shape (values, riders and flag,)."""
+        """What this worker has so far, to be summed over the workers: float64, shape (values, control flags and flag,)."""
         names = self.agreed.names
-        numbers = [*self.riders, float(not self.own.fits(names))]
+        numbers = [*self.control_flags, float(not self.own.fits(names))]
         return torch.cat(
             [
                 *self.own.in_places(names, device),
@@ -150,7 +150,7 @@ class Tally:
     def take(self, summed: Tensor) -> None:
         """Have the sums over the workers of what `packed` gave, in place of this worker's own."""
         self._summed = summed
-        self.riders = summed[len(self.agreed.names) : -1]
+        self.control_flags = summed[len(self.agreed.names) : -1]
 
     def start_sum(self) -> Work:
         """Begin to sum over the workers; nothing may be read before the wait for it is over."""
@@ -167,20 +167,20 @@ class Tally:
         if summed is not None:
             known = dict(zip(names, summed, strict=False))
             settle = partial(settled, self.world, self.agreed, [self.own], known)
-            return outcome(self.world, known, self.riders, summed[-1], settle)
+            return outcome(self.world, known, self.control_flags, summed[-1], settle)
         fits = self.own.fits(names)
         values = self.own.sums if fits else settled(self.world, self.agreed, [self.own], {})
-        return StepOutcome(values, self.riders)
+        return StepOutcome(values, self.control_flags)
 
 
 def outcome(
     world: World,
     known: Mapping[str, Tensor],
-    riders: Sequence[float] | Tensor,
+    control_flags: Sequence[float] | Tensor,
     flag: Tensor,
     settle: Callable[[], Mapping[str, Tensor]],
 ) -> StepOutcome:
     """What was found, with the values settled where that is due; on a GPU the flag cannot be read without a wait."""
     if device.is_asynchronous(world.device):
-        return StepOutcome(known, riders, Unsettled(flag, settle))
-    return StepOutcome(settle() if flag.item() else known, riders)
+        return StepOutcome(known, control_flags, Unsettled(flag, settle))
+    return StepOutcome(settle() if flag.item() else known, control_flags)

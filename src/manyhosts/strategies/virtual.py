@@ -114,7 +114,7 @@ class VirtualWorkers:
             self.gradients = self._buckets_of([each for _, each in self.agreement.trained()])
 
     def forward_backward(
-        self, model: nn.Module, pieces: Sequence[Piece], compute: Compute, scale: Scale, riders: Sequence[float]
+        self, model: nn.Module, pieces: Sequence[Piece], compute: Compute, scale: Scale, control_flags: Sequence[float]
     ) -> StepOutcome:
         """Compute this worker's parts one after another, and sum them with those of the others in the tree."""
         gradients, agreement = self.gradients, self.agreement
@@ -129,7 +129,7 @@ class VirtualWorkers:
         gradients.begin(held)
         if late is not None:
             late.begin(held)
-        self.news.begin(held, [*riders, *([0.0] * self._told())])
+        self.news.begin(held, [*control_flags, *([0.0] * self._told())])
         for part in own:
             last = part == own[-1]
             self._watch(self._digest_of(part))
@@ -153,8 +153,8 @@ class VirtualWorkers:
             )
         gradients.put()
         found, statistics = self.news.split()
-        self._check(found.riders[len(riders) :])
-        found.riders = found.riders[: len(riders)]
+        self._check(found.control_flags[len(control_flags) :])
+        found.control_flags = found.control_flags[: len(control_flags)]
         if late is not None:
             self._take_in(late)
         agreement.leave_for_next_step()
@@ -271,9 +271,9 @@ class News:
         self.parts: list[Own] = []
         """What each part that this worker has computed gave, the one under way last."""
 
-    def begin(self, held: Sequence[range], riders: Sequence[float]) -> None:
+    def begin(self, held: Sequence[range], control_flags: Sequence[float]) -> None:
         """Forget the last step."""
-        self.held, self.riders = held, riders
+        self.held, self.control_flags = held, control_flags
         self.parts, self.own = [], Own()
 
     def add(self, values: Mapping[str, Tensor], weight: float) -> Tensor:
@@ -292,12 +292,12 @@ class News:
 
     @torch.no_grad()
     def close(self, part: int, statistics: Sequence[Tensor], told: Sequence[float] = ()) -> None:
-        """`part` has seen all its samples. `told` are this worker's last riders, where they are known by now only."""
+        """`part` has seen all its samples. `told` are this worker's last control flags, where they are known by now only."""
         names, first = self.agreed.names, not self.parts
         if first:
-            self._open(len(names) + len(self.riders) + 1 + sum(len(row) for row in statistics))
-        riders = self.riders if first else [0.0] * len(self.riders)
-        numbers = [*riders[: len(riders) - len(told)], *told, float(not self.own.fits(names))]
+            self._open(len(names) + len(self.control_flags) + 1 + sum(len(row) for row in statistics))
+        control_flags = self.control_flags if first else [0.0] * len(self.control_flags)
+        numbers = [*control_flags[: len(control_flags) - len(told)], *told, float(not self.own.fits(names))]
         row = torch.cat(
             [
                 *self.own.in_places(names, self.world.device),
@@ -321,10 +321,10 @@ class News:
         self.total.begin(self.held)
 
     def split(self) -> tuple[StepOutcome, Tensor]:
-        """What was found of the values and the riders, and the sum over all parts of the statistics."""
+        """What was found of the values and the control flags, and the sum over all parts of the statistics."""
         sums = self.total.result.clone()  # its memory is the next step's, and the numbers may be read later
         values = len(self.agreed.names)
-        flag = values + len(self.riders)
+        flag = values + len(self.control_flags)
         known = dict(zip(self.agreed.names, sums[:values], strict=True))
         settle = partial(settled, self.world, self.agreed, self.parts, known)
         return outcome(self.world, known, sums[values:flag], sums[flag], settle), sums[flag + 1 :]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from manyhosts.data.order import Indices
-from manyhosts.strategies.alone import Drifting
+from manyhosts.strategies.local_updates import LocalUpdates
 from manyhosts.training.buffers import BufferCopies
 from manyhosts.training.build import Parts
 from manyhosts.training.numbers import StepNumbers
@@ -43,7 +43,7 @@ class BadSteps:
         self.judges_norm = clips or self.rewinds
         """Whether every step has a norm; otherwise one in `SHOW_NORM_EVERY` has, which is looked at by people only."""
         self.on_cpu = parts.world.device.type == "cpu"
-        self.drifts = isinstance(parts.strategy, Drifting)
+        self.drifts = isinstance(parts.strategy, LocalUpdates)
         """Whether each worker has a gradient of its own, of which the others know nothing."""
         self.scaled = parts.precision.scaler is not None
         """Whether fp16's scaler looks for overflows, which are nothing unusual there, and leaves those steps out."""

@@ -29,11 +29,11 @@ from manyhosts.data.steps import Cut
 from manyhosts.device import is_asynchronous
 from manyhosts.errors import ConfigError
 from manyhosts.snapshot.fingerprint import tensor_checksums
-from manyhosts.strategies.alone import Drifting
 from manyhosts.strategies.audit import Auditor
 from manyhosts.strategies.ddp import DataParallel
 from manyhosts.strategies.diloco import OuterSteps
 from manyhosts.strategies.local_sgd import LocalSteps
+from manyhosts.strategies.local_updates import LocalUpdates
 from manyhosts.strategies.single import SingleProcess
 from manyhosts.strategies.strategy import Shard, Strategy
 from manyhosts.strategies.virtual import VirtualWorkers
@@ -262,7 +262,7 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
     if settings.compile:
         model_of(placed).compile()  # in place, so that names in snapshots stay the same
     made_optimizer = make_optimizer(placed, optimizer, settings, world, has_step=step is not None)
-    if isinstance(strategy, Drifting):
+    if isinstance(strategy, LocalUpdates):
         strategy.hold(made_optimizer)
     precision = Precision(settings.precision, world.device)
 

@@ -129,7 +129,7 @@ class Counting:
             ConfigError: each worker, or part, would keep its own.
         """
         if seen.keeps and self.cuts:
-            raise first_look.keeping(seen.keeps)
+            raise first_look.keeps_state(seen.keeps)
         if seen.keeps:
             self.parts.world.notes.append(f"{first_look.KEEPS.format(seen.keeps)}: no snapshot has it")
 

@@ -133,7 +133,7 @@ def mixing(what: str) -> ConfigError:
 KEEPS = "the model keeps the tensor {!r} from one batch to the next, and it is neither a parameter nor a buffer"
 
 
-def keeping(name: str) -> ConfigError:
+def keeps_state(name: str) -> ConfigError:
     """The error of a model that keeps a tensor from batch to batch, where a batch is cut."""
     return ConfigError(
         f"{KEEPS.format(name)}: each worker would keep its own, and no snapshot has it",

@@ -17,6 +17,7 @@ from manyhosts.cluster.reports import Reporter
 from manyhosts.communication.gathering import gather_words
 from manyhosts.communication.world import World
 from manyhosts.config.settings import Settings
+from manyhosts.elastic.recovery import told_by_all
 from manyhosts.events import Event, Listener, RunStarted, StepDone
 from manyhosts.listeners.broadcast import Broadcast
 from manyhosts.listeners.metrics_file import WriteMetrics
@@ -26,9 +27,8 @@ from manyhosts.records.metrics import MetricsFile
 from manyhosts.records.run_directory import RunDirectory
 from manyhosts.records.run_record import RunRecord, plain_settings, versions_for
 from manyhosts.records.samples import SamplesFile
-from manyhosts.training.copies import copy_records, restore_records
-from manyhosts.training.keeping import Keeping
-from manyhosts.training.recover import told_by_all
+from manyhosts.training.record_copies import copy_records, restore_records
+from manyhosts.training.snapshot_schedule import SnapshotSchedule
 
 _RECENT_EVENTS = 4096
 
@@ -43,13 +43,13 @@ class Journal:
         settings: Settings,
         directory: RunDirectory,
         script: Path,
-        keeping: Keeping,
+        snapshot_schedule: SnapshotSchedule,
         listeners: Sequence[Listener],
         reporter: Reporter | None,
     ) -> None:
         """Nothing is opened before `open_records`."""
         self.world, self.settings, self.directory, self.script = world, settings, directory, script
-        self.keeping, self.listeners, self.reporter = keeping, listeners, reporter
+        self.snapshot_schedule, self.listeners, self.reporter = snapshot_schedule, listeners, reporter
         self.news = Broadcast([])
         self.recent: deque[Event] = deque(maxlen=_RECENT_EVENTS)
         """What was told last, on every worker: should the leader go, another one knows what it had not yet written."""
@@ -79,7 +79,7 @@ class Journal:
     def open_records(self, step: int) -> None:
         """Record what was asked, and let the leader have its listeners, where the run goes on after `step`."""
         hosts = gather_words(self.world, socket.gethostname())
-        if self.keeping.store.apart:
+        if self.snapshot_schedule.store.apart:
             restore_records(self.directory, self.world, step)
         if self.world.is_leader:
             record = RunRecord(
@@ -90,7 +90,7 @@ class Journal:
                 versions=versions_for(self.script),
                 hosts=list(dict.fromkeys(hosts)),
                 workers=self.world.size,
-                strategy=self.keeping.strategy,
+                strategy=self.snapshot_schedule.strategy,
                 backend=self.world.backend if self.world.size > 1 else None,
                 started=time.time(),
             )
@@ -126,13 +126,13 @@ class Journal:
         self.news = Broadcast(
             [*standard(self.directory, record, metrics=metrics, started=self.started), *self.listeners]
         )
-        if self.keeping.second is not None:
-            self.keeping.second.catch_up()
+        if self.snapshot_schedule.second is not None:
+            self.snapshot_schedule.second.catch_up()
         return was_told
 
     def copy_records(self) -> None:
         """Where hosts share no disk, have each write down the steps, too, should the leader's be lost."""
-        store = self.keeping.store
+        store = self.snapshot_schedule.store
         if not store.apart:
             return
         lacks = store.leads_disk() and not self.led and not self.copies

@@ -13,11 +13,11 @@ import time
 from manyhosts.errors import ManyhostsError
 from manyhosts.records import run_lock
 from manyhosts.snapshot.load import newest_whole
-from manyhosts.strategies.alone import Drifting
+from manyhosts.strategies.local_updates import LocalUpdates
 from manyhosts.training.journal import Journal
-from manyhosts.training.keeping import Keeping
 from manyhosts.training.loop import Loop
 from manyhosts.training.same_weights import own_statistics
+from manyhosts.training.snapshot_schedule import SnapshotSchedule
 
 _LOCK = "last-snapshot.lock"
 _LEADER_FIRST_S = 0.3
@@ -27,23 +27,23 @@ _LEADER_FIRST_S = 0.3
 class LastSnapshot:
     """That of one worker. Made before it is known whether there will be one."""
 
-    def __init__(self, keeping: Keeping, journal: Journal, loop: Loop) -> None:
-        self.keeping, self.journal, self.loop = keeping, journal, loop
+    def __init__(self, snapshot_schedule: SnapshotSchedule, journal: Journal, loop: Loop) -> None:
+        self.snapshot_schedule, self.journal, self.loop = snapshot_schedule, journal, loop
 
     def why_not(self) -> str:
         """Why what this worker holds is not all that a run needs to go on; empty where it is."""
-        parts, state, loop = self.keeping.parts, self.loop.state, self.loop
-        if state.step < 1 or loop.torn:
+        parts, state, loop = self.snapshot_schedule.parts, self.loop.state, self.loop
+        if state.step < 1 or loop.inconsistent:
             return "it stands at no step"
-        if state.best_step != state.step and self.keeping.lacks_best(state):
+        if state.best_step != state.step and self.snapshot_schedule.lacks_best(state):
             return "the best model, of a step before, was being written"
         if parts.auditor is not None or loop.trusted is not None:
             return "no other worker can be asked whether it computed rightly"
-        if isinstance(parts.strategy, Drifting) or parts.strategy.state_dict() or own_statistics(parts):
+        if isinstance(parts.strategy, LocalUpdates) or parts.strategy.state_dict() or own_statistics(parts):
             return "each worker holds something of its own"
         if state.stream:
             return "each worker knows a part of how far the stream is read"
-        if self.keeping.store.apart and not (self.journal.led or self.journal.copies):
+        if self.snapshot_schedule.store.apart and not (self.journal.led or self.journal.copies):
             return "another worker writes the records on this disk"
         return ""
 
@@ -64,7 +64,7 @@ class LastSnapshot:
             sys.stderr.write(f"manyhosts: no snapshot could be made of step {self.loop.state.step}: {error}\n")
 
     def _is_there(self) -> bool:
-        newest = newest_whole(self.keeping.store.folder, content=False)
+        newest = newest_whole(self.snapshot_schedule.store.folder, content=False)
         return newest is not None and newest.step >= self.loop.state.step
 
     def _is_ours(self) -> bool:
@@ -79,9 +79,9 @@ class LastSnapshot:
         loop, state = self.loop, self.loop.state
         loop.settle(finished=False)
         loop.read_numbers(all_of_them=True)
-        loop.telling.check_weights()
+        loop.step_reporter.check_weights()
         loop.leave_validation()
         self.journal.take_lead(locks=False)
-        if self.journal.flush() and self.keeping.save_alone(state):
+        if self.journal.flush() and self.snapshot_schedule.save_alone(state):
             sys.stderr.write(f"manyhosts: saved step {state.step} before this worker ends\n")
             self.journal.flush()

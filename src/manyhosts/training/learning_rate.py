@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 
 from manyhosts.errors import ConfigError
-from manyhosts.strategies.rate_alone import multiplied
+from manyhosts.strategies.local_rate import multiplied
 from manyhosts.units import Duration
 
 

@@ -13,11 +13,11 @@ import torch
 
 from manyhosts.communication.world import World
 from manyhosts.events import Note, Recovered
-from manyhosts.snapshot.apart import first_of_disk
+from manyhosts.snapshot.separate_disks import first_of_disk
 from manyhosts.snapshot.set_aside import newest_step, set_aside
 from manyhosts.strategies.audit import WrongBits
-from manyhosts.training.keeping import Keeping
 from manyhosts.training.loop import Loop
+from manyhosts.training.snapshot_schedule import SnapshotSchedule
 
 
 def tell_head(wrong: WrongBits, world: World) -> None:
@@ -29,23 +29,23 @@ def tell_head(wrong: WrongBits, world: World) -> None:
         world.membership.accuse(rank, what)
 
 
-def keep_from_resuming(keeping: Keeping, world: World, trusted: int) -> None:
+def keep_from_resuming(snapshot_schedule: SnapshotSchedule, world: World, trusted: int) -> None:
     """Set aside the snapshots from behind step `trusted`. Every worker calls this."""
-    keeping.finish()
+    snapshot_schedule.finish()
     world.barrier()  # what the leader was writing has its name now
     if first_of_disk(world):
-        set_aside(keeping.store.folder, after=trusted)
+        set_aside(snapshot_schedule.store.folder, after=trusted)
     world.barrier()
 
 
-def go_back(loop: Loop, keeping: Keeping) -> Recovered | Note:
+def go_back(loop: Loop, snapshot_schedule: SnapshotSchedule) -> Recovered | Note:
     """Be at the newest snapshot up to the step that is trusted. Every worker calls this. Returns what is to be told."""
     began, state, world = time.time(), loop.state, loop.parts.world
     trusted = loop.trusted
     assert trusted is not None, "called where something is doubted"
-    keep_from_resuming(keeping, world, trusted)
+    keep_from_resuming(snapshot_schedule, world, trusted)
     # An older snapshot may have been pruned; where none is left there is nothing but to go on, and to say so.
-    newest = torch.tensor([newest_step(keeping.store.folder)], device=world.device)
+    newest = torch.tensor([newest_step(snapshot_schedule.store.folder)], device=world.device)
     if int(world.stack(newest).max()) < 0:
         loop.trusted = None
         text = (
@@ -53,10 +53,10 @@ def go_back(loop: Loop, keeping: Keeping) -> Recovered | Note:
         )
         text += " no snapshot is from before them: what it did there is in the weights"
         return Note(text=text, step=state.step, time=time.time())
-    loop.torn = True
+    loop.inconsistent = True
     reached, reached_s = state.step, state.seconds
-    found, _ = keeping.restore()
-    keeping.best_saved_at = -1  # the best model may be of one of the steps that are done again
+    found, _ = snapshot_schedule.restore()
+    snapshot_schedule.best_saved_at = -1  # the best model may be of one of the steps that are done again
     state.become(found)
     state.seconds = reached_s  # the clock goes on, and limits on time with it
     loop.stand()

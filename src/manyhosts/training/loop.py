@@ -19,8 +19,8 @@ from manyhosts.data import randomness
 from manyhosts.data.steps import DuePiece, LoadedPiece, Step, mapped
 from manyhosts.errors import ConfigError
 from manyhosts.events import ValidationDone
-from manyhosts.strategies.alone import Drifting, together
 from manyhosts.strategies.audit import Auditable
+from manyhosts.strategies.local_updates import LocalUpdates, averaged_parameters
 from manyhosts.strategies.strategy import Piece, StepOutcome, Survivable
 from manyhosts.training import watching
 from manyhosts.training.bad_steps import BadSteps
@@ -29,15 +29,15 @@ from manyhosts.training.build import Parts
 from manyhosts.training.counting import Counting
 from manyhosts.training.evaluate import CutOff, Evaluation
 from manyhosts.training.first_steps import FirstSteps, compare_streams
-from manyhosts.training.keeping import Keeping
 from manyhosts.training.learning_rate import VanishedRate
-from manyhosts.training.marks import Mark, due, reached, total_steps
 from manyhosts.training.numbers import HostTiming, Numbers, StepFacts
 from manyhosts.training.pace import Pace
+from manyhosts.training.progress import Progress, due, reached, total_steps
 from manyhosts.training.same_weights import compare_weights
+from manyhosts.training.snapshot_schedule import SnapshotSchedule
 from manyhosts.training.state import RunState
-from manyhosts.training.telling import Tell, Telling
-from manyhosts.training.wishes import Wishes
+from manyhosts.training.step_reporter import StepReporter, Tell
+from manyhosts.training.stop_signals import StopSignals
 from manyhosts.units import Duration
 
 
@@ -55,8 +55,8 @@ class Loop:
         settings: Settings,
         state: RunState,
         validation: Evaluation | None,
-        keeping: Keeping,
-        wishes: Wishes,
+        snapshot_schedule: SnapshotSchedule,
+        stop_signals: StopSignals,
         tell: Tell,
         flush: Callable[[], bool],
         note_samples: Callable[[int, Sequence[int]], None] | None,
@@ -65,7 +65,13 @@ class Loop:
     ) -> None:
         """`keep_buffers`: remember before each step what its forward pass changes, so that it can be done again."""
         self.parts, self.settings, self.state = parts, settings, state
-        self.validation, self.keeping, self.wishes, self.tell, self.flush = validation, keeping, wishes, tell, flush
+        self.validation, self.snapshot_schedule, self.stop_signals, self.tell, self.flush = (
+            validation,
+            snapshot_schedule,
+            stop_signals,
+            tell,
+            flush,
+        )
         self.note_samples, self.pace = note_samples, pace
         self.limit = Duration.parse(settings.duration, where="fit(…)")
         self.validate_every = Duration.parse(settings.validate_every, where="validate_every")
@@ -77,12 +83,12 @@ class Loop:
         self.schedule_began = False
         """Whether this loop has moved it on."""
         rate = VanishedRate(total_steps(self.limit, parts.source.steps_per_epoch)) if self.follows_steps else None
-        self.telling = Telling(parts, state, self.bad_steps, wishes, keeping, tell, rate)
+        self.step_reporter = StepReporter(parts, state, self.bad_steps, stop_signals, snapshot_schedule, tell, rate)
         self.first_steps = FirstSteps(parts)
-        self.before = self.mark()
+        self.before = self.progress()
         self.began = time.perf_counter() - state.seconds
         self.on_cpu = parts.world.device.type == "cpu"
-        self.exchanges = isinstance(parts.strategy, Drifting)
+        self.exchanges = isinstance(parts.strategy, LocalUpdates)
         """Whether workers step alone, and exchange something after a step."""
         exchange = (self.exchange,) if self.exchanges else ()
         self.duties = (
@@ -108,7 +114,7 @@ class Loop:
         """What the step under way, or the last one, has read."""
         self.brought_s = 0.0
         """Seconds that this worker has waited for batches in the midst of steps."""
-        self.torn = False
+        self.inconsistent = False
         """Whether an update broke off, so that the parameters are those of no step."""
         self.trusted: int | None = None
         """After workers were found to compute wrongly: the last step that all agree on, until the run is back there."""
@@ -138,7 +144,7 @@ class Loop:
             self.finish_step()
             if self.change_granted:
                 raise WorkersChange
-            now = self.mark()
+            now = self.progress()
             if reason := self.reason_to_stop(now):
                 break
             if steps is None:
@@ -165,12 +171,12 @@ class Loop:
 
     def is_at_end(self) -> bool:
         """Whether the run is as long as it was asked to be, and nobody has asked it to stop before."""
-        return not self.wishes.granted and bool(reached(self.limit, self.mark()))
+        return not self.stop_signals.granted and bool(reached(self.limit, self.progress()))
 
     def settle(self, *, finished: bool) -> None:
         """End the step under way, which broke off. `finished`: another has done it, so this worker's part counts."""
         strategy = self.parts.strategy
-        if self.under_way and not self.torn and isinstance(strategy, Survivable):
+        if self.under_way and not self.inconsistent and isinstance(strategy, Survivable):
             if not finished or not strategy.whole:
                 if self.buffers:
                     self.buffers.put_back()
@@ -185,26 +191,26 @@ class Loop:
         """The state is that of a snapshot now: forget what was under way."""
         self.numbers.pending.clear()
         self.duties_done, self.ends_epoch = len(self.duties), False
-        self.under_way, self.torn, self.save_again = 0, False, False
+        self.under_way, self.inconsistent, self.save_again = 0, False, False
         if self.state.validation_due:
             self.duties_done, self.save_again = self.duties.index(self.validate_if_due), True
-        self.before = self.mark()
+        self.before = self.progress()
         if self.parts.auditor is not None:
             self.parts.auditor.forget()
 
-    def mark(self) -> Mark:
+    def progress(self) -> Progress:
         """How far the run has come, in numbers that are equal on all workers."""
         state = self.state
-        return Mark(state.step, self.parts.source.epochs(state.position), state.seconds)
+        return Progress(state.step, self.parts.source.epochs(state.position), state.seconds)
 
-    def reason_to_stop(self, now: Mark) -> str:
+    def reason_to_stop(self, now: Progress) -> str:
         """Why to stop `now`; empty where there is no reason."""
-        return self.wishes.granted or self.state.ended or reached(self.limit, now)
+        return self.stop_signals.granted or self.state.ended or reached(self.limit, now)
 
     def take(self, steps: Iterator[Step]) -> Step:
         """One optimizer step, from waiting for its samples to telling its numbers."""
         world, state = self.parts.world, self.state
-        begin, sent, stalled = time.perf_counter(), world.bytes_sent, self.keeping.stalled_s
+        begin, sent, stalled = time.perf_counter(), world.bytes_sent, self.snapshot_schedule.stalled_s
         self.since, exchanged, brought = time.time(), world.exchange_s, self.brought_s
         step = next(steps)
         if self.watcher is not None:
@@ -227,7 +233,7 @@ class Loop:
         self.step_is_done(step)
         if self.watcher is not None:
             self.watcher.steps(state.step)
-        stall = self.keeping.stalled_s - stalled
+        stall = self.snapshot_schedule.stalled_s - stalled
         in_between = self.brought_s - brought
         waited, worked = fetched - begin + in_between, end - fetched - stall - in_between
         timing = HostTiming(end - begin, waited, world.exposed_s - exposed, stall, worked)
@@ -260,7 +266,7 @@ class Loop:
     def exchange(self) -> None:
         """Where workers step alone: exchange what is due after the last step, and tell the step with what that took."""
         world, strategy = self.parts.world, self.parts.strategy
-        assert isinstance(strategy, Drifting), "no other has such a duty"
+        assert isinstance(strategy, LocalUpdates), "no other has such a duty"
         begin, exposed, sent, exchanged = time.perf_counter(), world.exposed_s, world.bytes_sent, world.exchange_s
         strategy.exchange(self.parts.trained)
         self.numbers.lengthen(
@@ -281,7 +287,7 @@ class Loop:
             parts.auditor.begin(self.state.step + 1, audits)
         with acting(parts.batch_norm):
             outcome = parts.strategy.forward_backward(
-                parts.trained, self.pieces(step.pieces), parts.compute, parts.precision.scale, self.riders()
+                parts.trained, self.pieces(step.pieces), parts.compute, parts.precision.scale, self.control_flags()
             )
         if self.watcher is not None:
             self.watcher.differentiates(outcome)
@@ -310,23 +316,23 @@ class Loop:
     def update(self) -> None:
         """Change the model by the gradient, and move the schedule."""
         parts = self.parts
-        self.keeping.before_update()
+        self.snapshot_schedule.before_update()
         if may_draw(parts.optimizer):
             # The noise of a Langevin sampler, say: the same on every worker, and after a resume.
             randomness.seed_compute(self.settings.seed, randomness.UPDATE, self.state.step)
-        self.torn = True
+        self.inconsistent = True
         warms_up = self.state.step < parts.warmup.steps
         with parts.warmup.over(parts.optimizer, self.state.step) if warms_up else nullcontext():
             parts.strategy.update(parts.trained, parts.precision.stepper(parts.optimizer))
         self.schedule_step()
-        self.torn = False
+        self.inconsistent = False
 
     def pass_over(self) -> tuple[StepOutcome, Any]:
         """A step that went wrong before: nothing is computed, and the schedule moves on."""
         world = self.parts.world
-        riders = world.all_reduce(torch.tensor(self.riders(), dtype=torch.float64, device=world.device))
+        control_flags = world.all_reduce(torch.tensor(self.control_flags(), dtype=torch.float64, device=world.device))
         self.schedule_step()
-        return StepOutcome({"loss": torch.full((), math.nan, device=world.device)}, riders), None
+        return StepOutcome({"loss": torch.full((), math.nan, device=world.device)}, control_flags), None
 
     def pieces(self, due: Sequence[LoadedPiece | DuePiece]) -> list[Piece]:
         """Pieces of the step under way. Each batch comes when the forward pass wants it: so few are in memory."""
@@ -349,25 +355,25 @@ class Loop:
         self.brought_s += time.perf_counter() - begin
         return batch
 
-    def riders(self) -> tuple[float, ...]:
+    def control_flags(self) -> tuple[float, ...]:
         """The leader's clock, whether this worker knows of one that wants to join, and what asked it to stop."""
         world = self.parts.world
         clock = time.perf_counter() - self.began if world.is_leader else 0.0
         joining = world.membership is not None and world.membership.change_asked
-        return clock, float(joining), *self.wishes.riders
+        return clock, float(joining), *self.stop_signals.control_flags
 
     def read_numbers(self, *, all_of_them: bool = False) -> None:
         """Tell the steps whose numbers have come, and take from them what the workers decide together."""
         for numbers in self.numbers.read(all_of_them=all_of_them):
-            joining = self.telling.of_step(numbers)
+            joining = self.step_reporter.of_step(numbers)
             self.change_granted = self.change_granted or joining
-        self.telling.of_world()
+        self.step_reporter.of_world()
 
     def end_epoch(self) -> None:
         """Tell the epoch's sums and begin new ones, where the last step ended one."""
         if self.ends_epoch:
             self.read_numbers(all_of_them=True)
-            self.telling.of_epoch()
+            self.step_reporter.of_epoch()
 
     def schedule_step(self) -> None:
         """Move the schedule on after an optimizer step, where it follows steps."""
@@ -398,19 +404,19 @@ class Loop:
 
     def validation_is_due(self) -> bool:
         """Whether a validation is due after the last step. After the last of a run it is, before that is saved."""
-        return self.state.validation_due or due(self.validate_every, self.before, self.mark()) or self.is_at_end()
+        return self.state.validation_due or due(self.validate_every, self.before, self.progress()) or self.is_at_end()
 
     def keep_best(self) -> None:
         """Write the model as the best one, where the last validation found it to be."""
         state = self.state
-        if state.validated_at == state.step == state.best_step != self.keeping.best_saved_at:
-            self.telling.check_weights()
-            self.keeping.save_best(state)
+        if state.validated_at == state.step == state.best_step != self.snapshot_schedule.best_saved_at:
+            self.step_reporter.check_weights()
+            self.snapshot_schedule.save_best(state)
 
     def save_if_due(self) -> None:
         """Make a snapshot where that is due after the last step."""
-        is_due = self.save_again or due(self.snapshot_every, self.before, self.mark())
-        if is_due and self.keeping.saved_at != self.state.step:
+        is_due = self.save_again or due(self.snapshot_every, self.before, self.progress())
+        if is_due and self.snapshot_schedule.saved_at != self.state.step:
             self.save()
         self.save_again = False
 
@@ -422,20 +428,20 @@ class Loop:
         assert self.validation is not None, "validate() is called where there is a validation set"
         self.read_numbers(all_of_them=True)
         begin, self.since = time.perf_counter(), time.time()
-        state, rule = self.state, self.keeping.rule
+        state, rule = self.state, self.snapshot_schedule.rule
         parts = self.parts
-        if self.keeping.saved_at == state.step:
-            self.keeping.saved_at = -1  # that snapshot knows nothing of this validation
+        if self.snapshot_schedule.saved_at == state.step:
+            self.snapshot_schedule.saved_at = -1  # that snapshot knows nothing of this validation
         try:
-            with together(parts.strategy, parts.trained):
+            with averaged_parameters(parts.strategy, parts.trained):
                 compare_weights(parts, f"before the validation of step {state.step}")
-                state.validation = self.validation(parts.model, asked=lambda: self.wishes.riders)
+                state.validation = self.validation(parts.model, asked=lambda: self.stop_signals.control_flags)
         except CutOff as cut:
             state.validation_due = True
-            self.wishes.hear(cut.asked)
+            self.stop_signals.hear(cut.asked)
             return
         state.validated_at, state.validation_due = state.step, False
-        value = self.keeping.watched(state.validation)
+        value = self.snapshot_schedule.watched(state.validation)
         best = rule.better(value, state.best)
         if best:
             state.best, state.best_step, state.validations_without_gain = value, state.step, 0
@@ -465,11 +471,11 @@ class Loop:
     def save(self) -> None:
         """Make a snapshot of everything, unless a disk does not take the records of the steps that it would count."""
         self.read_numbers(all_of_them=True)
-        self.telling.check_weights()
+        self.step_reporter.check_weights()
         if self.parts.world.any(not self.flush()):
-            self.keeping.leave_out(self.state)
+            self.snapshot_schedule.leave_out(self.state)
         else:
-            self.keeping.save(self.state)
+            self.snapshot_schedule.save(self.state)
 
 
 def may_draw(optimizer: torch.optim.Optimizer) -> bool:

@@ -24,7 +24,7 @@ from manyhosts.communication.gathering import gather_lists, gather_words
 from manyhosts.communication.world import World
 from manyhosts.data import randomness
 from manyhosts.errors import ConfigError, SnapshotError
-from manyhosts.snapshot.skeleton import put_together, take_apart
+from manyhosts.snapshot.flatten import flatten, unflatten
 
 if TYPE_CHECKING:  # it takes a second to load, so whoever has no metrics does without it
     from torchmetrics import Metric, MetricCollection
@@ -201,7 +201,7 @@ def gathered(world: World, own: Mapping[str, Any], metrics: Sequence[str]) -> li
         return [dict(own)]
     trouble, nodes, tensors = "", None, {}
     try:
-        apart = take_apart(own)
+        apart = flatten(own)
         nodes, tensors = apart.nodes, apart.tensors
     except SnapshotError as error:
         trouble = error.what
@@ -215,8 +215,7 @@ def gathered(world: World, own: Mapping[str, Any], metrics: Sequence[str]) -> li
             )
     rows = gather_lists(world, list(tensors.values()))
     return [
-        put_together(found, dict(zip(names, row, strict=True)))
-        for (_, found, names), row in zip(told, rows, strict=True)
+        unflatten(found, dict(zip(names, row, strict=True))) for (_, found, names), row in zip(told, rows, strict=True)
     ]
 
 

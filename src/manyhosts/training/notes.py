@@ -9,12 +9,12 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from manyhosts.communication.batch_norm import GlobalBatch
+from manyhosts.elastic.recovery import why_not_survive
 from manyhosts.events import Note, RunStarted
-from manyhosts.strategies.alone import Drifting
+from manyhosts.strategies.local_updates import LocalUpdates
 from manyhosts.training.build import counted_workers
 from manyhosts.training.loop import Loop
-from manyhosts.training.marks import reached, total_steps
-from manyhosts.training.recover import why_not_survive
+from manyhosts.training.progress import reached, total_steps
 from manyhosts.units import Duration
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def announce(run: Run, loop: Loop) -> None:
 def notes(run: Run, loop: Loop) -> list[str]:
     """One sentence for each thing that the person who started `run` may not expect."""
     settings, parts, world = run.settings, run.parts, run.world
-    found = [] if run.keeping.second is None else list(run.keeping.second.notes)
+    found = [] if run.snapshot_schedule.second is None else list(run.snapshot_schedule.second.notes)
     found += about_resume(run)
     if (virtual := settings.virtual_workers) is not None:
         threads = torch.get_num_threads()
@@ -66,12 +66,12 @@ def notes(run: Run, loop: Loop) -> list[str]:
                 f"BatchNorm ({layers[0]!r}) sees micro-batches and not the whole batch, so micro_batch_size={most} "
                 "changes the model"
             )
-    if isinstance(parts.strategy, Drifting) and (about_rate := parts.strategy.about_rate(parts.optimizer)):
+    if isinstance(parts.strategy, LocalUpdates) and (about_rate := parts.strategy.about_rate(parts.optimizer)):
         found.append(about_rate)
     if run.recovery is None and world.membership is not None:
         why = why_not_survive(parts) or "nobody can go on since a call before this one"
         found.append(f"if a worker is lost, all end ({why}); --restarts N goes on from the newest snapshot")
-    if run.loaded is not None and (reached(loop.limit, loop.mark()) or run.state.ended):
+    if run.loaded is not None and (reached(loop.limit, loop.progress()) or run.state.ended):
         why = run.state.ended or f"it is {Duration.parse(settings.duration)} long already"
         found.append(f"this run is finished ({why}); ask for a longer one, or choose another run directory")
     return found
@@ -79,7 +79,7 @@ def notes(run: Run, loop: Loop) -> list[str]:
 
 def about_resume(run: Run) -> list[str]:
     """What has changed since the snapshot that `run` goes on from, and what will not be noticed when it goes on."""
-    found = run.keeping.changes.told()
+    found = run.snapshot_schedule.changes.told()
     if run.world.is_leader and (unknown := run.parts.data_identity().get("unknown")):
         found.append(f"no sample of the training set is compared when the run goes on: {unknown}")
     return found

@@ -61,7 +61,7 @@ class StepNumbers:
     facts: StepFacts
     values: Mapping[str, float]
     gradient_norm: float | None
-    riders: Sequence[float]
+    control_flags: Sequence[float]
     exposed: float
     """Seconds in which this worker waited for others, by the clock of its device."""
 
@@ -93,15 +93,17 @@ class Numbers:
         waits: Sequence[tuple[Event, Event]] = (),
     ) -> None:
         """Take the numbers of one more step, without waiting for them."""
-        values, riders, unsettled = outcome.values, outcome.riders, outcome.unsettled
+        values, control_flags, unsettled = outcome.values, outcome.control_flags, outcome.unsettled
         if not is_asynchronous(self.device):
-            known = riders.tolist() if isinstance(riders, Tensor) else riders
+            known = control_flags.tolist() if isinstance(control_flags, Tensor) else control_flags
             numbers = {name: value.item() for name, value in values.items()}
             self.pending.append(
                 StepNumbers(facts, numbers, None if norm is None else norm.item(), known, facts.timing.exposed)
             )
             return
-        on_device = riders if isinstance(riders, Tensor) else torch.tensor(riders, dtype=torch.float64)
+        on_device = (
+            control_flags if isinstance(control_flags, Tensor) else torch.tensor(control_flags, dtype=torch.float64)
+        )
         parts = [] if unsettled is None else [unsettled.flag.double().reshape(1)]
         parts += [value.double().reshape(1) for value in values.values()]
         parts += [] if norm is None else [norm.double().reshape(1)]

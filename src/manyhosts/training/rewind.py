@@ -11,24 +11,24 @@ import time
 from manyhosts.errors import TrainingError
 from manyhosts.events import Recovered
 from manyhosts.training.bad_steps import BadStep
-from manyhosts.training.keeping import Keeping
 from manyhosts.training.loop import Loop
+from manyhosts.training.snapshot_schedule import SnapshotSchedule
 
 MOST_IN_A_ROW = 3
 """So many steps after one snapshot are passed over; then it is not the samples that are bad."""
 
 
-def go_back(bad: BadStep, loop: Loop, keeping: Keeping) -> Recovered:
+def go_back(bad: BadStep, loop: Loop, snapshot_schedule: SnapshotSchedule) -> Recovered:
     """Have the parts as the newest snapshot has them. Every worker calls this. Returns what is to be told.
 
     Raises:
         TrainingError: there is no snapshot, or this one has been gone back to too often.
     """
     began, state, world = time.time(), loop.state, loop.parts.world
-    keeping.finish()
+    snapshot_schedule.finish()
     world.barrier()  # what the leader was writing has its name now
     reached_s = state.seconds
-    found, loaded = keeping.restore()
+    found, loaded = snapshot_schedule.restore()
     if loaded is None:
         raise TrainingError(
             f"{bad.trouble} in step {bad.step}, and there is no snapshot to go back to",

@@ -17,31 +17,31 @@ from manyhosts.communication.gathering import gather_words
 from manyhosts.communication.world import is_break
 from manyhosts.config.settings import Settings
 from manyhosts.config.strategies import Single
+from manyhosts.elastic.recovery import Recovery, why_not_survive
+from manyhosts.elastic.session import CollectiveCalls, StateProvider
 from manyhosts.errors import CommunicationError, ConfigError, ManyhostsError, TrainingError, first_line
 from manyhosts.events import Listener, Note, Recovered, RunEnded
 from manyhosts.records.run_directory import RunDirectory
 from manyhosts.snapshot.fingerprint import weights_sha256
 from manyhosts.snapshot.load import Loaded
-from manyhosts.strategies.alone import Drifting
 from manyhosts.strategies.audit import WrongBits
+from manyhosts.strategies.local_updates import LocalUpdates
 from manyhosts.training import go_on, left_out
 from manyhosts.training.bad_steps import BadStep
-from manyhosts.training.calls import Calls, Holder
 from manyhosts.training.evaluate import Evaluation
 from manyhosts.training.journal import Journal
-from manyhosts.training.keeping import Keeping
 from manyhosts.training.last_snapshot import LastSnapshot
 from manyhosts.training.loop import Loop, WorkersChange
 from manyhosts.training.notes import announce
 from manyhosts.training.pace import Pace
-from manyhosts.training.recover import Recovery, why_not_survive
+from manyhosts.training.remote_copy import RemoteCopy
 from manyhosts.training.result import Result
 from manyhosts.training.rewind import go_back
 from manyhosts.training.same_given import compare_descriptions, optimizer_described
 from manyhosts.training.same_weights import compare_weights
-from manyhosts.training.second_place import SecondPlace
+from manyhosts.training.snapshot_schedule import SnapshotSchedule
 from manyhosts.training.state import RunState
-from manyhosts.training.wishes import Wishes
+from manyhosts.training.stop_signals import StopSignals
 
 
 class Run:
@@ -50,8 +50,8 @@ class Run:
     def __init__(  # noqa: PLR0913  # made in one place, by name
         self,
         *,
-        calls: Calls,
-        holder: Holder,
+        calls: CollectiveCalls,
+        provider: StateProvider,
         settings: Settings,
         directory: RunDirectory,
         script: Path,
@@ -65,12 +65,12 @@ class Run:
         `go_on_with`: the command that goes on with this run, where nobody else tells it.
         """
         self.go_on_with = go_on_with
-        self.calls, self.holder = calls, holder
-        self.parts, self.settings, self.directory, self.validation = holder.parts, settings, directory, validation
+        self.calls, self.provider = calls, provider
+        self.parts, self.settings, self.directory, self.validation = provider.parts, settings, directory, validation
         self.world, self.script = self.parts.world, script
         to, keep = settings.snapshots.to, settings.snapshots.keep
-        second = SecondPlace(to, directory, keep=keep, script=script, world=self.world) if to is not None else None
-        self.keeping = Keeping(
+        second = RemoteCopy(to, directory, keep=keep, script=script, world=self.world) if to is not None else None
+        self.snapshot_schedule = SnapshotSchedule(
             self.parts,
             directory,
             keep=keep,
@@ -84,7 +84,7 @@ class Run:
             settings=settings,
             directory=directory,
             script=script,
-            keeping=self.keeping,
+            snapshot_schedule=self.snapshot_schedule,
             listeners=listeners,
             reporter=reporter,
         )
@@ -104,21 +104,21 @@ class Run:
             SnapshotError: there are snapshots, and none can be gone on from.
         """
         self.journal.lay_down()
-        self.holder.refresh()
+        self.provider.refresh()
         self._open_directory()  # nobody looks into it before the leader has made it
-        found, self.loaded = self.keeping.begin()
+        found, self.loaded = self.snapshot_schedule.begin()
         self.state.become(found)
-        if not isinstance(self.parts.strategy, Drifting):
+        if not isinstance(self.parts.strategy, LocalUpdates):
             self.compare(f"at the beginning, at step {found.step}")
         lengths, optimizer = {"duration": str(self.settings.duration)}, optimizer_described(self.parts.optimizer)
         compare_descriptions(self.world, {"arguments of fit": lengths, "optimizers": optimizer})
         if self.validation is not None and (names := self.validation.look(self.parts.model)):
-            self.keeping.check_watched(names)
+            self.snapshot_schedule.check_watched(names)
         loop.stand()
         loop.began = time.perf_counter() - self.state.seconds
         self.journal.open_records(self.state.step)
-        if self.keeping.second is not None:
-            self.keeping.second.catch_up()
+        if self.snapshot_schedule.second is not None:
+            self.snapshot_schedule.second.catch_up()
         announce(self, loop)
 
     def _open_directory(self) -> None:
@@ -128,7 +128,7 @@ class Run:
             ConfigError: another run is going on in it, or it is that of another script.
         """
         refused = {}
-        if self.keeping.store.leads_disk():
+        if self.snapshot_schedule.store.leads_disk():
             try:
                 self.journal.lock()
                 if self.world.is_leader:
@@ -147,7 +147,13 @@ class Run:
         if goes_on:
             most = self.settings.virtual_workers or 0
             self.recovery = Recovery(
-                self.calls, self.holder, self.keeping, self.journal, state=self.state, begin=self.begin, most=most
+                self.calls,
+                self.provider,
+                self.snapshot_schedule,
+                self.journal,
+                state=self.state,
+                begin=self.begin,
+                most=most,
             )
         try:
             outcome = self.train_and_end()
@@ -173,21 +179,21 @@ class Run:
         if not self.world.apart:
             return
         self.state.become(RunState.from_dict(outcome["run"], {}))
-        self.has_end = is_here = self.keeping.take_end(self.state.step)
+        self.has_end = is_here = self.snapshot_schedule.take_end(self.state.step)
         if os.environ.get("RANK") == "0" and not (is_here and replaces):
             # What a script has its leader do is done by another, or must not be done with a model that is untrained.
             os.environ["RANK"] = os.environ["LOCAL_WORLD_SIZE"]
 
     def train_and_end(self) -> dict[str, Any]:
         """Train, and record how it ended. Returns what came out, in plain values."""
-        wishes, recovery = Wishes(cause), self.recovery
+        stop_signals, recovery = StopSignals(cause), self.recovery
         loop = Loop(
             self.parts,
             settings=self.settings,
             state=self.state,
             validation=self.validation,
-            keeping=self.keeping,
-            wishes=wishes,
+            snapshot_schedule=self.snapshot_schedule,
+            stop_signals=stop_signals,
             tell=self.journal.tell,
             flush=self.journal.flush,
             note_samples=self.journal.note_samples if self.settings.record_samples else None,
@@ -201,7 +207,7 @@ class Run:
         else:
             self.begin_with_whoever_is_there(loop)
         try:
-            with wishes.listening():
+            with stop_signals.listening():
                 return self.train_with_whoever_is_there(loop)
         except Passed:
             raise
@@ -219,14 +225,14 @@ class Run:
 
     def conclude(self, loop: Loop, reason: str) -> dict[str, Any]:
         """Record that training is over. Returns what came out, in plain values."""
-        state, wishes = self.state, loop.wishes
+        state, stop_signals = self.state, loop.stop_signals
         if (auditor := self.parts.auditor) is not None:
             text = f"audit: of {auditor.compared} parts that were computed again every bit was equal"
             self.journal.tell(Note(text=text, step=state.step, time=time.time()))
-        status = "interrupted" if wishes.granted else "stopped early" if state.ended else "completed"
+        status = "interrupted" if stop_signals.granted else "stopped early" if state.ended else "completed"
         weights = self.end(status, reason)
-        if self.keeping.second is not None:
-            self.keeping.second.keep_end()
+        if self.snapshot_schedule.second is not None:
+            self.snapshot_schedule.second.keep_end()
         result = {
             "status": status,
             "reason": reason,
@@ -238,7 +244,11 @@ class Run:
             "seconds": state.seconds,
             "weights_sha256": weights,
         }
-        return {"result": result, "run": state.to_dict(), "asked_by": wishes.number if wishes.granted else 0}
+        return {
+            "result": result,
+            "run": state.to_dict(),
+            "asked_by": stop_signals.number if stop_signals.granted else 0,
+        }
 
     def begin_with_whoever_is_there(self, loop: Loop) -> None:
         """Begin, whoever goes and comes meanwhile: perhaps where others have come to by then."""
@@ -261,12 +271,15 @@ class Run:
                     self.rewind(bad, loop)
                     bad = None
                 if loop.trusted is not None:
-                    self.tell_way_back(left_out.go_back(loop, self.keeping))
+                    self.tell_way_back(left_out.go_back(loop, self.snapshot_schedule))
                 outcome = self.conclude(loop, self.train(loop))
                 if recovery is not None:
                     self.world.barrier()  # nobody leaves before everybody has done its part
             except BadStep as found:
-                bad, loop.torn = found, True  # what this worker holds is of no use to those that have not come so far
+                bad, loop.inconsistent = (
+                    found,
+                    True,
+                )  # what this worker holds is of no use to those that have not come so far
             except WrongBits as wrong:
                 bad = None
                 self.leave_out(wrong, loop)
@@ -285,7 +298,7 @@ class Run:
             Exception: `error`, where nobody goes on.
         """
         assert self.recovery is not None, "the caller has seen to that"
-        last = LastSnapshot(self.keeping, self.journal, loop)
+        last = LastSnapshot(self.snapshot_schedule, self.journal, loop)
         try:
             self.recovery.go_on(error)
         except Passed:
@@ -306,7 +319,7 @@ class Run:
             WrongBits: nobody can go on, or nobody knows who is wrong.
         """
         if self.recovery is None or not wrong.guilty:
-            left_out.keep_from_resuming(self.keeping, self.world, wrong.trusted)
+            left_out.keep_from_resuming(self.snapshot_schedule, self.world, wrong.trusted)
             raise wrong
         loop.trusted = wrong.trusted if wrong.trusted < self.state.step else None
         left_out.tell_head(wrong, self.world)
@@ -314,7 +327,7 @@ class Run:
 
     def rewind(self, bad: BadStep, loop: Loop) -> None:
         """Go back to the last snapshot, in the records too."""
-        self.tell_way_back(go_back(bad, loop, self.keeping))
+        self.tell_way_back(go_back(bad, loop, self.snapshot_schedule))
 
     def tell_way_back(self, news: Recovered | Note) -> None:
         """Tell that the run has gone back, or why not; what came after is told again."""
@@ -328,15 +341,20 @@ class Run:
         """Train, validate and save. Returns why it ended. Called anew where workers went or came."""
         state = self.state
         goes_back = self.settings.on_bad_step == "rewind" or self.settings.audit is not None
-        if goes_back and self.keeping.saved_at < 0:
+        if goes_back and self.snapshot_schedule.saved_at < 0:
             loop.save()  # so that there always is one to go back to
         reason = loop.run()
-        if self.validation is not None and state.step and state.validated_at != state.step and not loop.wishes.granted:
+        if (
+            self.validation is not None
+            and state.step
+            and state.validated_at != state.step
+            and not loop.stop_signals.granted
+        ):
             loop.validate()
         loop.keep_best()
         self.save_end(loop)
-        self.keeping.finish_copies(self.journal.say_busy)
-        if isinstance(self.parts.strategy, Drifting):
+        self.snapshot_schedule.finish_copies(self.journal.say_busy)
+        if isinstance(self.parts.strategy, LocalUpdates):
             self.parts.strategy.average(self.parts.trained)  # a run ends with one model
         self.compare(f"at the end, at step {state.step}")
         return reason
@@ -347,14 +365,16 @@ class Run:
         Raises:
             TrainingError: it is not, and there is none left that may go.
         """
-        keeping, step = self.keeping, self.state.step
-        if keeping.saved_at != step:
+        snapshot_schedule, step = self.snapshot_schedule, self.state.step
+        if snapshot_schedule.saved_at != step:
             loop.save()
-        keeping.finish()
+        snapshot_schedule.finish()
         tried_again = False
-        while not keeping.has_whole(step):
-            if tried_again and not (keeping.is_short_of_room() and keeping.drop_oldest()):
-                told = json.dumps([keeping.trouble, keeping.last_good()])  # the leader alone knows all of it
+        while not snapshot_schedule.has_whole(step):
+            if tried_again and not (snapshot_schedule.is_short_of_room() and snapshot_schedule.drop_oldest()):
+                told = json.dumps(
+                    [snapshot_schedule.trouble, snapshot_schedule.last_good()]
+                )  # the leader alone knows all of it
                 trouble, last_good = json.loads(gather_words(self.world, told)[0])
                 raise TrainingError(
                     f"the snapshot of the last step, {step}, could not be written: {trouble}",
@@ -363,7 +383,7 @@ class Run:
                 )
             tried_again = True
             loop.save()
-            keeping.finish()
+            snapshot_schedule.finish()
 
     def compare(self, moment: str) -> None:
         """See that all workers hold the same model.

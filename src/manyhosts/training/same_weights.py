@@ -19,7 +19,7 @@ from manyhosts.communication.gathering import gather_words
 from manyhosts.communication.world import World
 from manyhosts.errors import TrainingError
 from manyhosts.snapshot.fingerprint import combined, tensor_checksums
-from manyhosts.strategies.alone import Drifting, weighted_mean
+from manyhosts.strategies.local_updates import LocalUpdates, weighted_mean
 from manyhosts.strategies.strategy import Strategy
 from manyhosts.strategies.virtual import VirtualWorkers
 from manyhosts.training.build import Parts
@@ -62,14 +62,14 @@ def compare_weights(parts: Parts, moment: str) -> None:
 def _compared(model: nn.Module, strategy: Strategy) -> dict[str, Tensor]:
     """What must have equal bits. Workers that step alone count their own batches: whole numbers are not averaged."""
     held = {name: each for name, each in model.state_dict().items() if isinstance(each, Tensor)}
-    if isinstance(strategy, Drifting):
+    if isinstance(strategy, LocalUpdates):
         return {name: each for name, each in held.items() if each.is_floating_point() or each.is_complex()}
     return held
 
 
 def own_statistics(parts: Parts) -> list[Tensor]:
     """What BatchNorm layers have seen, where each has its own batch. Local steps average it with the model."""
-    alike = isinstance(parts.batch_norm, GlobalBatch) or isinstance(parts.strategy, Drifting | VirtualWorkers)
+    alike = isinstance(parts.batch_norm, GlobalBatch) or isinstance(parts.strategy, LocalUpdates | VirtualWorkers)
     layers = () if alike else parts.trained.modules()
     return [each for layer in layers if isinstance(layer, _BatchNorm) for each in layer.buffers(recurse=False)]
 

@@ -50,7 +50,7 @@ class Change:
 
 
 @dataclass(slots=True)
-class Judge:
+class SlownessDetector:
     """Names somebody when all of the last few measurements call it slow, and once again when it is so no more."""
 
     slow: float
@@ -83,14 +83,14 @@ class Judge:
         return changes
 
 
-def of_workers() -> Judge:
+def of_workers() -> SlownessDetector:
     """For `factors_of_workers`."""
-    return Judge(SLOW, _WINDOWS)
+    return SlownessDetector(SLOW, _WINDOWS)
 
 
-def of_links() -> Judge:
+def of_links() -> SlownessDetector:
     """For `factors_of_links`."""
-    return Judge(SLOW_LINK, _PROBES)
+    return SlownessDetector(SLOW_LINK, _PROBES)
 
 
 def factors_of_workers(parts: Sequence[Part]) -> dict[str, float]:

@@ -16,13 +16,13 @@ from manyhosts.config.settings import Settings
 from manyhosts.data.data import Data
 from manyhosts.data.fetch import Fetcher
 from manyhosts.data.order import Order, Position
-from manyhosts.data.shards import ShardReader, Share, Standing, States
+from manyhosts.data.shards import ShardProgress, ShardReader, Share, States
 from manyhosts.data.steps import Cut, LoadedPiece, Loader, PiecePlan, Step
 from manyhosts.data.stream import Stream
 from manyhosts.device import is_asynchronous
 from manyhosts.errors import ConfigError, DataError
-from manyhosts.snapshot.apart import gather_own
-from manyhosts.snapshot.skeleton import put_together
+from manyhosts.snapshot.flatten import unflatten
+from manyhosts.snapshot.separate_disks import gather_own
 
 
 class Source(Protocol):
@@ -141,17 +141,19 @@ class ShardedSource:
     def steps(self, position: Position, stream: Mapping[str, Any]) -> Iterator[Step]:
         """Every step from `position` on."""
         reader = ShardReader(self.stream, self.cut)
-        begun = Standing.of(stream, position.sample) if position.sample else Standing.at_beginning(reader.shards)
+        begun = (
+            ShardProgress.of(stream, position.sample) if position.sample else ShardProgress.at_beginning(reader.shards)
+        )
         return self._agreed(reader, position.epoch, begun)
 
-    def _agreed(self, reader: ShardReader, epoch: int, standing: Standing) -> Iterator[Step]:
-        own = reader.shares(epoch, standing)
+    def _agreed(self, reader: ShardReader, epoch: int, progress: ShardProgress) -> Iterator[Step]:
+        own = reader.shares(epoch, progress)
         held: Share | None = None
         ghost: LoadedPiece | None = None
         while True:
             held = held or next(own)
             share = held if held.epoch == epoch else Share(epoch, {}, [], [], {})
-            shards = len(standing.read)
+            shards = len(progress.read)
             given, left, most_pieces = self._exchange(share, shards)
             total, going_on = sum(given), any(left)
             if not total:
@@ -161,15 +163,15 @@ class ShardedSource:
                 # A worker that has less than others shows the model a sample that counts for nothing.
                 ghost = (pieces or held.pieces or [ghost or reader.ghost(epoch, shards)])[-1]
                 pieces = _leveled(pieces, self.cut, most_pieces, ghost)
-            taken = standing.taken(given)
-            standing = standing.after(given, left, share.states)
-            after = Position(epoch, sum(standing.read)) if going_on else Position(epoch + 1)
-            kept = standing.to_stream() if going_on else {}
+            taken = progress.taken(given)
+            progress = progress.after(given, left, share.states)
+            after = Position(epoch, sum(progress.read)) if going_on else Position(epoch + 1)
+            kept = progress.to_stream() if going_on else {}
             yield Step(epoch, total, after, not going_on, pieces, taken, kept, shards)
             if share is held:
                 held = None
             if not going_on:
-                epoch, standing = epoch + 1, Standing.at_beginning(reader.shards)
+                epoch, progress = epoch + 1, ShardProgress.at_beginning(reader.shards)
 
     def _exchange(self, share: Share, shards: int) -> tuple[list[int], list[bool], int]:
         """What each shard gives to the step, whether there is more of it, and the most pieces that a part has."""
@@ -190,7 +192,7 @@ class ShardedSource:
 
     def of_snapshot(self, kept: Sequence[Mapping[str, Any]], rank: int, position: Position) -> Mapping[str, Any]:
         """How far every shard was read, with what all workers kept of theirs: any may be read by another now."""
-        return Standing.of_all(kept, position.sample).to_stream() if position.sample else {}
+        return ShardProgress.of_all(kept, position.sample).to_stream() if position.sample else {}
 
     def begin(self, position: Position) -> Position:
         """There."""
@@ -204,8 +206,8 @@ class ShardedSource:
         found = gather_own({"states": known}, self.world)
         if not stream:
             return stream
-        told = [put_together(json.loads(nodes), tensors)["states"] for nodes, tensors in found.values()]
-        return Standing.of(stream, 0).knowing(told).to_stream()
+        told = [unflatten(json.loads(nodes), tensors)["states"] for nodes, tensors in found.values()]
+        return ShardProgress.of(stream, 0).knowing(told).to_stream()
 
 
 def _states(stream: Mapping[str, Any]) -> States:

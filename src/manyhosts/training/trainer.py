@@ -28,6 +28,7 @@ from manyhosts.config.stopping import EarlyStopping
 from manyhosts.config.strategies import DDP, Strategy, named
 from manyhosts.data import randomness
 from manyhosts.data.data import Data
+from manyhosts.elastic.session import CollectiveCalls, StateProvider
 from manyhosts.errors import ConfigError
 from manyhosts.events import Listener, TestDone
 from manyhosts.records.run_directory import UNASKED, VARIABLE, RunDirectory, check_is_folder
@@ -37,15 +38,14 @@ from manyhosts.snapshot.weights import check_path
 from manyhosts.snapshot.weights import save as save_weights
 from manyhosts.training import go_on
 from manyhosts.training.build import MakeOptimizer, MakeSchedule, ModelOrMaker, Parts, build, make_evaluation
-from manyhosts.training.calls import Calls, Holder
 from manyhosts.training.compute import Loss, UserStep
 from manyhosts.training.evaluate import Evaluation
-from manyhosts.training.keeping import copied, put_weights, weights_of
 from manyhosts.training.metrics import flattened
 from manyhosts.training.predict import Forward, Prediction, make_prediction
 from manyhosts.training.result import Result
 from manyhosts.training.run import Run
 from manyhosts.training.same_weights import compare_weights
+from manyhosts.training.snapshot_schedule import copied, put_weights, weights_of
 from manyhosts.training.suitable import check_given
 from manyhosts.training.weighing import Weight
 from manyhosts.training.weights import load_initial
@@ -61,7 +61,7 @@ _directories: dict[Path, Path] = {}
 """Working directory → the run directory that this process has made below it, where nobody has named one."""
 _shared_world: World | None = None
 """The workers that may change: all trainers of a process see the same."""
-_shared_calls: Calls | None = None
+_shared_collective_calls: CollectiveCalls | None = None
 """What they do together."""
 
 
@@ -218,11 +218,11 @@ class Trainer:
                 load_initial(parts.model, Path(init_from))
             return parts
 
-        self._calls = _calls(self.world)
+        self._collective_calls = _collective_calls(self.world)
         # The first trainers come before the first call, when nobody has anything that could be lost.
-        self.parts: Parts = make() if not self._calls.number else self._call(make, has_outcome=False)
-        self._holder = Holder(self.parts)
-        self._calls.add(self._number, self._holder)
+        self.parts: Parts = make() if not self._collective_calls.number else self._call(make, has_outcome=False)
+        self._provider = StateProvider(self.parts)
+        self._collective_calls.add(self._number, self._provider)
 
     @property
     def model(self) -> nn.Module:
@@ -245,9 +245,9 @@ class Trainer:
         if self._run is not None:
             self._run.journal.close()
         directory = self._directory()
-        self._run = self._holder.run = Run(
-            calls=self._calls,
-            holder=self._holder,
+        self._run = self._provider.run = Run(
+            calls=self._collective_calls,
+            provider=self._provider,
             settings=settings,
             directory=directory,
             script=_script(),
@@ -262,7 +262,7 @@ class Trainer:
     def _call(self, once: Callable[[], Any], *, has_outcome: bool = True) -> Any:
         """What all workers do together, and once more from its beginning where some are lost meanwhile."""
         world = self.world
-        return self._calls.make(
+        return self._collective_calls.make(
             once,
             most=self.settings.virtual_workers or 0,
             survives=world.backend == "gloo" and world.device.type == "cpu",
@@ -370,7 +370,7 @@ class Trainer:
         if self._run is None:
             return None
         best = self._run.directory.best
-        self._run.keeping.store.everywhere(best, self._run.state.best_step)
+        self._run.snapshot_schedule.store.everywhere(best, self._run.state.best_step)
         return best if best.exists() else None
 
     def _evaluated(self, evaluation: Evaluation, which: str) -> dict[str, float]:
@@ -396,7 +396,7 @@ class Trainer:
         with self._holding(weights) as is_best:
             values = self._evaluated(evaluation, "the test of the best model" if is_best else "the test")
         if self._run is not None:
-            if self.world.is_leader and not self._calls.over:
+            if self.world.is_leader and not self._collective_calls.over:
                 self._run.journal.take_lead()  # another one may have led while it trained
             news = TestDone(
                 step=self._run.state.step, values=values, seconds=time.perf_counter() - begin, time=time.time()
@@ -487,12 +487,12 @@ def _world(backend: str | None) -> World:
     return world
 
 
-def _calls(world: World) -> Calls:
+def _collective_calls(world: World) -> CollectiveCalls:
     """Those of this process; where its workers never change, nobody counts them."""
-    global _shared_calls
-    if _shared_calls is None or _shared_calls.world is not world:
-        _shared_calls = Calls(world)
-    return _shared_calls
+    global _shared_collective_calls
+    if _shared_collective_calls is None or _shared_collective_calls.world is not world:
+        _shared_collective_calls = CollectiveCalls(world)
+    return _shared_collective_calls
 
 
 def _script() -> Path:

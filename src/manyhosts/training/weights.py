@@ -12,7 +12,7 @@ from torch import nn
 from manyhosts.errors import ConfigError
 from manyhosts.snapshot.fingerprint import difference, fingerprint
 from manyhosts.snapshot.weights import load
-from manyhosts.training.keeping import load_model
+from manyhosts.training.snapshot_schedule import load_model
 
 _FIX = (
     "give a snapshot folder, a run directory with a best/ or snapshots/, a .safetensors file, or a .pt of a state_dict"
@@ -49,7 +49,7 @@ def _read(path: Path) -> dict[str, Any]:
         if path.suffix == ".safetensors":
             return load_file(path)
         weights = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as cause:  # of many kinds: no file, no access, torn, or more than tensors in it
+    except Exception as cause:  # of many kinds: no file, no access, half-written, or more than tensors in it
         raise _unreadable(path, cause) from cause
     inner = weights.get("state_dict", weights) if isinstance(weights, dict) else None
     if not isinstance(inner, dict) or not all(isinstance(value, torch.Tensor) for value in inner.values()):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from manyhosts.communication.compression.between_nodes import BetweenNodes, between_nodes
 from manyhosts.communication.compression.choose import DryLink
-from manyhosts.communication.compression.exchange import Compression, Parcel
+from manyhosts.communication.compression.exchange import Chunk, Compression
 from manyhosts.communication.compression.table import COMPRESSIONS, make_compression
 from manyhosts.communication.nodes import levels_of
 from manyhosts.config.local_steps import DiLoCo, LocalSGD
@@ -29,15 +29,15 @@ class Halves:
 
     whole_tensors = True
 
-    def __call__(self, parcel: Parcel, link: ThreadLink) -> Tensor:
-        assert parcel.values.numel() == sum(math.prod(shape) for shape in parcel.shapes)
-        sent = parcel.values / 2
-        parcel.values.copy_(link.all_reduce(sent.clone()))
+    def __call__(self, chunk: Chunk, link: ThreadLink) -> Tensor:
+        assert chunk.values.numel() == sum(math.prod(shape) for shape in chunk.shapes)
+        sent = chunk.values / 2
+        chunk.values.copy_(link.all_reduce(sent.clone()))
         return sent
 
 
-def everything(parcel: Parcel, link: ThreadLink) -> None:
-    link.all_reduce(parcel.values)
+def everything(chunk: Chunk, link: ThreadLink) -> None:
+    link.all_reduce(chunk.values)
 
 
 def make(name: str) -> Compression:
@@ -54,7 +54,7 @@ def exchanged(compression: Compression, nodes: int, each: int, seed: int = 0) ->
 
     def work(link: ThreadLink) -> tuple[Tensor, Tensor]:
         values = gradient(link.rank, seed)
-        sent = BetweenNodes(compression)(Parcel(values, SHAPES, [3, 4, 5]), link)  # type: ignore[arg-type]
+        sent = BetweenNodes(compression)(Chunk(values, SHAPES, [3, 4, 5]), link)  # type: ignore[arg-type]
         return values, values if sent is None else sent
 
     return on_nodes(nodes, each, work)
@@ -87,7 +87,7 @@ def test_what_is_rounded_is_the_sum_of_a_node(name: str) -> None:
         for owner in range(each):
             values = torch.nn.functional.pad(of_node[link.rank], (0, part * each - len(of_node[0])))
             values = values[owner * part : (owner + 1) * part].clone()
-            make(name)(Parcel(values, [values.shape], [0]), link)  # type: ignore[arg-type]
+            make(name)(Chunk(values, [values.shape], [0]), link)  # type: ignore[arg-type]
             parts.append(values)
         return torch.cat(parts)[: len(of_node[0])]
 
@@ -104,7 +104,7 @@ def test_what_arrived_and_what_is_kept_is_the_sum_of_the_gradients(name: str, se
         for step in range(steps):
             whole = gradient(link.rank, 100 * seed + step) + kept
             values = whole.clone()
-            sent = compression(Parcel(values, SHAPES, [3, 4, 5]), link)  # type: ignore[arg-type]
+            sent = compression(Chunk(values, SHAPES, [3, 4, 5]), link)  # type: ignore[arg-type]
             assert sent is not None
             kept = whole - sent
             arrived += values.double()
@@ -126,7 +126,7 @@ def test_only_the_owner_of_a_part_keeps_what_was_dropped() -> None:
 def test_one_level_is_compressed_between_all() -> None:
     def work(link: ThreadLink, compression: Compression) -> Tensor:
         values = gradient(link.rank)
-        compression(Parcel(values, SHAPES, [3, 4, 5]), link)  # type: ignore[arg-type]
+        compression(Chunk(values, SHAPES, [3, 4, 5]), link)  # type: ignore[arg-type]
         return values
 
     plain = on_links(3, lambda link: work(link, make("int8")))
@@ -137,7 +137,7 @@ def test_bytes_that_count_are_those_between_nodes() -> None:
     link = DryLink(0, 8)
     link.inside, link.across = DryLink(0, 2), DryLink(0, 4)
     values = torch.randn(1 << 16)
-    BetweenNodes(make("bf16"))(Parcel(values, [values.shape], [0]), link)
+    BetweenNodes(make("bf16"))(Chunk(values, [values.shape], [0]), link)
     assert link.bytes_sent == 2 * 3 * (2 * len(values) // 2) // 4
 
 

@@ -12,7 +12,7 @@ from links import ThreadLink, on_links
 from torch import Tensor
 
 from manyhosts.communication.compression.bf16 import Bf16Codec
-from manyhosts.communication.compression.exchange import Compression, Parcel, worth_it
+from manyhosts.communication.compression.exchange import Chunk, Compression, worth_it
 from manyhosts.communication.compression.fp16 import Fp16Codec
 from manyhosts.communication.compression.int8 import BLOCK, Int8Codec
 from manyhosts.communication.compression.powersgd import PowerSGD
@@ -40,8 +40,8 @@ def exchanged(name: str, workers: int, **options: object) -> list[tuple[Tensor, 
 
     def work(link: ThreadLink) -> tuple[Tensor, Tensor]:
         values = gradients(link.rank, **options)
-        parcel = Parcel(values, SHAPES, [3, 4, 5])
-        sent = make(name)(parcel, link)
+        chunk = Chunk(values, SHAPES, [3, 4, 5])
+        sent = make(name)(chunk, link)
         return values, values.clone() if sent is None else sent
 
     return on_links(workers, work)
@@ -122,7 +122,7 @@ def test_powersgd_sends_a_matrix_of_its_rank_exactly() -> None:
 
     def work(link: ThreadLink) -> Tensor:
         values = (thin[link.rank] @ wide).view(-1)
-        PowerSGD(2)(Parcel(values, [shape], [0]), link)
+        PowerSGD(2)(Chunk(values, [shape], [0]), link)
         return values
 
     for received in on_links(2, work):
@@ -142,7 +142,7 @@ def test_powersgd_comes_nearer_to_the_best_low_rank_sum_step_by_step() -> None:
         found = []
         for _ in range(60):
             values = both[link.rank].clone().view(-1)
-            compression(Parcel(values, [shape], [0]), link)
+            compression(Chunk(values, [shape], [0]), link)
             found.append(float((values.view(shape) - exact).norm() / best))
         return found
 
@@ -156,9 +156,9 @@ def test_powersgd_does_not_remember_an_overflow() -> None:
         compression = PowerSGD(2)
         shape = torch.Size((8, 8))
         first = torch.full((64,), float("inf") if link.rank else 1.0)
-        compression(Parcel(first, [shape], [0]), link)
+        compression(Chunk(first, [shape], [0]), link)
         second = torch.randn(64)
-        compression(Parcel(second, [shape], [0]), link)
+        compression(Chunk(second, [shape], [0]), link)
         return bool(first.isfinite().all()), bool(second.isfinite().all())
 
     assert on_links(2, work) == [(False, True)] * 2

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from links import ThreadLink, on_links
 from torch import Tensor, nn
 
-from manyhosts.communication.compression.exchange import Compression, Parcel
+from manyhosts.communication.comm_queue import Job
+from manyhosts.communication.compression.exchange import Chunk, Compression
 from manyhosts.communication.compression.feedback import Compressor
 from manyhosts.communication.compression.table import COMPRESSIONS
-from manyhosts.communication.lanes import Job
 from manyhosts.config.strategies import DDP
 
 NAMES = ["bf16", "fp16", "int8", "powersgd", "topk"]
@@ -37,7 +37,7 @@ class InlineLanes:
     def submit(self, job: Job) -> None:
         job(self.link)  # type: ignore[arg-type]  # behaves like a Link
 
-    def wait(self, ticket: None) -> None:
+    def wait(self, queued: None) -> None:
         pass
 
 
@@ -77,11 +77,11 @@ class Worker:
 
     def meet(self, link: ThreadLink) -> Worker:
         """The workers have changed."""
-        self.compressor.lanes = InlineLanes(link)  # type: ignore[assignment]
+        self.compressor.comm_queue = InlineLanes(link)  # type: ignore[assignment]
         return self
 
-    def kept(self) -> Tensor:
-        return torch.cat([self.compressor.kept()[key].reshape(-1) for key in range(len(SHAPES))]).double()
+    def residual(self) -> Tensor:
+        return torch.cat([self.compressor.residual()[key].reshape(-1) for key in range(len(SHAPES))]).double()
 
 
 def make(name: str) -> Compression:
@@ -103,7 +103,7 @@ def run(
         worker = Worker(make(name), link, dtype=dtype)
         worker.compressor.load_state_dict(states)
         arrived = sum(worker.step(gradient(step, link.rank, dtype)).double() for step in steps)
-        return arrived, worker.kept(), worker.compressor.state_dict()
+        return arrived, worker.residual(), worker.compressor.state_dict()
 
     return on_links(workers, work)
 
@@ -125,7 +125,7 @@ def test_what_was_sent_and_what_is_kept_are_all_gradients_also_when_the_workers_
     second = run(name, after, range(10, 10 + steps), [state for _, _, state in first], dtype=dtype)
     wanted = sum(gradient(step, rank, dtype).double() for step in range(steps) for rank in range(before))
     wanted += sum(gradient(step, rank, dtype).double() for step in range(10, 10 + steps) for rank in range(after))
-    found = first[0][0] + second[0][0] + sum(kept for _, kept, _ in second)
+    found = first[0][0] + second[0][0] + sum(residual for _, residual, _ in second)
     narrow = dtype == torch.bfloat16  # what arrives is rounded to the gradients' own dtype, as without compression
     tolerance = float(wanted.abs().max()) * (0.02 if narrow else 1e-5)
     torch.testing.assert_close(found, wanted, rtol=0, atol=tolerance)
@@ -156,19 +156,19 @@ def test_steps_that_break_off_leave_what_was_kept_and_a_lost_worker_takes_only_i
         return worker, arrived
 
     first = on_links(workers, before)
-    lost = first[-1][0].kept()
+    lost = first[-1][0].residual()
     shared = first[0][0].compressor.shared_state()
 
     def after(link: ThreadLink) -> tuple[Tensor, Tensor]:
         worker = Worker(make(name), link) if link.rank == workers - 1 else first[link.rank][0].meet(link)
         worker.compressor.take_shared(shared)
-        return worker.step(gradient(20, link.rank)).double(), worker.kept()
+        return worker.step(gradient(20, link.rank)).double(), worker.residual()
 
     left = workers if new else workers - 1
     second = on_links(left, after)
     wanted = sum(gradient(step, rank).double() for step in range(len(steps)) for rank in range(workers))
     wanted += sum(gradient(20, rank).double() for rank in range(left))
-    found = first[0][1] + second[0][0] + sum(kept for _, kept in second) + lost
+    found = first[0][1] + second[0][0] + sum(residual for _, residual in second) + lost
     torch.testing.assert_close(found, wanted, rtol=0, atol=float(wanted.abs().max()) * 1e-5)
     assert all(torch.equal(arrived, second[0][0]) for arrived, _ in second), "the same bits on every worker"
 
@@ -180,7 +180,7 @@ def test_step_that_is_done_again_gives_the_same_bits_as_one_that_did_not_break_o
         worker.step(gradient(0, link.rank))
         if broken:
             worker.broken_step(gradient(7, link.rank), settled=True)  # with other numbers: they must leave no trace
-        return torch.cat([worker.step(gradient(1, link.rank)), worker.kept().float()])
+        return torch.cat([worker.step(gradient(1, link.rank)), worker.residual().float()])
 
     whole = on_links(2, lambda link: work(link, broken=False))
     again = on_links(2, lambda link: work(link, broken=True))
@@ -204,12 +204,12 @@ def test_step_whose_sum_is_no_number_leaves_what_is_kept_as_it_was() -> None:
     def work(link: ThreadLink) -> tuple[bool, bool]:
         worker = Worker(make("int8"), link)
         worker.step(gradient(2, link.rank))
-        before = worker.kept()
+        before = worker.residual()
         poisoned = gradient(3, link.rank)
         if link.rank == 1:
             poisoned[5] = float("inf")
         arrived = worker.step(poisoned)
-        return bool(arrived.isfinite().all()), torch.equal(before, worker.kept())
+        return bool(arrived.isfinite().all()), torch.equal(before, worker.residual())
 
     assert on_links(2, work) == [(False, True)] * 2
 
@@ -220,23 +220,23 @@ def test_what_is_kept_follows_the_scale_of_the_loss() -> None:
         arrived = sum(
             worker.step(gradient(2, link.rank) * scale, scale).double() / scale for scale in (1024.0, 256.0, 4096.0)
         )
-        kept = [tensor.reshape(-1) for tensor in worker.compressor.state_dict()["kept"].values()]
-        return arrived / 2 + torch.cat(kept).double()  # what arrived is the same on both workers
+        residual = [tensor.reshape(-1) for tensor in worker.compressor.state_dict()["kept"].values()]
+        return arrived / 2 + torch.cat(residual).double()  # what arrived is the same on both workers
 
     total = sum(on_links(2, work))
     torch.testing.assert_close(total, 3 * (gradient(2, 0) + gradient(2, 1)).double(), rtol=1e-4, atol=1e-4)
 
 
 def test_function_of_a_users_own_is_a_compression() -> None:
-    def send_signs(parcel: Parcel, link: Any) -> Tensor:
-        sent = parcel.values.sign() * parcel.values.abs().mean()
-        parcel.values.copy_(link.all_reduce(sent.clone()))
+    def send_signs(chunk: Chunk, link: Any) -> Tensor:
+        sent = chunk.values.sign() * chunk.values.abs().mean()
+        chunk.values.copy_(link.all_reduce(sent.clone()))
         return sent
 
     def work(link: ThreadLink) -> tuple[Tensor, Tensor]:
         worker = Worker(send_signs, link)
-        return sum(worker.step(gradient(step, link.rank)).double() for step in (1, 2)), worker.kept()
+        return sum(worker.step(gradient(step, link.rank)).double() for step in (1, 2)), worker.residual()
 
     answers = on_links(2, work)
     wanted = sum(gradient(step, rank).double() for step in (1, 2) for rank in (0, 1))
-    torch.testing.assert_close(answers[0][0] + sum(kept for _, kept in answers), wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(answers[0][0] + sum(residual for _, residual in answers), wanted, rtol=1e-4, atol=1e-4)

@@ -6,7 +6,7 @@ from itertools import permutations
 from typing import Any
 
 from manyhosts.cluster.findings import Finding
-from manyhosts.doctor import closed, station
+from manyhosts.doctor import closed, host_probe
 
 DROPPED, REFUSED = "timed out", "Connection refused"
 
@@ -96,7 +96,7 @@ def test_no_way_that_is_closed_is_left_out_whatever_is_closed() -> None:
 
 
 def test_every_firewall_that_a_host_may_have_has_its_remedy() -> None:
-    for firewall in station._FIREWALLS:
+    for firewall in host_probe._FIREWALLS:
         [finding] = found("ab", {"ab": DROPPED}, firewall=firewall)
         assert "32768" in finding.fix.partition("on host b with")[2]
         assert "10.0.0.1" in finding.fix.partition("on host b with")[2]

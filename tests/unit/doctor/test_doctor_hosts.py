@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from manyhosts.cluster.findings import Finding, exit_code, worst_first
+from manyhosts.control.agent import host_state
+from manyhosts.control.head import host_checks
 from manyhosts.doctor import hosts as hosts_of
-from manyhosts.launchers.head import fitness
-from manyhosts.launchers.host import condition
 
 MINE = {"python": "3.11.2", "manyhosts": "0.1.0", "torch": "2.13.0+cpu"}
 SPEED = {"unit": "operations", "cpu": 100.0, "share": 1.0, "turns": 3, "gpus": []}
@@ -286,7 +286,7 @@ def test_host_that_told_nothing_of_its_condition_is_left_out() -> None:
     alone = host("a")
     del alone["condition"]
     assert [each for each in found(alone) if each.check != "speed"] == []
-    assert fitness.findings("a", told()) == []
+    assert host_checks.findings("a", told()) == []
 
 
 @pytest.mark.parametrize(
@@ -305,7 +305,7 @@ def test_quota_is_that_of_the_processs_own_cgroup_and_those_around_it(
     for path, text in {"proc/self/cgroup": cgroup, **{f"sys/fs/cgroup/{p}": t for p, t in files.items()}}.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
-    assert condition.cpu_quota(str(tmp_path)) == quota
+    assert host_state.cpu_quota(str(tmp_path)) == quota
 
 
 def test_quota_below_the_cores_is_a_note() -> None:

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from manyhosts.cluster.findings import Finding
-from manyhosts.doctor import afar, inside
+from manyhosts.control.agent.first_node import NodeInfo
+from manyhosts.control.job import Job
+from manyhosts.doctor import as_job, in_job
 from manyhosts.doctor.examination import Examination, Request
-from manyhosts.launchers.host.first_node import Station
-from manyhosts.launchers.job import Job
 
 REQUEST = Request(target="kubernetes", run_dir="/project/runs/a", script="/project/train.py", data=("/data", "sub"))
 JOB = Job(program="doctor", folder=Path("/project"), run_dir=Path("/tmp/doctor"), options={"image": "a:1"})
@@ -21,16 +21,16 @@ JOB = Job(program="doctor", folder=Path("/project"), run_dir=Path("/tmp/doctor")
 
 def test_long_report_comes_through_a_log_in_short_lines_among_others(capsys: pytest.CaptureFixture[str]) -> None:
     report = json.dumps({"text": "ä" * 20_000})
-    inside._say("does", "looking")
+    in_job._say("does", "looking")
     sys.stdout.write("a library says something\n")
-    inside._say("found", report)
+    in_job._say("found", report)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) < 8200
-    assert list(inside.read(lines)) == [("does", "looking"), ("else", "a library says something"), ("found", report)]
+    assert list(in_job.read(lines)) == [("does", "looking"), ("else", "a library says something"), ("found", report)]
 
 
 def test_report_that_breaks_off_is_none() -> None:
-    assert list(inside.read(['manyhosts-doctor found {"schema": 1', "Killed"])) == [("else", "Killed")]
+    assert list(in_job.read(['manyhosts-doctor found {"schema": 1', "Killed"])) == [("else", "Killed")]
 
 
 def test_examination_is_the_same_after_its_way_through_json() -> None:
@@ -40,17 +40,17 @@ def test_examination_is_the_same_after_its_way_through_json() -> None:
 
 
 def test_node_that_has_not_reported_is_named_with_where_it_should_have_called() -> None:
-    here = Station(number=0, hosts=("a-0", "a-1"), head="a-0.a:29400", address="10.0.0.1", token="t")
-    lost = inside._missing(here, [inside.Reached("a-0", {}, None)])
+    here = NodeInfo(number=0, hosts=("a-0", "a-1"), head="a-0.a:29400", address="10.0.0.1", token="t")
+    lost = in_job._missing(here, [in_job.Reached("a-0", {}, None)])
     assert [one.what for one in lost] == ["host a-1 did not report to a-0 within 90 s"]
     assert "a-0.a:29400" in lost[0].fix
     assert lost[0].kind == "reach"
 
 
 def test_paths_below_the_working_directory_are_looked_for_in_that_of_the_nodes() -> None:
-    there = afar._there(JOB, REQUEST)
+    there = as_job._there(JOB, REQUEST)
     assert (there.run_dir, there.script, there.data) == ("runs/a", "train.py", ("/data", "sub"))
     assert not there.shares_disk
     on_a_volume = replace(JOB, options={**JOB.options, "volumes": "ours:/disk"})
-    assert afar._there(on_a_volume, replace(REQUEST, run_dir="/disk/runs")).shares_disk
-    assert afar._there(JOB, replace(REQUEST, target="sagemaker")).run_dir == "/opt/ml/checkpoints"
+    assert as_job._there(on_a_volume, replace(REQUEST, run_dir="/disk/runs")).shares_disk
+    assert as_job._there(JOB, replace(REQUEST, target="sagemaker")).run_dir == "/opt/ml/checkpoints"

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from manyhosts.errors import ConfigError, LaunchError
-from manyhosts.launchers import contents
-from manyhosts.launchers.ssh import data
-from manyhosts.launchers.ssh.data import Data
-from manyhosts.launchers.ssh.keeper import FOLDER, Keeper
+from manyhosts.hosts import contents, data
+from manyhosts.hosts.data import Data
+from manyhosts.hosts.data_receiver import FOLDER, Keeper
 
 
 @pytest.fixture(autouse=True)

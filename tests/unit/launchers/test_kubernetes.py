@@ -21,8 +21,8 @@ from kubernetes_cluster import VERSION, Cluster, cluster, kubeconfig
 from launching import wait_until
 
 from manyhosts.cli.main import main
+from manyhosts.control.job import Job
 from manyhosts.errors import ConfigError
-from manyhosts.launchers.job import Job
 from manyhosts.launchers.kubernetes import manifest as kubernetes_manifest
 from manyhosts.launchers.kubernetes import yaml_text
 from manyhosts.launchers.kubernetes.kubernetes import Kubernetes

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from manyhosts.control.agent import node
+from manyhosts.control.display import PlainDisplay
+from manyhosts.control.head.placement import Placement
+from manyhosts.control.job import Job
 from manyhosts.errors import ConfigError, LaunchError
-from manyhosts.launchers import addresses
-from manyhosts.launchers.display import PlainDisplay
-from manyhosts.launchers.head.placement import Placement
-from manyhosts.launchers.host import node
-from manyhosts.launchers.job import Job
+from manyhosts.hosts import addresses
 from manyhosts.launchers.mpi import Mpi
 
 
@@ -27,9 +27,9 @@ def test_plan_is_one_mpirun_with_one_agent_on_each_host() -> None:
     assert " ".join(Mpi().plan(job()).command) == (
         "mpirun --bind-to none --mca plm_rsh_agent ssh --mca orte_abort_on_non_zero_status 0"
         " -np 1 --host a:1 -x MANYHOSTS_TOKEN"
-        f" {sys.executable} -P -m manyhosts.launchers.host.node --head ADDRESS:PORT --nodes 0"
+        f" {sys.executable} -P -m manyhosts.control.agent.node --head ADDRESS:PORT --nodes 0"
         " : -np 1 --host b:1 -x MANYHOSTS_TOKEN"
-        f" {sys.executable} -P -m manyhosts.launchers.host.node --head ADDRESS:PORT --nodes 1"
+        f" {sys.executable} -P -m manyhosts.control.agent.node --head ADDRESS:PORT --nodes 1"
     )
 
 
@@ -97,39 +97,39 @@ def placement(nodes: int) -> tuple[Placement, list[list[int]]]:
 
 def test_one_process_starts_all_agents_and_a_lost_one_is_started_alone() -> None:
     placed, started = placement(3)
-    seats = [placed.start_agent(number, "h:1", "secret") for number in range(3)]
-    seats[1].kill()  # the head gives the lost one up before it starts it anew
-    assert seats[1].wait() == 0
+    node_agents = [placed.start_agent(number, "h:1", "secret") for number in range(3)]
+    node_agents[1].kill()  # the head gives the lost one up before it starts it anew
+    assert node_agents[1].wait() == 0
     again = placed.start_agent(1, "h:1", "secret")
-    still_there = seats[0].poll() is None
+    still_there = node_agents[0].poll() is None
     again.kill()
     again.wait()
-    for seat in (seats[0], seats[2]):
-        seat.kill()
-    assert (started, still_there, seats[0].wait()) == ([[0, 1, 2], [1]], True, -15)
+    for node_agent in (node_agents[0], node_agents[2]):
+        node_agent.kill()
+    assert (started, still_there, node_agents[0].wait()) == ([[0, 1, 2], [1]], True, -15)
 
 
 def test_waiting_in_vain_for_all_takes_as_long_as_for_one() -> None:
     placed, _ = placement(8)
-    seats = [placed.start_agent(number, "h:1", "secret") for number in range(8)]
+    node_agents = [placed.start_agent(number, "h:1", "secret") for number in range(8)]
     with pytest.raises(subprocess.TimeoutExpired):
-        seats[0].wait(timeout=0.1)
-    for seat in seats[1:]:
+        node_agents[0].wait(timeout=0.1)
+    for node_agent in node_agents[1:]:
         with pytest.raises(subprocess.TimeoutExpired):
-            seat.wait(timeout=100)  # the test's own time limit would end this
-    for seat in seats:
-        seat.kill()
-    assert seats[0].wait(timeout=10) == -15
+            node_agent.wait(timeout=100)  # the test's own time limit would end this
+    for node_agent in node_agents:
+        node_agent.kill()
+    assert node_agents[0].wait(timeout=10) == -15
 
 
 def test_engine_is_left_alone_while_agents_tidy_up_and_killed_where_it_does_not_end_when_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("manyhosts.launchers.head.placement._END_S", 0.2)
+    monkeypatch.setattr("manyhosts.control.head.placement._END_S", 0.2)
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
-    seat = Placement(1, lambda which, head: [sys.executable, "-c", deaf], {}).start_agent(0, "h:1", "secret")
-    seat.terminate()
+    node_agent = Placement(1, lambda which, head: [sys.executable, "-c", deaf], {}).start_agent(0, "h:1", "secret")
+    node_agent.terminate()
     time.sleep(1)  # so that it has had time to become deaf, too
-    assert seat.poll() is None
-    seat.kill()
-    assert seat.wait(timeout=10) == -9
+    assert node_agent.poll() is None
+    node_agent.kill()
+    assert node_agent.wait(timeout=10) == -9

@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from manyhosts.cluster.ports import VARIABLE, Range, needed
+from manyhosts.control.job import Job
 from manyhosts.errors import ConfigError, LaunchError
-from manyhosts.launchers import ports
-from manyhosts.launchers.job import Job
-from manyhosts.launchers.ssh import outpost
+from manyhosts.hosts import ports, remote_probe
 
 HERE = "127.0.0.1"
 
@@ -59,8 +58,8 @@ def test_what_listens_takes_the_ports_of_the_range_that_are_free(three: tuple[Ra
         with pytest.raises(LaunchError) as caught:
             ports.listen(HERE, chosen, backlog=1, what="the store of the workers")
         assert caught.value.what == f"none of the ports {chosen} is free for the store of the workers"
-        assert outpost._listen(HERE, [chosen.first, chosen.last], held) == 0
-    assert outpost._listen(HERE, [chosen.first, chosen.last], held) == chosen.last
+        assert remote_probe._listen(HERE, [chosen.first, chosen.last], held) == 0
+    assert remote_probe._listen(HERE, [chosen.first, chosen.last], held) == chosen.last
     held.pop().close()
     ports.see_that_enough_are_free(HERE, chosen, 1)
     with pytest.raises(LaunchError) as caught:
@@ -70,7 +69,7 @@ def test_what_listens_takes_the_ports_of_the_range_that_are_free(three: tuple[Ra
 
 GLOO = f"""
 import os, psutil, torch.distributed as dist
-from manyhosts.launchers.host import port_choice
+from manyhosts.control.agent import port_choice
 port_choice.begin()
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

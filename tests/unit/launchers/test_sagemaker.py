@@ -12,8 +12,8 @@ import pytest
 from aws import Aws, Refusal, hold_to_model, serve, variables
 
 from manyhosts.cli.main import main
+from manyhosts.control.job import Job
 from manyhosts.errors import ConfigError
-from manyhosts.launchers.job import Job
 from manyhosts.launchers.sagemaker import request as sagemaker_request
 from manyhosts.launchers.sagemaker import sagemaker
 from manyhosts.launchers.sagemaker.client import Client

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from manyhosts.control.job import Job
 from manyhosts.errors import ConfigError
 from manyhosts.launchers import scripts
-from manyhosts.launchers.job import Job
 
 
 def test_script_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:

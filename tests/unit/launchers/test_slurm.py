@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from manyhosts.control import job_file
+from manyhosts.control.display import PlainDisplay
+from manyhosts.control.job import Job
 from manyhosts.errors import ConfigError, LaunchError
-from manyhosts.launchers import job_file
 from manyhosts.launchers.commands import run_command
-from manyhosts.launchers.display import PlainDisplay
-from manyhosts.launchers.job import Job
 from manyhosts.launchers.slurm import batch
 from manyhosts.launchers.slurm import script as slurm_script
 from manyhosts.launchers.slurm.slurm import Slurm
@@ -116,7 +116,7 @@ def test_inside_an_allocation_srun_starts_an_agent_on_every_node_of_it() -> None
     assert plan.hosts == ("n1", "n2", "n3", "n4")
     assert " ".join(plan.command) == (
         "srun --nodes 4 --ntasks 4 --ntasks-per-node 1 --nodelist n1,n2,n3,n4 --cpu-bind none --kill-on-bad-exit=0"
-        f" --overlap --unbuffered --quit-on-interrupt {sys.executable} -P -m manyhosts.launchers.host.node"
+        f" --overlap --unbuffered --quit-on-interrupt {sys.executable} -P -m manyhosts.control.agent.node"
         " --head ADDRESS:PORT --engine slurm --nodes 0,1,2,3"
     )
 

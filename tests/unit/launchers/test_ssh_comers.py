@@ -13,14 +13,14 @@ import pytest
 from launching import wait_until
 
 from manyhosts import __version__
+from manyhosts.control.job import Job
 from manyhosts.errors import LaunchError
-from manyhosts.launchers.job import Job
-from manyhosts.launchers.ssh import agreement
+from manyhosts.hosts import version_check
+from manyhosts.hosts.disks import HERE, Disks
+from manyhosts.hosts.files import Files
+from manyhosts.hosts.remote_probe import is_on_a_network
 from manyhosts.launchers.ssh.cluster import Cluster
-from manyhosts.launchers.ssh.disks import HERE, Disks
-from manyhosts.launchers.ssh.files import Files
-from manyhosts.launchers.ssh.latecomer import Latecomer
-from manyhosts.launchers.ssh.outpost import is_on_a_network
+from manyhosts.launchers.ssh.deferred_agent import DeferredAgent
 
 LONG = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -40,7 +40,7 @@ def test_latecomer_is_on_its_way_then_an_agent_and_then_its_end() -> None:
         may_come.wait(20)
         return agent()
 
-    late = Latecomer(come, nothing)
+    late = DeferredAgent(come, nothing)
     assert late.poll() is None
     with pytest.raises(subprocess.TimeoutExpired):
         late.wait(timeout=0.01)
@@ -55,7 +55,7 @@ def test_latecomer_that_cannot_come_has_ended() -> None:
     def refuse() -> subprocess.Popen[bytes]:
         raise LaunchError("host far does not answer")
 
-    late = Latecomer(refuse, nothing)
+    late = DeferredAgent(refuse, nothing)
     assert late.wait(timeout=20) == 1
 
 
@@ -68,7 +68,7 @@ def test_latecomer_that_is_given_up_on_its_way_leaves_no_agent() -> None:
         started.append(agent())
         return started[-1]
 
-    late = Latecomer(come, gives_up.set)
+    late = DeferredAgent(come, gives_up.set)
     late.terminate()
     assert gives_up.is_set()
     assert late.wait() == 1, "nobody waits for it"
@@ -181,15 +181,15 @@ class Reached:
 
     def facts(self) -> dict[str, Any]:
         own = {"address": self.address, "interfaces": [{"name": "eth0", "address": self.address, "kind": ""}]}
-        return {**agreement.here(__version__), **own, "executable": "python3", "rsync": False}
+        return {**version_check.here(__version__), **own, "executable": "python3", "rsync": False}
 
     def ask(self, question: str, **details: Any) -> Any:
         if question in ("mark", "marks", "unmark"):
             return ([], []) if question == "marks" else question == "mark"
-        if question == "knock":
+        if question == "try_connections":
             self.knocks += details["places"][:-1]
         answers = {"way": self.address, "exists": True, "listen": 4711}
-        return [""] * len(details["places"]) if question == "knock" else answers[question]
+        return [""] * len(details["places"]) if question == "try_connections" else answers[question]
 
 
 def test_hosts_that_come_back_together_do_not_wait_for_each_other(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from typing import Any, cast
 import pytest
 
 from manyhosts.errors import LaunchError
-from manyhosts.launchers.ssh import files, outpost, sync
-from manyhosts.launchers.ssh.files import Files
-from manyhosts.launchers.ssh.outpost import MARK_OF_DISK
+from manyhosts.hosts import files, remote_probe, sync
+from manyhosts.hosts.files import Files
+from manyhosts.hosts.remote_probe import MARK_OF_DISK
 
 CHATTY = "head -c 200000 /dev/zero | tr '\\0' 'e' >&2; echo 'Welcome to the cluster!'; "
 
@@ -93,7 +93,7 @@ class Far:
 
     def ask(self, question: str, *, timeout_s: float = 0, **details: Any) -> Any:
         there = {key: value.replace(self.here, self.root) for key, value in details.items() if isinstance(value, str)}
-        return outpost._answer({"ask": question, **details, **there}, [])
+        return remote_probe._answer({"ask": question, **details, **there}, [])
 
 
 def test_shell_with_a_banner_and_much_on_stderr_stops_nothing(tmp_path: Path) -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from manyhosts.control.job import Job
 from manyhosts.errors import ConfigError
-from manyhosts.launchers.job import Job
+from manyhosts.hosts import hostfile
 from manyhosts.launchers.mpi import Mpi
-from manyhosts.launchers.ssh import hostfile
 
 
 @pytest.mark.parametrize(

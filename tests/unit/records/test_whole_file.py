@@ -40,7 +40,9 @@ def test_number_that_is_none_is_refused_where_nobody_would_understand_it(tmp_pat
     assert not (tmp_path / "file.json").exists()
 
 
-@pytest.mark.parametrize("content", [None, b"{", b"[1]", b"\xff\xfe"], ids=["absent", "torn", "a list", "no text"])
+@pytest.mark.parametrize(
+    "content", [None, b"{", b"[1]", b"\xff\xfe"], ids=["absent", "half-written", "a list", "no text"]
+)
 def test_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "run.json").write_bytes(content)

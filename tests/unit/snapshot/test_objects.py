@@ -20,7 +20,7 @@ from manyhosts.snapshot.load import everything_fits, load
 from manyhosts.snapshot.objects.bring import Brought, bring_best, bring_newer, bring_records
 from manyhosts.snapshot.objects.client import Client
 from manyhosts.snapshot.objects.copier import Copier
-from manyhosts.snapshot.objects.shelf import ObjectShelf
+from manyhosts.snapshot.objects.location import ObjectStoreLocation
 from manyhosts.snapshot.store import Store as LocalStore
 
 KEEP = 2
@@ -36,8 +36,8 @@ def facts(step: int) -> Facts:
     return Facts(step=step, epoch=0, position={}, strategy="single", model={})
 
 
-def shelf_there() -> ObjectShelf:
-    return ObjectShelf(Client(ADDRESS, pause=lambda _: None))
+def shelf_there() -> ObjectStoreLocation:
+    return ObjectStoreLocation(Client(ADDRESS, pause=lambda _: None))
 
 
 def copier_of(run: Path) -> Copier:
@@ -81,10 +81,10 @@ def newest_step(folder: Path) -> int:
 
 def whole_steps() -> list[int]:
     """The snapshots that pass for whole, every one of which must be."""
-    shelf = shelf_there()
-    found = [each for each in shelf.found() if not each.how]
+    location = shelf_there()
+    found = [each for each in location.found() if not each.how]
     for each in found:
-        verify_files(shelf.files(each))
+        verify_files(location.files(each))
     return [each.step for each in found]
 
 
@@ -433,16 +433,16 @@ def test_other_places_that_fsspec_knows_do_as_well(address: str, tmp_path: Path)
     address = address.format(tmp_path / "second")
     client = Client(address)
     client.check()
-    shelf = ObjectShelf(client)
+    location = ObjectStoreLocation(client)
     for step in (1, 2, 3):
-        shelf.add(save(tmp_path, step), {"metrics.jsonl": tmp_path / "metrics.jsonl"})
-    for found in shelf.found()[1:]:
-        shelf.remove(found)
-    assert [found.step for found in shelf.found()] == [3]
+        location.add(save(tmp_path, step), {"metrics.jsonl": tmp_path / "metrics.jsonl"})
+    for found in location.found()[1:]:
+        location.remove(found)
+    assert [found.step for found in location.found()] == [3]
     assert len(client.folders()) == 1
-    assert bring_newer(shelf, tmp_path / "other", everything_fits, than=-1, disk=Disk()).found is not None
+    assert bring_newer(location, tmp_path / "other", everything_fits, than=-1, disk=Disk()).found is not None
     assert load(tmp_path / "other" / "step-00000003").facts.step == 3
-    shelf.remove(shelf.found()[0])
+    location.remove(location.found()[0])
 
 
 # The command line.

@@ -28,7 +28,7 @@ from manyhosts.snapshot.share import share_out
 from manyhosts.snapshot.store import Facts, Store
 
 
-class Crew:
+class WorkerGroup:
     """Workers on threads that can agree as those of a real `World` do."""
 
     def __init__(self, size: int) -> None:
@@ -49,21 +49,21 @@ class Crew:
 
 
 class Worker:
-    """One of a crew: what the store asks of a world."""
+    """One of a worker group: what the store asks of a world."""
 
-    def __init__(self, crew: Crew, rank: int) -> None:
-        self.crew, self.rank, self.size = crew, rank, crew.size
+    def __init__(self, worker_group: WorkerGroup, rank: int) -> None:
+        self.worker_group, self.rank, self.size = worker_group, rank, worker_group.size
         self.is_leader, self.is_shared = rank == 0, True
         self.device = torch.device("cpu")
 
     def agree(self, value: float) -> float:
-        return self.crew.exchange(self.rank, value)[0]
+        return self.worker_group.exchange(self.rank, value)[0]
 
     def any(self, flag: bool) -> bool:
-        return any(self.crew.exchange(self.rank, float(flag)).values())
+        return any(self.worker_group.exchange(self.rank, float(flag)).values())
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        heard = self.crew.exchange(self.rank, tensor)
+        heard = self.worker_group.exchange(self.rank, tensor)
         return [heard[rank] for rank in range(self.size)]
 
 
@@ -91,9 +91,9 @@ def save(world: Any, folder: Path, step: int, disk: Disk | None = None, patience
 @pytest.mark.parametrize("writers", [1, 2, 3])
 @pytest.mark.parametrize("readers", [1, 2, 4])
 def test_what_some_workers_saved_another_number_reads(tmp_path: Path, writers: int, readers: int) -> None:
-    stores = Crew(writers).run(lambda world: save(world, tmp_path, 5))
+    stores = WorkerGroup(writers).run(lambda world: save(world, tmp_path, 5))
     assert [[type(event) for event in store.finished()] for store in stores] == [[SnapshotSaved], *[[]] * (writers - 1)]
-    for loaded in Crew(readers).run(lambda world: Store(tmp_path, keep=2, world=world).latest()):
+    for loaded in WorkerGroup(readers).run(lambda world: Store(tmp_path, keep=2, world=world).latest()):
         assert loaded.facts == facts(5)
         assert loaded.manifest.world_size == writers
         assert loaded.state["step"] == 5
@@ -103,7 +103,7 @@ def test_what_some_workers_saved_another_number_reads(tmp_path: Path, writers: i
 
 
 def test_every_worker_writes_its_share_and_the_folder_holds_no_more(tmp_path: Path) -> None:
-    Crew(2).run(lambda world: save(world, tmp_path, 5))
+    WorkerGroup(2).run(lambda world: save(world, tmp_path, 5))
     assert sorted(path.name for path in (tmp_path / "step-00000005").iterdir()) == [
         "manifest.json",
         "own-00000.json",
@@ -133,9 +133,9 @@ def test_one_large_tensor_is_outweighed_by_many_small_ones() -> None:
 
 @pytest.mark.parametrize("sick", [0, 1, 2])
 def test_full_disk_of_one_worker_is_told_by_the_leader_and_the_next_one_succeeds(tmp_path: Path, sick: int) -> None:
-    Crew(3).run(lambda world: save(world, tmp_path, 1))
+    WorkerGroup(3).run(lambda world: save(world, tmp_path, 1))
     disks = [FullDisk(4 if rank == sick else None) for rank in range(3)]
-    stores = Crew(3).run(lambda world: save(world, tmp_path, 2, disks[world.rank]))
+    stores = WorkerGroup(3).run(lambda world: save(world, tmp_path, 2, disks[world.rank]))
     [event] = stores[0].finished()
     assert isinstance(event, SnapshotSkipped)
     assert "No space left on device" in event.reason
@@ -144,7 +144,7 @@ def test_full_disk_of_one_worker_is_told_by_the_leader_and_the_next_one_succeeds
     assert loaded is not None
     assert loaded.facts.step == 1
 
-    Crew(3).run(lambda world: save(world, tmp_path, 3))
+    WorkerGroup(3).run(lambda world: save(world, tmp_path, 3))
     assert [found.path.name for found in found_in(tmp_path)] == ["step-00000003", "step-00000001"]
 
 
@@ -164,7 +164,7 @@ def test_worker_that_cannot_even_say_that_it_failed_holds_nobody_up(tmp_path: Pa
         store.wait()
         return store
 
-    leader, sick = Crew(2).run(work)
+    leader, sick = WorkerGroup(2).run(work)
     skipped, saved = leader.finished()
     assert skipped.reason == "another worker could not write its part, nor say why"
     assert (saved.step, type(saved)) == (2, SnapshotSaved)
@@ -178,7 +178,7 @@ def test_worker_that_never_writes_is_named(tmp_path: Path) -> None:
             return Store(tmp_path, keep=2)
         return save(world, tmp_path, 1, patience_s=0.1)
 
-    leader, _ = Crew(2).run(work)
+    leader, _ = WorkerGroup(2).run(work)
     [event] = leader.finished()
     assert isinstance(event, SnapshotSkipped)
     assert event.reason == "no part came from worker 1 in 0.1 s"
@@ -196,7 +196,7 @@ def test_snapshot_is_given_up_at_once_when_the_workers_change(tmp_path: Path) ->
         store.wait()
         return store
 
-    leader, _ = Crew(2).run(work)
+    leader, _ = WorkerGroup(2).run(work)
     [event] = leader.finished()
     assert isinstance(event, SnapshotSkipped)
     assert event.reason == "the workers changed while it was being written"
@@ -214,7 +214,7 @@ def test_parts_of_an_earlier_try_do_not_get_into_a_snapshot(tmp_path: Path) -> N
             return Store(tmp_path, keep=2)
         return save(world, tmp_path, 1, patience_s=0.1)
 
-    [event] = Crew(2).run(work)[0].finished()
+    [event] = WorkerGroup(2).run(work)[0].finished()
     assert isinstance(event, SnapshotSkipped)
 
 
@@ -223,9 +223,9 @@ def test_what_one_worker_cannot_read_none_of_them_takes(tmp_path: Path) -> None:
     folders = [tmp_path / "one", tmp_path / "two"]
     for folder in folders:
         for step in (1, 2):
-            Crew(1).run(lambda world, folder=folder, step=step: save(world, folder, step))
+            WorkerGroup(1).run(lambda world, folder=folder, step=step: save(world, folder, step))
     (folders[1] / "step-00000002" / "state.json").write_text("{}")
-    one, two = Crew(2).run(lambda world: Store(folders[world.rank], keep=2, world=world).latest())
+    one, two = WorkerGroup(2).run(lambda world: Store(folders[world.rank], keep=2, world=world).latest())
     assert (one.facts.step, two.facts.step) == (1, 1)
     assert two.skipped[0].reason.startswith("state.json has ")
     assert one.skipped[0].reason == f"{two.skipped[0].reason} (found by worker 1)"
@@ -236,12 +236,12 @@ def test_what_one_worker_alone_remembers_is_checked_once_on_each_disk(apart: boo
     """On one disk by the worker that takes it up; where hosts have disks of their own each looks at all of its own."""
     folders = [tmp_path / "one", tmp_path / "two"]
     for step in (1, 2):
-        Crew(2).run(lambda world, step=step: save(world, folders[0], step))
+        WorkerGroup(2).run(lambda world, step=step: save(world, folders[0], step))
     shutil.copytree(folders[0], folders[1])
     path = folders[1] / "step-00000002" / "own-00000.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     seen = folders if apart else [folders[1]] * 2
-    found = Crew(2).run(lambda world: newest(seen[world.rank], everything_fits, world, apart=apart))
+    found = WorkerGroup(2).run(lambda world: newest(seen[world.rank], everything_fits, world, apart=apart))
     assert [loaded.facts.step for loaded in found] == [1, 1]
     [one], [two] = (loaded.skipped for loaded in found)
     assert "own-00000.safetensors is damaged" in one.reason
@@ -249,14 +249,14 @@ def test_what_one_worker_alone_remembers_is_checked_once_on_each_disk(apart: boo
 
 
 def test_no_worker_is_left_waiting_when_none_fits(tmp_path: Path) -> None:
-    Crew(2).run(lambda world: save(world, tmp_path, 1))
+    WorkerGroup(2).run(lambda world: save(world, tmp_path, 1))
 
     def work(world: Worker) -> str:
         with pytest.raises(SnapshotError) as caught:
             Store(tmp_path, keep=2, world=world).latest(lambda manifest: "it is of last year")
         return caught.value.what
 
-    assert all("step-00000001: it is of last year" in what for what in Crew(2).run(work))
+    assert all("step-00000001: it is of last year" in what for what in WorkerGroup(2).run(work))
 
 
 def test_failure_of_a_worker_is_heard_before_the_others_are_done(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from manyhosts.cluster.processor import processor
 from manyhosts.snapshot.fingerprint import tensor_checksums
-from manyhosts.strategies.audit import Digest, judge
+from manyhosts.strategies.audit import Digest, find_wrong
 
 RIGHT, WRONG, OTHER = 1, 2, 3
 R, W = [RIGHT] * 3, [WRONG] * 3  # owner and auditor tell one digest and two more, the third worker two
@@ -33,7 +33,7 @@ R, W = [RIGHT] * 3, [WRONG] * 3  # owner and auditor tell one digest and two mor
 def test_whoever_disagrees_with_two_that_repeat_themselves_is_wrong(
     told: dict[int, list[int]], guilty: set[int] | None
 ) -> None:
-    assert judge(told) == guilty
+    assert find_wrong(told) == guilty
 
 
 def digest(*tensors: torch.Tensor | None) -> int:

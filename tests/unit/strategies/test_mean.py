@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from manyhosts.communication.world import World
-from manyhosts.strategies.alone import weighted_mean
+from manyhosts.strategies.local_updates import weighted_mean
 
 
 class Pair:

@@ -7,20 +7,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhosts.communication.nodes import levels_of
-from manyhosts.strategies.stepping_alone import (
+from manyhosts.strategies.local_stepping import (
+    LocalProgress,
     Lost,
-    Stood,
     first_of,
     optimizers_from,
     parts_of_mean,
     what_is_lost,
 )
 
-NEW = Stood(-1, 0.0, 0)
+NEW = LocalProgress(-1, 0.0, 0)
 
 
 @st.composite
-def leftovers(draw: st.DrawFn) -> tuple[list[Stood], list[int], list[float]]:
+def leftovers(draw: st.DrawFn) -> tuple[list[LocalProgress], list[int], list[float]]:
     """Who is left of some nodes, new workers among them; the node of each worker as it was; what each node took."""
     sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
     since = draw(st.integers(1, 9))
@@ -28,83 +28,87 @@ def leftovers(draw: st.DrawFn) -> tuple[list[Stood], list[int], list[float]]:
     shares = [since * cut / max(1, sum(cuts)) for cut in cuts]
     node_of = [node for node, size in enumerate(sizes) for _ in range(size)]
     kept = draw(st.lists(st.booleans(), min_size=len(node_of), max_size=len(node_of)))
-    stood = [Stood(since, shares[node], node) for node, stays in zip(node_of, kept, strict=True) if stays]
-    stood += [NEW] * draw(st.integers(0 if stood else 1, 2))
-    return draw(st.permutations(stood)), node_of, shares
+    local_progress = [
+        LocalProgress(since, shares[node], node) for node, stays in zip(node_of, kept, strict=True) if stays
+    ]
+    local_progress += [NEW] * draw(st.integers(0 if local_progress else 1, 2))
+    return draw(st.permutations(local_progress)), node_of, shares
 
 
 @given(leftovers(), st.booleans())
 def test_parts_of_the_mean_sum_to_one_and_a_node_counts_the_same_whoever_of_it_is_left(
-    found: tuple[list[Stood], list[int], list[float]], alike: bool
+    found: tuple[list[LocalProgress], list[int], list[float]], alike: bool
 ) -> None:
-    stood, _, shares = found
-    parts = parts_of_mean(stood, alike=alike)
-    assert all(part == 0 for part, each in zip(parts, stood, strict=True) if not each.trained)
-    nodes = {each.alone for each in stood if each.trained}
+    local_progress, _, shares = found
+    parts = parts_of_mean(local_progress, alike=alike)
+    assert all(part == 0 for part, each in zip(parts, local_progress, strict=True) if not each.trained)
+    nodes = {each.alone for each in local_progress if each.trained}
     if not nodes:
         return
     assert sum(parts) == pytest.approx(1)
-    of_node = {node: sum(p for p, each in zip(parts, stood, strict=True) if each.alone == node) for node in nodes}
+    of_node = {
+        node: sum(p for p, each in zip(parts, local_progress, strict=True) if each.alone == node) for node in nodes
+    }
     total = sum(shares[node] for node in nodes)
     for node, part in of_node.items():
         assert part == pytest.approx(1 / len(nodes) if alike or not total else shares[node] / total)
 
 
 @given(leftovers())
-def test_only_what_nobody_is_left_of_is_lost(found: tuple[list[Stood], list[int], list[float]]) -> None:
-    stood, node_of, shares = found
-    lost = what_is_lost(stood, node_of)
-    gone = set(node_of) - {each.alone for each in stood if each.trained}
+def test_only_what_nobody_is_left_of_is_lost(found: tuple[list[LocalProgress], list[int], list[float]]) -> None:
+    local_progress, node_of, shares = found
+    lost = what_is_lost(local_progress, node_of)
+    gone = set(node_of) - {each.alone for each in local_progress if each.trained}
     assert bool(lost.who) == bool(gone)
-    if gone and any(each.trained for each in stood) and sum(shares):
+    if gone and any(each.trained for each in local_progress) and sum(shares):
         assert lost.batches == pytest.approx(sum(shares[node] for node in gone), abs=1e-9)
 
 
-def stood(*words: str) -> list[Stood]:
+def local_progress(*words: str) -> list[LocalProgress]:
     """`a`: a worker of the node a; `?`: one that may have another optimizer than its node; `new`."""
-    return [NEW if word == "new" else Stood(4, 2.0, ord(word[0]) - ord("a"), "?" in word) for word in words]
+    return [NEW if word == "new" else LocalProgress(4, 2.0, ord(word[0]) - ord("a"), "?" in word) for word in words]
 
 
 @pytest.mark.parametrize(
     ("left", "told"),
     [
-        (stood("a", "b", "b"), ""),
-        (stood("a", "new", "b", "b"), ""),
-        (stood("a", "a", "new", "new"), "what the lost host learned alone from 2 batches in 4 steps"),
-        (stood("new", "new"), "what the 2 lost hosts learned alone since the last mean"),
+        (local_progress("a", "b", "b"), ""),
+        (local_progress("a", "new", "b", "b"), ""),
+        (local_progress("a", "a", "new", "new"), "what the lost host learned alone from 2 batches in 4 steps"),
+        (local_progress("new", "new"), "what the 2 lost hosts learned alone since the last mean"),
     ],
 )
-def test_what_is_lost_is_told_of_hosts_and_not_of_each_of_their_workers(left: list[Stood], told: str) -> None:
+def test_what_is_lost_is_told_of_hosts_and_not_of_each_of_their_workers(left: list[LocalProgress], told: str) -> None:
     assert what_is_lost(left, [0, 0, 1, 1]).told() == told
 
 
 def test_where_each_worker_stepped_alone_workers_are_lost() -> None:
-    left = [Stood(4, 4 / 3, 1)]
+    left = [LocalProgress(4, 4 / 3, 1)]
     assert what_is_lost(left, [0, 1]).told() == "what the lost worker learned alone from 2.67 batches in 4 steps"
     assert what_is_lost(left, [0, 1, 2]).who == "the 2 lost workers"
-    assert what_is_lost([Stood(4, 2, 0), Stood(4, 2, 1)], [0, 1]) == Lost()
+    assert what_is_lost([LocalProgress(4, 2, 0), LocalProgress(4, 2, 1)], [0, 1]) == Lost()
 
 
 @pytest.mark.parametrize(
     ("left", "node_of", "givers"),
     [
-        (stood("a", "a", "b", "b"), [0, 0, 1, 1], [0, 1, 2, 3]),
-        (stood("a", "new", "b", "b"), [0, 0, 1, 1], [0, 0, 2, 3]),
-        (stood("new", "a", "b", "b"), [0, 0, 1, 1], [1, 1, 2, 3]),
-        (stood("a", "a", "new", "new"), [0, 0, 1, 1], [0, 1, 2, 2]),
-        (stood("a", "b", "c", "d"), [0, 0, 1, 1], [0, 0, 2, 2]),
-        (stood("a", "a?", "b?", "b?"), [0, 0, 1, 1], [0, 0, 2, 2]),
-        (stood("a", "a", "b"), [0, 0, 1], [0, 1, 2]),
-        (stood("a", "new"), [0, 0], [0, 1]),
+        (local_progress("a", "a", "b", "b"), [0, 0, 1, 1], [0, 1, 2, 3]),
+        (local_progress("a", "new", "b", "b"), [0, 0, 1, 1], [0, 0, 2, 3]),
+        (local_progress("new", "a", "b", "b"), [0, 0, 1, 1], [1, 1, 2, 3]),
+        (local_progress("a", "a", "new", "new"), [0, 0, 1, 1], [0, 1, 2, 2]),
+        (local_progress("a", "b", "c", "d"), [0, 0, 1, 1], [0, 0, 2, 2]),
+        (local_progress("a", "a?", "b?", "b?"), [0, 0, 1, 1], [0, 0, 2, 2]),
+        (local_progress("a", "a", "b"), [0, 0, 1], [0, 1, 2]),
+        (local_progress("a", "new"), [0, 0], [0, 1]),
     ],
 )
 def test_all_of_a_node_take_the_optimizer_of_its_first_that_trained(
-    left: list[Stood], node_of: list[int], givers: list[int]
+    left: list[LocalProgress], node_of: list[int], givers: list[int]
 ) -> None:
     found = optimizers_from(left, levels_of(node_of))
     assert found == givers
 
 
 def test_others_follow_the_first_that_trained_or_the_first_of_all() -> None:
-    assert first_of([2, 3], stood("a", "a", "new", "b")) == 3
-    assert first_of([2, 3], stood("a", "a", "new", "new")) == 2
+    assert first_of([2, 3], local_progress("a", "a", "new", "b")) == 3
+    assert first_of([2, 3], local_progress("a", "a", "new", "new")) == 2

@@ -134,14 +134,14 @@ def test_loss_that_is_no_number_stops_with_step_samples_and_snapshot(tmp_path: P
 class Broken(TensorDataset):
     def __getitem__(self, index: int) -> Any:
         if index == 11:
-            raise OSError("torn file")
+            raise OSError("half-written file")
         return super().__getitem__(index)
 
 
 class BrokenStream(IterableDataset[Any]):
     def __iter__(self) -> Any:
         yield from TensorDataset(*images_and_labels(11))
-        raise OSError("torn file")
+        raise OSError("half-written file")
 
 
 @pytest.mark.parametrize("processes", [0, 1], ids=["in the worker", "in a loader process"])
@@ -156,7 +156,7 @@ def test_what_cannot_be_read_is_named_with_the_line_and_no_traceback_of_a_loader
     data = mh.Data(train=dataset, batch_size=5, loader_workers=processes)
     with pytest.raises(DataError) as caught:
         trainer(tmp_path / "run", data=data).fit("1 epoch")
-    assert caught.value.what == f"{what} cannot be read: OSError: torn file"
+    assert caught.value.what == f"{what} cannot be read: OSError: half-written file"
     assert f"{__file__}, line " in caught.value.where
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["status"], summary["reason"]) == ("failed", caught.value.what)

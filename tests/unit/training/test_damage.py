@@ -124,7 +124,7 @@ def test_half_written_snapshot_is_passed_over(undisturbed: str, tmp_path: Path) 
     fit(tmp_path / "run", "6 steps")
     half = tmp_path / "run" / "snapshots" / "step-00000007.0123456789ab.half"
     half.mkdir()
-    (half / "tensors-00000-of-00001.safetensors").write_bytes(b"torn")
+    (half / "tensors-00000-of-00001.safetensors").write_bytes(b"half-written")
     assert fit(tmp_path / "run", "12 steps")[0] == undisturbed
 
 

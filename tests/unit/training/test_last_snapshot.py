@@ -16,7 +16,7 @@ import manyhosts as mh
 from manyhosts.snapshot.load import load
 from manyhosts.training.last_snapshot import LastSnapshot
 from manyhosts.training.loop import Loop
-from manyhosts.training.wishes import Wishes
+from manyhosts.training.stop_signals import StopSignals
 
 
 class Member:
@@ -42,14 +42,14 @@ def stands(run_dir: Path) -> tuple[LastSnapshot, Member]:
     )
     trainer.fit("1 steps")
     run = trainer._run
-    keeping, journal = run.keeping, run.journal
+    snapshot_schedule, journal = run.snapshot_schedule, run.journal
     loop = Loop(
         run.parts,
         settings=run.settings,
         state=run.state,
         validation=None,
-        keeping=keeping,
-        wishes=Wishes(),
+        snapshot_schedule=snapshot_schedule,
+        stop_signals=StopSignals(),
         tell=journal.tell,
         flush=journal.flush,
         note_samples=None,
@@ -62,11 +62,11 @@ def stands(run_dir: Path) -> tuple[LastSnapshot, Member]:
     member = Member()
     run.world.membership = member
     journal.led = True
-    return LastSnapshot(keeping, journal, loop), member
+    return LastSnapshot(snapshot_schedule, journal, loop), member
 
 
 def saved(last: LastSnapshot) -> list[str]:
-    return sorted(path.name for path in last.keeping.store.folder.iterdir())
+    return sorted(path.name for path in last.snapshot_schedule.store.folder.iterdir())
 
 
 def test_worker_saves_the_step_that_it_stands_at_once(tmp_path: Path) -> None:
@@ -85,35 +85,38 @@ def test_best_model_is_written_before_the_snapshot_that_names_it(tmp_path: Path)
     assert saved(last) == ["step-00000001", "step-00000003"]
     best = load(tmp_path / "best")
     assert best.facts.step == 3
-    for name, value in last.keeping.parts.model.state_dict().items():
+    for name, value in last.snapshot_schedule.parts.model.state_dict().items():
         assert torch.equal(best.state["model"][name], value)
     assert "validation_due" in load(tmp_path / "snapshots" / "step-00000003").state["run"]
 
 
 def put(path: str, value: Any) -> Callable[[LastSnapshot], None]:
     def change(last: LastSnapshot) -> None:
-        holder: Any = last
+        provider: Any = last
         *names, name = path.split(".")
         for each in names:
-            holder = getattr(holder, each)
-        setattr(holder, name, value)
+            provider = getattr(provider, each)
+        setattr(provider, name, value)
 
     return change
 
 
 def be_beside_the_one_that_records(last: LastSnapshot) -> None:
-    last.keeping.store.apart, last.journal.led = True, False
+    last.snapshot_schedule.store.apart, last.journal.led = True, False
 
 
 @pytest.mark.parametrize(
     ("change", "why"),
     [
         (put("loop.state.step", 0), "stands at no step"),
-        (put("loop.torn", True), "stands at no step"),
+        (put("loop.inconsistent", True), "stands at no step"),
         (put("loop.state.best_step", 2), "the best model, of a step before, was being written"),
-        (put("keeping.parts.auditor", object()), "whether it computed rightly"),
+        (put("snapshot_schedule.parts.auditor", object()), "whether it computed rightly"),
         (put("loop.trusted", 2), "whether it computed rightly"),
-        (put("keeping.parts.strategy", SimpleNamespace(state_dict=lambda: {"kept": 1})), "something of its own"),
+        (
+            put("snapshot_schedule.parts.strategy", SimpleNamespace(state_dict=lambda: {"kept": 1})),
+            "something of its own",
+        ),
         (put("loop.state.stream", {"read": [3]}), "how far the stream is read"),
         (be_beside_the_one_that_records, "another worker writes the records on this disk"),
     ],

@@ -22,7 +22,7 @@ from torch.utils.data import IterableDataset
 from manyhosts.cluster.place import Place
 from manyhosts.communication.world import World
 from manyhosts.data.order import Position, bounds
-from manyhosts.data.shards import Standing
+from manyhosts.data.shards import ShardProgress
 from manyhosts.data.steps import Cut, Step
 from manyhosts.data.stream import Stream
 from manyhosts.errors import DataError
@@ -417,8 +417,8 @@ def test_shard_that_ends_before_the_place_where_it_was_left_is_an_error() -> Non
 
 def test_state_that_is_ahead_of_where_all_go_on_is_of_no_use() -> None:
     states = [{"0": {"read": read, "dataset": read}} for read in (4, 7, 8)]
-    assert Standing([7, 7], [True, True]).knowing(states).states == states[1]
-    assert Standing([3, 7], [True, True]).knowing(states).states == {}
+    assert ShardProgress([7, 7], [True, True]).knowing(states).states == states[1]
+    assert ShardProgress([3, 7], [True, True]).knowing(states).states == {}
 
 
 def test_samples_of_a_bad_step_are_named_by_shard_and_place() -> None:

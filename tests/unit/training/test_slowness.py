@@ -78,7 +78,7 @@ def test_way_between_two_hosts_whose_links_are_well_is_named_as_such() -> None:
 
 
 def test_it_is_said_once_when_it_is_sure_and_once_when_it_is_over() -> None:
-    judge = slowness.Judge(slow=1.5, times=3)
+    judge = slowness.SlownessDetector(slow=1.5, times=3)
     said = [judge.hear({"host b": factor}) for factor in (2, 1.4, 2, 2, 2.2, 2.1, 1.3, 2, 1.1, 1.1, 1.1, 1.0)]
     assert said[:4] == [[], [], [], []], "three in a row"
     assert said[4] == [Change("host b", 2)]

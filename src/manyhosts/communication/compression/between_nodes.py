@@ -1,11 +1,11 @@
 """A compression between nodes only: inside a node every bit is exchanged, over a wire that is short.
 
-The workers of a node share a parcel out among themselves: each adds up one part of it, exactly, and exchanges that sum
+The workers of a node share a chunk out among themselves: each adds up one part of it, exactly, and exchanges that sum
 with those that own the same part on the other nodes, compressed. Then the node puts the parts together again. So what
 goes between nodes is sent once for a node and not once for each worker, and is rounded once for a node.
 
 What the compression drops is dropped by the owner of a part, who alone keeps it; of all other values of a worker
-everything has arrived. A compression that must see whole tensors has one worker of the node exchange the whole parcel,
+everything has arrived. A compression that must see whole tensors has one worker of the node exchange the whole chunk,
 each in its turn.
 """
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from manyhosts.communication.compression.exchange import Compression, Parcel, takes_whole_tensors
+from manyhosts.communication.compression.exchange import Chunk, Compression, takes_whole_tensors
 from manyhosts.communication.link import Link
 
 
@@ -33,42 +33,42 @@ class BetweenNodes:
         judge = getattr(self.compression, "worth_it", None)
         return True if judge is None else bool(judge(shape))
 
-    def __call__(self, parcel: Parcel, link: Link) -> Tensor | None:
+    def __call__(self, chunk: Chunk, link: Link) -> Tensor | None:
         """See `Compression`."""
         if link.inside is None or link.across is None:
-            return self.compression(parcel, link)
+            return self.compression(chunk, link)
         before = link.across.bytes_sent
         if self.whole_tensors:
-            sent = self._by_one(parcel, link.inside, link.across)
+            sent = self._by_one(chunk, link.inside, link.across)
         else:
-            sent = self._by_parts(parcel, link.inside, link.across)
+            sent = self._by_parts(chunk, link.inside, link.across)
         link.bytes_sent += link.across.bytes_sent - before
         return sent
 
-    def _by_parts(self, parcel: Parcel, inside: Link, across: Link) -> Tensor:
-        values = parcel.values
+    def _by_parts(self, chunk: Chunk, inside: Link, across: Link) -> Tensor:
+        values = chunk.values
         count = values.numel()
         part = -(-count // inside.size)
         own = functional.pad(values, (0, part * inside.size - count)).view(inside.size, part)
         of_node = inside.all_to_all(own).sum(0)
         exchanged = of_node.clone()
-        sent = self.compression(Parcel(exchanged, [exchanged.shape], parcel.keys[:1]), across)
+        sent = self.compression(Chunk(exchanged, [exchanged.shape], chunk.keys[:1]), across)
         arrived = own.clone()
         if sent is not None:
             arrived[inside.rank] -= of_node - sent  # what the node drops is its owner's to keep
         values.copy_(inside.all_gather(exchanged).view(-1)[:count])
         return arrived.view(-1)[:count]
 
-    def _by_one(self, parcel: Parcel, inside: Link, across: Link) -> Tensor:
-        owner = parcel.keys[0] % inside.size
-        arrived = parcel.values.clone()
-        inside.all_reduce(parcel.values)
+    def _by_one(self, chunk: Chunk, inside: Link, across: Link) -> Tensor:
+        owner = chunk.keys[0] % inside.size
+        arrived = chunk.values.clone()
+        inside.all_reduce(chunk.values)
         if inside.rank == owner:
-            of_node = parcel.values.clone()
-            sent = self.compression(replace(parcel), across)
+            of_node = chunk.values.clone()
+            sent = self.compression(replace(chunk), across)
             if sent is not None:
                 arrived -= of_node - sent
-        inside.broadcast(parcel.values, owner)
+        inside.broadcast(chunk.values, owner)
         return arrived
 
 

@@ -1,6 +1,6 @@
 """Which compression a network and a model deserve: the least lossy one within 5 % of the fastest.
 
-Each way is rehearsed on this worker, with parcels of the model's own shapes and a link that sends nothing but counts:
+Each way is rehearsed on this worker, with chunks of the model's own shapes and a link that sends nothing but counts:
 so its arithmetic is timed here, and its bytes are those that it would send. The time of a step follows:
 
     compute + arithmetic of the compression + what the network takes longer than the backward pass, which hides it
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from manyhosts import device
 from manyhosts.communication import volume
-from manyhosts.communication.compression.exchange import Parcel, takes_whole_tensors, worth_it
+from manyhosts.communication.compression.exchange import Chunk, takes_whole_tensors, worth_it
 from manyhosts.communication.compression.feedback import PARCEL_BYTES
 from manyhosts.communication.compression.table import make_compression
 from manyhosts.communication.link import Link
@@ -136,13 +136,13 @@ def cost_of(
         elements += sum(parameter.numel() for parameter in large)
         if rehearsed >= _SAMPLE or not large:
             continue
-        for parcel in _parcels(large, whole=takes_whole_tensors(compression)):
-            device.wait_for(parcel.values.device)
+        for chunk in _chunks(large, whole=takes_whole_tensors(compression)):
+            device.wait_for(chunk.values.device)
             begin = time.perf_counter()
-            compression(parcel, link)
-            device.wait_for(parcel.values.device)
+            compression(chunk, link)
+            device.wait_for(chunk.values.device)
             seconds += time.perf_counter() - begin
-            rehearsed += parcel.values.numel()
+            rehearsed += chunk.values.numel()
             if rehearsed >= _SAMPLE:
                 break
     scale = elements / rehearsed if rehearsed else 0.0
@@ -166,12 +166,12 @@ def choose(costs: Mapping[str, Cost], network: Network, *, compute_s: float, hid
     return Choice(next(name for name in BY_LOSS if name in seconds and seconds[name] <= limit), seconds, network)
 
 
-def _parcels(parameters: Sequence[nn.Parameter], *, whole: bool) -> list[Parcel]:
+def _chunks(parameters: Sequence[nn.Parameter], *, whole: bool) -> list[Chunk]:
     shapes = [parameter.shape for parameter in parameters]
     device = parameters[0].device
     count = sum(shape.numel() for shape in shapes)
     if whole:
-        return [Parcel(torch.randn(count, device=device), shapes, range(len(shapes)))]
+        return [Chunk(torch.randn(count, device=device), shapes, range(len(shapes)))]
     length = PARCEL_BYTES // 4
     sizes = [min(length, count - begin) for begin in range(0, count, length)]
-    return [Parcel(torch.randn(size, device=device), [torch.Size((size,))], [0]) for size in sizes]
+    return [Chunk(torch.randn(size, device=device), [torch.Size((size,))], [0]) for size in sizes]

@@ -1,6 +1,6 @@
 """What every compression can do. Read this file, then any one other in this folder.
 
-A compression is a function: it is given a parcel and a link, replaces the parcel's values by their sum over the workers
+A compression is a function: it is given a chunk and a link, replaces the chunk's values by their sum over the workers
 (or something near it, the same bits on every worker), and returns what of *this worker's* values is contained in that
 sum. What is not is kept here, and added to the values of the next step: nothing is lost, only late. Hence the one law
 that each must obey, and the tests hold:
@@ -22,7 +22,7 @@ from manyhosts.communication.link import Link
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class Chunk:
     """Gradients that travel together."""
 
     values: Tensor
@@ -34,10 +34,10 @@ class Parcel:
 
 
 class Compression(Protocol):
-    """One way to sum a parcel over the workers. A plain function of a user's own is one too."""
+    """One way to sum a chunk over the workers. A plain function of a user's own is one too."""
 
-    def __call__(self, parcel: Parcel, link: Link) -> Tensor | None:
-        """Exchange `parcel`. Returns what of this worker's values arrived, shape (elements,); None for all of them."""
+    def __call__(self, chunk: Chunk, link: Link) -> Tensor | None:
+        """Exchange `chunk`. Returns what of this worker's values arrived, shape (elements,); None for all of them."""
 
 
 def worth_it(compression: Compression, parameter: nn.Parameter, *, above: int) -> bool:
@@ -49,5 +49,5 @@ def worth_it(compression: Compression, parameter: nn.Parameter, *, above: int) -
 
 
 def takes_whole_tensors(compression: Compression) -> bool:
-    """Whether it looks at shapes, so that a tensor may not be cut over several parcels."""
+    """Whether it looks at shapes, so that a tensor may not be cut over several chunks."""
     return bool(getattr(compression, "whole_tensors", False))

@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor
 from torch.nn import functional
 
-from manyhosts.communication.compression.exchange import Parcel
+from manyhosts.communication.compression.exchange import Chunk
 from manyhosts.communication.link import Link
 
 
@@ -29,14 +29,14 @@ class Codec(Protocol):
 
 
 class ThroughOwners:
-    """Exchanges parcels encoded by `codec`."""
+    """Exchanges chunks encoded by `codec`."""
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
 
-    def __call__(self, parcel: Parcel, link: Link) -> Tensor:
+    def __call__(self, chunk: Chunk, link: Link) -> Tensor:
         """See `Compression`."""
-        values, codec = parcel.values, self.codec
+        values, codec = chunk.values, self.codec
         count = values.numel()
         part = -(-count // (link.size * codec.block)) * codec.block
         own = functional.pad(values, (0, part * link.size - count)).view(link.size, part)

@@ -2,7 +2,7 @@
 
 Source: Vogels, Karimireddy and Jaggi 2019, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
 Optimization", arXiv:1905.13727. Q is kept from step to step (warm start), P made orthogonal in between. The Ps of a
-parcel travel together, and so do the Qs.
+chunk travel together, and so do the Qs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyhosts.communication.compression.exchange import Parcel
+from manyhosts.communication.compression.exchange import Chunk
 from manyhosts.communication.link import Link
 from manyhosts.config.strategies import DDP
 
@@ -35,21 +35,21 @@ class PowerSGD:
         """Whether two thin matrices are smaller than the one that `shape` stands for."""
         return len(shape) >= 2 and self.rank * (shape[0] + shape[1:].numel()) < shape.numel()
 
-    def __call__(self, parcel: Parcel, link: Link) -> Tensor:
+    def __call__(self, chunk: Chunk, link: Link) -> Tensor:
         """See `Compression`."""
-        values = parcel.values.float()
-        counts = [shape.numel() for shape in parcel.shapes]
-        matrices = [part.view(shape[0], -1) for part, shape in zip(values.split(counts), parcel.shapes, strict=True)]
-        qs = [self._start(key, matrix) for key, matrix in zip(parcel.keys, matrices, strict=True)]
+        values = chunk.values.float()
+        counts = [shape.numel() for shape in chunk.shapes]
+        matrices = [part.view(shape[0], -1) for part, shape in zip(values.split(counts), chunk.shapes, strict=True)]
+        qs = [self._start(key, matrix) for key, matrix in zip(chunk.keys, matrices, strict=True)]
         ps = _together(link, [matrix @ q for matrix, q in zip(matrices, qs, strict=True)])
         ps = [torch.linalg.qr(p).Q for p in ps]
         own = [matrix.T @ p for matrix, p in zip(matrices, ps, strict=True)]
         sent = torch.cat([(p @ q.T).view(-1) for p, q in zip(ps, own, strict=True)])
         summed = _together(link, own)
-        for key, q, before in zip(parcel.keys, summed, qs, strict=True):
+        for key, q, before in zip(chunk.keys, summed, qs, strict=True):
             self.q[key] = torch.where(q.isfinite().all(), q, before)  # an overflow must not be remembered
-        parcel.values.copy_(torch.cat([(p @ q.T).view(-1) for p, q in zip(ps, summed, strict=True)]))
-        return sent.to(parcel.values.dtype)
+        chunk.values.copy_(torch.cat([(p @ q.T).view(-1) for p, q in zip(ps, summed, strict=True)]))
+        return sent.to(chunk.values.dtype)
 
     def _start(self, key: int, matrix: Tensor) -> Tensor:
         """The Q of the step before; at first random numbers, the same on every worker."""

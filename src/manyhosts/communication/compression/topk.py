@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from manyhosts.communication.compression.exchange import Parcel
+from manyhosts.communication.compression.exchange import Chunk
 from manyhosts.communication.link import Link
 from manyhosts.config.strategies import DDP
 
@@ -21,9 +21,9 @@ class TopK:
     def __init__(self, fraction: float) -> None:
         self.fraction = fraction
 
-    def __call__(self, parcel: Parcel, link: Link) -> Tensor:
+    def __call__(self, chunk: Chunk, link: Link) -> Tensor:
         """See `Compression`."""
-        values = parcel.values
+        values = chunk.values
         places = largest(values, max(1, round(self.fraction * values.numel())))
         numbers = values[places].float()
         wire = torch.cat([places.to(torch.int32).view(torch.uint8), numbers.view(torch.uint8)])

@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from manyhosts.control import variables
+from manyhosts.control.display import Display
+from manyhosts.control.job import Job, Plan
 from manyhosts.errors import ConfigError, LaunchError
-from manyhosts.launchers import choices, detached, packing, variables
+from manyhosts.launchers import choices, detached, packing
 from manyhosts.launchers.detached import Status
-from manyhosts.launchers.display import Display
-from manyhosts.launchers.job import Job, Plan
 from manyhosts.launchers.kubernetes import manifest as kubernetes_manifest
 from manyhosts.launchers.kubernetes import yaml_text
 from manyhosts.launchers.kubernetes.client import Client

@@ -9,11 +9,12 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from manyhosts.control import job_file
+from manyhosts.control.agent import first_node
+from manyhosts.control.head.endpoint import port_of
+from manyhosts.control.job import Job
 from manyhosts.errors import ConfigError
-from manyhosts.launchers import choices, job_file, packing
-from manyhosts.launchers.head.meeting import port_of
-from manyhosts.launchers.host import first_node
-from manyhosts.launchers.job import Job
+from manyhosts.launchers import choices, packing
 from manyhosts.records import run_directory
 
 OPTIONS = {

@@ -12,10 +12,11 @@ from collections.abc import MutableMapping
 from dataclasses import replace
 from pathlib import Path
 
+from manyhosts.control import job_file
+from manyhosts.control.agent import first_node, node
+from manyhosts.control.agent.first_node import NodeInfo
 from manyhosts.errors import ManyhostsError
-from manyhosts.launchers import choices, job_file, packing
-from manyhosts.launchers.host import first_node, node
-from manyhosts.launchers.host.first_node import Station
+from manyhosts.launchers import choices, packing
 from manyhosts.launchers.kubernetes import manifest
 
 _PATIENCE_S = 3600.0
@@ -36,14 +37,14 @@ def main(variables: MutableMapping[str, str] | None = None) -> int:
             packing.unpack(Path(own[manifest.ARCHIVE]), job.folder)
         head = own[manifest.HEAD]
         name = head.partition(".")[0].removesuffix("-0")
-        station = Station(
+        node_info = NodeInfo(
             number=number,
             hosts=[f"{name}-{index}" for index in range(job.nodes)],
             head=head,
             address=own[manifest.ADDRESS],
             token=own[manifest.TOKEN],
         )
-        return first_node.run(job, station, patience_s=choices.seconds(job.options, "wait") or _PATIENCE_S)
+        return first_node.run(job, node_info, patience_s=choices.seconds(job.options, "wait") or _PATIENCE_S)
     except ManyhostsError as error:
         return first_node.report(error)
 

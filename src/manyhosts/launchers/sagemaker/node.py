@@ -11,11 +11,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from manyhosts.control import job_file
+from manyhosts.control.agent import first_node
+from manyhosts.control.agent.first_node import NodeInfo
+from manyhosts.control.head.endpoint import port_of
 from manyhosts.errors import ConfigError, ManyhostsError
-from manyhosts.launchers import addresses, job_file, packing
-from manyhosts.launchers.head.meeting import port_of
-from manyhosts.launchers.host import first_node
-from manyhosts.launchers.host.first_node import Station
+from manyhosts.hosts import addresses
+from manyhosts.launchers import packing
 from manyhosts.launchers.sagemaker.request import CHANNEL, ML
 
 ARCHIVE, JOB, TOKEN = "folder.tar.gz", "job.json", "token"
@@ -27,16 +29,16 @@ def main(ml: Path = ML) -> int:
     try:
         own = ml / "input" / "data" / CHANNEL
         job = job_file.load(own / JOB)
-        station = _station(ml, (own / TOKEN).read_text().strip(), nodes=job.nodes, port=port_of(job))
+        node_info = _node_info(ml, (own / TOKEN).read_text().strip(), nodes=job.nodes, port=port_of(job))
         packing.unpack(own / ARCHIVE, job.folder)
-        return first_node.run(job, station)
+        return first_node.run(job, node_info)
     except ManyhostsError as error:
         (ml / "output").mkdir(parents=True, exist_ok=True)
         (ml / "output" / "failure").write_text(f"manyhosts: {error.what} ({error.where})"[:_MOST_WORDS])
         return first_node.report(error)
 
 
-def _station(ml: Path, token: str, *, nodes: int, port: int) -> Station:
+def _node_info(ml: Path, token: str, *, nodes: int, port: int) -> NodeInfo:
     path = ml / "input" / "config" / "resourceconfig.json"
     try:
         found: dict[str, Any] = json.loads(path.read_text())
@@ -52,7 +54,7 @@ def _station(ml: Path, token: str, *, nodes: int, port: int) -> Station:
         raise ConfigError(
             f"this job has {len(hosts)} instances, and was sent for {nodes}", where=str(path), fix="send it again"
         )
-    return Station(
+    return NodeInfo(
         number=number,
         hosts=hosts,
         head=f"{hosts[0]}:{port}",

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from manyhosts.control.job import Job
 from manyhosts.errors import ConfigError
 from manyhosts.launchers import choices, packing
-from manyhosts.launchers.job import Job
 from manyhosts.records import run_directory
 
 OPTIONS = {

@@ -9,11 +9,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from manyhosts.control import job_file, variables
+from manyhosts.control.display import Display
+from manyhosts.control.job import Job, Plan
 from manyhosts.errors import ConfigError, LaunchError
-from manyhosts.launchers import detached, job_file, packing, variables
+from manyhosts.launchers import detached, packing
 from manyhosts.launchers.detached import State, Status
-from manyhosts.launchers.display import Display
-from manyhosts.launchers.job import Job, Plan
 from manyhosts.launchers.sagemaker import node as sagemaker_node
 from manyhosts.launchers.sagemaker import request as sagemaker_request
 from manyhosts.launchers.sagemaker.client import Client, code_of

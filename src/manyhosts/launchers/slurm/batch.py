@@ -14,12 +14,13 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from manyhosts.control import job_file
+from manyhosts.control.display import PlainDisplay
+from manyhosts.control.job import Job
+from manyhosts.control.screen import Screen, say_last
 from manyhosts.errors import ManyhostsError
-from manyhosts.launchers import choices, job_file
+from manyhosts.launchers import choices
 from manyhosts.launchers.commands import run_command
-from manyhosts.launchers.display import PlainDisplay
-from manyhosts.launchers.job import Job
-from manyhosts.launchers.screen import Screen, say_last
 from manyhosts.launchers.slurm.slurm import Slurm
 from manyhosts.records.run_directory import RunDirectory
 

@@ -6,9 +6,9 @@ import re
 import shlex
 import sys
 
+from manyhosts.control.job import Job
 from manyhosts.errors import ConfigError
 from manyhosts.launchers import choices
-from manyhosts.launchers.job import Job
 
 _FLAGS = {
     "partition": ("--partition", "the partition to queue in"),

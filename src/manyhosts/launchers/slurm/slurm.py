@@ -11,15 +11,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from manyhosts.control import job_file, variables
+from manyhosts.control.agent.agent import TOKEN
+from manyhosts.control.display import Display
+from manyhosts.control.head.head import Head
+from manyhosts.control.head.placement import Placement
+from manyhosts.control.job import Job, Plan
 from manyhosts.errors import ConfigError, LaunchError
-from manyhosts.launchers import addresses, choices, detached, job_file, variables
+from manyhosts.hosts import addresses
+from manyhosts.launchers import choices, detached
 from manyhosts.launchers.commands import Run, run_command
 from manyhosts.launchers.detached import State, Status
-from manyhosts.launchers.display import Display
-from manyhosts.launchers.head.head import Head
-from manyhosts.launchers.head.placement import Placement
-from manyhosts.launchers.host.agent import TOKEN
-from manyhosts.launchers.job import Job, Plan
 from manyhosts.launchers.slurm import script as slurm_script
 from manyhosts.launchers.slurm.script import OPTIONS, hosts_of
 
@@ -202,7 +204,7 @@ def _srun(job: Job, hosts: Sequence[str], nodes: Sequence[int], head: str) -> li
 
 def _agent_words(job: Job, head: str, nodes: str) -> tuple[str, ...]:
     python = job.options.get("python", sys.executable)
-    return (python, "-P", "-m", "manyhosts.launchers.host.node", "--head", head, "--engine", "slurm", "--nodes", nodes)
+    return (python, "-P", "-m", "manyhosts.control.agent.node", "--head", head, "--engine", "slurm", "--nodes", nodes)
 
 
 def _number(name: str) -> str:

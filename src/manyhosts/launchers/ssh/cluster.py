@@ -14,19 +14,18 @@ from typing import IO, Any, TypeVar
 
 from manyhosts import __version__
 from manyhosts.cluster.ports import Range
+from manyhosts.control.display import Display
+from manyhosts.control.head.placement import AgentProcess
+from manyhosts.control.head.takeover import Handover
+from manyhosts.control.job import Job
 from manyhosts.errors import LaunchError, ManyhostsError
-from manyhosts.launchers import addresses, interfaces, ports
-from manyhosts.launchers.display import Display
-from manyhosts.launchers.head.handover import Handover
-from manyhosts.launchers.head.placement import AgentProcess
-from manyhosts.launchers.interfaces import Interface
-from manyhosts.launchers.job import Job
-from manyhosts.launchers.ssh import agreement, data, outpost, sync
-from manyhosts.launchers.ssh.connection import Connection, Unreachable
-from manyhosts.launchers.ssh.data import Data
-from manyhosts.launchers.ssh.disks import HERE, Disks
-from manyhosts.launchers.ssh.files import Files
-from manyhosts.launchers.ssh.latecomer import Latecomer, NotThere
+from manyhosts.hosts import addresses, data, interfaces, ports, remote_probe, sync, version_check
+from manyhosts.hosts.connection import Connection, Unreachable
+from manyhosts.hosts.data import Data
+from manyhosts.hosts.disks import HERE, Disks
+from manyhosts.hosts.files import Files
+from manyhosts.hosts.interfaces import Interface
+from manyhosts.launchers.ssh.deferred_agent import DeferredAgent, NotThere
 from manyhosts.records import run_directory
 from manyhosts.units import bytes_in_words
 
@@ -92,7 +91,7 @@ class Cluster:
         self._job, self._connections, self._display = job, connections, display
         self._hosts = [Host(node, connection) for node, connection in enumerate(connections)]
         self._ports: dict[int, int] = {}
-        """Where an outpost listens, by node, so that others can see whether they reach its host."""
+        """Where a remote probe listens, by node, so that others can see whether they reach its host."""
         self._files: Files | None = None
         self._data: Data | None = None
         self._disks = Disks(job.folder, job.run_dir)
@@ -116,16 +115,16 @@ class Cluster:
         self._greet()
         here = self._here
         facts = {host.name: host.facts for host in here}
-        agreement.see_that_each_is_named_once(facts)
-        agreement.see_that_they_agree(facts, agreement.here(__version__))
+        version_check.see_that_each_is_named_once(facts)
+        version_check.see_that_they_agree(facts, version_check.here(__version__))
         targets = [here[1 if len(here) > 1 else 0], *([here[0]] * (len(here) - 1))]
         _of_all(here, lambda host: _find_interface(host, targets[here.index(host)].facts["address"]))
         self._see_encryption(here)
         self._choose_head_address()
         self._ports = dict(zip((host.node for host in here), _of_all(here, self._listen), strict=True))
-        answers = _of_all(here, lambda host: self._knock(host, here))
+        answers = _of_all(here, lambda host: self._try_connections(host, here))
         places = [(host.address, self._ports[host.node]) for host in here]
-        agreement.see_that_they_meet([host.name for host in here], places, answers)
+        version_check.see_that_they_meet([host.name for host in here], places, answers)
 
     def _greet(self) -> None:
         """Have every host say what it is; where enough do, the others may be away."""
@@ -148,7 +147,7 @@ class Cluster:
 
     def _choose_head_address(self) -> None:
         """Where this machine listens: the address that most hosts are talked to from."""
-        ways = Counter(filter(None, (outpost.way_to(host.facts["address"]) for host in self._here)))
+        ways = Counter(filter(None, (remote_probe.way_to(host.facts["address"]) for host in self._here)))
         self.head_address = ways.most_common(1)[0][0] if ways else "127.0.0.1"
 
     @property
@@ -171,12 +170,12 @@ class Cluster:
             )
         return port
 
-    def _knock(self, host: Host, others: Sequence[Host]) -> list[str]:
+    def _try_connections(self, host: Host, others: Sequence[Host]) -> list[str]:
         """For each of `others` why `host` cannot reach it, or nothing. Whether it reaches this machine is noted."""
-        with ports.listen(self.head_address, self._range, backlog=256, what="hosts that knock") as waiting:
+        with ports.listen(self.head_address, self._range, backlog=256, what="hosts that connect") as waiting:
             places = [(other.address, self._ports[other.node]) for other in others]
             places.append((self.head_address, waiting.getsockname()[1]))
-            answers: list[str] = host.connection.ask("knock", places=places)
+            answers: list[str] = host.connection.ask("try_connections", places=places)
             from_here = answers.pop()
         host.tunnelled = bool(from_here) or self.head_address == "127.0.0.1"
         return answers
@@ -303,7 +302,7 @@ class Cluster:
 
     def _see_script(self, hosts: Sequence[Host], have_it: Sequence[bool]) -> None:
         names = [host.name for host in hosts]
-        agreement.see_that_all_have(self._script, names, have_it, synced=self._job.sync)
+        version_check.see_that_all_have(self._script, names, have_it, synced=self._job.sync)
 
     def job_there(self) -> Job:
         """The job, and what workers must know of the hosts' disks."""
@@ -338,7 +337,7 @@ class Cluster:
                     host.away = LaunchError(f"host {host.name} was lost on its way: {error}", where="ssh", fix=fix)
                     raise host.away from None
 
-        return Latecomer(come, lambda: host.connection.close())
+        return DeferredAgent(come, lambda: host.connection.close())
 
     def _receive(self, host: Host) -> None:
         """See that a host fits that comes when the others have begun, and bring it what it needs.
@@ -350,14 +349,14 @@ class Cluster:
         host.connection.close()
         host.connection = self._connections[host.node] = host.connection.again()
         host.facts = host.connection.facts()
-        agreement.see_that_they_agree({host.name: host.facts}, agreement.here(__version__))
+        version_check.see_that_they_agree({host.name: host.facts}, version_check.here(__version__))
         _find_interface(host, (others or [host])[0].facts["address"])
         self._see_encryption([host])
         # One that was there before has reached the others, and some of these may be away themselves now.
         met = [] if host.began else [other for other in others if other.away is None and other.connection.is_open]
         places = [(host.address, 0), *((other.address, self._ports[other.node]) for other in met)]
         names = [host.name, *(other.name for other in met)]
-        agreement.see_that_they_meet(names, places, [["", *self._knock(host, met)]])
+        version_check.see_that_they_meet(names, places, [["", *self._try_connections(host, met)]])
         if self._files is not None:
             self._files.see_that_none_has_changed()
         if not self._disks.find_late(host.node, host.connection):
@@ -480,7 +479,7 @@ def agent_words(
 ) -> str:
     """What a host's shell is told, to start the agent. `launcher` is a process there that ends with the launcher."""
     words = [] if disk is None else ["env", f"{run_directory.DISK}={disk}"]
-    words += [python, "-P", "-m", "manyhosts.launchers.host.agent", "--head", head, "--node", str(node)]
+    words += [python, "-P", "-m", "manyhosts.control.agent.agent", "--head", head, "--node", str(node)]
     if interface is not None:
         words += ["--address", interface.address, "--interface", interface.name]
     if launcher:

@@ -13,15 +13,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
 
+from manyhosts.control import tls, variables
+from manyhosts.control.display import Display
+from manyhosts.control.head import takeover
+from manyhosts.control.head.head import Head
+from manyhosts.control.job import Job, Plan
 from manyhosts.errors import ConfigError, ManyhostsError
-from manyhosts.launchers import tls, variables
-from manyhosts.launchers.display import Display
-from manyhosts.launchers.head import handover
-from manyhosts.launchers.head.head import Head
-from manyhosts.launchers.job import Job, Plan
-from manyhosts.launchers.ssh import outpost as ssh_outpost
+from manyhosts.hosts import remote_probe
+from manyhosts.hosts.connection import Connection
 from manyhosts.launchers.ssh.cluster import Cluster, agent_words
-from manyhosts.launchers.ssh.connection import Connection
 from manyhosts.table import nearest
 
 
@@ -46,7 +46,7 @@ class Ssh:
     def submit(self, plan: Plan, display: Display) -> int:
         """Reach all hosts, see that they agree, bring the working directory, and run the job to its end."""
         job = plan.job
-        left = handover.left_for(job)
+        left = takeover.left_for(job)
         tls.prepare()
         with connected(plan.hosts, pythons(job)) as hosts:
             cluster = Cluster(job, hosts, display, may_be_away=left is not None)
@@ -54,7 +54,7 @@ class Ssh:
             display.warn(cluster.in_words())
             try:
                 if left is not None:
-                    with contextlib.suppress(handover.NobodyCame):
+                    with contextlib.suppress(takeover.NobodyCame):
                         return _take_over(cluster, plan, display, left)
                     display.warn("manyhosts: no host has kept its workers: the run starts again")
                     cluster.begin_anew()
@@ -64,7 +64,7 @@ class Ssh:
                 cluster.forget()
 
 
-def _take_over(cluster: Cluster, plan: Plan, display: Display, left: handover.Handover) -> int:
+def _take_over(cluster: Cluster, plan: Plan, display: Display, left: takeover.Handover) -> int:
     """Go on with a run whose command was killed.
 
     Raises:
@@ -72,7 +72,7 @@ def _take_over(cluster: Cluster, plan: Plan, display: Display, left: handover.Ha
     """
     gone = cluster.gone(left)
     if len(gone) == len(plan.hosts):
-        raise handover.nobody(plan.job.run_dir)
+        raise takeover.nobody(plan.job.run_dir)
     display.warn("manyhosts: the command that started this run is gone; this one takes it over")
     cluster.go_on_from(left)
     return _run(cluster, plan, display, left, gone)
@@ -82,7 +82,7 @@ def _run(
     cluster: Cluster,
     plan: Plan,
     display: Display,
-    left: handover.Handover | None = None,
+    left: takeover.Handover | None = None,
     gone: Sequence[int] = (),
 ) -> int:
     nobody_came = False
@@ -94,9 +94,9 @@ def _run(
             display,
             address=cluster.head_address,
             ways_are_known=True,
-            succession=handover.Succession(job=plan.job, facts=cluster.facts, left=left, gone=gone),
+            succession=takeover.Succession(job=plan.job, facts=cluster.facts, left=left, gone=gone),
         ).run()
-    except handover.NobodyCame:
+    except takeover.NobodyCame:
         nobody_came = True
         raise
     finally:
@@ -122,14 +122,14 @@ def _place_of_sockets() -> str | None:
 def connected(names: Sequence[str], pythons: Sequence[str], program: bytes = b"") -> Iterator[list[Connection]]:
     """Connections to all hosts, which are told every now and then that this side is there.
 
-    `program` is what answers there, in place of an outpost.
+    `program` is what answers there, in place of a remote probe.
     """
     over = threading.Event()
     with tempfile.TemporaryDirectory(prefix="manyhosts-ssh-", dir=_place_of_sockets()) as folder:
         hosts = [Connection(name, Path(folder), pythons, program) for name in names]
 
         def pulse() -> None:
-            while not over.wait(ssh_outpost.PULSE_S):
+            while not over.wait(remote_probe.PULSE_S):
                 for host in hosts:
                     host.pulse()
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from manyhosts.launchers.host.warmth import imported_since
+from manyhosts.control.agent.import_preloader import imported_since
 from manyhosts.prove.conduct import Conduct
 from manyhosts.records.run_directory import VARIABLE as RUN_DIR
 

@@ -13,7 +13,7 @@ from manyhosts.records.whole_file import write_whole
 from manyhosts.snapshot.commit import put_in_place
 from manyhosts.snapshot.disk import Disk
 from manyhosts.snapshot.load import Fits
-from manyhosts.snapshot.objects.shelf import ObjectShelf
+from manyhosts.snapshot.objects.location import ObjectStoreLocation
 
 
 @dataclass(slots=True)
@@ -26,31 +26,31 @@ class Brought:
     """Newer ones that cannot be used, each with its address and reason."""
 
 
-def bring_newer(shelf: ObjectShelf, folder: Path, fits: Fits, *, than: int, disk: Disk) -> Brought:
+def bring_newer(location: ObjectStoreLocation, folder: Path, fits: Fits, *, than: int, disk: Disk) -> Brought:
     """Bring the newest snapshot that is whole, fits, and is of a later step than `than`, into `folder`.
 
     Raises:
         OSError: the store, or the disk, would not have it.
     """
     brought = Brought()
-    for found in shelf.found():
+    for found in location.found():
         if found.how or found.step <= than:
             continue
         try:
-            manifest = read_files(shelf.files(found))
+            manifest = read_files(location.files(found))
             if reason := fits(manifest):
                 raise SnapshotError(reason)
-            _copy(shelf, found, manifest, folder / found.name, disk)
+            _copy(location, found, manifest, folder / found.name, disk)
         except SnapshotError as error:
             if not isinstance(error.__cause__, FileNotFoundError):  # else it is gone, and a list had not heard of it
-                brought.passed_over.append(f"{shelf.files(found).where}: {error.what}")
+                brought.passed_over.append(f"{location.files(found).where}: {error.what}")
         else:
             brought.found = found
             return brought
     return brought
 
 
-def bring_best(shelf: ObjectShelf, path: Path, fits: Fits, disk: Disk) -> None:
+def bring_best(location: ObjectStoreLocation, path: Path, fits: Fits, disk: Disk) -> None:
     """Bring the best model that was copied last, where there is one that is whole, and later than that of the disk.
 
     Raises:
@@ -60,25 +60,25 @@ def bring_best(shelf: ObjectShelf, path: Path, fits: Fits, disk: Disk) -> None:
     with suppress(SnapshotError):
         here = verify(path).time
     whole: list[tuple[float, Found, Manifest]] = []
-    for found in shelf.found():
+    for found in location.found():
         if found.step < 0 and not found.how:
             with suppress(SnapshotError):
-                manifest = read_files(shelf.files(found))
+                manifest = read_files(location.files(found))
                 if not fits(manifest) and manifest.time > here:
                     whole.append((manifest.time, found, manifest))
     for _, found, manifest in sorted(whole, key=lambda each: -each[0]):
         with suppress(SnapshotError):
-            _copy(shelf, found, manifest, path, disk)
+            _copy(location, found, manifest, path, disk)
             return
 
 
-def bring_records(shelf: ObjectShelf, found: Found, records: Mapping[str, Path]) -> Sequence[str]:
+def bring_records(location: ObjectStoreLocation, found: Found, records: Mapping[str, Path]) -> Sequence[str]:
     """Bring what of the run's record is not on the disk. Returns the names of what is not whole in the store."""
     missing = []
     for name, path in records.items():
         if path.exists() and path.stat().st_size:
             continue
-        content = shelf.record(found, name)
+        content = location.record(found, name)
         if content is None:
             missing.append(name)
         else:
@@ -86,13 +86,13 @@ def bring_records(shelf: ObjectShelf, found: Found, records: Mapping[str, Path])
     return missing
 
 
-def _copy(shelf: ObjectShelf, found: Found, manifest: Manifest, path: Path, disk: Disk) -> None:
+def _copy(location: ObjectStoreLocation, found: Found, manifest: Manifest, path: Path, disk: Disk) -> None:
     """Copy a snapshot to `path`: whole, every byte compared with its hash, or not at all."""
     half = path.with_name(f"{path.name}.{found.path.name.rpartition('.')[2]}.half")
     disk.remove_folder(half)
     disk.make_folder(half)
     try:
-        files = shelf.files(found)
+        files = location.files(found)
         for name in manifest.files:
             disk.write_file(half / name, files.pieces(name))
         disk.write_file(half / NAME, [manifest.to_text().encode()])

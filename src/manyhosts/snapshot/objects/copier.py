@@ -18,19 +18,19 @@ from manyhosts.errors import ManyhostsError, SnapshotError
 from manyhosts.events import Note, SnapshotCopied
 from manyhosts.records.manifest import Found, Manifest
 from manyhosts.snapshot.objects.client import sentence
-from manyhosts.snapshot.objects.shelf import ObjectShelf, Replaced
+from manyhosts.snapshot.objects.location import ObjectStoreLocation, Replaced
 from manyhosts.snapshot.prune import older
 
 
 class Copier:
-    """Copies what it is offered to the shelf that `reach` gives, where the newest `keep` stay."""
+    """Copies what it is offered to the location that `reach` gives, where the newest `keep` stay."""
 
     def __init__(
-        self, reach: Callable[[], ObjectShelf], address: str, *, keep: int, records: Mapping[str, Path]
+        self, reach: Callable[[], ObjectStoreLocation], address: str, *, keep: int, records: Mapping[str, Path]
     ) -> None:
         """`records`: name → file of the run's record that goes along with each snapshot."""
         self._reach, self._address, self._keep, self._records = reach, address, keep, records
-        self._shelf: ObjectShelf | None = None
+        self._location: ObjectStoreLocation | None = None
         self._lock = threading.Lock()
         self._waiting: dict[str, Path] = {}  # at most one step, and one best
         self._under_way: Path | None = None
@@ -88,9 +88,9 @@ class Copier:
     def _copy(self, path: Path) -> None:
         begin = time.perf_counter()
         try:
-            if self._shelf is None:
-                self._shelf = self._reach()
-            added = self._shelf.add(path, self._records)
+            if self._location is None:
+                self._location = self._reach()
+            added = self._location.add(path, self._records)
         except Replaced:
             return  # the one in its place has been offered, too
         except (OSError, ManyhostsError) as trouble:
@@ -104,18 +104,18 @@ class Copier:
         self._news.put(
             SnapshotCopied(
                 step=manifest.facts.step,
-                address=self._shelf.files(found).where,
+                address=self._location.files(found).where,
                 bytes=manifest.bytes,
                 seconds=time.perf_counter() - begin,
                 time=time.time(),
             )
         )
-        self._remove_older(self._shelf, found, manifest, path)
+        self._remove_older(self._location, found, manifest, path)
 
-    def _remove_older(self, shelf: ObjectShelf, newest: Found, manifest: Manifest, path: Path) -> None:
+    def _remove_older(self, location: ObjectStoreLocation, newest: Found, manifest: Manifest, path: Path) -> None:
         try:
-            for found in older(shelf.found(), keep=self._keep, newest=newest, step=manifest.facts.step):
-                shelf.remove(found)
+            for found in older(location.found(), keep=self._keep, newest=newest, step=manifest.facts.step):
+                location.remove(found)
         except OSError as trouble:  # the copy is whole all the same; the next one tries again
             if not self._has_told_of_old_ones:
                 self._has_told_of_old_ones = True

@@ -1,0 +1,143 @@
+"""Exchanges of several collectives, run beside the backward pass.
+
+An exchange that compresses, sends, adds, compresses again and sends again cannot be handed to the network in one call.
+It is a plain function, which a communication queue runs: on a CPU a thread with a process group of its own, so that every worker's
+communication queue sends the same things in the same order whatever its main thread sends meanwhile; on a GPU a stream of its own.
+There are two communication queues, taken in turn: while one waits for the network, the other computes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+
+import torch
+import torch.distributed as dist
+
+from manyhosts import device
+from manyhosts.communication.link import Link
+from manyhosts.communication.nodes import find_levels, make_link
+from manyhosts.communication.world import World
+
+LANES_ON_CPU = 2
+
+Job = Callable[[Link], None]
+
+
+class QueuedExchange:
+    """An exchange under way."""
+
+    def __init__(self) -> None:
+        self.bytes_sent = 0
+        self.seconds = 0.0
+        """That its job took, in a communication queue of a CPU."""
+        self.error: BaseException | None = None
+        self.event: device.Event | None = None
+        self._done = threading.Event()
+
+    def done(self, error: BaseException | None = None) -> None:
+        """It is over; `error` says how it failed."""
+        self.error = error
+        self._done.set()
+
+    def wait(self) -> None:
+        """Wait until it is over. Raises what the exchange raised."""
+        self._done.wait()
+        if self.error is not None:
+            raise self.error
+        if self.event is not None:
+            self.event.wait()
+
+
+class CommQueue:
+    """Runs jobs in the order in which they are handed in, which must be the same on all workers."""
+
+    def __init__(self, world: World, *, by_node: bool = False) -> None:
+        """`by_node`: let jobs exchange inside a node and between nodes apart, where there are such."""
+        self.world, self.by_node = world, by_node
+        self.links: list[Link] = []
+        self._queues: list[SimpleQueue[tuple[Job, QueuedExchange] | None]] = []
+        self._threads: list[threading.Thread] = []
+        self._stream: device.Stream | None = None
+        self._next = 0
+        self._made_for: object = None
+
+    def ready(self) -> None:
+        """Called by all workers before a step's first job: makes the communication queues, anew where the world has changed."""
+        world = self.world
+        base = dist.group.WORLD if world.size > 1 else self
+        self._next = 0
+        if self._made_for is base:
+            return
+        self.close()
+        self._made_for = base
+        levels = find_levels(world) if self.by_node else None
+        if device.is_asynchronous(world.device):
+            self._stream = device.module(world.device).Stream(world.device)
+            self.links = [make_link(world, levels, groups_of_its_own=False)]
+            return
+        for _ in range(LANES_ON_CPU):
+            self.links.append(make_link(world, levels))
+            queue: SimpleQueue[tuple[Job, QueuedExchange] | None] = SimpleQueue()
+            self._queues.append(queue)
+            thread = threading.Thread(
+                target=_work, args=(queue, self.links[-1]), name="manyhosts-communication queue", daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
+
+    def submit(self, job: Job) -> QueuedExchange:
+        """Hand in a job. It begins when those before it in its communication queue are over."""
+        queued = QueuedExchange()
+        lane, self._next = self._next, (self._next + 1) % len(self.links)
+        if self._stream is None:
+            self._queues[lane].put((job, queued))
+            return queued
+        module = device.module(self.world.device)
+        self._stream.wait_stream(module.current_stream(self.world.device))
+        with module.stream(self._stream):
+            sent = self.links[lane].bytes_sent
+            job(self.links[lane])
+            queued.bytes_sent = self.links[lane].bytes_sent - sent
+            queued.event = self._stream.record_event()
+        queued.done()
+        return queued
+
+    def wait(self, queued: QueuedExchange) -> None:
+        """Wait for a job, and count what it sent."""
+        self.world.wait(queued)
+        self.world.bytes_sent += queued.bytes_sent
+
+    def close(self) -> None:
+        """Let the threads end."""
+        for queue in self._queues:
+            queue.put(None)
+        self.links, self._queues, self._threads, self._stream = [], [], [], None
+
+    def abandon(self) -> None:
+        """The workers change: return when no job runs any more. Those of a group that is broken fail at once."""
+        threads = self._threads
+        self.close()
+        self._made_for = None
+        for thread in threads:
+            thread.join()
+
+
+@torch.no_grad()
+def _work(queue: SimpleQueue[tuple[Job, QueuedExchange] | None], link: Link) -> None:
+    """The life of a communication queue's thread."""
+    broken: BaseException | None = None
+    while (order := queue.get()) is not None:
+        job, queued = order
+        if broken is None:
+            sent, begin = link.bytes_sent, time.perf_counter()
+            try:
+                job(link)
+            except BaseException as error:  # told to the main thread, which waits for the ticket
+                broken = error
+            queued.seconds = time.perf_counter() - begin
+            queued.bytes_sent = link.bytes_sent - sent
+        del job  # and what it holds
+        queued.done(broken)  # after a failure nothing more is sent: the others do not know which exchange is which

@@ -1,0 +1,57 @@
+"""An agent's part of the look before a run: it tells how its host is, lets others connect, and connects to them."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from manyhosts.cluster.ports import Range
+from manyhosts.control.agent import host_state
+from manyhosts.control.agent.head_connection import HeadConnection
+from manyhosts.control.loop import Loop
+from manyhosts.hosts import remote_probe
+from manyhosts.hosts.ports import listen
+
+_OPEN_S = 30.0
+"""How long others may try to reach this host."""
+
+
+class ConnectivityCheck:
+    """Where other hosts connect. Nothing that comes is read."""
+
+    def __init__(self, loop: Loop, head: HeadConnection, address: str) -> None:
+        """`address` is where other hosts reach this one."""
+        self._loop, self._head, self._address = loop, head, address
+
+    def tell_condition(self, run_dir: str, environment: Mapping[str, str], *, opens: bool, ports: Range | None) -> None:
+        """Say how this host is for workers with `environment`, and at which port others may connect, if it opens one."""
+        port = self._open(ports) if opens else 0
+        self._head.send("condition", told=host_state.gather(run_dir, environment), port=port)
+
+    def tell_port(self, ports: Range | None) -> None:
+        """Say at which port others may connect."""
+        self._head.send("connectivity", port=self._open(ports))
+
+    def _open(self, ports: Range | None) -> int:
+        listening = listen(self._address, ports, backlog=256, what="hosts that connect")
+        self._loop.after(_OPEN_S, listening.close)
+        return int(listening.getsockname()[1])
+
+    def try_connections(self, places: Sequence[Any]) -> None:
+        """Try to reach other hosts, on a thread of its own: a firewall may keep it waiting for seconds."""
+        reading, writing = os.pipe()
+
+        def try_all() -> None:
+            os.write(writing, json.dumps(remote_probe.try_all_connections(list(places))).encode())
+            os.close(writing)
+
+        def tell() -> None:
+            self._loop.unwatch(reading)
+            with os.fdopen(reading) as answers:
+                self._head.send("connections_tried", answers=json.loads(answers.read()))
+
+        self._loop.watch(reading, tell)
+        threading.Thread(target=try_all, daemon=True).start()

@@ -1,0 +1,253 @@
+"""An agent's line to its head: nothing is said on it, and nothing heard, before both have proven who they are.
+
+Where its connection breaks, the head is called again, and what was lost in between is sent again (`control.session`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from manyhosts.control.loop import Channel, Loop, Message, notice_loss
+from manyhosts.control.proof import PROTOCOL, Caller
+from manyhosts.control.session import Session
+from manyhosts.hosts import addresses
+
+_INHERITED = "fd:"
+_CALL_S = 10.0
+"""How long one call may take."""
+_PROOF_S = 20.0
+"""How long the head may take to prove itself: it may be busy with the start of a hundred agents."""
+_PATIENCE_S = 60.0
+"""How long a head is called again that has hung up before it knew this agent."""
+_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
+_HUNG_UP_S = 30.0
+_REFUSED_S = 5.0
+"""When nobody has listened at the head's port for so long, it is gone: a way that is broken refuses nothing. Where
+another head may come in its place, that decides nothing."""
+
+
+def inherited(connection: socket.socket) -> str:
+    """How an agent of this machine is told of a head that it is connected to from its birth."""
+    return f"{_INHERITED}{connection.fileno()}"
+
+
+def connect(head: str) -> socket.socket:
+    """A connection to `head`, host:port; or the one that this process was given, where that is what it says.
+
+    Raises:
+        OSError: there is none to be had.
+    """
+    if head.startswith(_INHERITED):
+        given = socket.socket(fileno=int(head.removeprefix(_INHERITED)))
+        given.set_inheritable(False)  # it is for no worker
+        return given
+    connection = socket.create_connection(addresses.address_and_port(head), timeout=_CALL_S)
+    notice_loss(connection)
+    return connection
+
+
+class HeadConnection:
+    """Messages to the head and from it, over one connection after another."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        connection: socket.socket,
+        *,
+        head: str,
+        token: str,
+        hello: Mapping[str, Any],
+        on_message: Callable[[Message], None],
+        on_end: Callable[[], None],
+        tell: Callable[[str], object],
+    ) -> None:
+        """Say `hello` over `connection`, which leads to `head`, to whoever proves to know `token`.
+
+        Without a token the connection is one that this process was born with: it needs no proof, and when it ends, so
+        has the head. `tell` is given lines for people.
+        """
+        self._loop, self._head, self._token, self._tell = loop, head, token, tell
+        self._hello = {**hello, "session": secrets.token_hex(8)}
+        self._on_end = on_end
+        self._session = Session(loop.after, on_message)
+        self.patience_s = 0.0
+        """How long the head is called again that was lost. The head says it."""
+        self.waits_for_another = False
+        """Whether another head may come where this one was killed, so that nobody at its port means little."""
+        self._is_open = True
+        self._lost = time.monotonic()
+        """When the head was lost, or first called."""
+        self._refused = 0.0
+        """Since when nobody listens there; 0 where somebody did, or nothing is known."""
+        self._hung_up = 0.0
+        """Since when calls are taken and ended, as by a tunnel whose other end is gone; 0 where they are not."""
+        self._pause_s = _PAUSE_S
+        self._channel = self._open(connection)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the head has taken this agent in."""
+        return self._session.heard > 0
+
+    @property
+    def is_away(self) -> bool:
+        """Whether there is no head to be heard."""
+        return self._session.channel is None
+
+    @property
+    def backlog_bytes(self) -> int:
+        """What the head has not heard yet."""
+        return self._session.backlog_bytes
+
+    def send(self, kind: str, /, **fields: Any) -> None:
+        """Send one message, now or when the head is there again; after the end it is dropped."""
+        self._session.send(kind, **fields)
+
+    def give_sign_of_life(self, held_s: float) -> None:
+        """From another thread: let the head see that this host lives. Its loop has been held up for `held_s` seconds.
+
+        Without a connection it is dropped.
+        """
+        if (channel := self._session.channel) is not None:
+            channel.send_beside(json.dumps({"message": "alive", "held_s": round(held_s, 1)}).encode() + b"\n")
+
+    def go_on(self) -> None:
+        """Send what is left of a sign of life."""
+        if self._session.channel is not None:
+            self._session.channel.go_on()
+
+    def close(self) -> None:
+        """Say and hear no more."""
+        self._is_open = False
+        self._session.close()
+        self._channel.close()
+
+    # Calls.
+
+    def _open(self, connection: socket.socket) -> Channel:
+        if not self._token:
+            channel = Channel(self._loop, connection, lambda _: None, lambda: self._lose(channel))
+            channel.send("hello", **self._hello, heard=0)
+            self._session.attach(channel)
+            return channel
+        from manyhosts.control import tls  # here, for an agent of the head's own machine need not load OpenSSL
+
+        caller = Caller(self._token)
+        channel = Channel(
+            self._loop,
+            connection,
+            lambda message: self._see(channel, caller, message),
+            lambda: self._lose(channel),
+            tls=tls.call(),
+        )
+        channel.longest_line = 1 << 14
+        channel.send("call", **caller.call())
+        self._loop.after(_PROOF_S, lambda: self._hang_up_unproven(channel))
+        return channel
+
+    def _see(self, channel: Channel, caller: Caller, message: Message) -> None:
+        """Whoever answers is to prove that it is the head, before it is told anything or obeyed."""
+        proof = caller.proof_for(message, channel.fingerprint) if message.get("message") == "prove" else ""
+        if not proof:
+            self._tell(
+                f"manyhosts: what answers at {self._head} does not know the secret of this run; it is told nothing\n"
+            )
+            self._hang_up_unproven(channel)
+            return
+        channel.longest_line = Channel.LONGEST_LINE
+        channel.on_message = lambda message: self._be_welcomed(channel, message)
+        channel.send("hello", proof=proof, **self._hello, heard=self._session.heard)
+        if caller.protocol != PROTOCOL:  # the head, which has heard ours, ends the run
+            self._tell(f"manyhosts: {mismatch(caller.protocol, PROTOCOL)}\n")
+            self._end()
+
+    def _be_welcomed(self, channel: Channel, message: Message) -> None:
+        """The head says how far it has heard, or that it has no use for this agent."""
+        heard = message.get("heard")
+        if message.get("message") != "welcome" or not isinstance(heard, int):
+            self._end()
+            return
+        if self._session.heard:
+            self._tell("manyhosts: the head is there again\n")
+        self._refused, self._hung_up, self._pause_s = 0.0, 0.0, _PAUSE_S
+        self._session.attach(channel, heard)
+
+    def _hang_up_unproven(self, channel: Channel) -> None:
+        if channel is self._channel and self._session.channel is not channel:
+            channel.close()
+            self._lose(channel)
+
+    def _end(self) -> None:
+        if self._is_open:
+            self.close()
+            self._on_end()
+
+    def _lose(self, channel: Channel | None) -> None:
+        """There is no connection, or no longer."""
+        if not self._is_open:
+            return
+        now = time.monotonic()
+        if self._session.channel is not None:
+            self._session.detach()
+            self._lost = now
+            if self.patience_s:
+                words = f"it is called again for {self.patience_s:.0f} s, and its workers go on meanwhile"
+                self._tell(f"manyhosts: the connection to the head is lost; {words}\n")
+        elif channel is not None and not channel.is_cut:
+            self._hung_up = self._hung_up or now
+        patience_s = self.patience_s if self._session.heard else _PATIENCE_S
+        nobody_listens = bool(self._refused) and now > self._refused + (_REFUSED_S if self._session.heard else 0.0)
+        nobody_listens |= bool(self._hung_up) and now > self._hung_up + _HUNG_UP_S
+        nobody_listens &= not self.waits_for_another
+        if not self._token or now > self._lost + patience_s or nobody_listens:
+            if self._token and not self.is_known:
+                self._tell(f"manyhosts: the head at {self._head} did not take this agent in\n")
+            self._end()
+            return
+        self._loop.after(self._pause_s, self._call)
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+
+    def _call(self) -> None:
+        """Open another connection, on a thread: the head may not answer for long."""
+        if not self._is_open:
+            return
+        reading, writing = os.pipe()
+        found: list[socket.socket | OSError] = []
+
+        def call() -> None:
+            try:
+                found.append(connect(self._head))
+            except OSError as error:
+                found.append(error)
+            os.close(writing)
+
+        def take() -> None:
+            self._loop.unwatch(reading)
+            os.close(reading)
+            self._take(found[0])
+
+        self._loop.watch(reading, take)
+        threading.Thread(target=call, daemon=True).start()
+
+    def _take(self, found: socket.socket | OSError) -> None:
+        if isinstance(found, OSError):
+            is_refused = isinstance(found, ConnectionRefusedError)
+            self._refused = (self._refused or time.monotonic()) if is_refused else 0.0
+            self._lose(None)
+        elif self._is_open:
+            self._refused = 0.0
+            self._channel = self._open(found)
+        else:
+            found.close()
+
+
+def mismatch(head: int, agent: int) -> str:
+    """What it means that head and agent speak different versions."""
+    return f"the head speaks version {head} of the protocol between head and agents, and this agent version {agent}"

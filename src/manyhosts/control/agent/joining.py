@@ -1,0 +1,287 @@
+"""What `manyhosts join` does: asks a head what this host must have, sees to that, and becomes the agent of this host.
+
+Before anything is told to the head, or believed of it, it has shown the certificate that the secret names and has
+proven that it knows the rest of the secret.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import ssl
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from manyhosts.control import tls
+from manyhosts.control.agent import agent, head_connection
+from manyhosts.control.agent.supervisor import Origin
+from manyhosts.control.head.agents import ANY_NODE
+from manyhosts.control.head.endpoint import PORT
+from manyhosts.control.join_secret import FINGERPRINT_BYTES, JoinSecret
+from manyhosts.control.proof import PROTOCOL, Caller
+from manyhosts.errors import ConfigError, LaunchError
+from manyhosts.hosts import contents, hostfile, interfaces, remote_probe, version_check
+from manyhosts.records.json_text import parsed
+
+_ANSWER_S = 20.0
+"""How long a head may take to answer: it may be busy with the start of others."""
+_NAMED = 3
+"""Files that are named; of more, their number is told."""
+LOST = 3
+"""The exit code of a host that has lost the head, or was turned away."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wish:
+    """What the user of this host has typed."""
+
+    head: str
+    """Where the head is: ADDRESS or ADDRESS:PORT."""
+    secret: JoinSecret
+    folder: Path
+    """Where this host has the project, absolute."""
+    address: str = ""
+    """Where workers on other hosts reach those here; by default, where the head is talked to from."""
+
+    @property
+    def place(self) -> str:
+        """Where the head is, as host:port."""
+        host, port = hostfile.destination(self.head)
+        return f"{host}:{port or PORT}"
+
+
+def join(wish: Wish) -> int:
+    """Be a host of the run, to its end. Returns the exit code of the run, or `LOST`.
+
+    Raises:
+        LaunchError: the head was not reached, is another one, or has no use for this host.
+        ConfigError: this host has other files or versions than the run, or lacks the address that was given.
+    """
+    with _connect(wish.place) as connection:
+        offer = _ask(connection, wish)
+        address = wish.address or str(connection.getsockname()[0])
+    if offer["refused"]:
+        raise LaunchError(
+            f"the head of {offer['run']} has no place for this host: {offer['refused']}",
+            where=wish.place,
+            fix="start the run with more --nodes; with MIN:MAX hosts come while it goes on",
+        )
+    _see_versions(offer, wish.place)
+    _see_files(offer, wish.folder)
+    found = interfaces.with_address(remote_probe.interfaces(), address)
+    if found is None:
+        raise ConfigError(
+            f"this host has no interface with the address {address}",
+            where="--address",
+            fix="see `ip address` for those that it has",
+        )
+    for variable, name in interfaces.variables(found).items():
+        os.environ.setdefault(variable, name)
+    return _serve(_connect(wish.place), wish, offer, address)
+
+
+def _serve(connection: socket.socket, wish: Wish, offer: Mapping[str, Any], address: str) -> int:
+    run_dir = Path(os.path.normpath(wish.folder / offer["run_dir"]))
+    if not run_dir.is_relative_to(wish.folder):
+        run_dir = wish.folder / "runs" / run_dir.name
+    mark = f"{remote_probe.MARK_OF_DISK}{secrets.token_hex(4)}-join"
+    seen, _ = remote_probe.find_markers(str(run_dir))
+    remote_probe.write_marker(str(run_dir), mark)
+    os.chdir(wish.folder)
+    joins = {"folder": str(wish.folder), "machine": remote_probe.machine(), "mark": mark, "marks": seen}
+    try:
+        own = agent.serve(
+            connection, wish.place, node=ANY_NODE, token=wish.secret.token, address=address, origin=Origin(joins=joins)
+        )
+    finally:
+        remote_probe.remove_marker(str(run_dir), mark)
+    if own.verdict is None:
+        sys.stderr.write("manyhosts: this host is no part of the run any more\n")
+        return LOST
+    sys.stderr.write("manyhosts: the run is over\n")
+    return own.verdict
+
+
+def _connect(place: str) -> socket.socket:
+    """A connection to the head.
+
+    Raises:
+        LaunchError: it is not to be had.
+    """
+    try:
+        return head_connection.connect(place)
+    except socket.gaierror as cause:
+        raise LaunchError(
+            f"the name {place.rpartition(':')[0]} does not resolve: {cause.strerror}",
+            where=place,
+            fix="give the address as `manyhosts run --on join` shows it",
+        ) from cause
+    except ConnectionRefusedError as cause:
+        raise LaunchError(
+            f"nobody listens at {place}",
+            where=place,
+            fix="see that `manyhosts run --on join` is waiting there, and that this is the port that it shows",
+        ) from cause
+    except OSError as cause:
+        raise LaunchError(
+            f"{place} is not to be reached from here: {cause.strerror or cause}",
+            where=place,
+            fix="see that a firewall before it lets this port pass; behind an address translation its router must lead"
+            " the port there, and -o advertise= gives the router's address",
+        ) from cause
+
+
+def _ask(connection: socket.socket, wish: Wish) -> dict[str, Any]:
+    """What the head says that a host needs.
+
+    Raises:
+        LaunchError: it is not the head that the secret is of, or another version of it.
+    """
+    connection.settimeout(_ANSWER_S)
+    talk = _Talk(connection, wish.place)
+    caller = Caller(wish.secret.token)
+    talk.say("call", **caller.call())
+    prove = talk.hear()
+    if talk.fingerprint[:FINGERPRINT_BYTES] != wish.secret.fingerprint:
+        raise LaunchError(
+            f"what listens at {wish.place} is not the run that this secret is of: it shows another certificate",
+            where=wish.place,
+            fix="give the secret that this run has shown, for each has its own; if that was it, somebody is in between",
+        )
+    proof = caller.proof_for(prove, talk.fingerprint)
+    if not proof:
+        raise LaunchError(
+            f"what listens at {wish.place} does not know the secret",
+            where=wish.place,
+            fix="give the secret that this run has shown",
+        )
+    if caller.protocol != PROTOCOL:
+        raise LaunchError(
+            head_connection.mismatch(caller.protocol, PROTOCOL),
+            where=wish.place,
+            fix="install the same manyhosts there and here",
+        )
+    talk.say("ask", proof=proof, machine=remote_probe.machine())
+    offer = talk.hear()
+    wanted = {"run": str, "run_dir": str, "files": dict, "versions": dict, "refused": str, "script": str, "host": str}
+    if offer.get("message") != "offer" or any(not isinstance(offer.get(key), kind) for key, kind in wanted.items()):
+        raise talk.trouble("it has said nothing that this version understands")
+    return offer
+
+
+class _Talk:
+    """Messages over one connection, each waited for."""
+
+    def __init__(self, connection: socket.socket, place: str) -> None:
+        self._connection, self._place, self._tls = connection, place, tls.call()
+        self._came = bytearray()
+        self._carry()
+
+    @property
+    def fingerprint(self) -> bytes:
+        """That of the certificate that the other side has shown."""
+        return self._tls.fingerprint
+
+    def say(self, kind: str, **fields: Any) -> None:
+        """Send a message."""
+        self._tls.send(json.dumps({"message": kind, **fields}).encode() + b"\n")
+        self._carry()
+
+    def hear(self) -> dict[str, Any]:
+        """The next message.
+
+        Raises:
+            LaunchError: none came.
+        """
+        while b"\n" not in self._came:
+            try:
+                chunk = self._connection.recv(1 << 16)
+                if not chunk:
+                    raise self.trouble("it has hung up")
+                self._came += self._tls.receive(chunk)
+                self._carry()
+            except ssl.SSLError as cause:
+                raise self.trouble("it does not speak TLS as a head does") from cause
+            except TimeoutError as cause:
+                raise self.trouble(f"it has said nothing for {_ANSWER_S:.0f} s") from cause
+            except OSError as cause:
+                raise self.trouble(cause.strerror or str(cause)) from cause
+        first, _, rest = bytes(self._came).partition(b"\n")
+        self._came = bytearray(rest)
+        try:
+            found = parsed(first)
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise self.trouble("it has said nothing that can be read")
+        return found
+
+    def _carry(self) -> None:
+        if words := self._tls.take():
+            try:
+                self._connection.sendall(words)
+            except OSError as cause:
+                raise self.trouble(cause.strerror or str(cause)) from cause
+
+    def trouble(self, why: str) -> LaunchError:
+        """What listens there is no head, or is none any more."""
+        return LaunchError(
+            f"what listens at {self._place} does not answer as the head of a run: {why}",
+            where=self._place,
+            fix="see that this is the address and port that `manyhosts run --on join` shows, and that it runs still",
+        )
+
+
+def _see_versions(offer: Mapping[str, Any], place: str) -> None:
+    here, there = version_check.here(_own_version()), offer["versions"]
+    for package in ("python", "manyhosts", "torch"):
+        wanted = there.get(package, "")
+        if wanted and version_check.counts(package, here[package]) != version_check.counts(package, wanted):
+            raise ConfigError(
+                f"this host has {f'{package} {here[package]}' if here[package] else f'no {package}'}, and the run"
+                f" {wanted if here[package] else f'has {package} {wanted}'}",
+                where=sys.executable,
+                fix=version_check.remedy(package, wanted, sys.executable),
+            )
+
+
+def _own_version() -> str:
+    from manyhosts import __version__
+
+    return __version__
+
+
+def _see_files(offer: Mapping[str, Any], folder: Path) -> None:
+    """See that the code and the settings of the project are here what they are at the head.
+
+    Raises:
+        ConfigError: some are others, or are not here.
+    """
+    hashes = contents.Hashes()
+    missing, others = [], []
+    for path, digest in offer["files"].items():
+        try:
+            if hashes.of(folder / path) != digest:
+                others.append(path)
+        except OSError:
+            missing.append(path)
+    hashes.keep()
+    if not missing and not others:
+        return
+    found = []
+    for paths, what in ((others, "differ from"), (missing, "are missing, and are in")):
+        if paths:
+            named = ", ".join(paths[:_NAMED]) + (f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else "")
+            found.append(
+                f"{named} {what.replace('are', 'is').replace('differ ', 'differs ') if len(paths) == 1 else what}"
+            )
+    raise ConfigError(
+        f"this is not the project as {offer['host']} has it: {'; '.join(found)} {offer['folder']} there",
+        where=str(folder),
+        fix="bring the same files here (git pull, or rsync), or change into the folder that has them: --folder DIR",
+    )

@@ -1,0 +1,316 @@
+"""What follows when workers end: the others go on, or are ended too, and the run ends or starts again."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from manyhosts.control.head.agents import SEE_ABOVE, Agents, Node
+from manyhosts.control.head.course import Course
+from manyhosts.control.head.diagnosis import Diagnosis
+from manyhosts.control.head.failures import Failure, first, signal_name
+from manyhosts.control.head.group_state import MOST_WITHOUT_PROGRESS
+from manyhosts.control.head.news import News
+from manyhosts.control.head.worker_group import WorkerGroup
+from manyhosts.control.loop import Message
+from manyhosts.errors import LaunchError
+
+_FIRST_CAUSE_S = 2.0
+"""How long a failure that looks like the consequence of another one waits for that other one to be heard of."""
+_ASKED_TO_STOP = tuple(128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP))
+"""How a worker of ours ends when one of them was asked to stop by a signal."""
+_ONE_WISH_S = 0.3
+
+
+class FailurePolicy:
+    """Notes how workers end, and brings the run to its result."""
+
+    def __init__(self, course: Course, agents: Agents, news: News) -> None:
+        self._course, self._agents, self._news = course, agents, news
+        self._worker_group = WorkerGroup(course, agents, self.note_failures)
+        self._failures: list[Failure] = []
+        self._went_on: list[Failure] = []
+        """Losses since the workers last formed a group, which the others go on without."""
+        self._culprit: Failure | None = None
+        """Whose failure the others are being ended for. How they end then says nothing."""
+        self._others_ended = 0
+        self._recurring: tuple[str, int | None] | None = None
+        """What the last restart was for, where that will come again if it comes once more."""
+        self._trouble: dict[str, str] = {}
+        """By host: why it can start no worker."""
+        self._exit_code = 0
+        self.ended_well: list[str] = []
+        """The workers of this start that have come to their end, as the user calls them."""
+        self._exchanges_of_ended: list[int | None] = []
+        """How many exchanges each of these had begun."""
+        self._given_up: set[int] = set()
+        """Members that were killed because they hung: how they end is told already."""
+
+    @property
+    def worker_group(self) -> WorkerGroup:
+        """The workers whose end this is about."""
+        return self._worker_group
+
+    def written_down(self) -> dict[str, Any]:
+        """What another head needs to bring the run to its result."""
+        return {
+            "failures": [asdict(each) for each in self._failures],
+            "went_on": [asdict(each) for each in self._went_on],
+            "culprit": None if self._culprit is None else asdict(self._culprit),
+            "others_ended": self._others_ended,
+            "recurring": self._recurring,
+            "trouble": self._trouble,
+            "exit_code": self._exit_code,
+            "ended_well": self.ended_well,
+            "exchanges_of_ended": self._exchanges_of_ended,
+            "given_up": sorted(self._given_up),
+        }
+
+    def go_on_from(self, written: Mapping[str, Any], worker_group: Mapping[str, Any]) -> None:
+        """Be as another head has left this and its `worker_group`, and do what it was about to."""
+        self._failures = [Failure(**each) for each in written["failures"]]
+        self._went_on = [Failure(**each) for each in written["went_on"]]
+        self._culprit = None if written["culprit"] is None else Failure(**written["culprit"])
+        self._others_ended, self._exit_code = int(written["others_ended"]), int(written["exit_code"])
+        if written["recurring"] is not None:
+            summary, step = written["recurring"]
+            self._recurring = (summary, step)
+        self._trouble, self.ended_well = dict(written["trouble"]), list(written["ended_well"])
+        self._exchanges_of_ended = list(written["exchanges_of_ended"])
+        self._given_up = set(written["given_up"])
+        self._worker_group.go_on_from(worker_group)
+        if self._failures:
+            self._consider()
+
+    def begin(self) -> None:
+        """All workers start, when there is a store; nothing that went wrong before counts."""
+        self._worker_group.begin(self._start_all)
+
+    def _start_all(self, address: str, port: int) -> None:
+        self._failures.clear()
+        self._went_on.clear()
+        self._trouble.clear()
+        self.ended_well.clear()
+        self._exchanges_of_ended.clear()
+        self._culprit = None
+        self._worker_group.start_all(address, port)
+
+    def take_trouble(self, node: Node, message: Message) -> None:
+        """A host can start no worker; the ends of those that it had follow. One that comes to others stays outside."""
+        text, told = str(message["text"]), self._trouble.get(node.name)
+        self._trouble[node.name] = text
+        if not message["early"]:
+            return
+        where = ", ".join(part for part in (f"host {node.name}", message["where"]) if part)
+        error = LaunchError(text, where=where, fix=SEE_ABOVE)
+        if not self._worker_group.do_without(node):
+            self._course.result = error
+        elif text != told:
+            self._course.display.warn(f"manyhosts: {error}\nmanyhosts: the run goes on without host {node.name}")
+
+    def note_end(self, node: Node, message: Message) -> None:
+        """A worker has ended, in one way or another."""
+        course = self._course
+        if message["member"] in self._given_up:
+            return
+        course.running.discard(message["member"])
+        code, number = message["code"], message["signal"]
+        asked = course.trainer_seen and code in _ASKED_TO_STOP
+        if asked:
+            self._exit_code = code  # the workers have agreed to stop and saved what they have: nothing has failed
+        if message["finished"] or (code == 0 and number == 0) or asked:
+            # A script whose main module came to its end has succeeded, whatever its destructors do then.
+            self.ended_well.append(f"rank {self._worker_group.rank(message)} on host {node.name}")
+            self._exchanges_of_ended.append(message.get("exchanges"))
+            self._worker_group.drop(message["member"])
+            if not course.running and not self._failures:
+                course.result = 130 if course.interrupted else self._exit_code
+            else:
+                self._consider()
+            return
+        failure = Failure(
+            rank=self._worker_group.rank(message),
+            host=node.name,
+            code=code,
+            signal=number,
+            error=message["error"],
+            out_of_memory=message["out_of_memory"],
+            memory=message.get("memory", {}),
+            last_words=message.get("last_words", ""),
+            lost=self._trouble.get(node.name, ""),
+            log=str(course.job.run_dir / "logs" / f"{node.name}-{message['rank']}.log"),
+        )
+        self.note_failures({message["member"]: failure})
+
+    def note_verdict(self, diagnosis: Diagnosis) -> None:
+        """Workers get no further: those that are to blame are killed, and count as failed; else the run ends."""
+        worker_group, running = self._worker_group, self._course.running
+        members = worker_group.regroup.group_state.members
+        log = self._course.job.run_dir / "logs"
+        guilty = [members[number] for number in diagnosis.guilty if number in members and number in running]
+        failures = {}
+        for member in guilty:
+            host = self._agents.nodes[member.node].name
+            failures[member.number] = Failure(
+                rank=member.rank,
+                host=host,
+                hang=diagnosis.what,
+                remedy=diagnosis.fix,
+                stack=diagnosis.stack,
+                log=str(log / f"{host}-{member.rank}.log"),
+            )
+        if len(guilty) < len(running):
+            for member in guilty:
+                worker_group.kill_member(member)
+                self._given_up.add(member.number)
+                running.discard(member.number)
+            self.note_failures(failures)
+        if not guilty or len(guilty) == len(running):
+            self._failures.append(
+                Failure(rank=0, host="", hang=diagnosis.what, remedy=diagnosis.fix, stack=diagnosis.stack, log=str(log))
+            )
+            worker_group.regroup.refuse()
+            self._end_workers(self._course.generation)
+
+    def take_accusation(self, fields: Mapping[str, Any]) -> None:
+        """Workers have found one of them to compute wrongly; each that is right says so, and the first one is heard.
+
+        It is left out, and so are all others on its host, unless the run has no other host.
+        """
+        worker_group, course = self._worker_group, self._course
+        group_state = worker_group.regroup.group_state
+        if int(fields["group"]) != group_state.group or int(fields["rank"]) >= len(group_state.order):
+            return
+        wrong = group_state.members.get(group_state.order[int(fields["rank"])])
+        if wrong is None or wrong.number not in course.running:
+            return
+        name = self._agents.nodes[wrong.node].name
+        others = [member for member in worker_group.of_node(self._agents.nodes[wrong.node]) if member is not wrong]
+        if not any(member.node != wrong.node for member in group_state.trained()):
+            others = []
+        what, rank = str(fields["what"]), wrong.rank
+        failures = {wrong.number: Failure(rank=rank, host=name, wrong=what, log=self._log_of(name, rank))}
+        for member in others:
+            beside = f"is on the host of rank {rank}, which {what}"
+            failures[member.number] = Failure(
+                rank=member.rank, host=name, wrong=beside, log=self._log_of(name, member.rank)
+            )
+        for member in [wrong, *others]:
+            worker_group.leave_out(member)
+            self._given_up.add(member.number)
+            course.running.discard(member.number)
+        self.note_failures(failures)
+
+    def _log_of(self, host: str, rank: int) -> str:
+        return str(self._course.job.run_dir / "logs" / f"{host}-{rank}.log")
+
+    def note_failures(self, failures: Mapping[int, Failure]) -> None:
+        """Workers, by number, have failed or are lost: the others go on, or the run ends or starts again."""
+        for number, failure in failures.items():
+            if not self._worker_group.regroup.group_state.broken:
+                self._went_on.clear()
+            if self._goes_on_without(number, failure):
+                self._went_on.append(failure)
+                continue
+            if failure.may_be_consequence:
+                self._failures += self._went_on  # a script that exchanges something itself does not go on
+            self._failures.append(failure)
+        if self._failures:
+            self._worker_group.regroup.refuse()
+            self._consider()
+
+    def _goes_on_without(self, number: int, failure: Failure) -> bool:
+        if self._course.interrupted or self._culprit or self._failures or not failure.is_loss:
+            return False
+        if self._course.job.is_elastic and not self._agents.are_enough:
+            return False
+        regroup = self._worker_group.regroup
+        hosts_left = {
+            member.node for member in regroup.group_state.members.values() if member.number in self._course.running
+        }
+        if failure.wrong and len(hosts_left) < (self._course.job.least_nodes or 1):
+            return False
+        if regroup.goes_on_without(number, failure.told(0).what, replace=self._worker_group.successor):
+            return True
+        if regroup.group_state.makes_no_progress:
+            failure.note = f", failure {MOST_WITHOUT_PROGRESS + 1} in a row without one more step"
+        return False
+
+    def _consider(self) -> None:
+        """A worker has ended in one way or another while something is wrong: decide what comes next."""
+        course = self._course
+        if course.interrupted or self._culprit or not self._failures:
+            if not course.running:
+                self._conclude()
+            return
+        if first(self._failures).may_be_consequence and course.running:
+            generation = course.generation
+            course.loop.after(_FIRST_CAUSE_S, lambda: self._end_workers(generation))
+            return
+        self._end_workers(course.generation)
+
+    def _end_workers(self, generation: int) -> None:
+        """End the workers that are left after a failure."""
+        course = self._course
+        if self._culprit or generation != course.generation or course.is_over:
+            return
+        self._culprit = first(self._failures)
+        if self.ended_well and self._culprit.may_be_consequence:
+            self._culprit = self._culprit.caused_by_end_of(self.ended_well[0], self._exchanges_of_ended[0])
+        self._others_ended = len(course.running) + len(self._failures) - 1
+        self._agents.tell_all("end", generation=generation, grace_s=course.job.grace_s)
+        if not course.running:
+            self._conclude()
+
+    def _conclude(self) -> None:
+        """Nothing runs any more."""
+        course, failure = self._course, self._culprit
+        if course.interrupted or failure is None:
+            course.result = 130
+            return
+        error = failure.told(self._others_ended)
+        self._news.show_traceback(failure.traceback)
+        wrong_request = error.exit_code == 2  # starting again would not change it
+        recurs = failure.recurring is not None and failure.recurring == self._recurring
+        self._recurring = failure.recurring
+        if course.generation >= course.job.restarts or wrong_request or recurs:
+            if recurs and course.generation < course.job.restarts:
+                course.display.warn("manyhosts: the same error at the same step as before: no restart would change it")
+            course.result = error
+            return
+        course.generation += 1
+        course.display.warn(
+            f"manyhosts: {error.what}\nmanyhosts: starting all workers again"
+            f" (restart {course.generation} of {course.job.restarts})"
+        )
+        for node in self._agents.nodes:
+            if node.channel is None:
+                self._agents.begin_again(node)
+        if self._agents.all_here:
+            self.begin()
+        else:
+            self._agents.expect()  # the store is opened when the last one has joined
+
+    def interrupt(self, number: signal.Signals) -> None:
+        """Ctrl-C and the like: the first asks workers to end, the second does not ask."""
+        course = self._course
+        if course.interrupted:
+            # Many send a signal to a process and then to its group (`timeout` does): that is one wish, not two.
+            if time.monotonic() > course.interrupted + _ONE_WISH_S:
+                course.result = 130
+            return
+        course.interrupted = time.monotonic()
+        if not course.running:
+            course.result = 130
+            return
+        course.display.warn(f"manyhosts: {signal_name(number)}: the workers are ending; once more ends them at once")
+        self._agents.tell_all(
+            "signal",
+            generation=course.generation,
+            signal=int(signal.SIGTERM),  # what torchrun sends: scripts that know nothing of us end in silence
+            cause=int(number),
+            farewell_s=course.job.farewell_s,
+        )

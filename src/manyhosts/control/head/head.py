@@ -1,0 +1,336 @@
+"""The head of a run, one per run: hears all agents and passes what they say to the part that it concerns.
+
+`course` is what its parts know of the whole; `agents` come and go; `worker_group` starts the workers; `news` is what the user
+hears of them; `hang_monitor` notices that they get no further; `ending` is what follows when they end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from manyhosts.cluster import ports
+from manyhosts.control import variables
+from manyhosts.control.agent import gpus
+from manyhosts.control.display import Display
+from manyhosts.control.head import failed_summary
+from manyhosts.control.head.agents import SEE_ABOVE, Agents, Node, StartAgent, StartHere
+from manyhosts.control.head.course import Course
+from manyhosts.control.head.endpoint import HeadEndpoint
+from manyhosts.control.head.failure_policy import FailurePolicy
+from manyhosts.control.head.failures import Failure
+from manyhosts.control.head.hang_monitor import HangMonitor
+from manyhosts.control.head.hold import Hold
+from manyhosts.control.head.newcomers import Newcomers
+from manyhosts.control.head.news import News
+from manyhosts.control.head.precheck import Precheck
+from manyhosts.control.head.takeover import (
+    CALLERS_S,
+    Handover,
+    NobodyCame,
+    Record,
+    Succession,
+    fingerprint,
+    go_on_with,
+    nobody,
+    written_down,
+)
+from manyhosts.control.job import Job
+from manyhosts.control.loop import Message
+from manyhosts.errors import LaunchError, ManyhostsError
+from manyhosts.records import run_directory, run_lock
+
+_STREAMS = ("alive", "output", "unshown", "unlogged", "seen", "step", "busy", "rest", "progress", "say")
+"""What agents and workers say that changes nothing of what another head would have to know."""
+
+
+class Head:
+    """Runs one job on agents that `start_agent` starts, until all workers are done, failed too often or interrupted."""
+
+    def __init__(  # noqa: PLR0913  # what launchers differ in
+        self,
+        job: Job,
+        hosts: Sequence[str],
+        start_agent: StartAgent,
+        display: Display,
+        *,
+        address: str = "127.0.0.1",
+        endpoint: HeadEndpoint | None = None,
+        start_here: StartHere | None = None,
+        ways_are_known: bool = False,
+        succession: Succession | None = None,
+    ) -> None:
+        """`hosts` are the names of the nodes in order; `address` is where agents can reach this process.
+
+        `endpoint` is what agents that an engine starts have been told beforehand; `ways_are_known`: it was seen already
+        that all hosts reach each other. `start_here` starts the agents that are on this machine, without a port.
+
+        `succession`: another head may go on where this one is killed, or this one goes on with the run of another.
+
+        Raises:
+            ConfigError: another run has taken the run directory, or the head of this one lives.
+            LaunchError: this machine cannot listen where the agents of another head call.
+        """
+        self._course = Course(job, display, can_be_taken_over=succession is not None and job.head_timeout_s > 0)
+        self._succession, left = succession, None if succession is None else succession.left
+        if left is not None:
+            address, endpoint = left.address, HeadEndpoint(token=left.token, port=left.port)
+        self._hold = Hold(self._course, "" if left is None else left.start)
+        self._record = Record(job.run_dir, self._gather)
+        try:
+            inherits = left is not None
+            agents = Agents(self._course, hosts, start_agent, address, self, endpoint, start_here, inherits=inherits)
+            joined = endpoint is not None and endpoint.joining is not None
+            self._begin(agents, ways_are_known=ways_are_known, joined=joined)
+            if left is None:
+                self._agents.expect()
+                self._tell_who_is_awaited()
+            else:
+                self._go_on_from(left)
+        except BaseException:
+            self._hold.release()
+            raise
+
+    def _begin(self, agents: Agents, *, ways_are_known: bool, joined: bool) -> None:
+        self._agents, self._present = agents, agents.present()
+        self._news = News(self._course, len(agents.nodes))
+        self._failure_policy = FailurePolicy(self._course, self._agents, self._news)
+        self._worker_group = self._failure_policy.worker_group
+        self._hang_monitor = HangMonitor(
+            self._course,
+            self._agents,
+            self._worker_group,
+            on_silence=self._lose_silent,
+            on_verdict=self._failure_policy.note_verdict,
+            gone=lambda: self._failure_policy.ended_well,
+        )
+        self._precheck = Precheck(self._course, self._agents, ways=not ways_are_known, one_way=joined)
+        self._newcomers = Newcomers(self._course, self._agents) if joined and self._course.job.check else None
+
+    # Where this head is killed, another one goes on.
+
+    def _gather(self) -> Handover:
+        succession, (address, port) = self._succession, self._agents.place
+        assert succession is not None, "it was seen that there is one"
+        return Handover(
+            token=self._agents.token,
+            start=self._hold.token,
+            address=address,
+            port=port,
+            asked=fingerprint(succession.job, self._agents.token),
+            unasked=run_directory.UNASKED in self._course.job.environment,
+            launcher=succession.facts(),
+            state={
+                "course": self._course.written_down(),
+                "agents": written_down(self._agents.nodes),
+                "worker_group": self._worker_group.written_down(),
+                "ending": self._failure_policy.written_down(),
+                "hang_monitor": self._hang_monitor.written_down(),
+            },
+        )
+
+    def _commit(self) -> None:
+        """Write down what has changed, and only then let go what follows from it."""
+        record, course = self._record, self._course
+        present = self._agents.present()
+        record.is_needed |= self._agents.hold_something_back or present != self._present
+        if record.is_needed and self._worker_group.has_begun and not course.is_over and course.can_be_taken_over:
+            self._present = present
+            try:
+                record.write()
+            except OSError as error:
+                course.can_be_taken_over = False
+                why = f"{error.strerror}: {course.job.run_dir}"
+                course.display.warn(f"manyhosts: if this command is killed, no other can take the run over: {why}")
+        self._agents.release()
+
+    def _go_on_from(self, left: Handover) -> None:
+        state = left.state
+        self._precheck.skip()
+        self._course.go_on_from(state["course"])
+        environment = dict(self._course.job.environment)
+        environment.pop(run_directory.UNASKED, None)
+        environment |= {run_directory.UNASKED: "1"} if left.unasked else {}
+        self._course.job = replace(self._course.job, environment=environment)
+        go_on_with(self._agents, state["agents"], self._requests)
+        self._hang_monitor.go_on_from(state["hang_monitor"])
+        self._failure_policy.go_on_from(state["ending"], state["worker_group"])
+        for node in self._agents.nodes:
+            if node.channel is None and self._course.job.is_elastic:
+                self._agents.call_again(node)
+        for number in () if self._succession is None else self._succession.gone:
+            self._agents.give_up(self._agents.nodes[number], "its agent is gone")
+        self._course.loop.after(CALLERS_S, self._see_who_has_called)
+        if not self._course.running:
+            self._begin_again()
+
+    def _begin_again(self) -> None:
+        """The last head was about to start all workers again."""
+        for node in self._agents.nodes:
+            if node.channel is None:
+                self._agents.begin_again(node)
+        if self._agents.all_here:
+            self.begin()
+        else:
+            self._agents.expect()
+
+    def _see_who_has_called(self) -> None:
+        if self._agents.nobody_has_called and not self._course.is_over:
+            self._course.result = nobody(self._course.job.run_dir)
+
+    def run(self) -> int:
+        """Returns 0, 130 if it was interrupted, or 128 + the signal that asked a worker to stop.
+
+        Raises:
+            ConfigError: another run has taken the run directory.
+            LaunchError: an agent did not start.
+            ManyhostsError: workers failed; the error is that of the worker that failed first.
+        """
+        course = self._course
+        with contextlib.suppress(ValueError):  # outside the main thread whoever called this hears of signals
+            course.loop.on_signals([signal.SIGINT, signal.SIGTERM, signal.SIGHUP], self._failure_policy.interrupt)
+        try:
+            course.loop.every(run_lock.BEAT_S, self._hold.check)
+            if course.can_be_taken_over:
+                course.loop.every(run_lock.BEAT_S, self._record.beat)
+                course.loop.before_waiting = self._commit
+            course.loop.run(until=lambda: course.is_over)
+        finally:
+            nobody_hears = bool(course.interrupted) and self._agents.nobody_has_called
+            self._agents.say_goodbye()
+            if self._succession is not None and not self._hold.is_lost and not nobody_hears:
+                self._record.remove()
+            self._hold.release()
+        if isinstance(course.result, NobodyCame):
+            raise course.result
+        if isinstance(course.result, ManyhostsError):
+            if course.result.exit_code != 2:
+                course.result.go_on = self._hold.command_to_go_on()
+            failed_summary.write(course.directories, course.result)
+            raise course.result
+        if course.result == 0:
+            self._news.tell_end()
+        elif command := self._hold.command_to_go_on():
+            course.display.warn(f"manyhosts: go on with: {command}")
+        return course.result or 0
+
+    # What agents ask of their owner.
+
+    def welcome(self, node: Node) -> None:
+        """An agent has come: it prepares, and its workers start with all others, or late."""
+        job = self._course.job
+        if not job.workers_are_chosen:
+            own = job.environment.get(gpus.CHOSEN)
+            count = node.facts.get("gpus", 0) if own is None else gpus.named(own)
+            self._course.job = job.with_workers(node.number, max(1, count))
+        self._prepare(node)
+        if self._course.running and self._newcomers is not None:
+            self._newcomers.receive(node, lambda: self._worker_group.start_on(node))
+        elif self._course.running:
+            self._worker_group.start_on(node)
+        elif self._agents.all_here:
+            self.begin()
+        else:
+            self._tell_who_is_awaited()
+
+    def _tell_who_is_awaited(self) -> None:
+        nodes = self._agents.nodes
+        self._news.beginning.await_hosts([node.name for node in nodes if node.channel is None], len(nodes))
+
+    def _prepare(self, node: Node) -> None:
+        self._agents.tell([node], "prepare", **self._requests(node))
+
+    def _requests(self, node: Node) -> dict[str, Any]:
+        """What an agent is told before all else."""
+        job = self._course.job if node.place is None else node.place.job(self._course.job)
+        known = {variables.RUN_DIR: str(job.run_dir), ports.VARIABLE: job.ports}
+        return {
+            "host": node.name,
+            "command": {
+                "kind": job.kind,
+                "program": job.program,
+                "arguments": job.arguments,
+                "folder": str(job.folder),
+            },
+            "preload": [*job.preload, *self._course.warm],
+            "environment": {**job.environment, **known, run_lock.VARIABLE: self._hold.token},
+            "run_dir": str(job.run_dir),
+            "log_bytes": job.log_bytes,
+            "head_timeout_s": job.head_timeout_s,
+            "can_be_taken_over": self._course.can_be_taken_over,
+            "workers": job.workers_on(node.number),
+            **self._precheck.requests(node),
+        }
+
+    def begin(self) -> None:
+        """All agents are here, or enough of them."""
+        self._news.beginning.await_workers(self._course.job.on(self._agents.present()).workers)
+        self._precheck.before(self._failure_policy.begin)
+
+    def _lose_silent(self, node: Node, seconds: float) -> None:
+        if self._agents.may_come_back(node) and self._hang_monitor.waits_for(node, seconds):
+            return
+        self._agents.give_up_silent(node, seconds)
+
+    def lose(self, node: Node, why: str) -> None:
+        """An agent is gone, and with it its workers."""
+        course = self._course
+        if not course.running:
+            course.result = LaunchError(f"{why}, before a worker was started", where=f"host {node.name}", fix=SEE_ABOVE)
+        self._worker_group.store.lose(node)
+        if self._newcomers is not None:
+            self._newcomers.lose(node)
+        gone = self._worker_group.of_node(node)
+        for member in gone:
+            course.running.discard(member.number)
+        if course.job.is_elastic and self._agents.are_enough:
+            self._agents.bring_back(node)
+        self._failure_policy.note_failures(
+            {each.number: Failure(rank=each.rank, host=node.name, lost=why) for each in gone}
+        )
+
+    def hear(self, node: Node, message: Message) -> None:
+        """What an agent says."""
+        if message.get("generation", self._course.generation) != self._course.generation:
+            return  # news of workers that were given up
+        if message["message"] not in _STREAMS and message.get("kind") not in _STREAMS:
+            self._record.is_needed = True
+        match message["message"]:
+            case "store":
+                self._worker_group.store.take(node, message["port"], shared=message["shared"])
+            case "asked" if not self._course.interrupted:
+                self._failure_policy.interrupt(signal.Signals(message["signal"]))
+            case "condition" | "connections_tried" | "connectivity":
+                self._precheck.hear(node, message)
+                if self._newcomers is not None:
+                    self._newcomers.hear(node, message)
+            case "warm":
+                self._course.warm = tuple(message["modules"])
+            case "trouble":
+                self._failure_policy.take_trouble(node, message)
+            case _:
+                self._hear_of_worker(node, message)
+
+    def _hear_of_worker(self, node: Node, message: Message) -> None:
+        match message["message"]:
+            case "member" if message["kind"] == "accuse":
+                self._failure_policy.take_accusation(message["fields"])
+            case "member":
+                self._worker_group.regroup.hear(message["member"], message["kind"], message["fields"])
+            case "output":
+                is_error = message["stream"] == "err"
+                self._news.show(node, self._worker_group.rank(message), message["lines"], is_error=is_error)
+            case "report":
+                self._hang_monitor.take_report(message["member"], message["kind"], message["fields"])
+                self._news.take_report(self._worker_group.rank(message), message["kind"], message["fields"])
+            case "unshown":
+                self._news.tell_of_unshown(node, self._worker_group.rank(message), message["lines"])
+            case "unlogged":
+                self._news.tell_of_gaps(node, self._worker_group.rank(message), message["why"])
+            case "seen":
+                self._hang_monitor.take_sights(node, message)
+            case "ended":
+                self._failure_policy.note_end(node, message)

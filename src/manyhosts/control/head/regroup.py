@@ -1,0 +1,263 @@
+"""Has the workers that are left go on: asks the group state what is to be done, and sees that it happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from manyhosts.control.head.group_state import GroupState, Member, places
+from manyhosts.control.loop import Loop
+
+BREAK_AFTER_S = 2.0
+"""After so long, whoever has not noticed that the group is broken is told: it may wait for a host that is silent."""
+KILL_AFTER_S = 30.0
+"""After so long, a worker that does not answer counts as hung."""
+START_LIMIT_S = 300.0
+"""How long a worker that was started late has from its start to the point where it can join."""
+_LOOK_S = 0.25
+
+
+class Hosts(Protocol):
+    """What the head can do about members, stores and hosts."""
+
+    def tell_member(self, member: Member, kind: str, /, **content: Any) -> None:
+        """Say something to a worker."""
+
+    def start_late(self, member: Member) -> None:
+        """Start a worker while others train; on a host that is away, when it is back."""
+
+    def kill_member(self, member: Member) -> None:
+        """End a worker that does not answer; its end is told as usual."""
+
+    def open_store(self, then: Callable[[str, int], None]) -> None:
+        """See that there is a store for workers to meet at, and call back with its address and port."""
+
+    def close_store(self) -> None:
+        """Have everybody who waits for the store wait no more."""
+
+
+class Regroup:
+    """The members of one start of the job."""
+
+    def __init__(self, loop: Loop, hosts: Hosts, generation: int) -> None:
+        self._loop, self._hosts, self._generation = loop, hosts, generation
+        self.group_state = GroupState()
+        self._waiting = False
+        self._turn = 0
+        self._forming = False
+        self._outcomes: dict[int, Any] = {}
+        """What came out of the calls of the script that are over, by number."""
+        self.ended = False
+
+    def written_down(self) -> dict[str, Any]:
+        """What another head needs to go on with these workers."""
+        return {
+            "group_state": self.group_state.written_down(),
+            "outcomes": list(self._outcomes.items()),
+            "ended": self.ended,
+        }
+
+    def go_on_from(self, written: Mapping[str, Any]) -> None:
+        """Be as another head has left it, and do what it was about to."""
+        self.group_state, self._outcomes = GroupState.of(written["group_state"]), dict(written["outcomes"])
+        for member in self.group_state.members.values():
+            if member.late:
+                self._expect(member)
+        if written["ended"]:
+            self.refuse()
+        else:
+            self._begin()
+
+    def add(self, member: Member) -> None:
+        """A worker was started with the others."""
+        self.group_state.add(member)
+
+    @property
+    def is_forming(self) -> bool:
+        """Whether workers wait for others, to go on with them in a new group."""
+        return (self._waiting or self._forming) and not self.ended
+
+    def hear(self, number: int, kind: str, fields: dict[str, Any]) -> None:
+        """What a worker says of itself."""
+        member = self.group_state.members.get(number)
+        if member is None:
+            return
+        if self.ended:
+            self._hosts.tell_member(member, "refused", reason="the run is ending")
+        elif kind == "begin":
+            member.enrolled, member.most, member.resting = True, int(fields["most"]), False
+        elif kind == "done":
+            self._note_outcome(member, int(fields["call"]), fields["outcome"])
+        elif kind == "withdraw":
+            member.enrolled = False
+        else:
+            self._hear_request(member, kind, fields)
+
+    def _hear_request(self, member: Member, kind: str, fields: dict[str, Any]) -> None:
+        """A worker wants to be in a new group."""
+        number, call = member.number, int(fields["call"])
+        if call in self._outcomes:
+            self._tell_passed(member, call)
+        elif kind == "join" and not self.group_state.trained():
+            self._hosts.tell_member(member, "refused", reason="those that it was to join have come to their end")
+        elif kind == "join":
+            member.most = int(fields["most"])
+            self.group_state.ask(number, -1, group=self.group_state.group, call=call)
+            self._begin()
+        elif kind == "regroup":
+            if not self.group_state.all_train():
+                self._hosts.tell_member(member, "refused", reason="not all workers are training")
+                return
+            if self.group_state.makes_no_progress:
+                self._hosts.tell_member(member, "refused", reason="their exchanges break again and again at one step")
+                return
+            self.group_state.ask(number, int(fields["step"]), group=int(fields["group"]), call=call)
+            self._begin()
+
+    def _note_outcome(self, member: Member, call: int, outcome: Any) -> None:
+        """A call is over. Whoever waits in it for a new group, and has all but heard so, waits no more."""
+        member.resting = True
+        self._outcomes.setdefault(call, outcome)
+        for waiting in self.group_state.members.values():
+            if waiting.asked is not None and waiting.call <= call:
+                waiting.asked = None
+                self._tell_passed(waiting, waiting.call)
+
+    def _tell_passed(self, member: Member, call: int) -> None:
+        outcome, replaces = self._outcomes.get(call), self.group_state.broken
+        self._hosts.tell_member(member, "passed", call=call, outcome=outcome, replaces=replaces)
+
+    def goes_on_without(self, number: int, reason: str, *, replace: Callable[[Member], Member | None]) -> bool:
+        """A worker is lost. Whether the others go on; `replace` makes the one that takes its place, or none."""
+        member = self.group_state.members.get(number)
+        if member is None or self.ended:
+            return False
+        if not self.group_state.lose(number, reason):
+            return False
+        if (successor := replace(member)) is not None:
+            self.group_state.add(successor)
+            self._hosts.start_late(successor)
+            self._expect(successor)
+        if self._forming or self.group_state.group:
+            self._hosts.close_store()  # some may be on their way to meet the one that is gone
+        self._begin()
+        return True
+
+    def goes_its_own_way(self, member: Member) -> bool:
+        """Those that trained have come to their end: whether a worker that was started late has something to do alone.
+
+        One that waits for them in a call that they have not made waits in vain, and is told so.
+        """
+        if not self.group_state.broken or not self._outcomes:
+            return False
+        if member.asked is not None:
+            member.asked = None
+            self._hosts.tell_member(member, "refused", reason="those that it was to join have come to their end")
+        return True
+
+    def add_late(self, member: Member) -> None:
+        """A host has come: start a worker there that will join the others."""
+        if member.number not in self.group_state.members:
+            self.group_state.add(member)
+        self._hosts.start_late(member)
+        self._expect(member)
+
+    def drop(self, number: int) -> None:
+        """A worker has come to its end, or will never come."""
+        self.group_state.members.pop(number, None)
+        self._try()
+
+    def refuse(self) -> None:
+        """Nobody goes on: whoever waits is told, and whoever may wait for a host that is silent soon waits no more."""
+        if not self.ended:
+            self._loop.after(BREAK_AFTER_S, self._break)
+        self.ended = True
+        for member in self.group_state.members.values():
+            if member.asked is not None:
+                self._hosts.tell_member(member, "refused", reason="the run is ending")
+
+    def _break(self) -> None:
+        """Those that train are to save what they hold, and cannot while they wait for one another."""
+        for member in self.group_state.trained():
+            if member.enrolled and not member.resting and member.asked is None:
+                self._hosts.tell_member(member, "broken", group=self.group_state.group)
+
+    # A new group.
+
+    def _begin(self) -> None:
+        if not self.group_state.broken and not self.group_state.wants_change():
+            return  # somebody has come for whom there is no room: idle, until one of the others is lost
+        if not self._waiting:
+            self._waiting = True
+            self._turn += 1
+            self._wait(self._turn, 0.0)
+        if not self.group_state.broken and self.group_state.wants_change():
+            for member in self.group_state.trained():
+                if member.asked is None:
+                    self._hosts.tell_member(member, "change", group=self.group_state.group)
+        self._try()
+
+    def _wait(self, turn: int, waited_s: float) -> None:
+        """Look again and again after those that do not answer."""
+        if turn != self._turn or not self._waiting or self.ended:
+            return
+        silent = [member for member in self.group_state.trained() if member.asked is None]
+        if self.group_state.broken and _passes(waited_s, BREAK_AFTER_S):
+            for member in silent:
+                self._hosts.tell_member(member, "broken", group=self.group_state.group)
+        if self.group_state.broken and _passes(waited_s, KILL_AFTER_S):
+            for member in silent:
+                if not member.resting:
+                    self._hosts.kill_member(member)
+        self._loop.after(_LOOK_S, lambda: self._wait(turn, waited_s + _LOOK_S))
+
+    def _expect(self, member: Member) -> None:
+        self._loop.after(START_LIMIT_S, lambda: self._kill_if_not_there(member))
+
+    def _kill_if_not_there(self, member: Member) -> None:
+        if not self.ended and member.late and member.asked is None and member.number in self.group_state.members:
+            self._hosts.kill_member(member)
+
+    def _try(self) -> None:
+        if self._waiting and self.group_state.due and not self._forming and not self.ended:
+            self._forming = True
+            self._hosts.open_store(self._form)
+
+    def _form(self, address: str, port: int) -> None:
+        """There is a store: everybody gets a rank, unless somebody was lost meanwhile."""
+        self._forming = False
+        if self.ended or not self.group_state.due:
+            return
+        self._waiting = False
+        reason = self.group_state.reason
+        late = {member.number for member in self.group_state.members.values() if member.late}
+        formed = self.group_state.form()
+        newcomers = [member.rank for member in formed if member.number in late]
+        nodes = len({member.node for member in formed})
+        for member, (local_rank, local_size, node_rank) in zip(formed, places(formed), strict=True):
+            self._hosts.tell_member(
+                member,
+                "group",
+                number=self.group_state.group,
+                key=f"{self._generation}.{self.group_state.group}",
+                rank=member.rank,
+                size=len(formed),
+                local_rank=local_rank,
+                local_size=local_size,
+                node_rank=node_rank,
+                nodes=nodes,
+                address=address,
+                port=port,
+                newcomers=newcomers,
+                reason=reason,
+                how=_how(len(formed), len(newcomers)),
+            )
+
+
+def _passes(waited_s: float, limit_s: float) -> bool:
+    return waited_s < limit_s <= waited_s + _LOOK_S
+
+
+def _how(size: int, newcomers: int) -> str:
+    workers = f"{size} worker{'s' if size > 1 else ''}"
+    return f"with {workers}, {newcomers} of them new" if newcomers else f"with {workers}"

@@ -1,0 +1,248 @@
+"""What a head leaves to another one that takes its run over: `head.json` in the run directory, for its user alone.
+
+The file holds the run's secret, where the head listens, and all that the head alone knows. It is written anew, and on
+the disk, before anything leaves the head that follows from a change. So whoever takes over knows of everything that
+agents were told, and what it does not know was not yet acknowledged, so that agents say it again.
+
+`docs/decisions/0044` says what the file exposes, and where no run can be taken over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import stat
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from manyhosts import __version__
+from manyhosts.control.head.agents import Agents, Node
+from manyhosts.control.job import Job
+from manyhosts.control.proof import PROTOCOL
+from manyhosts.errors import ConfigError, LaunchError
+from manyhosts.records import run_directory
+from manyhosts.records.json_text import parsed
+
+NAME = "head.json"
+FORMAT = 1
+"""The version of the file."""
+CALLERS_S = 15.0
+"""How long agents have to call the head that takes over: one call to a machine that is off takes them 10 s."""
+_PREPARE = '{"message": "prepare"'
+_SLACK_S = 30.0
+"""So much longer than agents wait for a head, one that comes looks whether they do."""
+_OF_THE_TERMINAL = ("show", "prefix", "words", "run_dir_is_chosen", "sync", "check", "hidden", "log_bytes")
+"""What may differ between the command that began a run and the one that takes it over."""
+
+
+class NobodyCame(LaunchError):
+    """No agent has kept its workers for the head that takes over."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Handover:
+    """What one head has written down."""
+
+    token: str = field(repr=False)
+    """The secret of head and agents."""
+    start: str
+    """The token of the run's lock, which its workers know."""
+    address: str
+    port: int
+    """Where agents call the head."""
+    asked: str
+    """What the command asked for, as `fingerprint` has it."""
+    unasked: bool
+    """Whether the user had left the run directory to manyhosts, which workers are told."""
+    launcher: Mapping[str, Any]
+    """What the launcher must know of the hosts."""
+    state: Mapping[str, Any]
+    """By part of the head."""
+    manyhosts: str = __version__
+    protocol: int = PROTOCOL
+    format: int = FORMAT
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Succession:
+    """What a launcher gives a head whose run another one can take over."""
+
+    job: Job
+    """As the command has asked for it."""
+    facts: Callable[[], Mapping[str, Any]]
+    """What the launcher must know of the hosts, where another process goes on."""
+    left: Handover | None = None
+    """What the head before has left, where this one takes its run over."""
+    gone: Sequence[int] = ()
+    """The nodes whose agents are known to have ended since then."""
+
+
+class Record:
+    """The file, as the head that writes it has it."""
+
+    def __init__(self, run_dir: Path, gather: Callable[[], Handover]) -> None:
+        """`gather` says what is to be written."""
+        self._path, self._gather = run_dir / NAME, gather
+        self.is_needed = False
+        """Whether something has changed since it was written last."""
+        self._exists = False
+
+    def write(self) -> None:
+        """Have everything on the disk.
+
+        Raises:
+            OSError: the disk is full, say. Then the run cannot be taken over, which is no reason to end it.
+        """
+        self.is_needed = False
+        beside = self._path.with_name(f".{NAME}.{os.getpid()}")
+        words = json.dumps(asdict(self._gather())).encode()
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                beside.unlink()
+            file = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with os.fdopen(file, "wb") as stream:
+                stream.write(words)
+                stream.flush()
+                os.fsync(stream.fileno())
+            beside.replace(self._path)
+        except OSError:
+            beside.unlink(missing_ok=True)
+            self.remove()  # an older state is worse than none: agents were told more than it knows
+            raise
+        self._exists = True
+
+    def beat(self) -> None:
+        """Show that this head lives: agents wait for another one from when it does not."""
+        if self._exists:
+            with contextlib.suppress(OSError):
+                os.utime(self._path)
+
+    def remove(self) -> None:
+        """There is nothing to take over."""
+        self._exists = False
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+
+
+def nobody(run_dir: Path) -> NobodyCame:
+    """That there is no agent to go on with."""
+    return NobodyCame(
+        "no host of this run has kept its workers for another command",
+        where=str(run_dir),
+        fix="start it again: it goes on from its newest snapshot",
+    )
+
+
+def start_of(run_dir: Path) -> str:
+    """The token of the start whose head has left a file in `run_dir`; empty where none has."""
+    try:
+        found = parsed((run_dir / NAME).read_bytes())
+        return str(found["start"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def silent_s(path: Path) -> float:
+    """For how long the head that wrote `path` has shown no sign of life, in seconds.
+
+    Raises:
+        OSError: there is no such file.
+    """
+    return time.time() - path.stat().st_mtime
+
+
+def left_for(job: Job) -> Handover | None:
+    """What a head that is gone has left for `job`; None where there is nothing, or agents wait no more.
+
+    Raises:
+        ConfigError: it is not for this command, this version or this user.
+    """
+    path = job.run_dir / NAME
+    try:
+        state = path.stat()
+        silence_s = silent_s(path)
+        found = parsed(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as cause:
+        raise _refusal(path, f"cannot be read: {cause}", job) from cause
+    if state.st_uid != os.getuid() or stat.S_IMODE(state.st_mode) & 0o077:
+        raise _refusal(path, "belongs to somebody else, or others may read it, so it is not trusted", job)
+    if silence_s > job.head_timeout_s + _SLACK_S:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        return None
+    spoken = {name: found.get(name) for name in ("format", "protocol", "manyhosts")}
+    if spoken != {"format": FORMAT, "protocol": PROTOCOL, "manyhosts": __version__}:
+        raise _refusal(path, f"was written by manyhosts {spoken['manyhosts']}, and this is {__version__}", job)
+    try:
+        left = Handover(**{entry.name: found[entry.name] for entry in fields(Handover)})
+    except KeyError as cause:
+        raise _refusal(path, f"lacks {cause}", job) from cause
+    if left.asked != fingerprint(job, left.token):
+        raise ConfigError(
+            "the hosts of a run in this directory still train, and wait for its head, which was started by another"
+            " command",
+            where=str(path),
+            fix="give the command that began it, with the same hosts, options, script and arguments; or wait until"
+            f" the hosts have ended: {_wait_s(job, silence_s)} s from now",
+        )
+    return left
+
+
+def _refusal(path: Path, why: str, job: Job) -> ConfigError:
+    return ConfigError(
+        f"what the last head of this run has left {why}",
+        where=str(path),
+        fix=f"see that its hosts have ended ({job.head_timeout_s:.0f} s after the head), and remove that file",
+    )
+
+
+def _wait_s(job: Job, silence_s: float) -> int:
+    return max(1, round(job.head_timeout_s + _SLACK_S - silence_s))
+
+
+def fingerprint(job: Job, token: str) -> str:
+    """What a command asks for, so that two can be compared and nothing be read: values of `--env` are part of it."""
+    asked = {name: value for name, value in asdict(job).items() if name not in _OF_THE_TERMINAL}
+    asked["environment"] = {name: value for name, value in job.environment.items() if name != run_directory.UNASKED}
+    words = json.dumps(asked, sort_keys=True, default=str).encode()
+    return hmac.new(token.encode(), words, hashlib.sha256).hexdigest()
+
+
+def written_down(nodes: Sequence[Node]) -> list[dict[str, Any]]:
+    """What another head needs to go on with the agents of `nodes`.
+
+    What prepares their workers is left out: it has the values of `--env`, and the same command gives them again.
+    """
+    found: list[dict[str, Any]] = []
+    for node in nodes:
+        talk = None if node.channel is None else node.channel.written_down()
+        if talk is not None:
+            talk["kept"] = [[number, None if said.startswith(_PREPARE) else said] for number, said in talk["kept"]]
+        found.append({"session": node.session, "facts": node.facts, "talk": talk})
+    return found
+
+
+def go_on_with(agents: Agents, written: Sequence[Mapping[str, Any]], prepare: Callable[[Node], object]) -> None:
+    """Have those that another head has heard count as here: they have `CALLERS_S` to call.
+
+    `prepare` says what an agent is told before all else.
+    """
+    for node, found in zip(agents.nodes, written, strict=True):
+        if found["talk"] is not None:
+            node.session, node.facts = found["session"], found["facts"]
+            node.heard = time.monotonic() + CALLERS_S
+            node.channel = agents.session_with(node)
+            kept = [[n, said or _prepare(n, prepare(node))] for n, said in found["talk"]["kept"]]
+            node.channel.go_on_from({**found["talk"], "kept": kept})
+
+
+def _prepare(number: int, fields: Any) -> str:
+    return json.dumps({"message": "prepare", "n": number, **fields}) + "\n"

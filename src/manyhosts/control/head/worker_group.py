@@ -1,0 +1,214 @@
+"""The workers of a run: started around a store, started late to join those that train, told and killed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from manyhosts.control import variables
+from manyhosts.control.head.agents import Agents, Node
+from manyhosts.control.head.course import Course
+from manyhosts.control.head.failures import Failure
+from manyhosts.control.head.group_state import Member
+from manyhosts.control.head.regroup import Regroup
+from manyhosts.control.head.store import Store, Then
+from manyhosts.control.loop import Message
+
+NoteFailures = Callable[[Mapping[int, Failure]], None]
+"""Is told that workers, by number, have failed or are lost."""
+
+
+class WorkerGroup:
+    """Who is which rank, where, and at which store they meet. What `regroup` needs of the hosts is here."""
+
+    def __init__(self, course: Course, agents: Agents, note_failures: NoteFailures) -> None:
+        self._course, self._agents, self._note_failures = course, agents, note_failures
+        self._next_number = 0
+        self.has_begun = False
+        """Whether any worker was started."""
+        self.regroup = Regroup(course.loop, self, 0)
+        self.store = Store(course, agents)
+        self._late: dict[int, list[Member]] = {}
+        """By node: workers to be started when its agent is back, to join those that train."""
+        self._left_out: set[tuple[int, int]] = set()
+        """Node and local rank of workers that computed wrongly: nobody takes their places in this start of the job."""
+
+    def rank(self, message: Message) -> int:
+        """What the rank of the worker that a message is about is now."""
+        member = self.regroup.group_state.members.get(message["member"])
+        return int(message["rank"]) if member is None else member.rank
+
+    def of_node(self, node: Node) -> list[Member]:
+        """The workers of a node that have not ended."""
+        return [member for member in self.regroup.group_state.members.values() if member.node == node.number]
+
+    def _number(self) -> int:
+        """What a worker goes by that is about to be started."""
+        self._next_number += 1
+        return self._next_number - 1
+
+    def written_down(self) -> dict[str, Any]:
+        """What another head needs to go on with these workers."""
+        return {
+            "next_number": self._next_number,
+            "late": [[node, [member.number for member in members]] for node, members in self._late.items()],
+            "left_out": sorted(self._left_out),
+            "store": self.store.written_down(),
+            "regroup": self.regroup.written_down(),
+        }
+
+    def go_on_from(self, written: Mapping[str, Any]) -> None:
+        """Be as another head has left it, and do what it was about to."""
+        self._next_number, self.has_begun = int(written["next_number"]), True
+        self._left_out = {(node, place) for node, place in written["left_out"]}
+        self.store.go_on_from(written["store"])
+        self.regroup = Regroup(self._course.loop, self, self._course.generation)
+        self.regroup.go_on_from(written["regroup"])
+        members = self.regroup.group_state.members
+        for number, late in written["late"]:
+            for member in [members[each] for each in late if each in members]:
+                self._await_host(self._agents.nodes[number], member)
+
+    # They start.
+
+    def begin(self, then: Then) -> None:
+        """See that there is a fresh store for workers that start together, on the host of the first, and call back."""
+        self.store.close()
+        self.store.open(then)
+
+    def start_all(self, address: str, port: int) -> None:
+        """Start every worker of this generation, now that there is a store for them to meet at."""
+        self.regroup = Regroup(self._course.loop, self, self._course.generation)
+        self.has_begun = True
+        self._left_out.clear()
+        job = self._course.job.on(self._agents.present())
+        for place, number in enumerate(self._agents.present()):
+            members = []
+            for local_rank in range(job.workers_on(place)):
+                rank = job.first_rank(place) + local_rank
+                members.append(Member(number=self._number(), node=number, local_rank=local_rank, rank=rank))
+                self.regroup.add(members[-1])
+            self._start(members, (address, port), shared=self.store.shared)
+
+    def start_on(self, node: Node) -> None:
+        """Start the workers of a node that comes while others train."""
+        late = self._late.pop(node.number, None) or self._newcomers(node.number)
+        for member in late:
+            self.regroup.add_late(member)
+
+    def _newcomers(self, number: int) -> list[Member]:
+        job = self._course.job
+        return [
+            Member(
+                number=self._number(),
+                node=number,
+                local_rank=place,
+                rank=job.first_rank(number) + place,
+                late=True,
+            )
+            for place in range(job.workers_on(number))
+            if (number, place) not in self._left_out
+        ]
+
+    def _start(self, members: Sequence[Member], store: tuple[str, int], *, shared: bool = True) -> None:
+        """Start workers that are all of one host."""
+        workers = []
+        job, generation, present = self._course.job, self._course.generation, self._agents.present()
+        for member in members:
+            self._course.running.add(member.number)
+            environment = variables.of_worker(
+                job if member.late else job.on(present),
+                node=member.node if member.late else present.index(member.node),
+                local_rank=member.local_rank,
+                generation=generation,
+                store=store,
+                agent_store=shared,
+            )
+            environment |= variables.of_member(job, member=member.number, late=member.late)
+            place = {"rank": member.rank, "local_rank": member.local_rank, "member": member.number}
+            workers.append({**place, "environment": environment})
+        self._agents.tell([self._agents.nodes[members[0].node]], "start", generation=generation, workers=workers)
+
+    def start_late(self, member: Member) -> None:
+        """Start a worker while others train; on a host that is away, when it is back."""
+        node = self._agents.nodes[member.node]
+        if node.channel is not None:
+            self._start([member], self.store.place or (self._agents.address, 0))
+        else:
+            self._await_host(node, member)
+
+    def _await_host(self, node: Node, member: Member) -> None:
+        """Call the agent of a host that is away, which is to start `member` when it is there."""
+        waiting = self._late.setdefault(member.node, [])
+        waiting.append(member)
+        if len(waiting) == 1:
+            self._agents.call_back(node, lambda: self._give_up(node))
+
+    def _give_up(self, node: Node) -> None:
+        """A node does not come back, and nor do the workers that were to be started there."""
+        late = self._late.pop(node.number, [])
+        lost = "its agent is gone, and could not be started again"
+        for member in late:
+            self.regroup.group_state.members.pop(member.number, None)
+        self._note_failures({each.number: Failure(rank=each.rank, host=node.name, lost=lost) for each in late})
+
+    def do_without(self, node: Node) -> bool:
+        """A node that came to those that train can start no worker. Whether they go on without it."""
+        running, members = self._course.running, self.of_node(node)
+        others = running - {member.number for member in members}
+        if not self._course.job.is_elastic or not others or any(not member.late for member in members):
+            return False
+        self._agents.send_home(node)
+        for member in members:
+            running.discard(member.number)
+            self.regroup.drop(member.number)
+        return True
+
+    def leave_out(self, member: Member) -> None:
+        """End a worker that computes wrongly, and start none in its place."""
+        self._left_out.add((member.node, member.local_rank))
+        self._late.pop(member.node, None)
+        self.kill_member(member)
+
+    def successor(self, lost: Member) -> Member | None:
+        """Who takes the place of a worker; nobody where that was left out, or the run can do without its node."""
+        if (lost.node, lost.local_rank) in self._left_out:
+            return None
+        if self._course.job.is_elastic and self._agents.nodes[lost.node].channel is None:
+            return None
+        return Member(number=self._number(), node=lost.node, local_rank=lost.local_rank, rank=lost.rank, late=True)
+
+    # They are told, meet, and end.
+
+    def open_store(self, then: Then) -> None:
+        """See that there is a store. A host whose workers train has loaded what keeps one; one just back has not."""
+        self.store.open(then, best=[member.node for member in self.regroup.group_state.trained()])
+
+    def close_store(self) -> None:
+        """Have everybody who waits for the store wait no more."""
+        self.store.close()
+
+    def tell_member(self, member: Member, kind: str, /, **content: Any) -> None:
+        """Say something to a worker."""
+        message = {"message": kind, **content}
+        self._agents.tell([self._agents.nodes[member.node]], "tell", member=member.number, content=message)
+
+    def kill_member(self, member: Member) -> None:
+        """End a worker that does not answer; its end is told as usual."""
+        self._agents.tell([self._agents.nodes[member.node]], "kill", member=member.number)
+
+    def drop(self, number: int) -> None:
+        """A worker has come to its end. Where all that trained have, whoever was on the way to them is not needed.
+
+        But one that takes the place of a worker that was lost behind the last call of the script does the rest of it.
+        """
+        self.regroup.drop(number)
+        group_state = self.regroup.group_state
+        if group_state.trained():
+            return
+        for member in list(group_state.members.values()):
+            if self.regroup.goes_its_own_way(member):
+                continue
+            self._course.running.discard(member.number)
+            self.regroup.drop(member.number)
+            self.kill_member(member)

@@ -1,0 +1,106 @@
+"""Examines hosts that cannot open a connection to the desk: the job itself is the doctor, and its log the report."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from manyhosts.control.job import Job
+from manyhosts.doctor import in_job
+from manyhosts.doctor.examination import Examination, Request
+from manyhosts.doctor.probe_server import unreachable
+from manyhosts.errors import LaunchError
+from manyhosts.launchers import handles
+from manyhosts.launchers.detached import Engine
+from manyhosts.launchers.kubernetes import manifest as kubernetes_manifest
+from manyhosts.launchers.kubernetes.kubernetes import Kubernetes
+from manyhosts.launchers.launcher import Launcher
+from manyhosts.launchers.sagemaker import request as sagemaker_request
+
+TARGETS = ("kubernetes", "sagemaker")
+_LOOK_S = 1.0
+_PATIENCE_S = 900.0
+"""How long an engine may take to start the first node."""
+_LAST_WORDS = 3
+
+
+def examine(launcher: Launcher, job: Job, request: Request, tell: Callable[[str], None]) -> Examination:
+    """Send the doctor as a job, hear what it has found, and take the job away. `tell` hears what is being done.
+
+    Raises:
+        ManyhostsError: the engine refused, or was not reached.
+    """
+    request = _there(job, request)
+    own = replace(job, in_place=in_job.__name__, environment={in_job.REQUEST: json.dumps(asdict(request))})
+    jobs = handles.engine(launcher, request.target)
+    tell(f"sending the doctor to {request.target}")
+    name = jobs.send(launcher.plan(own))
+    begin = time.monotonic()
+    reported = False
+    try:
+        found = _hear(jobs, name, request, tell)
+        reported = True
+    except LaunchError as error:
+        lost = [unreachable(error, request.target)]
+        found = Examination(request=request, findings=lost, seconds=time.monotonic() - begin)
+    finally:
+        if isinstance(jobs, Kubernetes):
+            jobs.remove(name)
+        elif not reported:  # else it is ending by itself
+            jobs.cancel(name)
+    return found
+
+
+def _hear(jobs: Engine, name: str, request: Request, tell: Callable[[str], None]) -> Examination:
+    deadline = time.monotonic() + _PATIENCE_S
+    while (status := jobs.status(name)).state == "waiting":
+        tell(f"waiting for {request.target}: {status.reason}")
+        if time.monotonic() > deadline:
+            raise LaunchError(
+                f"the first node was not started within {_PATIENCE_S:.0f} s: {status.reason}",
+                where=f"{request.target}://{name}",
+                fix="ask for less, or see what the engine waits for",
+            )
+        time.sleep(_LOOK_S)
+    said: deque[str] = deque(maxlen=_LAST_WORDS)
+    for kind, text in in_job.read(jobs.logs(name, follow=True)):
+        if kind == "does":
+            tell(text)
+        elif kind == "found":
+            found = Examination.of_json(request, json.loads(text))
+            if any(one.check == "reach" for one in found.findings):
+                why = jobs.status(name).reason
+                found.findings = [
+                    replace(one, where=f"{one.where}; {request.target}: {why}") if one.check == "reach" else one
+                    for one in found.findings
+                ]
+            return found
+        elif text.strip():
+            said.append(text.strip())
+    status = jobs.status(name)
+    raise LaunchError(
+        f"the doctor's job ended without a report: {status.reason}",
+        where=f"{request.target}://{name}, which printed: {'; '.join(said) or 'nothing'}",
+        fix="see that manyhosts is in the image, of this version, and that -o python= names the right Python",
+    )
+
+
+def _there(job: Job, request: Request) -> Request:
+    """`request` as the nodes see it: what is below the working directory is below theirs."""
+
+    def path(given: str) -> str:
+        below = given and Path(given).is_relative_to(job.folder)
+        return os.path.relpath(given, job.folder) if below else given
+
+    shares_disk, run_dir = False, path(request.run_dir)
+    if request.target == "kubernetes":
+        shares_disk = kubernetes_manifest.keeps_record(replace(job, run_dir=Path(request.run_dir)))
+    elif request.target == "sagemaker":
+        run_dir = str(sagemaker_request.RUN_DIR)
+    data = tuple(path(each) for each in request.data)
+    return replace(request, run_dir=run_dir, script=path(request.script), data=data, shares_disk=shares_disk)

@@ -1,0 +1,1 @@
+"""Going on when workers are lost or come."""

@@ -1,0 +1,1 @@
+"""Hosts as anybody reaches them: addresses, connections, files, disks, versions."""

@@ -1,0 +1,272 @@
+"""One host as ssh reaches it: a connection that everything shares, and the remote probe that answers questions there."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import re
+import shlex
+import subprocess
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from manyhosts.errors import LaunchError
+from manyhosts.hosts import hostfile, remote_probe
+
+CONNECT_S = 5
+"""How long a host may take to answer at its port."""
+_ANSWER_S = 20.0
+_START = "import sys; code = sys.stdin.buffer.read(int(sys.stdin.buffer.readline())); exec(code)"
+_CHOOSE = 'for python in "$@"; do command -v "$python" >/dev/null && exec "$python" -c "$0"; done; exit 127'
+"""For sh: start the first Python of several that there is, with the program that stands before them."""
+
+_OPTIONS = (
+    *("-o", "BatchMode=yes"),  # nobody is there to type a password
+    *("-o", f"ConnectTimeout={CONNECT_S}"),
+    *("-o", "ServerAliveInterval=5"),
+    *("-o", "ServerAliveCountMax=3"),
+)
+
+_CLOSED, _SILENT = (
+    r"port (?P<port>\d+): Connection refused",
+    r"timed out|No route to host|Network is unreachable|Host is down",
+)
+_MAY_PASS = (_CLOSED, _SILENT)
+"""What a host shows that is off, or is just being started."""
+_TROUBLES = [
+    (
+        r"Could not resolve hostname (?P<name>\S+?):",
+        "the name {name} of host {host} does not resolve",
+        "see how it is written in --hosts, in ~/.ssh/config and in /etc/hosts",
+    ),
+    (
+        r"REMOTE HOST IDENTIFICATION HAS CHANGED",
+        "host {host} shows another key than the one that is known of it",
+        "if it was installed anew, `ssh-keygen -R {host}` forgets the old key; if not, somebody may be in between",
+    ),
+    (
+        r"Host key verification failed|No \S+ host key is known",
+        "the key of host {host} is not known here",
+        "type `ssh {host}` once, compare the key that it shows, and say yes",
+    ),
+    (
+        r"Permission denied",
+        "host {host} does not let us in: it takes none of our keys",
+        "`ssh-copy-id {host}` brings your key there; see also User and IdentityFile in ~/.ssh/config",
+    ),
+    (
+        _CLOSED,
+        "host {host} is up, but nobody listens on its port {port}",
+        "start the ssh server there, or give the right Port in ~/.ssh/config",
+    ),
+    (
+        _SILENT,
+        "host {host} does not answer",
+        "see that it is on, that its cable is in, and that no firewall is before it",
+    ),
+]
+
+
+class Unreachable(LaunchError):
+    """A host does not answer, and may do so later."""
+
+
+class Connection:
+    """A host that ssh has been asked to reach. Use `facts` first: it waits until the host has answered."""
+
+    def __init__(self, host: str, folder: Path, pythons: Sequence[str], program: bytes = b"") -> None:
+        """Begin to connect. `folder` is where the sockets of shared connections are; `pythons` are tried in order.
+
+        `program` takes the remote probe's place there, and speaks as it does.
+        """
+        self.host, self._folder, self._pythons, self._program = host, folder, pythons, program
+        self._destination, port = hostfile.destination(host)
+        self._port = ["-p", port] if port else []
+        self._path = folder / f"{abs(hash(host)):x}"
+        self.chats = False
+        """Whether a login there prints words of its own, which rsync cannot read past."""
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        words = shlex.join(["sh", "-c", _CHOOSE, _START, *pythons])
+        self._outpost = subprocess.Popen(
+            self.command(words, *("-o", "ControlMaster=yes", "-o", "ControlPersist=no")),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "LC_ALL": "C"},  # its sentences are read
+            start_new_session=True,  # Ctrl-C is for the head alone
+        )
+        self._errors: list[str] = []
+        self._writing = threading.Lock()
+        self._readers = [
+            threading.Thread(target=self._read_answers, daemon=True),
+            threading.Thread(target=self._read_errors, daemon=True),
+        ]
+        for reader in self._readers:
+            reader.start()
+        program = program or Path(remote_probe.__file__).read_bytes()
+        self._write(f"{len(program)}\n".encode() + program)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nothing is known of its end."""
+        return self._outpost.poll() is None
+
+    def again(self) -> Connection:
+        """Another try to reach the same host."""
+        self._path.unlink(missing_ok=True)
+        return Connection(self.host, self._folder, self._pythons, self._program)
+
+    def command(self, words: str, *options: str) -> list[str]:
+        """What runs `words` on the host, for its shell, over the connection that is open."""
+        return [
+            "ssh",
+            *_OPTIONS,
+            "-o",
+            f"ControlPath={self._path}",
+            *options,
+            *self._port,
+            "-T",
+            self._destination,
+            words,
+        ]
+
+    @property
+    def shell(self) -> str:
+        """What rsync is to call in place of ssh."""
+        return shlex.join(["ssh", *_OPTIONS, "-o", f"ControlPath={self._path}", *self._port])
+
+    @property
+    def rsync_host(self) -> str:
+        """The host as rsync writes it before a path."""
+        user, at, name = self._destination.rpartition("@")
+        return f"{user}{at}[{name}]" if ":" in name else self._destination
+
+    def facts(self) -> dict[str, Any]:
+        """What the remote probe has found.
+
+        Raises:
+            Unreachable: the host does not answer.
+            LaunchError: it does not let us in, or has no Python.
+        """
+        found = self._next(CONNECT_S + _ANSWER_S)
+        if not found.get("address"):
+            found["address"] = remote_probe.way_to(self._destination.rpartition("@")[2])
+        return found
+
+    def ask(self, question: str, *, timeout_s: float = _ANSWER_S, **details: Any) -> Any:
+        """Have the remote probe answer.
+
+        Raises:
+            LaunchError: it could not, or the host is gone.
+        """
+        self._write(json.dumps({"ask": question, **details}).encode() + b"\n")
+        said = self._next(timeout_s)
+        if "trouble" in said:
+            raise LaunchError(
+                f"host {self.host} refused: {said['trouble']}",
+                where=f"host {self.host}",
+                fix=f"look at that with `ssh {self.host}`",
+            )
+        return said["answer"]
+
+    def tunnel(self, address: str, port: int, there: int = 0) -> int:
+        """Let the host reach `address` and `port` of this side. Returns the port on the host's own loopback.
+
+        `there`: which one that is to be; 0 is any free one.
+
+        Raises:
+            LaunchError: the host does not allow that.
+        """
+        place = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+        words = ["ssh", "-o", f"ControlPath={self._path}", "-O", "forward", "-R", f"127.0.0.1:{there}:{place}"]
+        done = subprocess.run([*words, *self._port, self._destination], capture_output=True, text=True)
+        if there and done.returncode == 0:
+            return there
+        if done.returncode != 0 or not done.stdout.strip().isdigit():
+            raise LaunchError(
+                f"host {self.host} can open no connection to this machine, and allows no tunnel",
+                where=f"host {self.host}: {done.stderr.strip()}",
+                fix=f"let it reach {address} of this machine, or allow AllowTcpForwarding in its sshd_config",
+            )
+        return int(done.stdout)
+
+    def pulse(self) -> None:
+        """Give a sign of life; without one the remote probe takes this side for gone after a while."""
+        self._write(b"\n")
+
+    def close(self) -> None:
+        """Let go of the host. Safe to call twice."""
+        with self._writing, contextlib.suppress(OSError):
+            assert self._outpost.stdin is not None, "it was asked for as a pipe"
+            self._outpost.stdin.close()
+        try:
+            self._outpost.wait(timeout=1)
+        except subprocess.TimeoutExpired:
+            self._outpost.kill()
+            self._outpost.wait()
+        for reader in self._readers:
+            reader.join(timeout=5)
+
+    def _write(self, text: bytes) -> None:
+        assert self._outpost.stdin is not None, "it was asked for as a pipe"
+        with self._writing, contextlib.suppress(OSError, ValueError):  # its end is told where the answer is awaited
+            self._outpost.stdin.write(text)
+            self._outpost.stdin.flush()
+
+    def _next(self, timeout_s: float) -> dict[str, Any]:
+        try:
+            line = self._lines.get(timeout=timeout_s)
+        except queue.Empty:
+            raise Unreachable(
+                f"host {self.host} takes connections, but said nothing within {timeout_s:.0f} s",
+                where=f"host {self.host}",
+                fix=f"see with `ssh {self.host}` whether it is frozen, or waits for a file system that is away",
+            ) from None
+        if line is None:
+            raise self._trouble()
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def _read_answers(self) -> None:
+        assert self._outpost.stdout is not None, "it was asked for as a pipe"
+        with self._outpost.stdout as stream:
+            for line in stream:
+                text = line.decode(errors="replace")
+                if text.startswith(remote_probe.MARK):  # the rest is what a login shell has to say
+                    self._lines.put(text.removeprefix(remote_probe.MARK))
+                else:
+                    self.chats = True
+        self._lines.put(None)
+
+    def _read_errors(self) -> None:
+        assert self._outpost.stderr is not None, "it was asked for as a pipe"
+        with self._outpost.stderr as stream:
+            self._errors += [line.decode(errors="replace").strip() for line in stream]
+
+    def _trouble(self) -> LaunchError:
+        """Why ssh has ended."""
+        code = self._outpost.wait()
+        self._readers[1].join(timeout=5)
+        return trouble(self.host, code, "\n".join(self._errors), self._pythons)
+
+
+def trouble(host: str, code: int, said: str, pythons: Sequence[str]) -> LaunchError:
+    """What ssh's exit code and words mean."""
+    where = f"host {host}"
+    if code == 127:
+        return LaunchError(
+            f"there is no Python on host {host}: neither {' nor '.join(pythons)}",
+            where=where,
+            fix="install the same environment there, or name one that is there with -o python=PATH",
+        )
+    for pattern, what, fix in _TROUBLES:
+        if found := re.search(pattern, said):
+            words = {"host": host, **found.groupdict()}
+            kind = Unreachable if pattern in _MAY_PASS else LaunchError
+            return kind(what.format(**words), where=where, fix=fix.format(**words))
+    last = next((line for line in reversed(said.splitlines()) if line), f"exit code {code}")
+    return LaunchError(f"ssh to host {host} failed: {last}", where=where, fix=f"see what `ssh {host}` says")

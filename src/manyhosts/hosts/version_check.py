@@ -1,0 +1,126 @@
+"""Whether hosts fit together: the same versions everywhere, and everybody reaches everybody."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import platform
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from manyhosts.errors import LaunchError
+from manyhosts.hosts import ways
+
+
+def here(manyhosts: str) -> dict[str, str]:
+    """This machine's versions, in the words of a remote probe. What it does not have itself, hosts may differ in."""
+    found = {"python": platform.python_version(), "manyhosts": manyhosts, "torch": ""}
+    if importlib.util.find_spec("torch") is not None:
+        found["torch"] = importlib.metadata.version("torch")
+    return found
+
+
+def see_that_each_is_named_once(facts: Mapping[str, Mapping[str, Any]]) -> None:
+    """See that no two names stand for one machine: two agents of one host would write to the same files.
+
+    Raises:
+        LaunchError: two do.
+    """
+    names: dict[str, str] = {}
+    for host, found in facts.items():
+        machine = found.get("machine", "")
+        if machine and names.setdefault(machine, host) != host:
+            raise LaunchError(
+                f"{names[machine]} and {host} are two names of one machine",
+                where=f"host {host}",
+                fix="name it once, and give --workers-per-node for several workers on it",
+            )
+
+
+def see_that_they_agree(facts: Mapping[str, Mapping[str, Any]], mine: Mapping[str, str]) -> None:
+    """See that every host (name → what it told) has the same packages.
+
+    Patches of Python may differ (3.11.2 and 3.11.7), and so may builds of torch (2.13.0+cpu and 2.13.0+cu130).
+
+    Raises:
+        LaunchError: one differs from this machine, or from most of the others.
+    """
+    for package in ("manyhosts", "torch"):
+        for host, found in facts.items():
+            if not found[package] and (package == "manyhosts" or mine["torch"]):
+                python = found["executable"]
+                raise LaunchError(
+                    f"host {host} has no {package}: {python} does not find it",
+                    where=f"host {host}",
+                    fix=f"install it there: {python} -m pip install {package}=={mine[package]}; or name the right"
+                    " Python with -o python=PATH",
+                )
+    for package in ("python", "manyhosts", "torch"):
+        usual = mine[package] or Counter(found[package] for found in facts.values()).most_common(1)[0][0]
+        for host, found in facts.items():
+            if counts(package, found[package]) != counts(package, usual):
+                raise LaunchError(
+                    f"host {host} has {package} {found[package]}, and this machine has {usual}",
+                    where=f"host {host}, {found['executable']}",
+                    fix=remedy(package, usual, found["executable"]),
+                )
+
+
+def see_that_they_meet(
+    names: Sequence[str], places: Sequence[tuple[str, int]], answers: Sequence[Sequence[str]]
+) -> None:
+    """See that every host reached the place (address, port) of every other; `answers` say why not, by host and place.
+
+    Raises:
+        LaunchError: some did not; each pair is named once.
+    """
+    closed: dict[frozenset[int], tuple[int, int, str]] = {}
+    for one, said in enumerate(answers):
+        for other, reason in enumerate(said):
+            if reason and one != other:
+                closed.setdefault(frozenset((one, other)), (one, other, reason))
+    if not closed:
+        return
+    one, other, reason = next(iter(closed.values()))
+    address, port = places[other]
+    pairs = ", ".join(" and ".join(names[host] for host in sorted(pair)) for pair in closed)
+    more = f" (and so it is between {len(closed)} pairs: {pairs})" if len(closed) > 1 else ""
+    raise LaunchError(
+        f"host {names[one]} cannot open a connection to host {names[other]} at {address} port {port}: {reason}{more}",
+        where=f"between {names[one]} and {names[other]}",
+        fix=ways.LET_THEM_MEET,
+    )
+
+
+def see_that_all_have(path: str, names: Sequence[str], there: Sequence[bool], *, synced: bool) -> None:
+    """See that the script is on every host.
+
+    Raises:
+        LaunchError: one has it not.
+    """
+    missing = [name for name, found in zip(names, there, strict=True) if not found]
+    if missing:
+        fix = (
+            "start from a folder that holds it: what is below the working directory is brought to every host"
+            if synced
+            else "leave --no-sync out, or see that the folder is shared with that host"
+        )
+        raise LaunchError(
+            f"there is no script {path} on host {', '.join(missing)}", where=f"host {missing[0]}", fix=fix
+        )
+
+
+def counts(package: str, version: str) -> str:
+    """The part of a version that must be the same."""
+    if package == "python":
+        return ".".join(version.split(".")[:2])
+    return version.partition("+")[0]
+
+
+def remedy(package: str, version: str, python: str) -> str:
+    """How `version` of `package` comes to a host whose Python is `python`."""
+    if package == "python":
+        short = counts(package, version)
+        return f"install Python {short} there with the same packages, or name one with -o python=PATH"
+    return f"install the same there: {python} -m pip install {package}=={version}"

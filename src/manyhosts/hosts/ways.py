@@ -1,0 +1,84 @@
+"""Which hosts have to open connections to which, and what it means that some cannot."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from manyhosts.cluster.findings import Finding
+
+LET_THEM_MEET = (
+    "workers talk on ports that the system chooses: let the firewalls of these two hosts pass all TCP between"
+    " them, and see that these addresses are of one network"
+)
+"""What helps hosts that do not reach each other."""
+MAKE_A_NETWORK = (
+    "the one that is to be reached is behind a firewall or an address translation: join both by WireGuard (see"
+    " docs/security.md), and give their addresses on it, here with -o address= and there with --address"
+)
+"""What helps hosts that are on different networks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where a host can be connected to."""
+
+    name: str
+    address: str
+    port: int
+    gpus: int = 0
+    """How many GPUs its workers have: NCCL opens connections in both directions."""
+    keeps_store: bool = False
+    """Whether workers meet at a store there, to which each of them opens a connection."""
+
+
+def opens(one: str, other: str) -> bool:
+    """Whether Gloo, between hosts with these addresses, has `one` open the connection: the larger address does."""
+    mine, theirs = ipaddress.ip_address(one), ipaddress.ip_address(other)
+    return mine.version != theirs.version or mine.packed > theirs.packed
+
+
+def is_needed(one: Place, other: Place) -> bool:
+    """Whether workers can only work together where host `one` can open connections to host `other`."""
+    return other.keeps_store or bool(one.gpus and other.gpus) or opens(one.address, other.address)
+
+
+class Ways:
+    """What hosts have found when they connected to each other."""
+
+    def __init__(self, *, one_way: bool) -> None:
+        """`one_way`: whether a direction may be closed in which none is opened, as behind an address translation."""
+        self._one_way = one_way
+        self.places: dict[int, Place] = {}
+        """By node."""
+        self._closed: dict[tuple[int, int], str] = {}
+        """Why the first does not reach the second."""
+
+    def take(self, one: int, others: Sequence[int], answers: Sequence[str]) -> None:
+        """Node `one` has connected to `others`: for each why it was not let in, or nothing."""
+        for other, reason in zip(others, answers, strict=False):
+            self._closed.pop((one, other), None)
+            if reason and one != other:
+                self._closed[one, other] = reason
+
+    def findings(self) -> list[Finding]:
+        """The pairs of hosts that cannot work together."""
+        return [
+            self._finding(self.places[one], self.places[other], reason)
+            for (one, other), reason in self._closed.items()
+            if one in self.places
+            and other in self.places
+            and not (self._one_way and not is_needed(self.places[one], self.places[other]))
+        ]
+
+    def _finding(self, one: Place, other: Place, reason: str) -> Finding:
+        return Finding(
+            level="error",
+            check="connection",
+            what=f"host {one.name} cannot open a connection to host {other.name} at {other.address} port {other.port}:"
+            f" {reason}",
+            where=f"between {one.name} and {other.name}",
+            fix=MAKE_A_NETWORK if self._one_way else LET_THEM_MEET,
+            kind="network",
+        )

@@ -1,0 +1,280 @@
+"""What `local-sgd` and `diloco` have in common: workers that step alone, and exchange something now and then."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from manyhosts.communication.layout import spread
+from manyhosts.communication.nodes import Levels
+from manyhosts.communication.world import World
+from manyhosts.config.local_steps import DiLoCo, LocalSGD
+from manyhosts.strategies import local_rate
+from manyhosts.strategies.local_updates import LocalGradient, LocalState, local_tensors, weighted_mean
+from manyhosts.strategies.rounds import Rounds
+from manyhosts.strategies.strategy import Compute, Piece, Scale, Shard, StepOutcome, Steppable
+
+
+@dataclass(frozen=True, slots=True)
+class LocalProgress:
+    """How far a worker had stepped alone when the workers changed."""
+
+    since: int
+    """Steps since the last exchange; -1 for a worker that has not trained yet."""
+    share: float
+    """Its part of the samples of those steps, in batches; where a node stepped alone, the node's."""
+    alone: int
+    """The number of whoever stepped alone in them: that of its node, or its own."""
+    in_doubt: bool = False
+    """Whether its optimizer may be another than that of those who share this number."""
+
+    @property
+    def trained(self) -> bool:
+        """Whether it has something that counts."""
+        return self.since >= 0
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """What went with those that are gone."""
+
+    who: str = ""
+    """Those of whom nobody is left that stepped with them, in words; empty where there are none."""
+    batches: float = 0.0
+    """What they had learned from."""
+    steps: int = 0
+    """In how many steps; -1 where nobody is left who trained with them."""
+
+    def told(self) -> str:
+        """In words; empty where nothing is."""
+        if not self.who:
+            return ""
+        if self.steps < 0:  # nobody is left who would know
+            return f"what {self.who} learned alone since the last mean"
+        return f"what {self.who} learned alone from {self.batches:.3g} batches in {self.steps} steps"
+
+
+def parts_of_mean(local_progress: Sequence[LocalProgress], *, alike: bool = False) -> list[float]:
+    """What each worker's model counts in the mean of those that trained, by rank; together 1.
+
+    Whoever stepped alone counts by its samples, or all count `alike`; what a node counts is split evenly over those of
+    it that are left, who hold the same.
+    """
+    left = Counter(each.alone for each in local_progress if each.trained)
+    shares = {each.alone: each.share for each in local_progress if each.trained}
+    if alike or not sum(shares.values()):
+        shares = dict.fromkeys(shares, 1.0)
+    total = sum(shares.values())
+    return [shares[each.alone] / total / left[each.alone] if each.trained else 0.0 for each in local_progress]
+
+
+def what_is_lost(local_progress: Sequence[LocalProgress], node_of: Sequence[int]) -> Lost:
+    """What those took along who are not among `local_progress` any more. `node_of`: see `LocalGradient`, when all were there."""
+    shares = {each.alone: each.share for each in local_progress if each.trained}
+    lost = set(node_of) - set(shares)
+    if not lost:
+        return Lost()
+    kind = "worker" if len(set(node_of)) == len(node_of) else "host"
+    who = f"the lost {kind}" if len(lost) == 1 else f"the {len(lost)} lost {kind}s"
+    since = max(each.since for each in local_progress)
+    return Lost(who, max(0.0, since - sum(shares.values())), since)
+
+
+def first_of(ranks: Sequence[int], local_progress: Sequence[LocalProgress]) -> int:
+    """Which of the workers of a node, by rank, the others follow: the first that has trained."""
+    return next((rank for rank in ranks if local_progress[rank].trained), ranks[0])
+
+
+def optimizers_from(local_progress: Sequence[LocalProgress], levels: Levels | None) -> list[int]:
+    """For each worker, by rank, whose optimizer it goes on with: of those of a node all are to be alike."""
+    givers = list(range(len(local_progress)))
+    for ranks in () if levels is None else levels.nodes:
+        first = first_of(ranks, local_progress)
+        for rank in ranks:
+            both = (local_progress[first], local_progress[rank])
+            stepped_together = both[0].alone == both[1].alone and all(one.trained for one in both)
+            if not stepped_together or any(one.in_doubt for one in both):
+                givers[rank] = first
+    return givers
+
+
+class LocalStepping:
+    """All of such a strategy but the exchange, which each adds."""
+
+    def __init__(self, config: LocalSGD | DiLoCo, world: World) -> None:
+        self.config, self.world = config, world
+        self.alone, self.own = LocalGradient(world, by_node=config.inside_node == "exact"), LocalState(world)
+        self.rounds = Rounds(config)
+        self.model: nn.Module | None = None
+        self.steps = 0
+        """Of the run."""
+        self.squares_of = 0
+        """How many stepped alone when the optimizer last took the mean of squared gradients; 0 before it has."""
+        self.givers: Sequence[int] = ()
+        self.lost = Lost()
+        """What a meeting that broke off has found to be lost."""
+        self.is_new = self.in_doubt = False
+        """Since a meeting began, until the next step: whether this worker had not trained before it, and whether its
+        optimizer may be another than those of its node. A meeting may break off, and begin anew among others."""
+
+    def shard(self) -> Shard:
+        """One part for each worker."""
+        return Shard(self.world.rank, self.world.size)
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """Move `model` to this worker's device and make it equal to the leader's."""
+        self.model = model.to(self.world.device)
+        spread([*model.parameters(), *model.buffers()], self.world)
+        self.alone.place(self.model, exact=self.is_exact)
+        return self.model
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the next step is one of the exact beginning, in which all step together."""
+        return self.steps < self.config.sync_warmup
+
+    def _regroup(self) -> None:
+        """Step together with those that belong to the next step. Called by all workers, which are those they were."""
+        self.alone.regroup(self.alone.levels(exact=self.is_exact), 0)
+
+    def hold(self, optimizer: torch.optim.Optimizer) -> None:
+        """Know this worker's optimizer."""
+        self.own.optimizer = optimizer
+
+    def forward_backward(
+        self, model: nn.Module, pieces: Sequence[Piece], compute: Compute, scale: Scale, control_flags: Sequence[float]
+    ) -> StepOutcome:
+        """Fill the gradients with the mean over one's own samples: the worker's, or its node's."""
+        return self.alone.forward_backward(model, pieces, compute, scale, control_flags)
+
+    def clip_gradients(self, model: nn.Module, max_norm: float) -> Tensor:
+        """Clip by the norm of one's own gradient: the worker's, or its node's."""
+        return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+    def update(self, model: nn.Module, optimizer: Steppable) -> None:
+        """Step alone. What is exchanged comes behind it: see `exchange`."""
+        assert isinstance(optimizer, torch.optim.Optimizer), f"local steps have no loss scaler, got {type(optimizer)}"
+        rule, count = self.config.local_lr_scaling, self.alone.count
+        if self.squares_of not in (0, count) and local_rate.applies(rule, optimizer):
+            local_rate.expect_noise(optimizer, count / self.squares_of)
+        self.squares_of = count
+        with local_rate.multiplied(optimizer, local_rate.factor(rule, optimizer, count), decay=False):
+            optimizer.step()
+        self.is_new = self.in_doubt = False  # by the last word of this step all have met
+        self.steps += 1
+        self.rounds.saw(optimizer)
+
+    def end_exact_step(self) -> None:
+        """A step of the exact beginning is over, and a round begins with the next. Called by all workers."""
+        self.alone.met()
+        self.rounds.next()
+        if not self.is_exact:
+            self._regroup()
+
+    def average(self, model: nn.Module) -> None:
+        """Replace the model of every worker by the mean over all of them. In an exact beginning all are equal."""
+        if self.alone.together is not self.world:
+            weight = 1 / self.world.size if self.counts_alike else self.alone.weight
+            weighted_mean(local_tensors(model), weight, self.world)
+
+    def about_rate(self, optimizer: Steppable) -> str:
+        """What this does to the learning rate, in a sentence for the user; empty where it does nothing."""
+        by = local_rate.factor(self.config.local_lr_scaling, optimizer, self.alone.later)
+        if by == 1:
+            return ""
+        since = f" from step {self.config.sync_warmup + 1} on" if self.is_exact else ""
+        return (
+            f"{self.config.name}: {type(optimizer).__name__} steps at {by:.3g} times the learning rate{since}, the "
+            f"root of how many step alone ({self.alone.later}); local_lr_scaling=None leaves it as it is"
+        )
+
+    # Workers that go and come.
+
+    @property
+    def whole(self) -> bool:
+        """Whether this worker's gradient of the step under way is here."""
+        return self.alone.whole
+
+    def let_go(self) -> None:
+        """Nothing is under way between two steps."""
+
+    def step_back(self) -> None:
+        """Count the samples of the step under way as not seen."""
+        self.alone.step_back()
+
+    def shared_state(self) -> dict[str, Any]:
+        """Where the run and its rounds stand."""
+        return {"steps": self.steps, "squares_of": self.squares_of, **self.rounds.shared_state()}
+
+    def take_shared(self, state: Mapping[str, Any]) -> None:
+        """Take up what `shared_state` gave on another worker."""
+        self.steps, self.squares_of = state["steps"], state["squares_of"]
+        self.rounds.take_shared(state)
+
+    def meet(self, source: int, *, new: bool, gone: int) -> str:
+        """Let all go on from the mean of the models of those that trained, weighted by the samples each has seen.
+
+        Where one of them has the mean that was due already, with the part of a lost worker in it, all take that.
+        """
+        return self.meet_models(source, new=new).told()
+
+    def meet_models(self, source: int, *, new: bool) -> Lost:
+        """Have one model on all workers, and find who steps alone from now on. Returns what is lost."""
+        assert self.model is not None, "place() comes before meet()"
+        alone, world = self.alone, self.world
+        self.is_new = self.is_new or new
+        row = [-1 if self.is_new else alone.steps, alone.share, alone.number, self.in_doubt]
+        self.in_doubt = True  # before anybody can be through with it
+        rows = world.stack(torch.tensor(row, dtype=torch.float64, device=world.device)).tolist()
+        local_progress = [
+            LocalProgress(int(since), share, int(number), bool(doubt)) for since, share, number, doubt in rows
+        ]
+        have_met = [rank for rank, each in enumerate(local_progress) if each.since == 0]
+        if not have_met:
+            self.lost = what_is_lost(local_progress, alone.node_of)
+        if have_met or not any(each.trained for each in local_progress):
+            spread(local_tensors(self.model), world, have_met[0] if have_met else source)
+        else:
+            weighted_mean(
+                local_tensors(self.model), parts_of_mean(local_progress, alike=self.counts_alike)[world.rank], world
+            )
+        alone.met()
+        levels = alone.levels(exact=self.is_exact)
+        self.givers = optimizers_from(local_progress, levels)
+        ranks = next((ranks for ranks in levels.nodes if world.rank in ranks), (0,)) if levels is not None else (0,)
+        alone.regroup(levels, ranks.index(first_of(ranks, local_progress)))
+        lost, self.lost = self.lost, Lost()
+        return lost
+
+    @property
+    def counts_alike(self) -> bool:
+        """Whether all that step alone count alike in the mean, and not by their samples."""
+        return False
+
+    def state_dict(self) -> dict[str, Any]:
+        """This worker's own model and optimizer, where they differ from the others'."""
+        return {
+            "steps": self.steps,
+            "squares_of": self.squares_of,
+            **self.rounds.state_dict(),
+            **self.alone.state_dict(),
+            **self.own.state_dict(self.model),
+        }
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Take up what `state_dict` gave; where the workers changed, all go on from the mean."""
+        if not states or not states[0]:
+            return
+        assert self.model is not None, "place() comes before load_state_dict()"
+        began_exact = self.is_exact
+        self.steps, self.squares_of = states[0]["steps"], states[0].get("squares_of", 0)
+        if began_exact and not self.is_exact:
+            self._regroup()
+        self.rounds.load_state_dict(states[0])
+        self.alone.load_state_dict(states)
+        self.own.load_state_dict(self.model, states, same=self.alone.same(states))

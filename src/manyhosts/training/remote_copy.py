@@ -1,0 +1,160 @@
+"""The remote copy that snapshots go to, an object store or a folder: looked at before the first step, copied to after.
+
+The leader alone talks to it. Where it is a new machine with an empty disk, it brings from there what the run goes on
+from, before anybody looks at the disk; where the leader goes, the next one takes over.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from manyhosts import errors
+from manyhosts.communication.gathering import gather_words
+from manyhosts.communication.world import World
+from manyhosts.errors import ConfigError, ManyhostsError, SnapshotError
+from manyhosts.events import Note, SnapshotCopied
+from manyhosts.records.run_directory import RunDirectory
+from manyhosts.snapshot.disk import Disk
+from manyhosts.snapshot.load import Fits, newest_whole
+from manyhosts.snapshot.objects.bring import bring_best, bring_newer, bring_records
+from manyhosts.snapshot.objects.client import Client, sentence
+from manyhosts.snapshot.objects.copier import Copier
+from manyhosts.snapshot.objects.location import ObjectStoreLocation
+
+_RECORD = "run.json"
+_LOOK_EVERY_S = 1.0
+
+
+class RemoteCopy:
+    """What one run keeps at `address`, beside its directory."""
+
+    def __init__(self, address: str, directory: RunDirectory, *, keep: int, script: Path, world: World) -> None:
+        self.address, self._directory, self._script, self._world = address, directory, script, world
+        self._records = {_RECORD: directory.run_json, "metrics.jsonl": directory.metrics}
+        self._location: ObjectStoreLocation | None = None
+        self._copier = Copier(self._reach, address, keep=keep, records=self._records)
+        self.notes: list[str] = []
+        """What is worth saying once training begins."""
+
+    def _reach(self) -> ObjectStoreLocation:
+        if self._location is None:
+            self._location = ObjectStoreLocation(Client(self.address))
+        return self._location
+
+    def prepare(self, fits: Fits) -> None:
+        """See that snapshots can be kept there, and bring the newest one that fits where the disk has none as new.
+
+        Every worker calls this, before it looks at the disk.
+
+        Raises:
+            ConfigError: it cannot be reached or written to, or holds what another script has kept.
+            SnapshotError: it has snapshots, the disk has none, and none can be gone on from.
+        """
+        self.notes = self._on_leader(lambda: self._prepare(fits))
+
+    def _prepare(self, fits: Fits) -> list[str]:
+        location, folder, disk = self._reach(), self._directory.snapshots, Disk()
+        location.client.check()
+        self._see_whose_it_is(location)
+        here = newest_whole(folder)
+        brought = bring_newer(location, folder, fits, than=-1 if here is None else here.step, disk=disk)
+        notes = [f"passed over {each}" for each in brought.passed_over]
+        if brought.found is None:
+            if brought.passed_over and here is None:
+                raise SnapshotError(
+                    "no snapshot there can be gone on from:\n" + "\n".join(f"  {each}" for each in brought.passed_over),
+                    where=self.address,
+                    fix="take back the change, or begin anew with another snapshots.to",
+                )
+            return notes
+        bring_best(location, self._directory.best, fits, disk)
+        lost = bring_records(location, brought.found, self._records)
+        notes += [f"{name} is not whole at {self.address}: the record begins anew" for name in lost]
+        return [*notes, f"brought the snapshot of step {brought.found.step} from {self.address}"]
+
+    def _see_whose_it_is(self, location: ObjectStoreLocation) -> None:
+        kept = next((found for found in location.found() if not found.how), None)
+        record = None if kept is None else location.record(kept, _RECORD)
+        if record is None:
+            return
+        script = str(json.loads(record).get("script", ""))
+        if Path(script).name != self._script.name:
+            raise ConfigError(
+                f"the snapshots of {script} are kept there, not those of {self._script.name}",
+                where=f"snapshots.to={self.address!r}",
+                fix="give each run an address of its own",
+            )
+
+    def _on_leader(self, act: Callable[[], list[str]]) -> list[str]:
+        """What `act` gives on the leader, or the error that it raises there, on every worker."""
+        told: dict[str, Any] = {}
+        crash: list[BaseException] = []
+
+        def tell() -> None:
+            try:
+                told["notes"] = act()
+            except ManyhostsError as error:
+                told.update(kind=type(error).__name__, what=error.what, where=error.where, fix=error.fix)
+            except OSError as trouble:
+                fix = "see that this machine reaches the store, and that the disk has room; then start it again"
+                told.update(kind="SnapshotError", what=sentence(trouble), where=self.address, fix=fix)
+            except BaseException as fault:  # one of ours
+                crash.append(fault)
+
+        thread = threading.Thread(target=tell, name="manyhosts-bring", daemon=True)
+        if self._world.is_leader:
+            thread.start()
+        while self._world.any(_still_runs(thread)):  # so that nobody takes a long download for a worker that is gone
+            pass
+        if crash:
+            raise crash[0]
+        heard = json.loads(gather_words(self._world, json.dumps(told))[0])
+        if "kind" in heard:
+            raise getattr(errors, heard["kind"])(heard["what"], where=heard["where"], fix=heard["fix"])
+        notes: list[str] = heard["notes"]
+        return notes
+
+    def offer(self, path: Path) -> None:
+        """Copy the whole snapshot in the folder `path`, soon, where this worker is the leader."""
+        if self._world.is_leader:
+            self._copier.offer(path)
+
+    def catch_up(self) -> None:
+        """Copy what the disk has and the store lacks, as after a leader that is gone, where this worker leads now."""
+        if not self._world.is_leader:
+            return
+        if (newest := newest_whole(self._directory.snapshots, content=False)) is not None:
+            self.offer(newest.path)
+        if self._directory.best.exists():
+            self.offer(self._directory.best)
+
+    def keep_end(self) -> None:
+        """Have the record's last lines there, too. All else is there already, so a failure is not worth a word."""
+        newest = newest_whole(self._directory.snapshots, content=False) if self._world.is_leader else None
+        if newest is not None:
+            with suppress(OSError, ManyhostsError):
+                self._reach().add_end(newest.path, self._records)
+
+    def holds(self, path: Path) -> bool:
+        """Whether `path` is still to be copied, so that it must stay on the disk."""
+        return self._copier.holds(path)
+
+    def finished(self) -> list[SnapshotCopied | Note]:
+        """What became of copies since the last call."""
+        return self._copier.finished()
+
+    def finish(self, meanwhile: Callable[[], None]) -> None:
+        """Wait until all is copied. Every worker calls this; `meanwhile` is called now and then."""
+        while self._world.any(not self._copier.wait(_LOOK_EVERY_S)):
+            meanwhile()
+
+
+def _still_runs(thread: threading.Thread) -> bool:
+    if thread.ident is not None:
+        thread.join(_LOOK_EVERY_S)
+    return thread.is_alive()

@@ -1,0 +1,421 @@
+"""What a run keeps on disk to go on from: snapshots of everything, and the best model."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from manyhosts.communication.layout import without_repeats, write
+from manyhosts.config.settings import Settings
+from manyhosts.config.stopping import EarlyStopping
+from manyhosts.data import randomness
+from manyhosts.errors import ConfigError, SnapshotError
+from manyhosts.events import Note, SnapshotCopied, SnapshotSaved, SnapshotSkipped
+from manyhosts.records.manifest import Facts, read
+from manyhosts.records.run_directory import RunDirectory
+from manyhosts.snapshot.fingerprint import fingerprint
+from manyhosts.snapshot.load import Loaded, load, same_model
+from manyhosts.snapshot.set_aside import is_newest
+from manyhosts.snapshot.store import Store
+from manyhosts.strategies.local_updates import LocalUpdates, averaged_parameters
+from manyhosts.training.buffers import put_transient, transient
+from manyhosts.training.build import Parts
+from manyhosts.training.remote_copy import RemoteCopy
+from manyhosts.training.resuming import Changes, asked_of, compare
+from manyhosts.training.same_weights import compare_weights
+from manyhosts.training.state import RunState
+from manyhosts.training.trained import load_loss, loss_state
+
+_NO_RECORDS = "a disk does not take the records of its steps"
+
+
+class SnapshotSchedule:
+    """Saves and restores the parts of a run."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        directory: RunDirectory,
+        *,
+        keep: int,
+        strategy: str,
+        settings: Settings,
+        tell: Callable[[SnapshotSaved | SnapshotSkipped | SnapshotCopied | Note], None],
+        second: RemoteCopy | None = None,
+    ) -> None:
+        """`second`: where each snapshot is copied to, beside the run directory."""
+        self.parts, self.directory, self.strategy, self.tell = parts, directory, strategy, tell
+        self.settings = settings
+        self.rule = settings.early_stopping or EarlyStopping()
+        """Which metric is watched, and what is better."""
+        self.second = second
+        self.store = Store(directory.snapshots, keep=keep, world=parts.world, holds=self._is_needed)
+        self.newest: SnapshotSaved | None = None
+        self.trouble = ""
+        """Why the last snapshot that was not written was not, as far as this worker knows."""
+        self.best_saved_at = -1
+        """The step of the best model that was begun to be written last."""
+        self.saved_at = -1
+        """The step of the last snapshot that was begun or restored; -1 where it lacks what was found out since."""
+        self.changes = Changes()
+        """What is other than when the snapshot was made that was restored last."""
+
+    def _is_needed(self, path: Path) -> bool:
+        """Whether a snapshot must stay, however old: it is yet to be copied, or what came after it is unproven."""
+        if self.second is not None and self.second.holds(path):
+            return True
+        trusted = None if self.parts.auditor is None else self.parts.auditor.trusted
+        return trusted is not None and is_newest(path, up_to=trusted)
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds that training has stood still for snapshots."""
+        return self.store.stalled_s
+
+    def watched(self, values: dict[str, float]) -> float:
+        """The value of the watched metric.
+
+        Raises:
+            ConfigError: nobody reports it.
+        """
+        self.check_watched(values)
+        return values[self.rule.metric]
+
+    def check_watched(self, values: Collection[str]) -> None:
+        """See that the watched metric is among `values`.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        if self.rule.metric not in values:
+            raise ConfigError(
+                f"early stopping watches {self.rule.metric!r}, which nobody reports",
+                where="early_stopping.metric",
+                fix=f"choose one of {', '.join(sorted(values))}, or add it to mh.Trainer(metrics=…)",
+            )
+
+    def everything(self, state: RunState, *, own: bool = False) -> dict[str, Any]:
+        """What is equal on all workers, and enough for any of them to go on; the tensors are those in use.
+
+        Where models drift apart, theirs is the mean, for which all must call this; with `own` it is this worker's.
+        """
+        held = held_by(self.parts)
+        return {**held, **({} if own else self._weights(state.step)), "run": state.to_dict()}
+
+    def take_up(self, kept: dict[str, Any], *, own: bool = False) -> None:
+        """Put what `everything` gave, here or on another worker, into the parts of this one.
+
+        `own`: this worker has stepped alone, and keeps its model and optimizer.
+        """
+        take_up(self.parts, kept, own=own)
+
+    def save(self, state: RunState) -> None:
+        """Begin a snapshot of everything."""
+        parts = self.parts
+        self.saved_at = state.step
+        own = {"strategy": parts.strategy.state_dict(), "stream": dict(state.stream)}
+        self.store.save(
+            self.everything(state),
+            self._facts(state),
+            own=own if any(own.values()) else None,
+            unchanged_until_update=[*parts.trained.parameters(), *_tensors(parts.optimizer.state)],
+        )
+        self.listen()
+
+    def save_alone(self, state: RunState) -> bool:
+        """Make a snapshot of what this worker holds, without any other. Whether it is whole now.
+
+        The model is written as the best one before, where it is that and nobody has done it.
+        """
+        parts = self.parts
+        facts = replace(self._facts(state), run=asked_of(self.settings, parts))
+        is_whole = not self.lacks_best(state) or self.store.save_alone(self.directory.best, weights_of(parts), facts)
+        if is_whole:
+            path = self.store.folder / f"step-{state.step:08d}"
+            is_whole = self.store.save_alone(path, {**held_by(parts), "run": state.to_dict()}, facts)
+        self.listen()
+        return is_whole
+
+    def lacks_best(self, state: RunState) -> bool:
+        """Whether the best model is not on this worker's disk, and should be."""
+        if state.best_step < 0 or not self.store.is_writer:
+            return False
+        try:
+            return read(self.directory.best).facts.step != state.best_step
+        except (SnapshotError, OSError):
+            return True
+
+    def leave_out(self, state: RunState) -> None:
+        """Make no snapshot here, for a disk does not take the records of the steps that it would count."""
+        self.saved_at = state.step
+        path = self.store.folder / f"step-{state.step:08d}"
+        self.trouble = _NO_RECORDS
+        self.tell(SnapshotSkipped(step=state.step, path=path, reason=_NO_RECORDS, time=time.time()))
+
+    def save_best(self, state: RunState) -> None:
+        """Begin to write the model as the best one."""
+        self.best_saved_at = state.best_step
+        self.store.save_as(
+            self.directory.best,
+            self._weights(state.best_step),
+            self._facts(state),
+            unchanged_until_update=self.parts.trained.parameters(),
+        )
+
+    def _weights(self, step: int) -> dict[str, Any]:
+        """The model, and the loss's state, as all workers hold them: a copy of the mean, where they drift apart.
+
+        Raises:
+            TrainingError: they do not hold the same.
+        """
+        parts, moment = self.parts, f"before the snapshot of step {step}"
+        if not isinstance(parts.strategy, LocalUpdates):
+            compare_weights(parts, moment)
+            return weights_of(parts)
+        with averaged_parameters(parts.strategy, parts.trained):
+            compare_weights(parts, moment)
+            return copied(weights_of(parts))
+
+    def before_update(self) -> None:
+        """Wait until a snapshot under way has copied what the update will change."""
+        self.store.before_update()
+        self.listen()
+
+    def listen(self) -> None:
+        """Tell what became of snapshots whose writing has ended."""
+        for news in self.store.finished():
+            if isinstance(news, SnapshotSaved) and news.path.parent == self.directory.snapshots:
+                self.newest = news
+            if isinstance(news, SnapshotSkipped):
+                self.trouble = news.reason
+            if isinstance(news, SnapshotSaved) and self.second is not None:
+                self.second.offer(news.path)
+            self.tell(news)
+        for copied in self.second.finished() if self.second is not None else []:
+            self.tell(copied)
+
+    def abandon(self) -> bool:
+        """Give up what is being written: some of those who write it are gone. Whether a snapshot is lost so."""
+        under_way = self.store.under_way
+        self.store.abandon()
+        self.store.wait()
+        self.listen()
+        if under_way == self.directory.best:
+            self.best_saved_at = -1
+        return under_way is not None and under_way != self.directory.best
+
+    def finish(self) -> None:
+        """Wait until everything is written."""
+        self.store.wait()
+        self.listen()
+
+    def finish_copies(self, meanwhile: Callable[[], None]) -> None:
+        """Wait until everything is in the remote copy, too. Every worker calls this; `meanwhile` now and then."""
+        if self.second is not None:
+            self.second.finish(meanwhile)
+        self.listen()
+
+    def begin(self) -> tuple[RunState, Loaded | None]:
+        """Look in the remote copy, then do as `restore`. Every worker calls this before the first step.
+
+        Raises:
+            ConfigError, DataError: the remote copy cannot be used, or something has changed that must not.
+            SnapshotError: there are snapshots, and none can be gone on from.
+        """
+        if self.parts.world.is_leader:
+            self.parts.data_identity()  # now, and not when the first snapshot is made
+        if self.second is None:
+            return self.restore()
+        self.store.gather()
+        self.second.prepare(same_model(fingerprint(self.parts.model)))
+        return self.restore()
+
+    def has_whole(self, step: int) -> bool:
+        """Whether the snapshot of `step` is on the leader's disk, whole. Every worker calls this, after `finish`."""
+        newest = self.newest
+        return not self.parts.world.any(self.parts.world.is_leader and (newest is None or newest.step != step))
+
+    def is_short_of_room(self) -> bool:
+        """Whether the leader could not write the last snapshot for want of room. Every worker calls this."""
+        words = (_NO_RECORDS, *(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT)))
+        return self.parts.world.any(self.parts.world.is_leader and any(word in self.trouble for word in words))
+
+    def drop_oldest(self) -> bool:
+        """Make room: remove the oldest snapshot, on every disk. Never the newest whole one, nor the best.
+
+        Every worker calls this. Returns whether the leader's disk had one.
+        """
+        dropped = self.store.drop_oldest()
+        if dropped is not None:
+            self.tell(Note(text=f"the disk is full: {dropped.name} was removed", step=self.saved_at, time=time.time()))
+        return self.parts.world.any(self.parts.world.is_leader and dropped is not None)
+
+    def last_good(self) -> str:
+        """The newest snapshot, in a sentence."""
+        self.finish()
+        if self.newest is None:
+            return "There is no snapshot yet."
+        return f"The last good snapshot is {self.newest.path}."
+
+    def restore(self) -> tuple[RunState, Loaded | None]:
+        """Take up the newest snapshot that fits; a fresh state where there is none.
+
+        Raises:
+            ConfigError, DataError: something has changed that must not.
+            SnapshotError: there are snapshots, and none can be gone on from.
+        """
+        loaded = self.store.latest(same_model(fingerprint(self.parts.model)))
+        if loaded is None:
+            return RunState(), None
+        parts, kept, asked = self.parts, loaded.state, loaded.facts.run
+        self.changes = compare(asked, lambda: asked_of(self.settings, parts), parts.world, str(loaded.path))
+        state = RunState.from_dict(kept["run"], {})
+        take_up(parts, kept, schedule=not self.changes.optimizer)
+        if self.changes.optimizer:
+            parts.as_made.stand(parts.optimizer, parts.schedule, steps=state.step, kept=kept, asked=asked)
+        loaded, kept = replace(loaded, state=None), {}  # the parts have it; this worker's own is read next
+        if "kept back" not in self.changes.keys:
+            parts.strategy.load_state_dict(loaded.owns.under("strategy"))
+        self._change(state)
+        stream = parts.source.of_snapshot(loaded.owns.under("stream"), parts.world.rank, state.position)
+        state.stream = dict(stream)  # read now, while the snapshot is there
+        self.saved_at = loaded.facts.step
+        self.newest = SnapshotSaved(
+            step=loaded.facts.step,
+            path=loaded.path,
+            bytes=0,
+            seconds=0.0,
+            stall_seconds=0.0,
+            time=loaded.manifest.time,
+        )
+        return state, loaded
+
+    def _change(self, state: RunState) -> None:
+        """Have in `state` what follows from the changes."""
+        begin = self.parts.source.begin(state.position)
+        if begin != state.position:
+            state.position, state.epoch_loss, state.epoch_samples, state.epoch_seconds = begin, 0.0, 0, 0.0
+        if "watched" in self.changes.keys:
+            state.best, state.best_step, state.validations_without_gain = None, -1, 0
+        stops_early = self.settings.early_stopping is not None
+        if "early_stopping" in self.changes.keys and not (
+            stops_early and state.validations_without_gain >= self.rule.patience
+        ):
+            state.ended = ""
+
+    def take_end(self, step: int) -> bool:
+        """Take up the snapshot of `step`, as this worker finds it on the disk. Whether it was there, and whole."""
+        self.store.wait()
+        try:
+            loaded = load(self.store.folder / f"step-{step:08d}", same_model(fingerprint(self.parts.model)))
+        except (SnapshotError, OSError):
+            return False
+        self.take_up(loaded.state)
+        self.saved_at = step
+        return True
+
+    def _facts(self, state: RunState) -> Facts:
+        position = state.position
+        return Facts(
+            step=state.step,
+            epoch=position.epoch,
+            position={"epoch": position.epoch, "sample": position.sample},
+            strategy=self.strategy,
+            model=fingerprint(self.parts.model),
+            # Others write no manifest, and need not look at the data for it.
+            run=asked_of(self.settings, self.parts) if self.parts.world.is_leader or self.store.apart else {},
+        )
+
+
+def held_by(parts: Parts) -> dict[str, Any]:
+    """Model, optimizer and what goes with them; the tensors are those in use."""
+    return {
+        **weights_of(parts),
+        "buffers": transient(parts.trained),
+        "optimizer": parts.optimizer.state_dict(),
+        "schedule": {} if parts.schedule is None else _plain(parts.schedule.state_dict()),
+        "scaler": parts.precision.state_dict(),
+        "random": _random_states(),
+    }
+
+
+def take_up(parts: Parts, kept: dict[str, Any], *, own: bool = False, schedule: bool = True) -> None:
+    """Put what `held_by` gave, here or on another worker, into `parts`; model and optimizer not where `own`.
+
+    `schedule`: whether it is of the schedule of `parts`.
+    """
+    if not own:
+        put_weights(parts, kept)
+        put_transient(parts.trained, kept.get("buffers", {}))  # snapshots of before have none: the script made them
+        parts.optimizer.load_state_dict(kept["optimizer"])
+    if parts.schedule is not None and schedule:
+        parts.schedule.load_state_dict(kept["schedule"])
+    parts.precision.load_state_dict(kept["scaler"])
+    torch.set_rng_state(kept["random"]["torch"])
+
+
+def weights_of(parts: Parts) -> dict[str, Any]:
+    """The model's `state_dict`, and that of a loss which has a state; the tensors are those in use."""
+    loss = loss_state(parts.trained)
+    return {"model": dict(parts.model.state_dict()), **({"loss": loss} if loss else {})}
+
+
+def copied(weights: dict[str, Any]) -> dict[str, Any]:
+    """What `weights_of` gave, with tensors of its own."""
+    return {
+        part: {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
+        for part, values in weights.items()
+    }
+
+
+def put_weights(parts: Parts, kept: dict[str, Any]) -> None:
+    """Put what `weights_of` gave, here or elsewhere, into the model and the loss.
+
+    Raises:
+        SnapshotError: it is of another loss.
+    """
+    load_loss(parts.trained, kept.get("loss", {}))
+    load_model(parts.model, kept["model"])
+
+
+@torch.no_grad()
+def load_model(model: nn.Module, weights: dict[str, Any]) -> None:
+    """Put `weights` into `model`, in place, so that whoever holds its tensors sees them."""
+    own = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
+    expanded = {name for name in weights if name in own and without_repeats(own[name]) is not own[name]}
+    if not expanded:
+        model.load_state_dict(weights)
+        return
+    # PyTorch does not write into expanded tensors.
+    found = model.load_state_dict({name: weights[name] for name in weights if name not in expanded}, strict=False)
+    if found.unexpected_keys or set(found.missing_keys) != expanded:
+        model.load_state_dict(weights)  # says what is wrong
+    for name in expanded:
+        write(own[name], weights[name])
+
+
+def _tensors(state: Any) -> list[torch.Tensor]:
+    """The tensors of an optimizer's state."""
+    return [value for values in state.values() for value in values.values() if isinstance(value, torch.Tensor)]
+
+
+def _plain(state: dict[str, Any]) -> dict[str, Any]:
+    """A schedule's state without what cannot be kept: functions, which the script makes anew."""
+    return {key: value for key, value in state.items() if not callable(value) and not _has_callable(value)}
+
+
+def _has_callable(value: Any) -> bool:
+    return isinstance(value, list) and any(callable(item) for item in value)
+
+
+def _random_states() -> dict[str, Any]:
+    torch_state, _, _ = randomness.states()
+    return {"torch": torch_state}

@@ -1,0 +1,108 @@
+"""A host that is away is called until its time is up, and not only once."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from manyhosts.control.head.agents import Agents
+from manyhosts.control.head.endpoint import HeadEndpoint
+
+REFUSED = 255
+
+
+class Loop:
+    """Does nothing by itself."""
+
+    def __init__(self) -> None:
+        self.later: list[Callable[[], None]] = []
+        self.listening: socket.socket | None = None
+
+    def after(self, _: float, act: Callable[[], None]) -> None:
+        self.later.append(act)
+
+    def watch(self, listening: socket.socket, _: Callable[[], None]) -> None:
+        self.listening = listening
+
+    def pass_time(self) -> None:
+        due, self.later = self.later, []
+        for act in due:
+            act()
+
+
+class Call:
+    """An agent that was started: `code` is how it has ended already."""
+
+    def __init__(self, code: int | None) -> None:
+        self.code = code
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def kill(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        pass
+
+
+class Scene:
+    def __init__(self, patience_s: float, ends: list[int | None]) -> None:
+        self.loop, self.calls, self.ends = Loop(), 0, ends
+        course = SimpleNamespace(loop=self.loop, is_over=False, generation=0, job=SimpleNamespace(ports=""))
+        endpoint = HeadEndpoint(patience_s=patience_s)
+        self.agents = Agents(cast(Any, course), ["far"], self.start, "127.0.0.1", cast(Any, None), endpoint)
+        self.failed = 0
+
+    def start(self, *_: Any) -> Any:
+        self.calls += 1
+        return Call(self.ends.pop(0))
+
+    def call_back(self) -> None:
+        def fail() -> None:
+            self.failed += 1
+
+        self.agents.call_back(self.agents.nodes[0], fail)
+
+
+@pytest.fixture
+def scenes() -> Iterator[Callable[..., Scene]]:
+    made: list[Scene] = []
+
+    def make(patience_s: float, ends: list[int | None]) -> Scene:
+        made.append(Scene(patience_s, ends))
+        return made[-1]
+
+    yield make
+    for scene in made:
+        assert scene.loop.listening is not None
+        scene.loop.listening.close()
+
+
+def test_host_that_does_not_answer_at_first_is_called_again(scenes: Callable[..., Scene]) -> None:
+    scene = scenes(60, [None, REFUSED, REFUSED, None])
+    scene.call_back()
+    for _ in range(4):
+        scene.loop.pass_time()
+    assert (scene.calls, scene.failed) == (4, 0), "begun, and called back three times"
+
+
+def test_host_that_a_run_goes_on_without_is_called_at_once_and_again(scenes: Callable[..., Scene]) -> None:
+    scene = scenes(60, [None, REFUSED, REFUSED, None])
+    scene.agents.bring_back(scene.agents.nodes[0])
+    assert scene.calls == 2, "begun, and called back before any time has passed: the host may be well"
+    for _ in range(4):
+        scene.loop.pass_time()
+    assert scene.calls == 4
+
+
+def test_host_that_does_not_come_in_time_is_given_up_once(scenes: Callable[..., Scene]) -> None:
+    scene = scenes(0, [None, *[REFUSED] * 9])
+    scene.call_back()
+    for _ in range(4):
+        scene.loop.pass_time()
+    assert scene.failed == 1

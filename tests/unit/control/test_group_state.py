@@ -1,0 +1,177 @@
+"""Who goes on when a worker is lost, in which order, and when that makes no sense any more."""
+
+from __future__ import annotations
+
+import pytest
+
+from manyhosts.control.head.group_state import MOST_WITHOUT_PROGRESS, GroupState, Member, places
+
+
+def group_state(workers: int, *, per_node: int = 1, most: int = 0) -> GroupState:
+    """Workers 0, 1, … that all train."""
+    made = GroupState()
+    for number in range(workers):
+        node, local_rank = divmod(number, per_node)
+        made.add(Member(number=number, node=node, local_rank=local_rank, rank=number, enrolled=True, most=most))
+    return made
+
+
+def late(number: int, node: int = 0, local_rank: int = 0) -> Member:
+    return Member(number=number, node=node, local_rank=local_rank, rank=0, late=True)
+
+
+def ask_all(who: GroupState, step: int) -> None:
+    for member in who.trained():
+        who.ask(member.number, step, group=who.group)
+
+
+def numbers(members: list[Member]) -> list[int]:
+    return [member.number for member in members]
+
+
+def test_group_is_due_when_all_that_are_left_and_the_replacement_have_asked() -> None:
+    who = group_state(3)
+    assert who.lose(1, "it was killed")
+    who.add(late(3, node=1))
+    assert not who.due
+    ask_all(who, 7)
+    assert not who.due, "the replacement is not there yet"
+    who.ask(3, -1, group=0)
+    assert who.due
+    assert numbers(who.form()) == [0, 2, 3]
+
+
+def test_replacement_is_not_waited_for_where_the_number_of_workers_changes_no_bit() -> None:
+    who = group_state(3, most=8)
+    who.lose(1, "it was killed")
+    who.add(late(3))
+    ask_all(who, 7)
+    assert who.due
+    assert numbers(who.form()) == [0, 2]
+    who.ask(3, -1, group=1)
+    ask_all(who, 9)
+    assert numbers(who.form()) == [0, 3, 2], "side by side with its host, and behind those that have trained there"
+
+
+def test_worker_for_whom_there_is_no_part_stays_idle_until_another_is_lost() -> None:
+    who = group_state(2, most=2)
+    who.add(late(2, node=2))
+    who.members[2].most = 2
+    who.ask(2, -1, group=0)
+    assert not who.wants_change()
+    assert not who.due
+    who.lose(1, "it was killed")
+    ask_all(who, 7)
+    assert who.due
+    assert numbers(who.form()) == [0, 2]
+
+
+def test_of_several_that_come_as_many_join_as_there_is_room_for() -> None:
+    who = group_state(2, most=3)
+    for number in (2, 3):
+        who.add(late(number, node=number))
+        who.ask(number, -1, group=0)
+    ask_all(who, 7)
+    assert numbers(who.form()) == [0, 1, 2]
+    assert not who.wants_change(), "the fourth waits"
+
+
+def test_leader_is_one_that_has_trained_before() -> None:
+    who = group_state(2)
+    who.lose(0, "it was killed")
+    who.add(late(2))
+    ask_all(who, 7)
+    who.ask(2, -1, group=0)
+    assert [(member.number, member.rank) for member in who.form()] == [(1, 0), (2, 1)]
+
+
+def test_workers_of_a_host_have_ranks_side_by_side() -> None:
+    who = group_state(4, per_node=2)
+    who.lose(1, "it was killed")
+    who.add(late(4, node=0, local_rank=1))
+    ask_all(who, 7)
+    who.ask(4, -1, group=0)
+    formed = who.form()
+    assert numbers(formed) == [0, 4, 2, 3]
+    assert places(formed) == [(0, 2, 0), (1, 2, 0), (0, 2, 1), (1, 2, 1)]
+
+
+def test_nobody_goes_on_where_one_has_not_begun_to_train() -> None:
+    who = group_state(3)
+    who.members[2].enrolled = False
+    assert not who.lose(1, "it was killed")
+
+
+def test_nobody_goes_on_where_nobody_is_left() -> None:
+    who = group_state(1)
+    assert not who.lose(0, "it was killed")
+
+
+def test_failures_one_upon_the_other_come_to_an_end() -> None:
+    who = group_state(2)
+    gone_on = []
+    for number in range(1, 10):
+        gone_on.append(who.lose(number, "it was killed"))
+        if not gone_on[-1]:
+            break
+        who.add(late(number + 1, node=1))
+        who.ask(0, 7, group=who.group)
+        who.ask(number + 1, -1, group=who.group)
+        who.form()
+    # The first group that forms has made progress: nothing was known of any step before.
+    assert gone_on == [True] * (MOST_WITHOUT_PROGRESS + 1) + [False]
+    assert who.makes_no_progress
+
+
+def test_failures_between_which_steps_are_finished_never_end_it() -> None:
+    who = group_state(2)
+    for number in range(1, 50):
+        assert who.lose(number, "it was killed")
+        who.add(late(number + 1, node=1))
+        who.ask(0, number, group=who.group)
+        who.ask(number + 1, -1, group=who.group)
+        who.form()
+
+
+def test_host_that_takes_many_workers_with_it_is_one_failure() -> None:
+    who = group_state(8, per_node=4)
+    assert all(who.lose(number, "its host is gone") for number in range(4, 8))
+
+
+def test_group_that_cannot_reach_one_another_is_formed_anew_with_the_same_members() -> None:
+    who = group_state(2)
+    who.ask(0, 7, group=0)
+    assert not who.due
+    who.ask(1, 7, group=0)
+    assert who.due
+    assert numbers(who.form()) == [0, 1]
+
+
+@pytest.mark.parametrize("asks_first", [True, False])
+def test_replacement_that_is_lost_too_is_not_waited_for(asks_first: bool) -> None:
+    who = group_state(3)
+    who.lose(1, "it was killed")
+    who.add(late(3))
+    if asks_first:
+        who.ask(3, -1, group=0)
+    ask_all(who, 7)
+    who.lose(3, "it was killed, too")
+    assert who.due
+    assert numbers(who.form()) == [0, 2]
+
+
+def test_group_that_breaks_at_one_step_again_and_again_without_a_loss_makes_no_progress() -> None:
+    who = group_state(2)
+    ask_all(who, 5)  # the first time it has come so far
+    who.form()
+    for _ in range(MOST_WITHOUT_PROGRESS):
+        assert not who.makes_no_progress
+        ask_all(who, 5)
+        who.form()
+    assert not who.makes_no_progress
+    ask_all(who, 5)
+    who.form()
+    assert who.makes_no_progress
+    ask_all(who, 6)
+    who.form()
+    assert not who.makes_no_progress, "a step was finished"

@@ -104,8 +104,8 @@ class _Change:
 class CutDisk(CountingDisk):
     """Loses power right before call number `cut_at`, and then whatever was not synced.
 
-    Content that was written and not synced comes back half-written: half of it is gone. What else is lost, unless its folder
-    was synced, is said by `loses`: nothing; new names and renames; or these and removals. Newest first.
+    Content that was written and not synced comes back as half of it. What else is lost, unless its folder was synced,
+    is said by `loses`: nothing; new names and renames; or these and removals. Newest first.
     """
 
     def __init__(self, grave: Path, cut_at: int | None, *, loses: Loses = "nothing") -> None:

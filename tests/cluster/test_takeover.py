@@ -15,8 +15,8 @@ from launching import wait_until
 from remote import run, start
 from runs import restarts, step_lines
 
-from manyhosts.control.head import takeover
 from manyhosts.lab import Host, Lab
+from manyhosts.records import run_directory
 
 WAITS_AT_THE_END = """
     print("the end of", os.environ["RANK"], flush=True)
@@ -92,7 +92,7 @@ def test_command_that_is_killed_and_typed_again_takes_the_run_over(four: Lab, tm
     try:
         first = training.type()
         training.wait_for_step(10, "it trains")
-        record = training.run_dir / takeover.NAME
+        record = training.run_dir / run_directory.HEAD
         assert stat.S_IMODE(record.stat().st_mode) == 0o600
         assert SECRET not in record.read_text()
         beside = run(four, tmp_path, None, *training.options)

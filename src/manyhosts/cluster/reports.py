@@ -6,8 +6,8 @@ Kinds that the agent and the head know:
     say         a line that stays, shown without a rank: text
     step        the last finished step, so that a hang can be noticed: step. A Trainer tells its own; where a script
                 has none, its optimizer steps are counted
-    script probe     what was seen of a training without a Trainer, after its first steps and at its good end: workers, world
-                (the size of its process group), apart (a part of the model, or other ways to train together),
+    script_probe  what was seen of a training without a Trainer, after its first steps and at its good end: workers,
+                world (the size of its process group), apart (a part of the model, or other ways to train together),
                 optimizer (one was made), shapes, weights, samples (fingerprints), libraries, steps, ended
     fault       what may be a fault of the script, for the head to compare (`agent.script_faults`): fault, host,
                 workers, world, apart, and what belongs to it

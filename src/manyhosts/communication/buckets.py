@@ -179,7 +179,7 @@ class GradientBuckets:
     def arm(self, packed_metadata: Tensor | None = None) -> None:
         """From now on a bucket is sent as soon as the backward pass has filled it.
 
-        `packed_metadata`: float64, shape (n,), the same n on all workers. `finish` gives back their sums over the workers.
+        `packed_metadata`: float64, shape (n,), the same n on all workers. `finish` gives back their sums over them.
         """
         self.order.forget()
         self.packed_metadata = packed_metadata if self.buckets else None

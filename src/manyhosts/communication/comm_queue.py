@@ -1,9 +1,9 @@
 """Exchanges of several collectives, run beside the backward pass.
 
 An exchange that compresses, sends, adds, compresses again and sends again cannot be handed to the network in one call.
-It is a plain function, which a communication queue runs: on a CPU a thread with a process group of its own, so that every worker's
-communication queue sends the same things in the same order whatever its main thread sends meanwhile; on a GPU a stream of its own.
-There are two communication queues, taken in turn: while one waits for the network, the other computes.
+It is a plain function, which a communication queue runs: on a CPU a thread with a process group of its own, so that
+the queue of every worker sends the same things in the same order whatever its main thread sends meanwhile; on a GPU a
+stream of its own. There are two queues, taken in turn: while one waits for the network, the other computes.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class CommQueue:
         self._made_for: object = None
 
     def ready(self) -> None:
-        """Called by all workers before a step's first job: makes the communication queues, anew where the world has changed."""
+        """Called by all workers before a step's first job: makes the queues, anew where the world has changed."""
         world = self.world
         base = dist.group.WORLD if world.size > 1 else self
         self._next = 0

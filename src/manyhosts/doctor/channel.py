@@ -1,4 +1,4 @@
-"""A connection between the doctor and a host probe that an engine has started: encrypted, and both sides prove themselves.
+"""A connection between the doctor and a host probe that an engine has started: encrypted, and both prove themselves.
 
 Runs on the hosts, too, with the standard library of Python 3.8 or newer alone; making a certificate is for the doctor.
 """

@@ -1,8 +1,8 @@
 """The doctor's eye and hand on one host: answers questions about it, and tries the ways to other hosts.
 
 It runs with the standard library of Python 3.8 or newer alone, since it is also sent through ssh to hosts that have
-nothing else; there it speaks over the standard streams, as a remote probe does. Where an engine starts it, as the worker of
-a job, it opens one encrypted connection to the doctor, and both show that they know the examination's token:
+nothing else; there it speaks over the standard streams, as a remote probe does. Where an engine starts it, as the
+worker of a job, it opens one encrypted connection to the doctor, and both show that they know the examination's token:
 
     python -m manyhosts.doctor.host_probe
 

@@ -1,4 +1,4 @@
-"""One host as ssh reaches it: a connection that everything shares, and the remote probe that answers questions there."""
+"""One host as ssh reaches it: a connection that everything shares, and the remote probe that answers there."""
 
 from __future__ import annotations
 

@@ -18,14 +18,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
-from manyhosts.control.head import takeover
 from manyhosts.errors import LaunchError
 from manyhosts.hosts import disks
 from manyhosts.hosts.connection import Connection
 from manyhosts.hosts.files import Files
-from manyhosts.records import run_lock
+from manyhosts.records import run_directory, run_lock
 
-_OF_EACH_MACHINE = (run_lock.NAME, takeover.NAME, disks.MARKS)
+_OF_EACH_MACHINE = (run_lock.NAME, run_directory.HEAD, disks.MARKS)
 """What is in a run directory and is not fetched."""
 
 Tell = Callable[[int, int], None]

@@ -117,7 +117,7 @@ class LineFile(Generic[T]):
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """The lines of a file that may still be growing; none where there is no file. A half-written last line is left out."""
+    """The lines of a file that may still be growing; none where there is no file, without a half-written last one."""
     if not path.exists():
         return
     with path.open("rb") as file:

@@ -20,6 +20,8 @@ APART = "MANYHOSTS_DISKS_APART"
 """Set where not all hosts share that directory: there are several of that name, on disks of their own."""
 DISK = "MANYHOSTS_DISK"
 """A number of the disk that has a host's run directory: the same on hosts that share it. Unset: each has its own."""
+HEAD = "head.json"
+"""Lies in that directory for a head that takes the run over: its secret, and where its head listens."""
 
 
 def check_is_folder(text: str, *, where: str) -> None:

@@ -263,7 +263,7 @@ class OuterSteps(LocalStepping):
             fragment.next_residual.copy_(fragment.residual)
 
     def _take_up(self, given: Sequence[Mapping[str, Any]], *, residual: bool) -> None:
-        """Take up what a worker had of the fragments: what is equal on all and, where `residual`, what it alone kept."""
+        """Take up what a worker had of the fragments: what is equal on all and, where `residual`, its residual."""
         for fragment, one in zip(self.fragments, given, strict=True):
             for name in ("shared", "momentum", "moved"):
                 getattr(fragment, name).copy_(one[name])

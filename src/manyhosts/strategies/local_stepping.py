@@ -74,7 +74,10 @@ def parts_of_mean(local_progress: Sequence[LocalProgress], *, alike: bool = Fals
 
 
 def what_is_lost(local_progress: Sequence[LocalProgress], node_of: Sequence[int]) -> Lost:
-    """What those took along who are not among `local_progress` any more. `node_of`: see `LocalGradient`, when all were there."""
+    """What those took along who are not among `local_progress` any more.
+
+    `node_of`: see `LocalGradient`, when all were there.
+    """
     shares = {each.alone: each.share for each in local_progress if each.trained}
     lost = set(node_of) - set(shares)
     if not lost:

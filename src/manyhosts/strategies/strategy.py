@@ -64,8 +64,8 @@ class StepOutcome:
     values: Mapping[str, Tensor]
     """`loss` and what else the user's step returned: means over the global batch, shape (), equal on all workers."""
     control_flags: Sequence[float] | Tensor
-    """The sums over all workers of the control flags that each was given: a clock, a wish to stop. They travel with the loss,
-    for decisions that all workers must take alike, and cost no exchange of their own."""
+    """The sums over all workers of the control flags that each was given: a clock, a request to stop. They travel with
+    the loss, for decisions that all workers must take alike, and cost no exchange of their own."""
     unsettled: Unsettled | None = None
     """What is to be asked when the numbers are read; None where the values are settled."""
 
@@ -138,14 +138,14 @@ class Strategy(Protocol):
         """Fill the gradients of one optimizer step: the mean over the global batch, on every worker.
 
         One call takes all pieces, not one call each: a pipeline interleaves them, and data parallelism exchanges
-        gradients once, while the last piece's backward pass runs. `control_flags` are summed over them: see `StepOutcome`.
+        gradients once, while the last piece's backward pass runs. `control_flags` are summed: see `StepOutcome`.
         """
 
     def clip_gradients(self, model: nn.Module, max_norm: float) -> Tensor:
         """Scale the gradients to a global norm of at most `max_norm`. Returns the norm before, shape ()."""
 
     def update(self, model: nn.Module, optimizer: Steppable) -> None:
-        """Change the parameters by one step; where workers step alone, an `exchange` comes behind it (`LocalUpdates`)."""
+        """Change the parameters by one step; where workers step alone, an `exchange` follows (`LocalUpdates`)."""
 
     def state_dict(self) -> dict[str, Any]:
         """What this worker's strategy remembers from step to step (error feedback, say), for snapshots."""

@@ -137,7 +137,7 @@ class Tally:
         return values["loss"] if weight == 1 else values["loss"] * weight
 
     def packed(self, device: torch.device) -> Tensor:
-        """What this worker has so far, to be summed over the workers: float64, shape (values, control flags and flag,)."""
+        """What this worker has so far, to be summed over them: float64, shape (values, control flags and a flag,)."""
         names = self.agreed.names
         numbers = [*self.control_flags, float(not self.own.fits(names))]
         return torch.cat(

@@ -292,7 +292,7 @@ class News:
 
     @torch.no_grad()
     def close(self, part: int, statistics: Sequence[Tensor], told: Sequence[float] = ()) -> None:
-        """`part` has seen all its samples. `told` are this worker's last control flags, where they are known by now only."""
+        """`part` has seen all its samples. `told`: this worker's last control flags, where only these are known."""
         names, first = self.agreed.names, not self.parts
         if first:
             self._open(len(names) + len(self.control_flags) + 1 + sum(len(row) for row in statistics))

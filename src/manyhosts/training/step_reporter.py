@@ -132,8 +132,8 @@ class StepReporter:
         return TrainingError(
             what,
             where=where,
-            fix=f"{self.snapshot_schedule.last_good()} Look at those samples, lower the learning rate, set clip_gradients, "
-            'or leave such steps out with on_bad_step="skip" or "rewind"',
+            fix=f"{self.snapshot_schedule.last_good()} Look at those samples, lower the learning rate, "
+            'set clip_gradients, or leave such steps out with on_bad_step="skip" or "rewind"',
         )
 
 

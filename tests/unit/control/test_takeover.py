@@ -146,7 +146,7 @@ def test_the_same_command_finds_what_was_left_and_another_one_is_refused(job: Jo
 
 
 def test_what_is_not_to_be_trusted_is_refused_and_what_is_too_old_is_gone(job: Job) -> None:
-    path = job.run_dir / takeover.NAME
+    path = job.run_dir / run_directory.HEAD
     for changes, words in (
         ({"manyhosts": "0.0.0"}, "was written by manyhosts 0.0.0"),
         ({"format": 99}, "was written by manyhosts"),

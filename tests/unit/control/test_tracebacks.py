@@ -92,10 +92,10 @@ def test_summary_of_an_error_that_came_through_c_code_has_its_cause() -> None:
     said = (
         "-- Process 0 terminated with the following error:\nTraceback (most recent call last):\n"
         '  File "train.py", line 5, in <module>\n    wait_all(futures)\nRuntimeError: On WorkerInfo(id=3):\n'
-        'Traceback (most recent call last):\n  File "train.py", line 9, in train\n    fetch()\nOSError: half-written file\n\n\n'
+        'Traceback (most recent call last):\n  File "train.py", line 9, in train\n    fetch()\nOSError: torn file\n\n\n'
         "At:\n  internal.py(236): _handle_exception\n"
     )
-    assert tracebacks.summary(RuntimeError(said)).endswith(" with the following error: OSError: half-written file")
+    assert tracebacks.summary(RuntimeError(said)).endswith(" with the following error: OSError: torn file")
 
 
 def test_summary_names_the_module_of_errors_that_are_not_pythons() -> None:

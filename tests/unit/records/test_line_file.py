@@ -1,4 +1,4 @@
-"""Lines survive crashes: a half-written end is repaired, a tail is replaced whole or not at all, a full disk is waited for."""
+"""Lines survive crashes: a half-written end is repaired, a tail is replaced or not, a full disk is waited for."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_no_file_has_no_lines(tmp_path: Path) -> None:
     assert list(read_lines(tmp_path / "absent")) == []
 
 
-@pytest.mark.parametrize("half-written", ['{"n": 3', '{"n"', "{", '{"n": 3}', "\x00\x00"])
+@pytest.mark.parametrize("torn", ['{"n": 3', '{"n"', "{", '{"n": 3}', "\x00\x00"])
 def test_torn_last_line_is_left_out_by_readers_and_taken_away_by_the_next_writer(tmp_path: Path, torn: str) -> None:
     path = tmp_path / "f"
     path.write_text('{"n": 1}\n{"n": 2}\n' + torn)

@@ -27,7 +27,7 @@ class ConnectivityCheck:
         self._loop, self._head, self._address = loop, head, address
 
     def tell_condition(self, run_dir: str, environment: Mapping[str, str], *, opens: bool, ports: Range | None) -> None:
-        """Say how this host is for workers with `environment`, and at which port others may connect, if it opens one."""
+        """Say how this host is for workers with `environment`, and at which port others may try it, if it opens one."""
         port = self._open(ports) if opens else 0
         self._head.send("condition", told=host_state.gather(run_dir, environment), port=port)
 

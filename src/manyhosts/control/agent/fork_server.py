@@ -18,7 +18,10 @@ from manyhosts.control.agent.output import Lines
 from manyhosts.control.loop import Loop
 from manyhosts.control.tracebacks import is_idle_notice
 
-_START = "import sys; sys.flags.safe_path or sys.path.pop(0); from manyhosts.control.agent.fork_server_process import main; main()"
+_START = (
+    "import sys; sys.flags.safe_path or sys.path.pop(0); "
+    "from manyhosts.control.agent.fork_server_process import main; main()"
+)
 """Python's argument for `-c`: the folder of the script takes the place in `sys.path` that is freed here."""
 
 

@@ -1,6 +1,6 @@
 """Who trains together: which workers there are, which go on when one is lost, and in which order.
 
-The group state decides and does nothing: `regroup` tells it what is heard and carries out what it says. A group of workers
+It decides and does nothing: `regroup` tells it what is heard and carries out what it says. A group of workers
 breaks when one of them is lost, and changes when one that was started later wants to join. Then each of the others says
 how far it is, and when all have, they get their ranks in a new group. The ranks of those that stay keep their order, so
 that the leader (rank 0) is always one that has trained before.

@@ -1,7 +1,7 @@
 """Notices that a run gets no further, and finds out who is to blame: a host that is silent, a worker that hangs.
 
 Agents give signs of life (`silences`). Workers report their steps; where one has not got further for too long, all
-agents look at their workers, and `diagnosis` judges. The head's own clock counts: what it slept itself is nobody's fault.
+agents look at their workers, and `diagnosis` judges. What the head slept itself, by its own clock, is nobody's fault.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The head of a run, one per run: hears all agents and passes what they say to the part that it concerns.
 
-`course` is what its parts know of the whole; `agents` come and go; `worker_group` starts the workers; `news` is what the user
-hears of them; `hang_monitor` notices that they get no further; `ending` is what follows when they end.
+`course` is what its parts know of the whole; `agents` come and go; `worker_group` starts workers; `news` is what the
+user hears of them; `hang_monitor` notices that they get no further; `failure_policy` is what follows when they end.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ _LIMIT_S = 15.0
 
 
 class Newcomers:
-    """They are received one after another: all agents listen, then the newcomer and the others connect to each other."""
+    """They are received one after another: all agents listen, then the newcomer and the others try each other."""
 
     def __init__(self, course: Course, agents: Agents) -> None:
         self._course, self._agents = course, agents

@@ -1,4 +1,4 @@
-"""What the user is told of workers that do not train together, or do not learn, from what each has seen (`script_probe.py`).
+"""What the user is told of workers that do not train together, or do not learn: by what each `script_probe` has seen.
 
 One line each, once in a run, and none that is not certain: whoever cuts a model up gives its workers the same samples
 and different weights, and is right to do so.

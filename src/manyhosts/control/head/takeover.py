@@ -29,7 +29,6 @@ from manyhosts.errors import ConfigError, LaunchError
 from manyhosts.records import run_directory
 from manyhosts.records.json_text import parsed
 
-NAME = "head.json"
 FORMAT = 1
 """The version of the file."""
 CALLERS_S = 15.0
@@ -88,7 +87,7 @@ class Record:
 
     def __init__(self, run_dir: Path, gather: Callable[[], Handover]) -> None:
         """`gather` says what is to be written."""
-        self._path, self._gather = run_dir / NAME, gather
+        self._path, self._gather = run_dir / run_directory.HEAD, gather
         self.is_needed = False
         """Whether something has changed since it was written last."""
         self._exists = False
@@ -100,7 +99,7 @@ class Record:
             OSError: the disk is full, say. Then the run cannot be taken over, which is no reason to end it.
         """
         self.is_needed = False
-        beside = self._path.with_name(f".{NAME}.{os.getpid()}")
+        beside = self._path.with_name(f".{run_directory.HEAD}.{os.getpid()}")
         words = json.dumps(asdict(self._gather())).encode()
         try:
             with contextlib.suppress(FileNotFoundError):
@@ -142,7 +141,7 @@ def nobody(run_dir: Path) -> NobodyCame:
 def start_of(run_dir: Path) -> str:
     """The token of the start whose head has left a file in `run_dir`; empty where none has."""
     try:
-        found = parsed((run_dir / NAME).read_bytes())
+        found = parsed((run_dir / run_directory.HEAD).read_bytes())
         return str(found["start"])
     except (OSError, ValueError, KeyError, TypeError):
         return ""
@@ -163,7 +162,7 @@ def left_for(job: Job) -> Handover | None:
     Raises:
         ConfigError: it is not for this command, this version or this user.
     """
-    path = job.run_dir / NAME
+    path = job.run_dir / run_directory.HEAD
     try:
         state = path.stat()
         silence_s = silent_s(path)

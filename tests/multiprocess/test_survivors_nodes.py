@@ -102,7 +102,7 @@ MOMENTS = {
     ),
     "one of another node while nodes are made anew": (
         "local-sgd",
-        f"1={FINAL_WORD} 2=manyhosts.strategies.local_updates:Alone.regroup:2:before",
+        f"1={FINAL_WORD} 2=manyhosts.strategies.local_updates:LocalGradient.regroup:2:before",
     ),
     "the one that is to give its optimizer": (
         "local-sgd",
@@ -110,7 +110,7 @@ MOMENTS = {
     ),
     "a host, and one of the other when that is all but made good": (
         "local-sgd",
-        f"2={FINAL_WORD} 3={FINAL_WORD} 0=manyhosts.strategies.local_updates:Alone.regroup:2:before",
+        f"2={FINAL_WORD} 3={FINAL_WORD} 0=manyhosts.strategies.local_updates:LocalGradient.regroup:2:before",
     ),
     "both of a node, one after the other": ("diloco", f"2={FINAL_WORD} 3={FINAL_WORD.replace('12', '13')}"),
 }

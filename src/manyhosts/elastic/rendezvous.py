@@ -31,7 +31,7 @@ class Rendezvous:
 
     def __init__(self, calls: CollectiveCalls, *, most: int, run: Run | None) -> None:
         """`most`: see `Membership`. `run` tells of it; where there is none, the last run of the script."""
-        assert calls.world.membership is not None, "Calls.begin() has said that workers go on"
+        assert calls.world.membership is not None, "CollectiveCalls.begin() has said that workers go on"
         self.calls, self.world, self.most, self.run = calls, calls.world, most, run
         self.membership: Membership = calls.world.membership
         self.since = time.time()

@@ -36,7 +36,7 @@ class Cut:
     """Which parts of others this worker computes again."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PiecePlan:
     """The samples of one forward pass; a ghost (`weight` 0) is computed for its collectives only."""
 
@@ -77,7 +77,7 @@ class LoadedAudit:
     pieces: list[LoadedPiece]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Step:
     """One optimizer step: this worker's pieces of one global batch."""
 
@@ -217,7 +217,7 @@ class Loader:
         return pinned(batch) if self.pin else batch
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _StepPlan:
     """A step before its samples are fetched."""
 

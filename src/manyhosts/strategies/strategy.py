@@ -25,7 +25,7 @@ class Shard:
     count: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Piece:
     """The samples of one forward pass.
 

@@ -21,7 +21,7 @@ from manyhosts.strategies.strategy import StepOutcome
 LAG_ON_GPU = 2
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class HostTiming:
     """What the host's clock says of a step, in seconds."""
 
@@ -33,7 +33,7 @@ class HostTiming:
     """Forward, backward, clipping and update, the waits inside them included."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepFacts:
     """What is known of a step without asking the device."""
 
@@ -54,7 +54,7 @@ class StepFacts:
     """What the batch counts in the mean; None: its samples."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepNumbers:
     """A step whose numbers are known."""
 

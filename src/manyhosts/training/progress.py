@@ -14,7 +14,7 @@ from manyhosts.units import Duration, seconds_in_words
 _A_LITTLE = 1e-9  # epochs are fractions of steps; 20 of 20 must count as 20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Progress:
     """A point in a run."""
 

@@ -1,6 +1,6 @@
 """The eye and hand of the ssh launcher on one host: a program that is sent through ssh, and needs Python alone.
 
-It prints what it finds on lines that begin with `manyhosts-outpost `, each a JSON object, and takes questions as JSON
+It prints what it finds on lines that begin with `manyhosts-probe `, each a JSON object, and takes questions as JSON
 objects on its standard input, one on each line. It ends when its input does: when the launcher is gone.
 """
 
@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-MARK = "manyhosts-remote probe "
+MARK = "manyhosts-probe "
 _SIOCGIFADDR = 0x8915
 _HERE_S = 4.0
 """How long a host of the same cluster may take to take a connection."""
@@ -105,7 +105,7 @@ def try_connections(address: str, port: int, timeout_s: float) -> str:
 
 
 def try_all_connections(places: list[list[Any]]) -> list[str]:
-    """Knock at all places (address, port) at once. For each, why it was not opened, or nothing."""
+    """Connect to all places (address, port) at once. For each, why it was not opened, or nothing."""
     answers = [""] * len(places)
 
     def ask(index: int) -> None:

@@ -121,8 +121,8 @@ def _in_tree(values: Iterable[float]) -> float:
 class Tally:
     """Sums the weighted values of a step, over pieces and then over workers.
 
-    Riders are small numbers that travel with the loss and are summed over the workers: a clock, a wish to stop. They
-    are for decisions that all workers must take alike, and cost no exchange of their own.
+    Control flags are small numbers that travel with the loss and are summed over the workers: a clock, a request to
+    stop. They are for decisions that all workers must take alike, and cost no exchange of their own.
     """
 
     def __init__(self, control_flags: Sequence[float], agreed: Agreed, world: World) -> None:

@@ -260,8 +260,8 @@ def _backward(loss: Tensor, gradients: TreeBuckets) -> None:
 class News:
     """The values of each part and the statistics its BatchNorm layers saw: float64, one vector, one sum.
 
-    Riders travel in it, each worker's with its first part, and what it tells late with its last; their sum is equal on
-    all workers, but not for any number of them, so nothing that changes weights may depend on it.
+    Control flags travel in it, each worker's with its first part, and what it tells late with its last; their sum is
+    equal on all workers, but not for any number of them, so nothing that changes weights may depend on it.
     """
 
     def __init__(self, world: World, pace: Pace) -> None:

@@ -270,7 +270,7 @@ def test_station_runs_as_one_program_with_the_standard_library_alone(tmp_path: P
     done = subprocess.run(
         words, input=f"{len(program)}\n".encode() + program + text.encode(), capture_output=True, timeout=60, check=True
     )
-    said = [json.loads(line.removeprefix(b"manyhosts-remote probe ")) for line in done.stdout.splitlines()]
+    said = [json.loads(line.removeprefix(b"manyhosts-probe ")) for line in done.stdout.splitlines()]
     hello, look, mark, seen, nonsense, loop = said
     assert (hello["manyhosts"], hello["torch"]) == ("", "")
     assert look["answer"]["condition"]["cores"] >= 1

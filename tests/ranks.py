@@ -36,6 +36,7 @@ PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "numpy"]
 PRELOADED += [
     "sklearn.datasets",
     "torchmetrics.classification",
+    "torch.utils.tensorboard",
     "manyhosts.training.trainer",
 ]
 GRACE_S = 0.3  # after a failure: time for the others to fail too, so that the first can be told from its consequences

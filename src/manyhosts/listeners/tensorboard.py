@@ -6,12 +6,15 @@ the last learning rate): a thousand points a second would cost training more tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import concurrent.futures.thread  # noqa: F401  # what TensorBoard imports cannot be imported first at the very end
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from manyhosts.events import Event, Recovered, RunEnded, RunStarted, StepDone, TestDone, ValidationDone
 from manyhosts.records.background_writer import BackgroundWriter
-from manyhosts.records.event_file import EventFile
 
 _EVERY_S = 0.5
 _PARTS = ("compute", "communication_exposed", "data_wait", "snapshot_stall", "other")
@@ -20,11 +23,11 @@ _MOST_POINTS = 16
 
 
 class WriteTensorBoard:
-    """Draws the events in `folder`, from a thread."""
+    """Draws the events in `folder`, from a thread. TensorBoard is imported there too, beside the first steps."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._file: EventFile | None = None
+        self._file: _EventFile | None = None
         self._background_writer: BackgroundWriter[Event] = BackgroundWriter(
             self._draw, every_s=_EVERY_S, name="writes TensorBoard files"
         )
@@ -44,11 +47,11 @@ class WriteTensorBoard:
     def _draw(self, events: Sequence[Event]) -> None:
         if not events:
             return
-        self._file = self._file or EventFile(self.folder)
+        self._file = self._file or _EventFile(self.folder)
         self._draw_all(events, self._file)
         self._file.flush()
 
-    def _draw_all(self, events: Sequence[Event], file: EventFile) -> None:
+    def _draw_all(self, events: Sequence[Event], file: _EventFile) -> None:
         steps: list[StepDone] = []
         size = -(-len(events) // _MOST_POINTS)
         for event in events:
@@ -63,7 +66,40 @@ class WriteTensorBoard:
         _draw_steps(steps, file)
 
 
-def _draw_steps(steps: Sequence[StepDone], file: EventFile) -> None:
+class _EventFile:
+    """One file of TensorBoard's. Its name sorts after those of earlier runs, also of the same second."""
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event as Point
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._point, self._session, self._summary = Point, SessionLog, Summary
+        folder.mkdir(parents=True, exist_ok=True)
+        seconds, rest = divmod(time.time_ns(), 10**9)
+        name = f"events.out.tfevents.{seconds:010d}.{rest:09d}.{socket.gethostname()}.{os.getpid()}"
+        self._records = RecordWriter((folder / name).open("xb"))
+        self._records.write(Point(wall_time=seconds, file_version="brain.Event:2").SerializeToString())
+
+    def add(self, step: int, when: float, values: Mapping[str, float]) -> None:
+        """A point of every curve in `values`."""
+        drawn = self._summary(value=[self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
+        self._records.write(self._point(wall_time=when, step=step, summary=drawn).SerializeToString())
+
+    def forget_after(self, step: int, when: float) -> None:
+        """Have TensorBoard forget what an earlier file tells of steps that are done once more."""
+        forget = self._session(status=self._session.START)
+        self._records.write(self._point(wall_time=when, step=step + 1, session_log=forget).SerializeToString())
+
+    def flush(self) -> None:
+        self._records.flush()
+
+    def close(self) -> None:
+        self._records.close()
+
+
+def _draw_steps(steps: Sequence[StepDone], file: _EventFile) -> None:
     if not steps:
         return
     last, samples = steps[-1], sum(step.samples for step in steps)
@@ -80,7 +116,7 @@ def _draw_steps(steps: Sequence[StepDone], file: EventFile) -> None:
     file.add(last.step, last.time, values)
 
 
-def _draw_other(event: Event, file: EventFile) -> None:
+def _draw_other(event: Event, file: _EventFile) -> None:
     match event:
         case ValidationDone():
             file.add(event.step, event.time, {f"validation/{name}": value for name, value in event.values.items()})

@@ -12,6 +12,7 @@ from manyhosts.data.steps import DuePiece, LoadedPiece, Step
 from manyhosts.training import first_look
 from manyhosts.training.build import Parts
 from manyhosts.training.means import LOOKED_FOR
+from manyhosts.training.plain_step import is_hidden
 from manyhosts.training.source import IndexedSource
 from manyhosts.training.state import RunState
 
@@ -20,6 +21,12 @@ GIVEN = "weight"
 _COUNTS_WORKERS_ALIKE = (
     "what samples count is kept inside each worker; diloco counts all workers alike, also where the samples of one "
     "count more than those of another"
+)
+
+
+_LOOKED_AT_IN_EVALUATION = (
+    "step asks for training mode, and keeps something or calls what cannot be read, so it was not tried in that mode: "
+    "whether its loss is a mean over samples there, too, is not known; `manyhosts prove` compares 1, 2 and 3 workers"
 )
 
 
@@ -139,6 +146,8 @@ class Counting:
         seen = first_look.find_mean(look, pieces, parts.world, None)
         self.heed_kept(seen)
         found = first_look.choose(seen)
+        if self.cuts and parts.compute.step is not None and is_hidden(parts.compute.step, parts.model):
+            parts.world.notes.append(_LOOKED_AT_IN_EVALUATION)
         if found == first_look.NO_MEAN:
             what = first_look.no_mean(seen)
             if self.cuts:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -86,15 +88,75 @@ def counted(model: nn.Module, batch: Any) -> dict[str, Tensor]:
     return {"loss": loss}
 
 
+GAIN = 0.5
+
+
+def rolled(images: Tensor, share: float) -> Tensor:
+    """Each sample with something of its neighbour in the batch."""
+    return share * images + (1 - share) * images.roll(1, 0)
+
+
+half_rolled = functools.partial(rolled, share=0.5)
+
+
+def mixed_by_helpers(model: nn.Module, batch: Any) -> Tensor:
+    images = half_rolled(batch[0]) if model.training else batch[0]
+    return functional.cross_entropy(model(images), batch[1])
+
+
+def mixed_where_a_helper_asks(model: nn.Module, batch: Any) -> Tensor:
+    def prepared(images: Tensor) -> Tensor:
+        return rolled(images, GAIN) if model.training else images
+
+    return functional.cross_entropy(model(prepared(batch[0])), batch[1])
+
+
+def dimmed(images: Tensor) -> Tensor:
+    return images * math.sqrt(GAIN) - images.mean((1, 2, 3), keepdim=True)
+
+
+def changed_alone(model: nn.Module, batch: Any) -> Tensor:
+    """By itself each sample."""
+    images = dimmed(batch[0]) if model.training else batch[0]
+    return functional.cross_entropy(model(images), batch[1])
+
+
+class Counts:
+    """A helper whose code is read, and changes something."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, images: Tensor) -> Tensor:
+        self.calls += 1
+        return images
+
+
 def test_step_that_mixes_samples_in_training_mode_is_refused_and_one_that_counts_there_is_not_tried(
     tmp_path: Path,
 ) -> None:
-    with pytest.raises(ConfigError, match="the loss is no mean over the samples"):
-        trainer(tmp_path / "mixes", step=centred, **CUT).fit("2 steps")
-    trainer(tmp_path / "whole", step=centred).fit("2 steps")
+    for number, step in enumerate([centred, mixed_by_helpers, mixed_where_a_helper_asks]):
+        with pytest.raises(ConfigError, match="the loss is no mean over the samples"):
+            trainer(tmp_path / f"mixes-{number}", step=step, **CUT).fit("2 steps")
+    trainer(tmp_path / "whole", step=mixed_by_helpers).fit("2 steps")
     assert any("no mean over the samples" in note for note in notes(tmp_path / "whole"))
+    trainer(tmp_path / "alone", step=changed_alone, **CUT).fit("2 steps")
+    assert not notes(tmp_path / "alone")
     trainer(tmp_path / "counts", step=counted).fit("2 steps")
     assert len(seen) == 2
+    assert not notes(tmp_path / "counts"), "in one piece nothing can go wrong"
+
+
+def test_step_that_cannot_be_tried_in_training_mode_is_told_where_a_batch_is_cut(tmp_path: Path) -> None:
+    counts = Counts()
+
+    def by_a_helper(model: nn.Module, batch: Any) -> Tensor:
+        images = counts(batch[0]) if model.training else batch[0]
+        return functional.cross_entropy(model(images), batch[1])
+
+    trainer(tmp_path, step=by_a_helper, **CUT).fit("2 steps")
+    assert any("so it was not tried in that mode" in line["text"] for line in events(tmp_path, "note"))
+    assert counts.calls == 2 * 3, "not once more than there are pieces"
 
 
 def test_who_knows_better_says_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ Jobs with a pod failure policy, variables from fields and Secrets, ConfigMaps as
 from __future__ import annotations
 
 import base64
+import copy
 import json
 import re
 import signal
@@ -83,6 +84,8 @@ class Cluster:
     objects: dict[tuple[str, str, str], dict[str, Any]] = field(default_factory=dict)
     pods: dict[str, Pod] = field(default_factory=dict)
     asked: list[tuple[str, str]] = field(default_factory=list)
+    bodies: dict[str, Any] = field(default_factory=dict)
+    """What was sent last of each kind, as it was."""
     lock: threading.RLock = field(default_factory=threading.RLock)
     url: str = ""
 
@@ -100,6 +103,8 @@ class Cluster:
             kind = _KINDS[plural]
             if part == "log":
                 return self.pods[self._get("Pod", namespace, name)["metadata"]["name"]]
+            if method in ("POST", "PATCH"):
+                self.bodies[kind if method == "POST" else "patch"] = copy.deepcopy(body)
             if method == "POST":
                 return self._make(kind, namespace, body)
             if method == "PATCH":
@@ -137,6 +142,8 @@ class Cluster:
         for owner in body["metadata"].get("ownerReferences", []):
             if self.objects[(owner["kind"], namespace, owner["name"])]["metadata"]["uid"] != owner["uid"]:
                 raise Refusal(422, "Invalid", "the owner is another one")
+        for key, text in body.pop("stringData", {}).items():  # which can be written and never read
+            body.setdefault("data", {})[key] = base64.b64encode(text.encode()).decode()
         body["metadata"] |= {"uid": str(uuid.uuid4()), "creationTimestamp": _now()}
         if kind == "Job":
             body["status"] = {}

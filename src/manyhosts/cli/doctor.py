@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +20,6 @@ from manyhosts.control.job import Job
 from manyhosts.errors import LaunchError
 from manyhosts.launchers import scripts
 from manyhosts.launchers.launcher import LAUNCHERS
-from manyhosts.launchers.slurm import script as slurm_script
 
 
 @click.command()
@@ -66,23 +65,23 @@ def doctor(
         scripts.check(script, "script")
     scratch = Path(tempfile.gettempdir(), f"{host_probe.SCRATCH}{secrets.token_hex(8)}")
     target, job = _job(Where(**words), host_probe.__name__, scratch)  # type: ignore[arg-type]  # click's words by name
-    if target == "slurm" and "SLURM_JOB_ID" not in os.environ:
-        return _in_an_allocation(job)
+    engine = LAUNCHERS.load(target)()
+    if words_before := engine.allocation(job):
+        return _in_an_allocation(words_before)
     request = Request(
         target=target,
         run_dir=str(Path(run_dir or "runs").absolute()),
         script=str(Path(script).absolute()) if script else "",
         data=tuple(str(Path(path).absolute()) for path in data),
-        shares_disk=target not in ("ssh", "local"),
+        shares_disk=engine.SHARES_DISK,
     )
-    launcher = LAUNCHERS.load(target)()
-    launcher.plan(replace(job, least_nodes=None))  # refuses what makes no sense
+    engine.plan(replace(job, least_nodes=None))  # refuses what makes no sense
     progress = Progress(sys.stderr, silent=as_json)
     try:
-        if target in as_job.TARGETS:
-            examination = as_job.examine(launcher, replace(job, least_nodes=None), request, progress.tell)
+        if not engine.CALLS_BACK:
+            examination = as_job.examine(engine, replace(job, least_nodes=None), request, progress.tell)
         else:
-            with access.over_ssh(job) if target == "ssh" else access.in_a_job(launcher, job) as (reached, lost):
+            with access.over_ssh(job) if engine.USES_SSH else access.in_a_job(engine, job) as (reached, lost):
                 examination = examine(reached, lost, request, progress.tell)
     finally:
         progress.close()
@@ -93,14 +92,13 @@ def doctor(
     return examination.exit_code
 
 
-def _in_an_allocation(job: Job) -> int:
-    """Ask Slurm for the nodes, and call this very command on them. Returns its exit code."""
-    words = slurm_script.allocation(job)
+def _in_an_allocation(before: Sequence[str]) -> int:
+    """Have the engine give hosts, by the words `before`, and call this very command there. Returns its exit code."""
     try:
-        return subprocess.call([*words, sys.executable, "-P", "-m", "manyhosts.cli.main", *sys.argv[1:]])
+        return subprocess.call([*before, sys.executable, "-P", "-m", "manyhosts.cli.main", *sys.argv[1:]])
     except FileNotFoundError as cause:
         raise LaunchError(
-            "there is no salloc on this machine", where="PATH", fix="start this on the login node of the cluster"
+            f"there is no {before[0]} on this machine", where="PATH", fix="start this on the login node of the cluster"
         ) from cause
 
 

@@ -189,7 +189,7 @@ def run(**options: Any) -> int:
         print(f"manyhosts: {note}", file=sys.stderr, flush=True)
     target = asked.target or ("ssh" if job.hosts else "local")
     launcher = LAUNCHERS.load(target)()
-    jobs = handles.engine(launcher, target) if asked.detach else None
+    jobs = handles.jobs_of(launcher) if asked.detach else None
     if asked.detach and target == "join" and "secret-file" not in job.options:
         raise ConfigError(
             "nobody would see the secret with which hosts join, and a log is no place for it",

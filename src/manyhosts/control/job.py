@@ -1,9 +1,8 @@
-"""What to run, in words that every launcher understands, and what a launcher makes of it."""
+"""What to run, in words that every launcher understands."""
 
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -166,40 +165,3 @@ class Job:
         """What one would type to run the program alone."""
         start = {"script": ["python"], "module": ["python", "-m"], "executable": []}[self.kind]
         return [*start, self.program, *self.arguments]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """All that `submit` will do, known without touching anything; `--dry-run` prints it."""
-
-    job: Job
-    hosts: tuple[str, ...]
-    """By node."""
-    agents: tuple[tuple[str, ...], ...]
-    """The command that starts the agent of each node."""
-    workers: tuple[Mapping[str, str], ...]
-    """By rank: the variables that differ from worker to worker."""
-    files: Mapping[str, str] = field(default_factory=dict)
-    """Path → text: what is written first, for an engine to read."""
-    command: tuple[str, ...] = ()
-    """What asks an engine to start the agents, where one does that."""
-    notes: tuple[str, ...] = ()
-    """What the user should know before it begins, each a sentence."""
-
-    def __str__(self) -> str:
-        job = self.job
-        shared = [
-            f"    {name}={HIDDEN if name in job.hidden else value}" for name, value in sorted(job.environment.items())
-        ]
-        lines = [f"$ {shlex.join(job.command())}", f"  in {job.folder}", f"  record in {job.run_dir}"]
-        lines += ["  every worker, beside what its host has:", *shared] if shared else []
-        for path, text in self.files.items():
-            lines += [f"--- {path}", text.rstrip("\n"), "---"]
-        lines += [f"$ {shlex.join(self.command)}"] if self.command else []
-        for node, (host, agent) in enumerate(zip(self.hosts, self.agents, strict=True)):
-            lines += [f"node {node}: {host}", f"  $ {shlex.join(agent)}"]
-            for rank in range(job.first_rank(node), job.first_rank(node + 1)):
-                lines += [f"  rank {rank}:", *(f"    {name}={value}" for name, value in self.workers[rank].items())]
-        counted = () if job.workers_are_chosen else ("a host with GPUs starts a worker for each",)
-        lines += [f"note: {note}" for note in (*self.notes, *counted)]
-        return "\n".join(lines)

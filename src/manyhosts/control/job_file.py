@@ -10,11 +10,13 @@ from typing import Any
 
 from manyhosts.control.job import HIDDEN, Job
 from manyhosts.errors import ConfigError
+from manyhosts.launchers import plan
+from manyhosts.launchers.plan import Later
 
 
 def text_of(job: Job) -> str:
     """`job` as JSON, with all its variables: for nobody's eyes but its owner's."""
-    return json.dumps(asdict(job), default=str, indent=1) + "\n"
+    return plan.text_of(asdict(job))
 
 
 def hidden(job: Job) -> dict[str, str]:
@@ -35,11 +37,33 @@ def without_hidden(job: Job) -> Job:
     return replace(job, environment=environment, words=tuple(words))
 
 
+def shown(job: Job) -> dict[str, Any]:
+    """`job` as what becomes its file, for a plan: values that are shown nowhere are filled in by `values_of`."""
+    content, public = asdict(job), without_hidden(job)
+    content["environment"] |= {name: Later(f"variable {name}", HIDDEN) for name in hidden(job)}
+    content["words"] = [
+        word if word == given else Later(f"word {number}", f"{word}={HIDDEN}")
+        for number, (word, given) in enumerate(zip(public.words, job.words, strict=True))
+    ]
+    return content
+
+
+def values_of(job: Job) -> dict[str, str]:
+    """What `shown` leaves out, for `plan.filled`."""
+    words = {f"word {number}": word for number, word in enumerate(job.words)}
+    return {**words, **{f"variable {name}": value for name, value in hidden(job).items()}}
+
+
 def write(job: Job, path: Path) -> None:
     """Write `job` where nobody else may read it."""
+    write_hidden(text_of(job), path)
+
+
+def write_hidden(text: str, path: Path) -> None:
+    """Write `text` where nobody else may read it."""
     with os.fdopen(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w") as file:
         os.fchmod(file.fileno(), 0o600)  # it may have been there before
-        file.write(text_of(job))
+        file.write(text)
 
 
 def load(path: Path) -> Job:

@@ -6,7 +6,6 @@ For hosts that cannot open a connection to the desk, see `afar`.
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import threading
 from collections import deque
@@ -19,17 +18,16 @@ from typing import Any
 from manyhosts.cluster.findings import Finding
 from manyhosts.control import proof, tls
 from manyhosts.control.agent import host_state
-from manyhosts.control.job import Job, Plan
+from manyhosts.control.job import Job
 from manyhosts.doctor import channel, checksum, fabric, graphics, host_probe, wires
 from manyhosts.doctor.probe_server import LATE_S, ProbeServer, Reached, unreachable
 from manyhosts.errors import LaunchError, ManyhostsError
-from manyhosts.hosts import addresses, remote_probe
+from manyhosts.hosts import remote_probe
 from manyhosts.hosts.connection import Connection
-from manyhosts.launchers.launcher import Launcher
+from manyhosts.launchers.engine import Engine
 from manyhosts.launchers.ssh import ssh
 
 _JOIN_S = 90.0
-_RAY_HERE = Path("/tmp/ray/ray_current_cluster")  # noqa: S108  # where Ray itself looks for the cluster it is part of
 _SENT = (tls, proof, remote_probe, host_state, channel, fabric, graphics, checksum, wires, host_probe)
 """What a host is sent that has nothing but Python, in the order of their imports."""
 _PROGRAM = """\
@@ -75,13 +73,13 @@ def over_ssh(job: Job) -> Iterator[tuple[list[Reached], list[Finding]]]:
 
 
 @contextlib.contextmanager
-def in_a_job(launcher: Launcher, job: Job) -> Iterator[tuple[list[Reached], list[Finding]]]:
-    """Host probes that `launcher` starts, as a job with one worker on each node; what is the matter with the others."""
+def in_a_job(engine: Engine, job: Job) -> Iterator[tuple[list[Reached], list[Finding]]]:
+    """Host probes that `engine` starts, as a job with one worker on each node; what is the matter with the others."""
     lost: list[Finding] = []
     if job.hosts:
         job, lost = _without_unreachable(job)
     if job.hosts or not lost:
-        with _Waiting(launcher, job) as waiting:
+        with _Waiting(engine, job) as waiting:
             reached = waiting.greet()
             yield reached, lost + waiting.troubles(reached)
     else:
@@ -98,11 +96,11 @@ def _without_unreachable(job: Job) -> tuple[Job, list[Finding]]:
 class _Waiting:
     """Waits for the host probes of a job, which it starts, and ends with it."""
 
-    def __init__(self, launcher: Launcher, job: Job) -> None:
-        self._launcher, self._display = launcher, _Quiet()
+    def __init__(self, engine: Engine, job: Job) -> None:
+        self._engine, self._display = engine, _Quiet()
         self._error: ManyhostsError | None = None
-        plan, token = launcher.plan(job), secrets.token_hex(16)
-        self._probe_server = ProbeServer(_address_for(plan), 0, token)
+        plan, token = engine.plan(job), secrets.token_hex(16)
+        self._probe_server = ProbeServer(engine.address(plan), 0, token)
         variables = {host_probe.DOCTOR: self._probe_server.place, host_probe.TOKEN: token}
         # Only now: a plan may be printed, and what is secret must not be in it.
         own = replace(plan.job, environment={**plan.job.environment, **variables})
@@ -148,7 +146,7 @@ class _Waiting:
 
     def _run(self) -> None:
         try:
-            self._launcher.submit(self._plan, self._display)
+            self._engine.submit(self._plan, self._display)
         except ManyhostsError as error:
             self._error = error
 
@@ -174,16 +172,3 @@ class _Quiet:
 
     def close(self) -> None:
         pass
-
-
-def _address_for(plan: Plan) -> str:
-    """Where the doctor listens, so that the hosts of `plan` reach it."""
-    named = [host for host in plan.hosts if " " not in host]
-    if plan.command and named:
-        return addresses.towards(named)
-    if not named:  # Ray says which nodes they are when it has placed the job; the way to its head is the way to them
-        with contextlib.suppress(OSError):
-            place = plan.job.options.get("address") or os.environ.get("RAY_ADDRESS", "")
-            place = place or _RAY_HERE.read_text().strip()
-            return addresses.towards([place.removeprefix("ray://").rpartition(":")[0]])
-    return addresses.LOOPBACK

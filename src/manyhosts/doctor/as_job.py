@@ -16,30 +16,26 @@ from manyhosts.doctor.examination import Examination, Request
 from manyhosts.doctor.probe_server import unreachable
 from manyhosts.errors import LaunchError
 from manyhosts.launchers import handles
-from manyhosts.launchers.detached import Engine
-from manyhosts.launchers.kubernetes import manifest as kubernetes_manifest
-from manyhosts.launchers.kubernetes.kubernetes import Kubernetes
-from manyhosts.launchers.launcher import Launcher
-from manyhosts.launchers.sagemaker import request as sagemaker_request
+from manyhosts.launchers.detached import Jobs
+from manyhosts.launchers.engine import Engine
 
-TARGETS = ("kubernetes", "sagemaker")
 _LOOK_S = 1.0
 _PATIENCE_S = 900.0
 """How long an engine may take to start the first node."""
 _LAST_WORDS = 3
 
 
-def examine(launcher: Launcher, job: Job, request: Request, tell: Callable[[str], None]) -> Examination:
+def examine(engine: Engine, job: Job, request: Request, tell: Callable[[str], None]) -> Examination:
     """Send the doctor as a job, hear what it has found, and take the job away. `tell` hears what is being done.
 
     Raises:
         ManyhostsError: the engine refused, or was not reached.
     """
-    request = _there(job, request)
+    request = _there(engine, job, request)
     own = replace(job, in_place=in_job.__name__, environment={in_job.REQUEST: json.dumps(asdict(request))})
-    jobs = handles.engine(launcher, request.target)
+    jobs = handles.jobs_of(engine)
     tell(f"sending the doctor to {request.target}")
-    name = jobs.send(launcher.plan(own))
+    name = jobs.send(engine.plan(own))
     begin = time.monotonic()
     reported = False
     try:
@@ -49,14 +45,13 @@ def examine(launcher: Launcher, job: Job, request: Request, tell: Callable[[str]
         lost = [unreachable(error, request.target)]
         found = Examination(request=request, findings=lost, seconds=time.monotonic() - begin)
     finally:
-        if isinstance(jobs, Kubernetes):
-            jobs.remove(name)
-        elif not reported:  # else it is ending by itself
+        if not reported:  # else it is ending by itself
             jobs.cancel(name)
+        engine.forget(name)
     return found
 
 
-def _hear(jobs: Engine, name: str, request: Request, tell: Callable[[str], None]) -> Examination:
+def _hear(jobs: Jobs, name: str, request: Request, tell: Callable[[str], None]) -> Examination:
     deadline = time.monotonic() + _PATIENCE_S
     while (status := jobs.status(name)).state == "waiting":
         tell(f"waiting for {request.target}: {status.reason}")
@@ -90,17 +85,20 @@ def _hear(jobs: Engine, name: str, request: Request, tell: Callable[[str], None]
     )
 
 
-def _there(job: Job, request: Request) -> Request:
+def _there(engine: Engine, job: Job, request: Request) -> Request:
     """`request` as the nodes see it: what is below the working directory is below theirs."""
 
     def path(given: str) -> str:
         below = given and Path(given).is_relative_to(job.folder)
         return os.path.relpath(given, job.folder) if below else given
 
-    shares_disk, run_dir = False, path(request.run_dir)
-    if request.target == "kubernetes":
-        shares_disk = kubernetes_manifest.keeps_record(replace(job, run_dir=Path(request.run_dir)))
-    elif request.target == "sagemaker":
-        run_dir = str(sagemaker_request.RUN_DIR)
-    data = tuple(path(each) for each in request.data)
-    return replace(request, run_dir=run_dir, script=path(request.script), data=data, shares_disk=shares_disk)
+    run = replace(job, run_dir=Path(request.run_dir))
+    there = engine.there(run)
+    kept = there.run_dir.is_relative_to(there.folder)
+    return replace(
+        request,
+        run_dir=os.path.relpath(there.run_dir, there.folder) if kept else str(there.run_dir),
+        script=path(request.script),
+        data=tuple(path(each) for each in request.data),
+        shares_disk=engine.shares_disk(run),
+    )

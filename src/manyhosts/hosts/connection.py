@@ -122,22 +122,17 @@ class Connection:
 
     def command(self, words: str, *options: str) -> list[str]:
         """What runs `words` on the host, for its shell, over the connection that is open."""
-        return [
-            "ssh",
-            *_OPTIONS,
-            "-o",
-            f"ControlPath={self._path}",
-            *options,
-            *self._port,
-            "-T",
-            self._destination,
-            words,
-        ]
+        return command(self.host, self.socket, words, *options)
+
+    @property
+    def socket(self) -> str:
+        """The option of ssh that names the connection that is open."""
+        return f"ControlPath={self._path}"
 
     @property
     def shell(self) -> str:
         """What rsync is to call in place of ssh."""
-        return shlex.join(["ssh", *_OPTIONS, "-o", f"ControlPath={self._path}", *self._port])
+        return shlex.join(["ssh", *_OPTIONS, "-o", self.socket, *self._port])
 
     @property
     def rsync_host(self) -> str:
@@ -182,7 +177,7 @@ class Connection:
             LaunchError: the host does not allow that.
         """
         place = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
-        words = ["ssh", "-o", f"ControlPath={self._path}", "-O", "forward", "-R", f"127.0.0.1:{there}:{place}"]
+        words = ["ssh", "-o", self.socket, "-O", "forward", "-R", f"127.0.0.1:{there}:{place}"]
         done = subprocess.run([*words, *self._port, self._destination], capture_output=True, text=True)
         if there and done.returncode == 0:
             return there
@@ -252,6 +247,12 @@ class Connection:
         code = self._outpost.wait()
         self._readers[1].join(timeout=5)
         return trouble(self.host, code, "\n".join(self._errors), self._pythons)
+
+
+def command(host: str, socket: str, words: Any, *options: str) -> list[Any]:
+    """What runs `words` on `host`, for its shell. `socket` is the option of ssh that names an open connection."""
+    destination, port = hostfile.destination(host)
+    return ["ssh", *_OPTIONS, "-o", socket, *options, *(["-p", port] if port else []), "-T", destination, words]
 
 
 def trouble(host: str, code: int, said: str, pythons: Sequence[str]) -> LaunchError:

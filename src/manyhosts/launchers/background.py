@@ -22,13 +22,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from manyhosts.control import job_file
-from manyhosts.control.display import PlainDisplay
-from manyhosts.control.job import Plan
-from manyhosts.control.screen import Screen
 from manyhosts.errors import ConfigError, LaunchError, ManyhostsError
 from manyhosts.launchers import detached
 from manyhosts.launchers.detached import Status
-from manyhosts.launchers.launcher import LAUNCHERS, Launcher
+from manyhosts.launchers.engine import Engine
+from manyhosts.launchers.launcher import LAUNCHERS
+from manyhosts.launchers.plan import Plan
 from manyhosts.records import run_lock
 from manyhosts.records.whole_file import read_json, write_json_whole
 
@@ -42,8 +41,8 @@ _LONGER_S = 30.0
 class Background:
     """Keeps runs of a launcher that is the head itself, each in a process of its own; its name is its directory."""
 
-    def __init__(self, target: str, launcher: Launcher, wait: Callable[[float], None] = time.sleep) -> None:
-        self._target, self._launcher, self._wait = target, launcher, wait
+    def __init__(self, engine: Engine, wait: Callable[[float], None] = time.sleep) -> None:
+        self._target, self._wait = engine.NAME, wait
 
     def send(self, plan: Plan) -> str:
         """Start the head of `plan` in the background. Returns the run directory.
@@ -142,13 +141,12 @@ def main(words: list[str] | None = None) -> int:
     if lock is None:
         sys.stderr.write("manyhosts: a run in this directory is going on\n")
         return 2
-    launcher = LAUNCHERS.load(target)()
-    plan = launcher.plan(job)
+    engine = LAUNCHERS.load(target)()
     own = {
         "target": target,
         "process": os.getpid(),
         "machine": socket.gethostname(),
-        "hosts": list(plan.hosts),
+        "hosts": list(engine.plan(job).hosts),
         "started": time.time(),
     }
 
@@ -159,8 +157,7 @@ def main(words: list[str] | None = None) -> int:
     os.write(1, _READY)
     os.dup2(2, 1)  # the log from now on: whoever waited for the word reads no more
     try:
-        with Screen(sys.stdout, sys.stderr, logs=job.run_dir / "logs") as screen:
-            code = launcher.submit(plan, PlainDisplay(screen.out, screen.err))
+        code = engine.run(job)
         note({0: "done", 130: "cancelled"}.get(code, "failed"), "" if code in (0, 130) else f"exit code {code}", code)
     except ManyhostsError as error:
         sys.stderr.write(f"manyhosts: {error}\n")

@@ -11,13 +11,15 @@ from manyhosts.table import nearest
 from manyhosts.units import Duration
 
 
-def check(target: str, job: Job, known: Mapping[str, str]) -> None:
+def check(target: str, job: Job, known: Mapping[str, str], *, encrypts: bool = False) -> None:
     """See that `target` knows every option that was given; `known` has a line on each.
+
+    `encrypts`: whether it sees to encryption itself.
 
     Raises:
         ConfigError: it does not know one, one is empty, or encryption is required and the target cannot see to that.
     """
-    if job.encrypt:
+    if job.encrypt and not encrypts:
         raise ConfigError(
             f"--encrypt required, but {target} does not tell which links it uses",
             where="--encrypt",

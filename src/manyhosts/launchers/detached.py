@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, Self, runtime_checkable
 
 from manyhosts.control.display import Display
-from manyhosts.control.job import Plan
+from manyhosts.launchers.plan import Plan
 
 State = Literal["waiting", "running", "done", "failed", "cancelled", "unknown"]
 _LOOK_S = 2.0
@@ -53,8 +53,8 @@ class Status:
 
 
 @runtime_checkable
-class Engine(Protocol):
-    """A launcher whose jobs live by themselves. Its jobs are called by words: handles."""
+class Jobs(Protocol):
+    """Keeps jobs that live by themselves, called by words: handles."""
 
     def send(self, plan: Plan) -> str:
         """Hand the job over. Returns its name at this engine.
@@ -86,12 +86,11 @@ class Engine(Protocol):
 
 
 def send_and_follow(
-    jobs: Engine,
+    jobs: Jobs,
     target: str,
     plan: Plan,
     display: Display,
     *,
-    done: str = "sent",
     wait: Callable[[float], None] = time.sleep,
 ) -> int:
     """Hand the job over, say by which handle it is known, and show why it waits and what it prints until it is over.
@@ -111,7 +110,7 @@ def send_and_follow(
         try:
             with interrupts.held():
                 name = jobs.send(plan)
-                display.say(f"manyhosts: {done} as {target}://{name}")
+                display.say(f"manyhosts: sent as {target}://{name}")
             return _follow(jobs, name, display, wait)
         except KeyboardInterrupt:
             if not name:
@@ -123,7 +122,7 @@ def send_and_follow(
             return 130
 
 
-def _follow(jobs: Engine, name: str, display: Display, wait: Callable[[float], None]) -> int:
+def _follow(jobs: Jobs, name: str, display: Display, wait: Callable[[float], None]) -> int:
     """Show why the job waits, and what it prints, until it is over. Returns its exit code."""
     told = ""
     while (status := jobs.status(name)).state == "waiting":
@@ -140,7 +139,7 @@ def _follow(jobs: Engine, name: str, display: Display, wait: Callable[[float], N
     return status.exit_code
 
 
-def _show(jobs: Engine, name: str, display: Display, wait: Callable[[float], None]) -> None:
+def _show(jobs: Jobs, name: str, display: Display, wait: Callable[[float], None]) -> None:
     for line in jobs.logs(name, follow=True):
         display.line(line, "", is_error=False)
     while not jobs.status(name).over:

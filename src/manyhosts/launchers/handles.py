@@ -6,16 +6,17 @@ from typing import cast
 
 from manyhosts.errors import ConfigError
 from manyhosts.launchers.background import Background
-from manyhosts.launchers.detached import Engine
-from manyhosts.launchers.launcher import LAUNCHERS, Launcher
+from manyhosts.launchers.detached import Jobs
+from manyhosts.launchers.engine import Engine
+from manyhosts.launchers.launcher import LAUNCHERS
 
 
-def engine(launcher: Launcher, target: str) -> Engine:
-    """Who keeps the jobs of `launcher`: its engine, or where that keeps none a process on this machine."""
-    return cast(Engine, launcher) if isinstance(launcher, Engine) else Background(target, launcher)
+def jobs_of(engine: Engine) -> Jobs:
+    """Who keeps the jobs of `engine`: itself, or where it keeps none a process on this machine."""
+    return cast(Jobs, engine) if isinstance(engine, Jobs) else Background(engine)
 
 
-def of_handle(handle: str) -> tuple[Engine, str]:
+def of_handle(handle: str) -> tuple[Jobs, str]:
     """The engine of a handle such as `slurm://4711`, and the job's name there.
 
     Raises:
@@ -28,4 +29,4 @@ def of_handle(handle: str) -> tuple[Engine, str]:
             where="HANDLE",
             fix="give what `manyhosts run --detach` printed, such as slurm://4711",
         )
-    return engine(LAUNCHERS.load(kind)(), kind), name
+    return jobs_of(LAUNCHERS.load(kind)()), name

@@ -25,12 +25,15 @@ from manyhosts.control.display import Display
 from manyhosts.control.head.endpoint import PORT, ExternalAgent, HeadEndpoint, port_of
 from manyhosts.control.head.head import Head
 from manyhosts.control.head.placement import AgentProcess
-from manyhosts.control.job import Job, Plan
+from manyhosts.control.job import Job
 from manyhosts.control.join_secret import FINGERPRINT_BYTES, JoinSecret
 from manyhosts.errors import ConfigError, LaunchError
 from manyhosts.hosts import addresses, contents, hostfile, interfaces, ports, remote_probe, version_check
 from manyhosts.hosts.files import Files
 from manyhosts.launchers import choices
+from manyhosts.launchers.engine import Engine
+from manyhosts.launchers.local import CONNECTION
+from manyhosts.launchers.plan import Later, Plan, filled
 from manyhosts.records import run_directory
 
 _PATIENCE_S = 3600.0
@@ -39,9 +42,10 @@ _FAR = "192.0.2.1"
 """An address of documents, which is on no network: the way there is the way to the rest of the world."""
 
 
-class Join:
+class Join(Engine):
     """Is the head of hosts that join, and has the first workers itself."""
 
+    NAME = "join"
     OPTIONS: ClassVar[Mapping[str, str]] = {
         "bind": "the address of this machine to listen at (default: that of its route to other networks)",
         "port": f"the port to listen at (default {PORT}, or a free one)",
@@ -57,7 +61,7 @@ class Join:
         Raises:
             ConfigError: there would be no such host, or an option is unknown or wrong.
         """
-        choices.check("join", job, self.OPTIONS)
+        job = self.check(job)
         if job.hosts:
             raise ConfigError(
                 f"hosts join by themselves, and some are named: {', '.join(job.hosts)}",
@@ -75,7 +79,7 @@ class Join:
         bind, advertised = job.options.get("bind", "ADDRESS"), job.options.get("advertise", "")
         joined = ("manyhosts", "join", advertised or f"{bind}:{job.options.get('port', 'PORT')}")
         hosts = (_name_here(), *(f"host {node} (to join)" for node in range(1, job.nodes)))
-        agents = (_agent_words("fd:NUMBER", bind, "INTERFACE"), *([joined] * (job.nodes - 1)))
+        agents = (_agent_words(), *([joined] * (job.nodes - 1)))
         return Plan(job=job, hosts=hosts, agents=agents, workers=variables.of_all(job))
 
     def submit(self, plan: Plan, display: Display) -> int:
@@ -111,7 +115,7 @@ class Join:
                 display,
                 address=bind,
                 endpoint=endpoint,
-                start_here=_starter(address),
+                start_here=_starter(plan, address),
             ).run()
         finally:
             remote_probe.remove_marker(str(job.run_dir), mark)
@@ -214,12 +218,13 @@ def _tell_how(job: Job, endpoint: HeadEndpoint, address: str, port: int, display
     display.warn(f"manyhosts: and give it the secret of this run, which is in {path}")
 
 
-def _agent_words(head: str, address: str, interface: str) -> tuple[str, ...]:
-    words = [sys.executable, "-P", "-m", "manyhosts.control.agent.agent", "--head", head, "--node", "0"]
-    return (*words, "--address", address, *(["--interface", interface] if interface else []))
+def _agent_words() -> tuple[str, ...]:
+    place = ("--address", Later("address", "ADDRESS"), "--interface", Later("interface", "INTERFACE"))
+    words = ("-P", "-m", "manyhosts.control.agent.agent", "--head", CONNECTION, "--node", "0")
+    return (sys.executable, *words, *place)
 
 
-def _starter(address: str) -> Any:
+def _starter(plan: Plan, address: str) -> Any:
     found = interfaces.with_address(remote_probe.interfaces(), address)
     if found is None:
         raise LaunchError(
@@ -232,7 +237,7 @@ def _starter(address: str) -> Any:
         if node > 0:
             return None
         return subprocess.Popen(
-            _agent_words(inherited(connection), address, found.name),
+            filled(plan.agents[0], {"connection": inherited(connection), "address": address, "interface": found.name}),
             stdin=subprocess.DEVNULL,
             pass_fds=(connection.fileno(),),
             start_new_session=True,  # Ctrl-C reaches the head alone, which then asks the workers

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from manyhosts.control.display import Display, PlainDisplay
+from manyhosts.control.display import Display
 from manyhosts.control.job import Job
-from manyhosts.control.screen import Screen
 from manyhosts.launchers import scripts
 from manyhosts.launchers.launcher import LAUNCHERS
 
@@ -53,9 +51,7 @@ def run(  # noqa: PLR0913  # what `manyhosts run` takes
         preload=scripts.preload(program, "script"),
     )
     scripts.check_run_dir(job)
-    launcher = LAUNCHERS.load("local")()
-    with Screen(sys.stdout, sys.stderr, logs=job.run_dir / "logs") as screen:
-        return launcher.submit(launcher.plan(job), display or PlainDisplay(screen.out, screen.err))
+    return LAUNCHERS.load("local")().run(job, display)
 
 
 def new_run_dir(program: str) -> Path:

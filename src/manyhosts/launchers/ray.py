@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
-import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 from manyhosts.control import variables
-from manyhosts.control.agent.agent import TOKEN
 from manyhosts.control.display import Display
 from manyhosts.control.head.head import Head
-from manyhosts.control.job import Job, Plan
+from manyhosts.control.job import Job
 from manyhosts.errors import ConfigError, LaunchError
 from manyhosts.hosts import addresses
 from manyhosts.launchers import choices, extras
+from manyhosts.launchers.engine import SECRET, Engine
+from manyhosts.launchers.plan import HEAD, Plan, filled
 
 _PATIENCE_S = 60
 _ADDRESS = "RAY_ADDRESS"
+_HERE = Path("/tmp/ray/ray_current_cluster")  # noqa: S108  # where Ray itself looks for the cluster it is part of
+_CONNECT, _RESERVE, _TASK = "ray.init", "ray.util.placement_group", "ray.remote, for each node"
+"""Calls of Ray, by which a plan names what they are given."""
 
 
-class Ray:
+class Ray(Engine):
     """Has Ray place one agent on each of several nodes, with this process as their head."""
 
+    NAME = "ray"
     OPTIONS: ClassVar[Mapping[str, str]] = {
         "address": "the cluster, HOST:PORT; by default what RAY_ADDRESS says, or the one that runs here",
         "cpus": "CPUs that Ray keeps for us on each node (default 1)",
         "gpus": "GPUs that Ray keeps for us on each node (default 0)",
         "python": "the Python on every node, if it is not where it is here",
     }
+    CHOOSES_HOSTS = "--nodes N"
 
     def plan(self, job: Job) -> Plan:
         """One agent on each of `nodes` different nodes; which they are is Ray's to say.
@@ -37,19 +44,33 @@ class Ray:
         Raises:
             ConfigError: hosts are named, or an option is unknown.
         """
-        choices.check("ray", job, self.OPTIONS)
-        choices.count(job.options, "cpus", 1)
-        if job.hosts:
-            raise ConfigError("Ray chooses the hosts", where="--hosts", fix="use --nodes N")
-        if not choices.gpus(job.options).isdecimal():
+        job = self.check(job)
+        gpus = choices.gpus(job.options)
+        if not gpus.isdecimal():
             raise ConfigError(f"gpus is {job.options['gpus']!r}", where="-o gpus", fix="give a whole number")
-        job = choices.with_a_worker_for_each_gpu(job)
+        cpus = choices.count(job.options, "cpus", 1)
+        bundle = {kind: count for kind, count in {"CPU": cpus, "GPU": int(gpus)}.items() if count}
         return Plan(
             job=job,
             hosts=tuple(f"a node of the Ray cluster ({node + 1} of {job.nodes})" for node in range(job.nodes)),
-            agents=tuple(tuple(_agent_words(job, "ADDRESS:PORT", node)) for node in range(job.nodes)),
+            agents=tuple(self.agent(job, [node]) for node in range(job.nodes)),
             workers=variables.of_all(job),
+            files={
+                _CONNECT: {"address": job.options.get("address") or self._present.get(_ADDRESS, "auto")},
+                _RESERVE: {"bundles": [bundle] * job.nodes, "strategy": "STRICT_SPREAD"},
+                # The head starts a lost agent again, and knows why.
+                _TASK: {"num_cpus": cpus, "num_gpus": int(gpus), "max_retries": 0},
+            },
+            environment={variables.TOKEN: SECRET},
         )
+
+    def address(self, plan: Plan) -> str:
+        """Which nodes there are, Ray says when it has placed the job: the way to its head is the way to them."""
+        place = plan.files[_CONNECT]["address"]
+        with contextlib.suppress(OSError):
+            place = _HERE.read_text().strip() if place == "auto" else place
+            return addresses.towards([place.removeprefix("ray://").rpartition(":")[0]])
+        return addresses.LOOPBACK
 
     def submit(self, plan: Plan, display: Display) -> int:
         """Run the job to its end.
@@ -60,27 +81,28 @@ class Ray:
         """
         ray = extras.load("ray", what="Ray", extra="ray")
         extras.load("ray.util", what="Ray", extra="ray")
-        job = plan.job
-        address = job.options.get("address") or os.environ.get(_ADDRESS, "auto")
+        where = plan.files[_CONNECT]
         try:
-            ray.init(address=address, log_to_driver=True, logging_level="ERROR", configure_logging=False)
+            ray.init(**where, log_to_driver=True, logging_level="ERROR", configure_logging=False)
         except Exception as cause:
             raise LaunchError(
-                f"there is no Ray cluster to be reached at {address}: {str(cause).splitlines()[0]}",
-                where=f"-o address={address}",
+                f"there is no Ray cluster to be reached at {where['address']}: {str(cause).splitlines()[0]}",
+                where=f"-o address={where['address']}",
                 fix="start one with `ray start --head`, or give its address with -o address=HOST:PORT or RAY_ADDRESS",
             ) from cause
         group = None
         try:
-            group = _reserve(ray, job)
+            group = _reserve(ray, plan.files[_RESERVE])
             nodes = _nodes_of(ray, group)
             head_address = addresses.towards([node["NodeManagerAddress"] for node in nodes])
             names = [node["NodeManagerHostname"] for node in nodes]
 
             def start_agent(node: int, head: str, token: str) -> _Agent:
-                return _Agent(ray, _begin(ray, group, job, node, _agent_words(job, head, node), token))
+                values = {HEAD.name: head, SECRET.name: token}
+                words, environment = filled(plan.agents[node], values), filled(plan.environment, values)
+                return _Agent(ray, _begin(ray, group, plan.files[_TASK], node, words, environment))
 
-            return Head(job, names, start_agent, display, address=head_address).run()
+            return Head(plan.job, names, start_agent, display, address=head_address).run()
         finally:
             if group is not None:
                 ray.util.remove_placement_group(group)
@@ -116,12 +138,12 @@ class _Agent:
             return 1
 
 
-def be_agent(words: list[str], token: str, cpus: int) -> int:
+def be_agent(words: Sequence[str], environment: Mapping[str, str], cpus: int) -> int:
     """What Ray runs on a node: an agent as a process of its own, which goes when its task does."""
     own = dict(os.environ)
     if own.get("OMP_NUM_THREADS") == str(cpus):
         del own["OMP_NUM_THREADS"]  # set by Ray for its task; our workers share out the host's cores
-    process = subprocess.Popen(words, env={**own, TOKEN: token}, stdin=subprocess.DEVNULL, start_new_session=True)
+    process = subprocess.Popen(words, env={**own, **environment}, stdin=subprocess.DEVNULL, start_new_session=True)
     try:
         return process.wait()
     except BaseException:  # Ray cancels a task by an exception in it
@@ -130,17 +152,16 @@ def be_agent(words: list[str], token: str, cpus: int) -> int:
         raise
 
 
-def _reserve(ray: Any, job: Job) -> Any:
+def _reserve(ray: Any, asked: Mapping[str, Any]) -> Any:
     """A placement group with room for an agent on each of as many nodes."""
-    bundle = {"CPU": choices.count(job.options, "cpus", 1), "GPU": int(choices.gpus(job.options))}
-    bundle = {kind: count for kind, count in bundle.items() if count}
-    group = ray.util.placement_group([bundle] * job.nodes, strategy="STRICT_SPREAD")
+    group = ray.util.placement_group(**asked)
     ready, _ = ray.wait([group.ready()], timeout=_PATIENCE_S)
     if not ready:
         alive = [node for node in ray.nodes() if node["Alive"]]
         ray.util.remove_placement_group(group)
+        wanted = f"{len(asked['bundles'])} nodes with {asked['bundles'][0]}"
         raise LaunchError(
-            f"Ray found no {job.nodes} nodes with {bundle} free within {_PATIENCE_S} s; it has {len(alive)} nodes",
+            f"Ray found no {wanted} free within {_PATIENCE_S} s; it has {len(alive)} nodes",
             where="the Ray cluster",
             fix="see `ray status`; ask for fewer --nodes, or for less with -o cpus= and -o gpus=",
         )
@@ -154,19 +175,11 @@ def _nodes_of(ray: Any, group: Any) -> list[dict[str, Any]]:
     return [by_id[by_bundle[number]] for number in sorted(by_bundle)]
 
 
-def _begin(ray: Any, group: Any, job: Job, node: int, words: list[str], token: str) -> Any:
+def _begin(
+    ray: Any, group: Any, asked: Mapping[str, Any], node: int, words: Sequence[str], environment: Mapping[str, str]
+) -> Any:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    cpus = choices.count(job.options, "cpus", 1)
-    task = ray.remote(be_agent).options(
-        num_cpus=cpus,
-        num_gpus=int(choices.gpus(job.options)),
-        max_retries=0,  # the head starts a lost agent again, and knows why
-        scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node),
-    )
-    return task.remote(words, token, cpus)
-
-
-def _agent_words(job: Job, head: str, node: int) -> list[str]:
-    python = job.options.get("python", sys.executable)
-    return [python, "-P", "-m", "manyhosts.control.agent.node", "--head", head, "--nodes", str(node)]
+    place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node)
+    task = ray.remote(be_agent).options(**asked, scheduling_strategy=place)
+    return task.remote(words, environment, asked["num_cpus"])

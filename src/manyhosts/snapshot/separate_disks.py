@@ -93,7 +93,7 @@ def keeps(world: World) -> bool:
 
 def _disks(world: World) -> list[int]:
     """A number of each worker's disk, by rank. A launcher tells all workers theirs, or none of them."""
-    number = int(os.environ.get(run_directory.DISK, world.place.node_rank))
+    number = int(os.environ.get(run_directory.DISK) or world.place.node_rank)
     own = torch.tensor([number], dtype=torch.int64, device=world.device)
     return [int(disk) for disk in world.stack(own).flatten().tolist()]
 

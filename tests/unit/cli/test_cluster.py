@@ -60,7 +60,7 @@ def test_one_call_leaves_nothing_for_the_next(dry_run) -> None:
 
 def test_hosts_of_a_table_are_reached_by_ssh(dry_run) -> None:
     text, code = dry_run("--cluster", "lab")
-    assert (code, "ssh a" in text, "ssh b" in text) == (0, True, True), text
+    assert (code, " -T a " in text, " -T b " in text) == (0, True, True), text
 
 
 def test_unknown_option_in_a_table_is_named_with_file_and_table(dry_run, tmp_path: Path) -> None:

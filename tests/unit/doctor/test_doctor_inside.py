@@ -14,6 +14,8 @@ from manyhosts.control.agent.first_node import NodeInfo
 from manyhosts.control.job import Job
 from manyhosts.doctor import as_job, in_job
 from manyhosts.doctor.examination import Examination, Request
+from manyhosts.launchers.kubernetes.kubernetes import Kubernetes
+from manyhosts.launchers.sagemaker.sagemaker import SageMaker
 
 REQUEST = Request(target="kubernetes", run_dir="/project/runs/a", script="/project/train.py", data=("/data", "sub"))
 JOB = Job(program="doctor", folder=Path("/project"), run_dir=Path("/tmp/doctor"), options={"image": "a:1"})
@@ -48,9 +50,12 @@ def test_node_that_has_not_reported_is_named_with_where_it_should_have_called() 
 
 
 def test_paths_below_the_working_directory_are_looked_for_in_that_of_the_nodes() -> None:
-    there = as_job._there(JOB, REQUEST)
+    there = as_job._there(Kubernetes(), JOB, REQUEST)
     assert (there.run_dir, there.script, there.data) == ("runs/a", "train.py", ("/data", "sub"))
     assert not there.shares_disk
     on_a_volume = replace(JOB, options={**JOB.options, "volumes": "ours:/disk"})
-    assert as_job._there(on_a_volume, replace(REQUEST, run_dir="/disk/runs")).shares_disk
-    assert as_job._there(JOB, replace(REQUEST, target="sagemaker")).run_dir == "/opt/ml/checkpoints"
+    assert as_job._there(Kubernetes(), on_a_volume, replace(REQUEST, run_dir="/disk/runs")).shares_disk
+    assert (
+        as_job._there(SageMaker(), replace(JOB, options={}), replace(REQUEST, target="sagemaker")).run_dir
+        == "/opt/ml/checkpoints"
+    )

@@ -14,18 +14,16 @@ from typing import Any
 
 import kubernetes_validate
 import pytest
-import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from kubernetes_cluster import VERSION, Cluster, cluster, kubeconfig
 from launching import wait_until
+from plans import assert_sent, files_in
 
 from manyhosts.cli.main import main
 from manyhosts.control.job import Job
 from manyhosts.errors import ConfigError
 from manyhosts.launchers.kubernetes import manifest as kubernetes_manifest
-from manyhosts.launchers.kubernetes import yaml_text
 from manyhosts.launchers.kubernetes.kubernetes import Kubernetes
+from manyhosts.launchers.kubernetes.manifest import ARCHIVE_HERE, ENVIRONMENT_HERE, OWNER_HERE, TOKEN_HERE
 
 EVERYTHING = {
     "image": "me/train:1",
@@ -75,7 +73,7 @@ def send(*words: str) -> int:
 @pytest.mark.parametrize("options", [{}, EVERYTHING], ids=["least", "everything"])
 def test_everything_that_is_sent_fits_the_schema_of_the_api(options: dict[str, str]) -> None:
     wished = job(options=options, workers_per_node=4, environment={"A": "$(B)"})
-    kubernetes_manifest.check(wished)
+    Kubernetes().check(wished)
     made = kubernetes_manifest.manifests(wished)
     assert list(made) == ["Job", "Service", "Secret", *(["NetworkPolicy"] if options else ["ConfigMap"])]
     for manifest in made.values():
@@ -99,25 +97,28 @@ def test_every_option_reaches_the_manifest() -> None:
     assert [word for word in words if word not in text] == []
 
 
-def test_dry_run_prints_yaml_that_a_reader_of_yaml_and_the_api_take(
-    here: Cluster, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert send("--dry-run") == 0
-    text = capsys.readouterr().out.partition(".yaml\n")[2].partition("\n---\nnote:")[0]
-    documents = list(yaml.safe_load_all(text))
-    assert [each["kind"] for each in documents] == ["Job", "Service", "Secret", "ConfigMap"]
-    for document in documents:
+def test_dry_run_prints_what_is_sent_and_asks_nobody(here: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    more = ("--run-dir", "runs/first", "--env", "KEY=s3cret", "-o", "network-policy=yes")
+    assert send("--dry-run", *more) == 0
+    shown = files_in(capsys.readouterr().out.replace("--dry-run", "--detach"))  # which is what the two differ in
+    begin = shown.pop("then, of the Job")
+    documents = {name.removesuffix(".json"): json.loads(text) for name, text in shown.items()}
+    for document in documents.values():
         kubernetes_validate.validate(document, VERSION, strict=True)
-    assert here.asked == [], "a dry run asks nobody"
+    assert (list(documents), here.asked) == (["Job", "Service", "Secret", "NetworkPolicy", "ConfigMap"], [])
+    assert send("--detach", *more) == 0
+    later = [str(each) for each in (TOKEN_HERE, ENVIRONMENT_HERE, ARCHIVE_HERE, OWNER_HERE)]
+    for kind, document in documents.items():
+        assert_sent(document, here.bodies[kind], later)
+    assert json.loads(begin) == here.bodies["patch"]
 
 
 def test_values_of_env_are_in_the_secret_alone_and_pods_may_do_nothing_else() -> None:
     """What the Pod Security Standard `restricted` asks for, for a user that is named; and no token for the cluster."""
     words = ("run", "--env", "KEY=s3cret", "--env=KEY=s3cret", "train.py")
     wished = job(environment={"KEY": "s3cret", "LR": "1"}, hidden=("KEY",), words=words, options={"user": "7"})
-    made = kubernetes_manifest.manifests(wished, token=b"token")
-    assert "s3cret" not in json.dumps({kind: each for kind, each in made.items() if kind != "Secret"})
-    assert json.loads(base64.b64decode(made["Secret"]["data"]["environment"])) == {"KEY": "s3cret"}
+    made = kubernetes_manifest.manifests(wished)
+    assert "s3cret" not in json.dumps(made), "it is filled in when it is sent"
     assert "s3cret" not in str(Kubernetes().plan(wished))
     pod = made["Job"]["spec"]["template"]["spec"]
     [container] = pod["containers"]
@@ -139,21 +140,8 @@ def test_network_policy_is_made_and_goes_with_the_job_and_kueue_says_when_it_beg
     assert here.objects == {}
 
 
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
-    max_leaves=8,
-)
-
-
-@settings(max_examples=60, derandomize=True)
-@given(VALUES)
-def test_yaml_says_what_was_meant(value: Any) -> None:
-    assert yaml.safe_load(yaml_text.dump(value)) == value
-
-
 def test_pods_find_each_other_by_the_service_and_know_the_token_by_the_secret() -> None:
-    made = kubernetes_manifest.manifests(job(), token=b"a secret", packed=b"")
+    made = kubernetes_manifest.manifests(job())
     pod = made["Job"]["spec"]["template"]
     [container] = pod["spec"]["containers"]
     variables = {each["name"]: each for each in container["env"]}
@@ -161,8 +149,6 @@ def test_pods_find_each_other_by_the_service_and_know_the_token_by_the_secret() 
     assert pod["spec"]["subdomain"] == made["Service"]["metadata"]["name"] == "first"
     assert made["Service"]["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
     assert made["Service"]["spec"]["publishNotReadyAddresses"] is True
-    assert base64.b64decode(made["Secret"]["data"]["token"]) == b"a secret"
-    assert "a secret" not in json.dumps(made["Job"])
 
 
 @pytest.mark.parametrize(
@@ -234,8 +220,8 @@ def test_sending_makes_a_job_with_all_that_goes_when_it_goes(here: Cluster, caps
     packed = base64.b64decode(here.objects["ConfigMap", "default", "first"]["binaryData"]["folder.tar.gz"])
     with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
         assert "train.py" in archive.getnames()
-    token = base64.b64decode(here.objects["Secret", "default", "first"]["data"]["token"])
-    assert len(bytes.fromhex(token.decode())) == 16
+    token = base64.b64decode(here.objects["Secret", "default", "first"]["data"]["token"]).decode()
+    assert len(bytes.fromhex(token)) == 16
     for _ in range(2):
         assert main(["cancel", handle]) == 0
     assert here.objects == {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -24,12 +25,14 @@ def job(folder: Path = Path("/work"), **more: object) -> Job:
 
 
 def test_plan_is_one_mpirun_with_one_agent_on_each_host() -> None:
-    assert " ".join(Mpi().plan(job()).command) == (
+    assert " ".join(Mpi({"PATH": "/bin", "HOME": "/root"}).plan(job()).command) == (
         "mpirun --bind-to none --mca plm_rsh_agent ssh --mca orte_abort_on_non_zero_status 0"
-        " -np 1 --host a:1 -x MANYHOSTS_TOKEN"
-        f" {sys.executable} -P -m manyhosts.control.agent.node --head ADDRESS:PORT --nodes 0"
-        " : -np 1 --host b:1 -x MANYHOSTS_TOKEN"
-        f" {sys.executable} -P -m manyhosts.control.agent.node --head ADDRESS:PORT --nodes 1"
+        " -np 1 --host a:1 -x MANYHOSTS_TOKEN -x PATH"
+        f" {sys.executable} -P -m manyhosts.control.agent.node --head ADDRESS:PORT"
+        " --forget OMPI_*,PMIX_*,PMI_*,PRTE_* --nodes 0"
+        " : -np 1 --host b:1 -x MANYHOSTS_TOKEN -x PATH"
+        f" {sys.executable} -P -m manyhosts.control.agent.node --head ADDRESS:PORT"
+        " --forget OMPI_*,PMIX_*,PMI_*,PRTE_* --nodes 1"
     )
 
 
@@ -65,13 +68,13 @@ def test_missing_mpirun_is_named(tmp_path: Path) -> None:
 
 def test_no_worker_takes_itself_for_a_rank_of_mpirun() -> None:
     variables = {"OMPI_COMM_WORLD_RANK": "2", "PMIX_RANK": "2", "OMPI_MCA_plm": "rsh", "PATH": "/bin"}
-    node.forget_task(variables)
+    node.forget_task(Mpi.TASK_VARIABLES, variables)
     assert variables == {"PATH": "/bin"}
 
 
 def test_agent_that_was_started_by_hand_says_so() -> None:
     with pytest.raises(ConfigError, match="SLURM_PROCID is 'not set'"):
-        node.number_of("slurm", {})
+        node.number_in("SLURM_PROCID", {})
 
 
 def test_workers_use_the_interface_that_leads_to_the_head() -> None:
@@ -88,11 +91,11 @@ def test_name_that_does_not_resolve_is_told_with_the_host() -> None:
 def placement(nodes: int) -> tuple[Placement, list[list[int]]]:
     started: list[list[int]] = []
 
-    def command(which: list[int], head: str) -> list[str]:
+    def start(which: Sequence[int], head: str, token: str) -> subprocess.Popen[bytes]:
         started.append(list(which))
-        return ["sleep", "60"]
+        return subprocess.Popen(["sleep", "60"])
 
-    return Placement(nodes, command, {}), started
+    return Placement(nodes, start), started
 
 
 def test_one_process_starts_all_agents_and_a_lost_one_is_started_alone() -> None:
@@ -127,7 +130,7 @@ def test_engine_is_left_alone_while_agents_tidy_up_and_killed_where_it_does_not_
 ) -> None:
     monkeypatch.setattr("manyhosts.control.head.placement._END_S", 0.2)
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
-    node_agent = Placement(1, lambda which, head: [sys.executable, "-c", deaf], {}).start_agent(0, "h:1", "secret")
+    node_agent = Placement(1, lambda *_: subprocess.Popen([sys.executable, "-c", deaf])).start_agent(0, "h:1", "secret")
     node_agent.terminate()
     time.sleep(1)  # so that it has had time to become deaf, too
     assert node_agent.poll() is None

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 from aws import Aws, Refusal, hold_to_model, serve, variables
+from plans import assert_sent, files_in
 
 from manyhosts.cli.main import main
-from manyhosts.control.job import Job
+from manyhosts.control.job import HIDDEN, Job
 from manyhosts.errors import ConfigError
 from manyhosts.launchers.sagemaker import request as sagemaker_request
 from manyhosts.launchers.sagemaker import sagemaker
@@ -71,13 +72,13 @@ def send(*words: str, **changed: str) -> int:
 @pytest.mark.parametrize("options", [LEAST, EVERYTHING], ids=["least", "everything"])
 def test_request_fits_the_model_of_the_service(options: dict[str, str]) -> None:
     wished = job(options=options, overrides={"lr": "0.1"}, encrypt=True)
-    made = sagemaker_request.request(wished, sagemaker_request.job_name(wished))
+    made = sagemaker_request.request(wished)
     sagemaker_request.validate(made)
     hold_to_model("sagemaker", "CreateTrainingJob", made)
 
 
 def test_model_would_notice_a_slip() -> None:
-    made = sagemaker_request.request(job(), "x")
+    made = sagemaker_request.request(job())
     with pytest.raises(Refusal, match="InstanceType"):
         hold_to_model("sagemaker", "CreateTrainingJob", {**made, "ResourceConfig": {"InstanceType": "ml.none"}})
     with pytest.raises(ConfigError, match="RoleARN"):
@@ -86,7 +87,7 @@ def test_model_would_notice_a_slip() -> None:
 
 def test_every_option_reaches_the_request() -> None:
     assert EVERYTHING.keys() == sagemaker_request.OPTIONS.keys()
-    text = json.dumps(sagemaker_request.request(job(options=EVERYTHING, encrypt=True), "x"))
+    text = json.dumps(sagemaker_request.request(job(options=EVERYTHING, encrypt=True)))
     words = [LEAST["image"], LEAST["role"], "s3://ours/runs/first/run", "ml.g5.xlarge", "/opt/python", '"subnet-2"']
     words += ['"MaxRuntimeInSeconds": 28800', '"MaxWaitTimeInSeconds": 72000', '"VolumeSizeInGB": 200', '"sg-1"']
     words += ['"EnableManagedSpotTraining": true', "s3://ours/digits", '"Key": "cost", "Value": "42"']
@@ -129,14 +130,23 @@ def test_what_is_missing_is_named_with_an_example(key: str) -> None:
     assert f"-o {key}=" in raised.value.fix
 
 
-def test_dry_run_prints_the_request_and_asks_nobody(here: Aws, capsys: pytest.CaptureFixture[str]) -> None:
-    assert send("--dry-run") == 0
-    text = capsys.readouterr().out
-    made = json.loads(text.partition("--- CreateTrainingJob\n")[2].partition("\n---\n")[0])
-    hold_to_model("sagemaker", "CreateTrainingJob", made)
-    assert made["TrainingJobName"] == "first-chosen-when-sent"
+def test_dry_run_prints_what_is_sent_and_asks_nobody(here: Aws, capsys: pytest.CaptureFixture[str]) -> None:
+    assert send("--dry-run", "--env", "KEY=s3cret") == 0
+    text = capsys.readouterr().out.replace("--dry-run", "--detach")  # which is what the two differ in
+    shown = {place: content for place, content in files_in(text).items() if place != "CreateTrainingJob"}
+    request = json.loads(files_in(text)["CreateTrainingJob"])
+    hold_to_model("sagemaker", "CreateTrainingJob", request)
     assert "note: the record will be in s3://ours/runs/first/run" in text
-    assert here.asked == []
+    assert ("s3cret" in text, here.asked) == (False, [])
+    assert send("--detach", "--env", "KEY=s3cret") == 0
+    [(name, made)] = here.jobs.items()
+    assert request == json.loads(json.dumps(made.request).replace(name, "first-chosen-when-sent"))
+    sent = {place.replace(name, "first-chosen-when-sent"): content for place, content in here.objects.items()}
+    assert list(shown) == list(sent)
+    [job_file] = [place for place in shown if place.endswith("/job.json")]
+    later = assert_sent(json.loads(shown.pop(job_file)), json.loads(sent[job_file]), [HIDDEN, f"KEY={HIDDEN}"])
+    assert later == ["s3cret", "KEY=s3cret"]
+    assert list(shown.values()) == ["(the working directory, packed)", HIDDEN]
 
 
 def test_dry_run_without_boto3_says_what_it_did_not_do(

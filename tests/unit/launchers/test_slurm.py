@@ -74,7 +74,7 @@ def test_batch_script_is_this_text() -> None:
 def test_every_option_is_explained_and_reaches_slurm() -> None:
     values = dict.fromkeys(slurm_script.OPTIONS, "7") | {"requeue": "no", "exclusive": "yes", "python": "/opt/python"}
     wished = job(options=values, workers_per_node=7)
-    slurm_script.check(wished)
+    slurm().check(wished)
     text = slurm_script.script(wished)
     assert text.count("=7\n") == 13
     assert all(part in text for part in ("--no-requeue\n", "--exclusive\n", "B:USR1@7\n", "exec /opt/python "))
@@ -117,7 +117,8 @@ def test_inside_an_allocation_srun_starts_an_agent_on_every_node_of_it() -> None
     assert " ".join(plan.command) == (
         "srun --nodes 4 --ntasks 4 --ntasks-per-node 1 --nodelist n1,n2,n3,n4 --cpu-bind none --kill-on-bad-exit=0"
         f" --overlap --unbuffered --quit-on-interrupt {sys.executable} -P -m manyhosts.control.agent.node"
-        " --head ADDRESS:PORT --engine slurm --nodes 0,1,2,3"
+        " --head ADDRESS:PORT --number SLURM_PROCID"
+        f" --forget {','.join(Slurm.TASK_VARIABLES)} --nodes 0,1,2,3"
     )
 
 
@@ -207,7 +208,7 @@ def test_waiting_for_a_batch_job_shows_its_words_and_ends_with_its_code(
     engine = slurm(sbatch="4711\n", scontrol=[waits, waits, over])
     assert engine.submit(engine.plan(job(tmp_path)), PlainDisplay(sys.stdout, sys.stderr)) == 4
     out, err = capsys.readouterr()
-    assert out.splitlines() == ["manyhosts: queued as slurm://4711", "epoch 1"]
+    assert out.splitlines() == ["manyhosts: sent as slurm://4711", "epoch 1"]
     assert err.splitlines()[0] == "manyhosts: the job waits: PENDING (Resources)"
     assert err.splitlines()[1].startswith("manyhosts: the job has failed FAILED")
 

@@ -15,14 +15,12 @@ import signal
 import socket
 import sys
 
-from manyhosts.control import titles
+from manyhosts.control import titles, variables
 from manyhosts.control.agent.head_connection import connect
 from manyhosts.control.agent.processes import adopt_orphans
 from manyhosts.control.agent.supervisor import Origin, Supervisor
 from manyhosts.control.loop import Loop
 from manyhosts.hosts import interfaces
-
-TOKEN = "MANYHOSTS_TOKEN"  # noqa: S105  # the name of the variable, not a secret
 
 
 def main(words: list[str] | None = None) -> int:
@@ -43,7 +41,7 @@ def main(words: list[str] | None = None) -> int:
     for name in interfaces.VARIABLES if asked.interface else ():
         os.environ.setdefault(name, asked.interface)
     born_with_it = asked.head.startswith("fd:")
-    token = "" if born_with_it else os.environ.pop(TOKEN, "") or sys.stdin.readline().strip()
+    token = "" if born_with_it else os.environ.pop(variables.TOKEN, "") or sys.stdin.readline().strip()
     if not (token or born_with_it):
         sys.stderr.write("manyhosts: this agent was given no secret, by which it would know its head\n")
         return 2

@@ -1,6 +1,6 @@
 """What an engine starts on every node: an agent that finds out by itself which node it is.
 
-    python -m manyhosts.control.agent.node --engine slurm --nodes 0,1,2 --head HOST:PORT
+    python -m manyhosts.control.agent.node --number SLURM_PROCID --nodes 0,1,2 --head HOST:PORT
 
 The run's token is in the environment, as for `manyhosts.control.agent.agent`.
 """
@@ -9,44 +9,35 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import socket
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
+from fnmatch import fnmatchcase
 
 from manyhosts.control.agent import agent
 from manyhosts.errors import ConfigError, LaunchError, ManyhostsError
 from manyhosts.hosts import addresses
 
-NUMBERS = {"slurm": "SLURM_PROCID", "kubernetes": "JOB_COMPLETION_INDEX"}
-"""Engine → the variable in which it says which of the processes that it has started together this one is."""
 
-_OF_A_TASK = re.compile(
-    r"(OMPI|PMIX|PMI|PRTE)_.*|SLURM_(PROCID|LOCALID|NODEID|GTIDS|NTASKS|NPROCS|TASKS_PER_NODE|STEP.*|TASK_PID|SRUN_.*)"
-)
-
-
-def number_of(engine: str, variables: Mapping[str, str]) -> int:
-    """Which of the processes that `engine` has started together this one is, from 0.
+def number_in(name: str, variables: Mapping[str, str]) -> int:
+    """Which of the processes that an engine has started together this one is, from 0, as the variable `name` says.
 
     Raises:
-        ConfigError: the engine has not said it.
+        ConfigError: it does not say.
     """
-    name = NUMBERS[engine]
     if not variables.get(name, "").isdecimal():
         raise ConfigError(
             f"{name} is {variables.get(name, 'not set')!r}, so this process does not know which node it is",
             where="environment",
-            fix=f"this is started by `manyhosts run --on {engine}`, not by hand",
+            fix="this is started by `manyhosts run --on`, not by hand",
         )
     return int(variables[name])
 
 
-def forget_task(variables: MutableMapping[str, str]) -> None:
+def forget_task(patterns: Sequence[str], variables: MutableMapping[str, str]) -> None:
     """Take out what would make a worker believe that it is the engine's task: its rank is another one."""
-    for name in list(variables):
-        if _OF_A_TASK.fullmatch(name):
-            del variables[name]
+    for name in [name for name in variables if any(fnmatchcase(name, pattern) for pattern in patterns)]:
+        del variables[name]
 
 
 def use_interface(head: str, variables: MutableMapping[str, str]) -> str:
@@ -79,14 +70,15 @@ def use_interface(head: str, variables: MutableMapping[str, str]) -> str:
 def main(words: list[str] | None = None) -> int:
     """Be the agent of this node. Returns its exit code."""
     parser = argparse.ArgumentParser(prog="manyhosts node")
-    parser.add_argument("--engine", choices=sorted(NUMBERS), help="who has started several together")
     parser.add_argument("--nodes", required=True, help="the nodes that are started together: 0,1,2")
+    parser.add_argument("--number", metavar="NAME", help="the variable that says which of them this one is")
+    parser.add_argument("--forget", default="", help="variables that workers do not get: NAME,OTHER_*")
     parser.add_argument("--head", required=True, help="host:port")
     asked = parser.parse_args(words)
     try:
         nodes = asked.nodes.split(",")
-        node = nodes[number_of(asked.engine, os.environ) if asked.engine else 0]
-        forget_task(os.environ)
+        node = nodes[number_in(asked.number, os.environ) if asked.number else 0]
+        forget_task(asked.forget.split(","), os.environ)
         address = use_interface(addresses.address_and_port(asked.head)[0], os.environ)
     except ManyhostsError as error:
         sys.stderr.write(f"manyhosts: {error}\n")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 _END_S = 3.0
@@ -30,37 +29,27 @@ class AgentProcess(Protocol):
         """End it."""
 
 
+Start = Callable[[Sequence[int], str, str], subprocess.Popen[bytes]]
+"""Starts the agents of some nodes by one command, given the head's address (host:port) and the run's token."""
+
+
 class Placement:
     """Starts the agents of all nodes by one command, and the agent of a node that was lost by one of its own."""
 
-    def __init__(
-        self, nodes: int, command: Callable[[Sequence[int], str], Sequence[str]], environment: Mapping[str, str]
-    ) -> None:
-        """`command(nodes, head)` is what starts the agents of `nodes`; `environment` is set for it.
-
-        In the values of `environment`, the word TOKEN stands for the run's token.
-        """
-        self._nodes, self._command, self._environment = nodes, command, environment
+    def __init__(self, nodes: int, start: Start, *, together: bool = True) -> None:
+        """`together`: whether one command starts them all; else each is started by its own from the beginning."""
+        self._nodes, self._start, self._is_together = nodes, start, together
         self._together: _Together | None = None
         self._placed: set[int] = set()
 
     def start_agent(self, node: int, head: str, token: str) -> AgentProcess:
         """What the head calls, once for every node and again for one that was lost."""
-        if node in self._placed:
-            return _NodeAgent(_Together(self._begin([node], head, token), 1))
+        if not self._is_together or node in self._placed:
+            return _NodeAgent(_Together(self._start([node], head, token), 1))
         if self._together is None:
-            self._together = _Together(self._begin(range(self._nodes), head, token), self._nodes)
+            self._together = _Together(self._start(range(self._nodes), head, token), self._nodes)
         self._placed.add(node)
         return _NodeAgent(self._together)
-
-    def _begin(self, nodes: Sequence[int], head: str, token: str) -> subprocess.Popen[bytes]:
-        own = {name: token if value == "TOKEN" else value for name, value in self._environment.items()}
-        return subprocess.Popen(
-            self._command(nodes, head),
-            env={**os.environ, **own},
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C reaches the head alone, which then asks the workers
-        )
 
 
 class _Together:

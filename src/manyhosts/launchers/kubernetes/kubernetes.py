@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from manyhosts.control import variables
-from manyhosts.control.display import Display
-from manyhosts.control.job import Job, Plan
+from manyhosts.control import job_file, variables
+from manyhosts.control.job import Job
 from manyhosts.errors import ConfigError, LaunchError
-from manyhosts.launchers import choices, detached, packing
+from manyhosts.launchers import packing
 from manyhosts.launchers.detached import Status
+from manyhosts.launchers.engine import Engine
 from manyhosts.launchers.kubernetes import manifest as kubernetes_manifest
-from manyhosts.launchers.kubernetes import yaml_text
 from manyhosts.launchers.kubernetes.client import Client
 from manyhosts.launchers.kubernetes.manifest import CONTAINER, LABEL, OPTIONS, job_there, manifests, name_of
+from manyhosts.launchers.plan import Plan, filled
 
 _LOOK_S = 2.0
 _INDEX = "batch.kubernetes.io/job-completion-index"
@@ -27,70 +29,75 @@ _KINDS = {
     "NetworkPolicy": ("networking", "network_policy"),
     "ConfigMap": ("core", "config_map"),
 }
+_BEGIN = "then, of the Job"
+"""What a plan calls the change by which the pods begin."""
 
 
-class Kubernetes:
+class Kubernetes(Engine):
     """Hands a job to a cluster, where it lives by itself."""
 
+    NAME = "kubernetes"
     OPTIONS = OPTIONS
+    CHOOSES_HOSTS = "--nodes N and -o node-selector="
+    CALLS_BACK = False
 
     def __init__(self, connect: Callable[[str], Client] = Client, wait: Callable[[float], None] = time.sleep) -> None:
         """`connect` makes a client of a context's name; an empty one is the current context."""
-        self._connect, self._wait = connect, wait
+        super().__init__(wait=wait)
+        self._connect = connect
+
+    def check(self, job: Job) -> Job:
+        """As of every engine, and that Kubernetes can be asked for `job`."""
+        checked = super().check(job)
+        kubernetes_manifest.check(job)
+        return checked
 
     def plan(self, job: Job) -> Plan:
-        """The manifests. The token and the packed working directory are put in when they are sent.
+        """The manifests, and what lets the pods begin when all of them are there.
 
         Raises:
             ConfigError: an option is unknown, missing or unreadable.
         """
-        kubernetes_manifest.check(job)
-        job = choices.with_a_worker_for_each_gpu(job)
-        name = name_of(job)
-        text = "---\n".join(yaml_text.dump(manifest) for manifest in manifests(job).values())
-        return Plan(
-            job=job,
-            hosts=(),
-            agents=(),
-            workers=variables.of_all(job, address=f"{name}-0"),
-            files={f"{name}.yaml": text},
-            notes=_notes(job),
-        )
+        job = self.check(job)
+        made = manifests(job)
+        files: dict[str, Any] = {f"{kind}.json": manifest for kind, manifest in made.items()}
+        if "queue" not in job.options:  # else it is for Kueue to say when
+            files[_BEGIN] = {"spec": {"suspend": False}}
+        return Plan(job=job, workers=variables.of_all(job, address=f"{name_of(job)}-0"), files=files, notes=_notes(job))
 
-    def submit(self, plan: Plan, display: Display) -> int:
-        """Send the job and show what it prints until it is over. Ctrl-C ends it.
+    def there(self, job: Job) -> Job:
+        """The job in its pods."""
+        return kubernetes_manifest.job_there(job)
 
-        Raises:
-            LaunchError: the client is not installed, or the cluster refused or was not reached.
-        """
-        return detached.send_and_follow(self, "kubernetes", plan, display, wait=self._wait)
+    def shares_disk(self, job: Job) -> bool:
+        """Whether the run directory is on a volume."""
+        return kubernetes_manifest.keeps_record(job)
 
     def send(self, plan: Plan) -> str:
         """Make the job and what belongs to it. Returns NAMESPACE/NAME, behind the context where one was named.
 
         Raises:
             ConfigError: the working directory is too large to be sent.
-            LaunchError: as in `submit`.
+            LaunchError: the client is not installed, or the cluster refused or was not reached.
         """
         job = plan.job
-        packed = b""
+        values = {"token": secrets.token_hex(16), "environment": json.dumps(job_file.hidden(job)), "uid": ""}
         if "folder" not in job.options:
             packed = packing.pack(job.folder, leave_out=job.run_dir, needed=job.program if job.kind == "script" else "")
             kubernetes_manifest.check_size(packed, job.folder)
+            values["archive"] = base64.b64encode(packed).decode()
         context = job.options.get("context", "")
         client = self._connect(context)
-        made = manifests(job, token=secrets.token_hex(16).encode(), packed=packed)
-        meta = made["Job"]["metadata"]
-        namespace, name = meta["namespace"], meta["name"]
-        new = client.ask("batch", "create_namespaced_job", namespace, made["Job"])
-        owner = {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": new.metadata.uid}
+        bodies = dict(plan.files)
+        made, begin = bodies.pop("Job.json"), bodies.pop(_BEGIN, None)
+        namespace, name = made["metadata"]["namespace"], made["metadata"]["name"]
+        values["uid"] = client.ask("batch", "create_namespaced_job", namespace, filled(made, values)).metadata.uid
         try:
-            for kind, (part, word) in _KINDS.items():
-                if kind in made:
-                    made[kind]["metadata"]["ownerReferences"] = [owner]
-                    client.ask(part, f"create_namespaced_{word}", namespace, made[kind])
-            if "queue" not in job.options:  # else it is for Kueue to say when
-                client.ask("batch", "patch_namespaced_job", name, namespace, {"spec": {"suspend": False}})
+            for body in bodies.values():
+                part, word = _KINDS[body["kind"]]
+                client.ask(part, f"create_namespaced_{word}", namespace, filled(body, values))
+            if begin is not None:
+                client.ask("batch", "patch_namespaced_job", name, namespace, begin)
         except BaseException:  # Ctrl-C too: half a job helps nobody
             self._delete(client, namespace, name)
             raise
@@ -151,7 +158,7 @@ class Kubernetes:
         if not self.status(name).over:
             self._delete(self._connect(context), namespace, job_name)
 
-    def remove(self, name: str) -> None:
+    def forget(self, name: str) -> None:
         """Delete the job, also one that is over, whose log is gone then."""
         context, namespace, job_name = _parts(name)
         self._delete(self._connect(context), namespace, job_name)

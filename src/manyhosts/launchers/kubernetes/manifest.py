@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import re
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -15,6 +14,7 @@ from manyhosts.control.head.endpoint import port_of
 from manyhosts.control.job import Job
 from manyhosts.errors import ConfigError
 from manyhosts.launchers import choices, packing
+from manyhosts.launchers.plan import Later
 from manyhosts.records import run_directory
 
 OPTIONS = {
@@ -47,7 +47,12 @@ UNPACKED = "/manyhosts/folder"
 """Where the working directory is in a pod, if it was sent."""
 _PACKED, _ARCHIVE = "/manyhosts/packed", "folder.tar.gz"
 _MOST_PACKED_BYTES = 1_000_000  # a ConfigMap holds one MiB
-NOT_YET = b"(made when the job is sent)"
+TOKEN_HERE, ENVIRONMENT_HERE, ARCHIVE_HERE, OWNER_HERE = (
+    Later("token", "(the secret of the run)"),
+    Later("environment", "(the values of --env)"),
+    Later("archive", base64.b64encode(b"(the working directory, packed)").decode()),
+    Later("uid", "(the uid of the Job)"),
+)
 _FINAL = [1, 2, 3, 4]
 """Exit codes that say how the run ended: the same again would end so again."""
 _LOST_PODS = 6
@@ -76,14 +81,11 @@ def check(job: Job) -> None:
     """See that Kubernetes can be asked for `job`.
 
     Raises:
-        ConfigError: an option is unknown, missing or unreadable.
+        ConfigError: an option is missing or unreadable.
     """
-    choices.check("kubernetes", job, OPTIONS)
     if "image" not in job.options:
         fix = "name one with Python and manyhosts: -o image=REPO:TAG"
         raise ConfigError("no image is named", where="-o image", fix=fix)
-    if job.hosts:
-        raise ConfigError("Kubernetes chooses the hosts", where="--hosts", fix="use --nodes N and -o node-selector=")
     choices.see_that_gpus_are_used(job)
     _check_words(job)
     _check_folder(job)
@@ -171,8 +173,8 @@ def keeps_record(job: Job) -> bool:
     return any(_is_below(run_dir, Path(path)) for path in _volumes(job).values())
 
 
-def manifests(job: Job, *, token: bytes = NOT_YET, packed: bytes = NOT_YET) -> dict[str, dict[str, Any]]:
-    """The Job and what it needs, which goes when the Job goes.
+def manifests(job: Job) -> dict[str, dict[str, Any]]:
+    """The Job and what it needs, which goes when the Job goes, in the order in which they are made.
 
     The Job begins suspended: its pods are started when all that they need is there.
     """
@@ -181,28 +183,26 @@ def manifests(job: Job, *, token: bytes = NOT_YET, packed: bytes = NOT_YET) -> d
     def head(kind: str) -> dict[str, Any]:
         labels = {"app.kubernetes.io/managed-by": "manyhosts", LABEL: name}
         labels |= {QUEUE: job.options["queue"]} if kind == "Job" and "queue" in job.options else {}
-        meta = {"name": name, "namespace": job.options.get("namespace", "default"), "labels": labels}
+        meta: dict[str, Any] = {"name": name, "namespace": job.options.get("namespace", "default"), "labels": labels}
+        if kind != "Job":
+            meta["ownerReferences"] = [{"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": OWNER_HERE}]
         return {"apiVersion": _VERSIONS.get(kind, "v1"), "kind": kind, "metadata": meta}
 
     ports = [{"name": "head", "port": port_of(job)}]
     service = {"clusterIP": "None", "selector": {LABEL: name}, "publishNotReadyAddresses": True, "ports": ports}
+    secrets = {"token": TOKEN_HERE, "environment": ENVIRONMENT_HERE}
     made = {
         "Job": {**head("Job"), "spec": _job_spec(job, name)},
         "Service": {**head("Service"), "spec": service},
-        "Secret": {**head("Secret"), "type": "Opaque", "data": _secrets(job, token)},
+        "Secret": {**head("Secret"), "type": "Opaque", "stringData": secrets},
     }
     if choices.yes(job.options, "network-policy", default=False):
         own = {"matchLabels": {LABEL: name}}
         rule = {"podSelector": own, "policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": own}]}]}
         made["NetworkPolicy"] = {**head("NetworkPolicy"), "spec": rule}
     if "folder" not in job.options:
-        made["ConfigMap"] = {**head("ConfigMap"), "binaryData": {_ARCHIVE: _in_base64(packed)}}
+        made["ConfigMap"] = {**head("ConfigMap"), "binaryData": {_ARCHIVE: ARCHIVE_HERE}}
     return made
-
-
-def _secrets(job: Job, token: bytes) -> dict[str, str]:
-    values = json.dumps(job_file.hidden(job)).encode() if token != NOT_YET else NOT_YET
-    return {"token": _in_base64(token), "environment": _in_base64(values)}
 
 
 def _job_spec(job: Job, name: str) -> dict[str, Any]:
@@ -306,7 +306,3 @@ def _volumes(job: Job) -> dict[str, str]:
 
 def _is_below(path: Path, folder: Path) -> bool:
     return path == folder or folder in path.parents
-
-
-def _in_base64(content: bytes) -> str:
-    return base64.b64encode(content).decode()

@@ -30,7 +30,7 @@ def main(variables: MutableMapping[str, str] | None = None) -> int:
         for name in (manifest.JOB, manifest.HEAD, manifest.ADDRESS, manifest.TOKEN, manifest.ARCHIVE, manifest.HIDDEN)
     }
     try:
-        number = node.number_of("kubernetes", variables)
+        number = node.number_in("JOB_COMPLETION_INDEX", variables)
         job = job_file.of_text(own[manifest.JOB], where=manifest.JOB)
         job = replace(job, environment={**job.environment, **json.loads(own[manifest.HIDDEN] or "{}")})
         if own[manifest.ARCHIVE]:

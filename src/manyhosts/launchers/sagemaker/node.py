@@ -18,9 +18,8 @@ from manyhosts.control.head.endpoint import port_of
 from manyhosts.errors import ConfigError, ManyhostsError
 from manyhosts.hosts import addresses
 from manyhosts.launchers import packing
-from manyhosts.launchers.sagemaker.request import CHANNEL, ML
+from manyhosts.launchers.sagemaker.request import ARCHIVE, CHANNEL, JOB, ML, TOKEN
 
-ARCHIVE, JOB, TOKEN = "folder.tar.gz", "job.json", "token"
 _MOST_WORDS = 1024  # of what SageMaker shows of a failure
 
 

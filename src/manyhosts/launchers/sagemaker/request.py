@@ -10,6 +10,7 @@ from typing import Any
 from manyhosts.control.job import Job
 from manyhosts.errors import ConfigError
 from manyhosts.launchers import choices, packing
+from manyhosts.launchers.plan import Later
 from manyhosts.records import run_directory
 
 OPTIONS = {
@@ -37,6 +38,8 @@ CODE = ML / "code"
 RUN_DIR = ML / "checkpoints"
 """Brought to S3 by SageMaker all the time, and back when an instance was taken away."""
 CHOSEN_LATER = "chosen-when-sent"
+ARCHIVE, JOB, TOKEN = "folder.tar.gz", "job.json", "token"
+"""What our input channel has: the working directory, what to run, and the run's secret."""
 _NEEDED = {
     "image": "-o image=ACCOUNT.dkr.ecr.REGION.amazonaws.com/NAME:TAG",
     "role": "-o role=arn:aws:iam::ACCOUNT:role/NAME; one that may use SageMaker, the bucket and ECR",
@@ -56,9 +59,8 @@ def check(job: Job) -> None:
     """See that SageMaker can be asked for `job`.
 
     Raises:
-        ConfigError: an option is unknown, missing or unreadable.
+        ConfigError: an option is missing or unreadable.
     """
-    choices.check("sagemaker", replace(job, encrypt=False), OPTIONS)  # it can encrypt what instances tell each other
     options = job.options
     for key, line in _NEEDED.items():
         if key not in options:
@@ -68,8 +70,6 @@ def check(job: Job) -> None:
             raise ConfigError(
                 f"{key} is {options[key]!r}", where=f"-o {key}", fix=f"write it as {_NEEDED.get(key, OPTIONS[key])}"
             )
-    if job.hosts:
-        raise ConfigError("SageMaker chooses the hosts", where="--hosts", fix="use --nodes N and -o instance=")
     if job.is_elastic:
         raise ConfigError(
             f"a training job of SageMaker has as many instances from beginning to end, and --nodes is"
@@ -87,13 +87,24 @@ def check(job: Job) -> None:
         )
     choices.count(options, "volume", 30)
     packing.program_there(job)
-    request(job, job_name(job))
+    request(job)
 
 
-def job_name(job: Job, suffix: str = CHOSEN_LATER) -> str:
+def job_name(job: Job, suffix: str) -> str:
     """What the job is called: never twice in an account, so with a suffix of its own each time."""
     name = re.sub(r"[^a-zA-Z0-9]+", "-", job.run_id).strip("-")[: 62 - len(suffix)].strip("-")
     return f"{name or 'run'}-{suffix}"
+
+
+def values_of(job: Job, name: str) -> dict[str, str]:
+    """What the job's `name` decides: what a plan fills in when it is sent."""
+    folder = input_place(job, name)
+    return {"name": name, "input": folder, **{f"place of {file}": f"{folder}/{file}" for file in (ARCHIVE, JOB, TOKEN)}}
+
+
+def later(job: Job) -> dict[str, Later]:
+    """The same before there is a name."""
+    return {key: Later(key, value) for key, value in values_of(job, job_name(job, CHOSEN_LATER)).items()}
 
 
 def place(job: Job) -> str:
@@ -120,21 +131,21 @@ def job_there(job: Job) -> Job:
     )
 
 
-def request(job: Job, name: str) -> dict[str, Any]:
+def request(job: Job) -> dict[str, Any]:
     """The words of CreateTrainingJob.
 
     Raises:
         ConfigError: an option cannot be read.
     """
-    options = job.options
+    options, chosen = job.options, later(job)
     limit_s = choices.seconds(options, "time") or _DAY_S
     stopping = {"MaxRuntimeInSeconds": limit_s}
     spot = choices.yes(options, "spot", default=False)
     if spot:
         stopping["MaxWaitTimeInSeconds"] = max(limit_s, choices.seconds(options, "wait") or limit_s + _DAY_S)
-    channels = {CHANNEL: input_place(job, name), **_data(job)}
+    channels = {CHANNEL: chosen["input"], **_data(job)}
     made: dict[str, Any] = {
-        "TrainingJobName": name,
+        "TrainingJobName": chosen["name"],
         "RoleArn": options["role"],
         "AlgorithmSpecification": {
             "TrainingImage": options["image"],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 import time
@@ -10,89 +9,102 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from manyhosts.control import job_file, variables
-from manyhosts.control.display import Display
-from manyhosts.control.job import Job, Plan
+from manyhosts.control.job import Job
 from manyhosts.errors import ConfigError, LaunchError
-from manyhosts.launchers import detached, packing
+from manyhosts.launchers import packing
 from manyhosts.launchers.detached import State, Status
-from manyhosts.launchers.sagemaker import node as sagemaker_node
+from manyhosts.launchers.engine import SECRET, Engine
+from manyhosts.launchers.plan import Later, Plan, filled, text_of
 from manyhosts.launchers.sagemaker import request as sagemaker_request
 from manyhosts.launchers.sagemaker.client import Client, code_of
-from manyhosts.launchers.sagemaker.request import OPTIONS, input_place, job_name, job_there
+from manyhosts.launchers.sagemaker.request import ARCHIVE, JOB, TOKEN, job_name, job_there
 
 _LOOK_S = 3.0
 _LATE_S = 3.0
 """How long after its end the last words of a job may still be on their way to CloudWatch."""
+_REQUEST = "CreateTrainingJob"
 _LOGS = "/aws/sagemaker/TrainingJobs"
 _STATES: dict[str, State] = {"Completed": "done", "Failed": "failed", "Stopped": "cancelled"}
 _AT_WORK = ("Training", "Uploading", "Stopping")
 
 
-class SageMaker:
+class SageMaker(Engine):
     """Hands a job to SageMaker, where it lives by itself."""
 
-    OPTIONS = OPTIONS
+    NAME = "sagemaker"
+    OPTIONS = sagemaker_request.OPTIONS
+    CHOOSES_HOSTS = "--nodes N and -o instance="
+    ENCRYPTS = True  # what instances tell each other
+    SHARES_DISK = False
+    CALLS_BACK = False
+    ADDRESS = "algo-1"
 
     def __init__(
         self, connect: Callable[[str, str], Client] = Client, wait: Callable[[float], None] = time.sleep
     ) -> None:
         """`connect` makes a client for a region and a profile; empty ones are those of the AWS configuration."""
-        self._connect, self._wait = connect, wait
+        super().__init__(wait=wait)
+        self._connect = connect
+
+    def check(self, job: Job) -> Job:
+        """As of every engine, and that SageMaker can be asked for `job`."""
+        checked = super().check(job)
+        sagemaker_request.check(job)
+        return checked
 
     def plan(self, job: Job) -> Plan:
-        """The request, held to botocore's description of the service where that is installed.
+        """What is put into S3, and the request, held to botocore's description of the service where that is installed.
 
         Raises:
             ConfigError: an option is unknown, missing or unreadable.
         """
-        sagemaker_request.check(job)
-        request = sagemaker_request.request(job, job_name(job))
+        job = self.check(job)
+        request, chosen = sagemaker_request.request(job), sagemaker_request.later(job)
         notes = [f"the record will be in {request['CheckpointConfig']['S3Uri']}"]
         try:
             sagemaker_request.validate(request)
         except ImportError:
             notes.append("not compared with AWS's own description of it, for botocore is not installed here")
-        files = {"CreateTrainingJob": json.dumps(request, indent=1)}
-        return Plan(
-            job=job,
-            hosts=(),
-            agents=(),
-            workers=variables.of_all(job, address="algo-1"),
-            files=files,
-            notes=tuple(notes),
-        )
+        files = {
+            chosen[f"place of {ARCHIVE}"]: Later("archive", "(the working directory, packed)"),
+            chosen[f"place of {JOB}"]: job_file.shown(job_there(job)),
+            chosen[f"place of {TOKEN}"]: SECRET,
+            _REQUEST: request,
+        }
+        workers = variables.of_all(job, address=self.ADDRESS)
+        return Plan(job=job, workers=workers, files=files, notes=tuple(notes))
 
-    def submit(self, plan: Plan, display: Display) -> int:
-        """Send the job and show what it prints until it is over. Ctrl-C ends it.
-
-        Raises:
-            LaunchError: boto3 is not installed, or AWS refused or was not reached.
-        """
-        return detached.send_and_follow(self, "sagemaker", plan, display, wait=self._wait)
+    def there(self, job: Job) -> Job:
+        """The job in its containers."""
+        return job_there(job)
 
     def send(self, plan: Plan) -> str:
         """Bring the working directory to S3 and make the job. Returns REGION/NAME, behind PROFILE@ where one is named.
 
         Raises:
-            LaunchError: as in `submit`.
+            LaunchError: boto3 is not installed, or AWS refused or was not reached.
         """
         job = plan.job
-        packed = packing.pack(job.folder, leave_out=job.run_dir, needed=job.program if job.kind == "script" else "")
         profile = job.options.get("profile", "")
-        client = self._connect(job.options.get("region", ""), profile)
         name = job_name(job, secrets.token_hex(3))
-        bucket, _, folder = input_place(job, name).removeprefix("s3://").partition("/")
-        content = {
-            sagemaker_node.ARCHIVE: packed,
-            sagemaker_node.JOB: job_file.text_of(job_there(job)).encode(),
-            sagemaker_node.TOKEN: secrets.token_hex(16).encode(),
+        values: dict[str, Any] = {
+            **sagemaker_request.values_of(job, name),
+            **job_file.values_of(job),
+            "archive": packing.pack(
+                job.folder, leave_out=job.run_dir, needed=job.program if job.kind == "script" else ""
+            ),
+            SECRET.name: secrets.token_hex(16),
         }
-        key = {}
+        client = self._connect(job.options.get("region", ""), profile)
+        files = filled(plan.files, values)
+        request, key = files.pop(_REQUEST), {}
         if "kms-key" in job.options:
             key = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": job.options["kms-key"]}
-        for file, body in content.items():
-            client.ask("s3", "put_object", Bucket=bucket, Key=f"{folder}/{file}", Body=body, **key)
-        client.ask("sagemaker", "create_training_job", **sagemaker_request.request(job, name))
+        for place, content in files.items():
+            bucket, _, path = place.removeprefix("s3://").partition("/")
+            body = content if isinstance(content, bytes) else text_of(content).encode()
+            client.ask("s3", "put_object", Bucket=bucket, Key=path, Body=body, **key)
+        client.ask("sagemaker", "create_training_job", **request)
         return f"{profile}@{client.region}/{name}" if profile else f"{client.region}/{name}"
 
     def status(self, name: str) -> Status:

@@ -15,9 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from manyhosts.control import job_file
-from manyhosts.control.display import PlainDisplay
 from manyhosts.control.job import Job
-from manyhosts.control.screen import Screen, say_last
+from manyhosts.control.screen import say_last
 from manyhosts.errors import ManyhostsError
 from manyhosts.launchers import choices
 from manyhosts.launchers.commands import run_command
@@ -47,9 +46,7 @@ def main(words: list[str] | None = None) -> int:
     try:
         job = _of_this_task(job_file.load(Path(path)))
         before = _newest_snapshot(job.run_dir)
-        slurm = Slurm()
-        with Screen(sys.stdout, sys.stderr, logs=job.run_dir / "logs") as screen:
-            code = slurm.submit(slurm.plan(job), PlainDisplay(screen.out, screen.err))
+        code = Slurm().run(job)
     except ManyhostsError as error:
         sys.stderr.write(f"manyhosts: {error}\n")
         return error.exit_code

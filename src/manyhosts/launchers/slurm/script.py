@@ -38,9 +38,8 @@ def check(job: Job) -> None:
     """See that Slurm can be asked for `job`.
 
     Raises:
-        ConfigError: an option is unknown or contradicts another.
+        ConfigError: an option contradicts another, or a path cannot stand in a batch script.
     """
-    choices.check("slurm", job, OPTIONS)
     choices.yes(job.options, "requeue", default=True)
     choices.yes(job.options, "exclusive", default=False)
     choices.count(job.options, "warning", 90)
@@ -78,7 +77,6 @@ def script(job: Job) -> str:
 
 def allocation(job: Job) -> list[str]:
     """The command that gets an allocation as the batch script of `job` would, and runs in it what is written behind."""
-    check(job)
     flags = [f"{flag}={job.options[key]}" for key, (flag, _) in _FLAGS.items() if key in job.options and key != "array"]
     flags += ["--exclusive"] if choices.yes(job.options, "exclusive", default=False) else []
     return ["salloc", "--quiet", f"--nodes={job.nodes}", "--ntasks-per-node=1", *flags]

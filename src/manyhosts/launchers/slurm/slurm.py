@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from manyhosts.control import job_file, variables
-from manyhosts.control.agent.agent import TOKEN
-from manyhosts.control.display import Display
-from manyhosts.control.head.head import Head
-from manyhosts.control.head.placement import Placement
-from manyhosts.control.job import Job, Plan
+from manyhosts.control import job_file
+from manyhosts.control.job import Job
 from manyhosts.errors import ConfigError, LaunchError
-from manyhosts.hosts import addresses
-from manyhosts.launchers import choices, detached
+from manyhosts.launchers import detached
 from manyhosts.launchers.commands import Run, run_command
 from manyhosts.launchers.detached import State, Status
+from manyhosts.launchers.engine import Engine
+from manyhosts.launchers.plan import Plan
 from manyhosts.launchers.slurm import script as slurm_script
-from manyhosts.launchers.slurm.script import OPTIONS, hosts_of
 
 _FIRST_SPECIAL_STEP = 2**32 - 10
 """Steps are counted from 0; those above are Slurm's own: the batch script, an interactive shell."""
@@ -35,10 +28,17 @@ _STATES: dict[str, State] = {
 }
 
 
-class Slurm:
+class Slurm(Engine):
     """Starts one agent per node through Slurm."""
 
-    OPTIONS = OPTIONS
+    NAME = "slurm"
+    OPTIONS = slurm_script.OPTIONS
+    CHOOSES_HOSTS = "--nodes N, and -o nodelist=a,b"
+    NODE_NUMBER = "SLURM_PROCID"
+    TASK_VARIABLES = (
+        *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_GTIDS", "SLURM_NTASKS", "SLURM_NPROCS"),
+        *("SLURM_TASKS_PER_NODE", "SLURM_STEP*", "SLURM_TASK_PID", "SLURM_SRUN_*", "PMI*"),
+    )
 
     def __init__(
         self,
@@ -46,9 +46,25 @@ class Slurm:
         run: Run = run_command,
         wait: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`present` are the variables that tell whether this is inside an allocation; `run` asks Slurm's programs."""
-        self._present = os.environ if present is None else present
-        self._run, self._wait = run, wait
+        """`run` asks Slurm's programs; for the others see `Engine`."""
+        super().__init__(present, wait)
+        self._run = run
+
+    def check(self, job: Job) -> Job:
+        """As of every engine, and that Slurm can be asked for `job`.
+
+        Raises:
+            ConfigError: it cannot, or this is one task of many.
+        """
+        checked = super().check(job)
+        slurm_script.check(job)
+        if int(self._present.get("SLURM_STEP_ID", _FIRST_SPECIAL_STEP)) < _FIRST_SPECIAL_STEP:
+            raise ConfigError(
+                "this is a task that srun has started, and would start all workers once more",
+                where="SLURM_STEP_ID",
+                fix="call `manyhosts run --on slurm` without srun: it calls srun itself",
+            )
+        return checked
 
     def plan(self, job: Job) -> Plan:
         """srun inside an allocation; outside one, a batch script and what it is to run.
@@ -56,32 +72,42 @@ class Slurm:
         Raises:
             ConfigError: an option is unknown, the allocation is too small, or this is one task of many.
         """
-        slurm_script.check(job)
-        if job.hosts:
-            raise ConfigError("Slurm chooses the hosts", where="--hosts", fix="use --nodes N, and -o nodelist=a,b")
-        if int(self._present.get("SLURM_STEP_ID", _FIRST_SPECIAL_STEP)) < _FIRST_SPECIAL_STEP:
-            raise ConfigError(
-                "this is a task that srun has started, and would start all workers once more",
-                where="SLURM_STEP_ID",
-                fix="call `manyhosts run --on slurm` without srun: it calls srun itself",
-            )
-        job = choices.with_a_worker_for_each_gpu(job)
-        return self._inside(job) if "SLURM_JOB_ID" in self._present else _outside(job)
+        if "SLURM_JOB_ID" in self._present:
+            return super().plan(job)
+        job = self.check(job)
+        script = str(job.run_dir / "job.sbatch")
+        files = {script: slurm_script.script(job), str(job.run_dir / "job.json"): job_file.shown(job)}
+        return Plan(job=job, files=files, command=("sbatch", "--parsable", script))
 
-    def submit(self, plan: Plan, display: Display) -> int:
-        """Run the job to its end; outside an allocation, queue it and show what it prints. Ctrl-C ends it.
+    def hosts(self, job: Job) -> Sequence[str]:
+        """Those of this allocation.
 
         Raises:
-            LaunchError: Slurm refused, or was not reached.
-            ManyhostsError: workers failed; the error is that of the one that failed first.
+            ConfigError: there are fewer than `job` asks for.
         """
-        if plan.files:
-            return detached.send_and_follow(self, "slurm", plan, display, done="queued", wait=self._wait)
-        placement = Placement(
-            plan.job.nodes, lambda nodes, head: _srun(plan.job, plan.hosts, nodes, head), {TOKEN: "TOKEN"}
-        )
-        address = addresses.towards(plan.hosts)
-        return Head(plan.job, plan.hosts, placement.start_agent, display, address=address).run()
+        hosts = slurm_script.hosts_of(self._present.get("SLURM_JOB_NODELIST", ""))
+        if job.nodes > len(hosts):
+            raise ConfigError(
+                f"this allocation has {len(hosts)} nodes, and --nodes is {job.nodes}",
+                where=f"Slurm job {self._present['SLURM_JOB_ID']}",
+                fix=f"leave --nodes out, or allocate more: salloc --nodes {job.nodes}",
+            )
+        return hosts
+
+    def command(self, job: Job, hosts: Sequence[str], nodes: Sequence[int]) -> Sequence[str]:
+        """One agent on each of `nodes`. One that fails does not take others with it: that is for the head to say."""
+        count = str(len(nodes))
+        cores = ["--cpus-per-task", job.options["cpus"]] if "cpus" in job.options else []
+        return [
+            *("srun", "--nodes", count, "--ntasks", count, "--ntasks-per-node", "1"),
+            *("--nodelist", ",".join(hosts[node] for node in nodes), *cores),
+            *("--cpu-bind", "none", "--kill-on-bad-exit=0", "--overlap", "--unbuffered", "--quit-on-interrupt"),
+            *self.agent(job, nodes),
+        ]
+
+    def allocation(self, job: Job) -> Sequence[str]:
+        """salloc, outside of an allocation."""
+        return () if "SLURM_JOB_ID" in self._present else slurm_script.allocation(self.check(job))
 
     def send(self, plan: Plan) -> str:
         """Queue the job. Returns its number.
@@ -90,18 +116,7 @@ class Slurm:
             ConfigError: this is inside an allocation.
             LaunchError: Slurm refused, or was not reached.
         """
-        if not plan.files:
-            raise ConfigError(
-                "an allocation ends with its shell, and so does what runs in it",
-                where="--detach",
-                fix="leave --detach out, or start it outside of this allocation",
-            )
-        (plan.job.run_dir / "logs").mkdir(parents=True, exist_ok=True)
-        for path, text in plan.files.items():
-            if path == str(_job_file(plan.job)):
-                job_file.write(plan.job, Path(path))  # the plan shows it without what is hidden
-            else:
-                Path(path).write_text(text)
+        self.write_files(plan)
         return self._run(plan.command).strip().partition(";")[0]  # number;cluster
 
     def status(self, name: str) -> Status:
@@ -157,54 +172,6 @@ class Slurm:
         return Status(
             state=_STATES.get(word, "failed"), reason=state, hosts=hosts, code=int(code) if code.isdecimal() else None
         )
-
-    def _inside(self, job: Job) -> Plan:
-        nodes = hosts_of(self._present.get("SLURM_JOB_NODELIST", ""))
-        if job.nodes > len(nodes):
-            raise ConfigError(
-                f"this allocation has {len(nodes)} nodes, and --nodes is {job.nodes}",
-                where=f"Slurm job {self._present['SLURM_JOB_ID']}",
-                fix=f"leave --nodes out, or allocate more: salloc --nodes {job.nodes}",
-            )
-        if not job.nodes_are_chosen:
-            job = replace(job, nodes=len(nodes))
-        hosts = tuple(nodes[: job.nodes])
-        everybody = range(job.nodes)
-        return Plan(
-            job=job,
-            hosts=hosts,
-            agents=tuple(_agent_words(job, "ADDRESS:PORT", str(node)) for node in everybody),
-            workers=variables.of_all(job),
-            command=tuple(_srun(job, hosts, everybody, "ADDRESS:PORT")),
-        )
-
-
-def _outside(job: Job) -> Plan:
-    script = job.run_dir / "job.sbatch"
-    shown = job_file.text_of(job_file.without_hidden(job))
-    files = {str(script): slurm_script.script(job), str(_job_file(job)): shown}
-    return Plan(job=job, hosts=(), agents=(), workers=(), files=files, command=("sbatch", "--parsable", str(script)))
-
-
-def _job_file(job: Job) -> Path:
-    return job.run_dir / "job.json"
-
-
-def _srun(job: Job, hosts: Sequence[str], nodes: Sequence[int], head: str) -> list[str]:
-    """One agent on each of `nodes`. One that fails does not take the others with it: that is for the head to say."""
-    count = str(len(nodes))
-    cores = ["--cpus-per-task", job.options["cpus"]] if "cpus" in job.options else []
-    return [
-        *("srun", "--nodes", count, "--ntasks", count, "--ntasks-per-node", "1"),
-        *("--nodelist", ",".join(hosts[node] for node in nodes), *cores),
-        *("--cpu-bind", "none", "--kill-on-bad-exit=0", "--overlap", "--unbuffered", "--quit-on-interrupt"),
-        *_agent_words(job, head, ",".join(map(str, nodes))),
-    ]
-
-
-def _agent_words(job: Job, head: str, nodes: str) -> tuple[str, ...]:
-    python = job.options.get("python", sys.executable)
-    return (python, "-P", "-m", "manyhosts.control.agent.node", "--head", head, "--engine", "slurm", "--nodes", nodes)
 
 
 def _number(name: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
 import subprocess
 import threading
 from collections import Counter
@@ -19,12 +18,13 @@ from manyhosts.control.head.placement import AgentProcess
 from manyhosts.control.head.takeover import Handover
 from manyhosts.control.job import Job
 from manyhosts.errors import LaunchError, ManyhostsError
-from manyhosts.hosts import addresses, data, interfaces, ports, remote_probe, sync, version_check
+from manyhosts.hosts import addresses, connection, data, interfaces, ports, remote_probe, sync, version_check
 from manyhosts.hosts.connection import Connection, Unreachable
 from manyhosts.hosts.data import Data
 from manyhosts.hosts.disks import HERE, Disks
 from manyhosts.hosts.files import Files
 from manyhosts.hosts.interfaces import Interface
+from manyhosts.launchers.plan import HEAD, Later, Shell, filled
 from manyhosts.launchers.ssh.deferred_agent import DeferredAgent, NotThere
 from manyhosts.records import run_directory
 from manyhosts.units import bytes_in_words
@@ -82,12 +82,22 @@ class Host:
 class Cluster:
     """The hosts, in the order in which they were named."""
 
-    def __init__(self, job: Job, connections: list[Connection], display: Display, *, may_be_away: bool = False) -> None:
+    def __init__(
+        self,
+        job: Job,
+        connections: list[Connection],
+        display: Display,
+        *,
+        agents: Sequence[Sequence[str]] = (),
+        may_be_away: bool = False,
+    ) -> None:
         """`connections` is kept: where a host is reached only later, its place there is taken by another connection.
+
+        `agents` are the commands that start them, as `agent_command` plans them.
 
         `may_be_away`: a run that goes on is taken over, and so hosts need not be reached by ssh.
         """
-        self._may_be_away = may_be_away
+        self._may_be_away, self._agents = may_be_away, agents
         self._job, self._connections, self._display = job, connections, display
         self._hosts = [Host(node, connection) for node, connection in enumerate(connections)]
         self._ports: dict[int, int] = {}
@@ -383,12 +393,19 @@ class Cluster:
         if host.tunnelled:
             host.tunnel = host.connection.tunnel(*addresses.address_and_port(head))
             head = addresses.place("127.0.0.1", host.tunnel)
-        disk = self._disks.of(host.node) if self._apart else None
-        outpost_there = host.facts.get("process", 0)  # it ends with this side of the connection
-        words = agent_words(host.facts["executable"], head, host.node, host.interface, disk, outpost_there)
+        assert host.interface is not None, "it was surveyed"
+        values = {
+            "socket": host.connection.socket,
+            "disk": f"{run_directory.DISK}={self._disks.of(host.node) if self._apart else ''}",
+            "python": host.facts["executable"],
+            "head": head,
+            "address": host.interface.address,
+            "interface": host.interface.name,
+            "process": str(host.facts.get("process", 0)),
+        }
         # No stream of ours: ssh has writes to a pipe fail instead of wait, also ours, and lines would be lost.
         pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
-        command = host.connection.command(words)
+        command = filled(self._agents[host.node], values)
         agent = subprocess.Popen(command, stdin=pipe, stdout=nothing, stderr=pipe, start_new_session=True)
         assert agent.stdin is not None, "it was asked for as a pipe"
         assert agent.stderr is not None, "it was asked for as a pipe"
@@ -474,14 +491,16 @@ def _pass_on(words: IO[bytes], again: bool, display: Display) -> None:
             display.line(line.decode(errors="replace").rstrip("\n"), "", is_error=True)
 
 
-def agent_words(
-    python: str, head: str, node: int, interface: Interface | None, disk: int | None = None, launcher: int = 0
-) -> str:
-    """What a host's shell is told, to start the agent. `launcher` is a process there that ends with the launcher."""
-    words = [] if disk is None else ["env", f"{run_directory.DISK}={disk}"]
-    words += [python, "-P", "-m", "manyhosts.control.agent.agent", "--head", head, "--node", str(node)]
-    if interface is not None:
-        words += ["--address", interface.address, "--interface", interface.name]
-    if launcher:
-        words += ["--launcher", str(launcher)]
-    return "exec " + shlex.join(words)
+def agent_command(host: str, node: int, python: str) -> tuple[str, ...]:
+    """What starts the agent of `host` over its open connection; most of it is known when the host was surveyed."""
+    agent = Shell(
+        (
+            "env",
+            Later("disk", f"{run_directory.DISK}=DISK"),
+            *(Later("python", python), "-P", "-m", "manyhosts.control.agent.agent"),
+            *("--head", HEAD, "--node", str(node)),
+            *("--address", Later("address", "ADDRESS"), "--interface", Later("interface", "INTERFACE")),
+            *("--launcher", Later("process", "PROCESS")),  # on that host; it ends with this side of the connection
+        )
+    )
+    return tuple(connection.command(host, Later("socket", "ControlPath=SOCKET"), agent))

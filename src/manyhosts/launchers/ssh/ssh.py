@@ -17,18 +17,23 @@ from manyhosts.control import tls, variables
 from manyhosts.control.display import Display
 from manyhosts.control.head import takeover
 from manyhosts.control.head.head import Head
-from manyhosts.control.job import Job, Plan
+from manyhosts.control.job import Job
 from manyhosts.errors import ConfigError, ManyhostsError
 from manyhosts.hosts import remote_probe
 from manyhosts.hosts.connection import Connection
-from manyhosts.launchers.ssh.cluster import Cluster, agent_words
-from manyhosts.table import nearest
+from manyhosts.launchers.engine import Engine
+from manyhosts.launchers.plan import Plan
+from manyhosts.launchers.ssh.cluster import Cluster, agent_command
 
 
-class Ssh:
+class Ssh(Engine):
     """Starts one agent per host through the system's ssh, and is their head."""
 
+    NAME = "ssh"
     OPTIONS: ClassVar[Mapping[str, str]] = {"python": "the Python on every host, if it is not where it is here"}
+    ENCRYPTS = True
+    SHARES_DISK = False
+    USES_SSH = True
 
     def plan(self, job: Job) -> Plan:
         """One agent per host; ranks go by the order in which the hosts were named.
@@ -36,11 +41,9 @@ class Ssh:
         Raises:
             ConfigError: no hosts are named, one is named twice, or an option is unknown.
         """
-        _check(job)
-        agents = (
-            ("ssh", host, agent_words(job.options.get("python", sys.executable), "ADDRESS:PORT", node, None))
-            for node, host in enumerate(job.hosts)
-        )
+        job = self.check(job)
+        _check_hosts(job)
+        agents = (agent_command(host, node, self.python(job)) for node, host in enumerate(job.hosts))
         return Plan(job=job, hosts=job.hosts, agents=tuple(agents), workers=variables.of_all(job))
 
     def submit(self, plan: Plan, display: Display) -> int:
@@ -49,7 +52,7 @@ class Ssh:
         left = takeover.left_for(job)
         tls.prepare()
         with connected(plan.hosts, pythons(job)) as hosts:
-            cluster = Cluster(job, hosts, display, may_be_away=left is not None)
+            cluster = Cluster(job, hosts, display, agents=plan.agents, may_be_away=left is not None)
             cluster.survey()
             display.warn(cluster.in_words())
             try:
@@ -144,7 +147,7 @@ def connected(names: Sequence[str], pythons: Sequence[str], program: bytes = b""
                 host.close()
 
 
-def _check(job: Job) -> None:
+def _check_hosts(job: Job) -> None:
     if not job.hosts:
         raise ConfigError(
             "ssh needs to know the hosts", where="--on ssh", fix="name them: --hosts a,b,c or --hostfile F"
@@ -156,9 +159,3 @@ def _check(job: Job) -> None:
             where="--hosts",
             fix="use --workers-per-node for several workers on a host",
         )
-    for key in job.options:
-        if key not in Ssh.OPTIONS:
-            known = "; ".join(f"{name}: {meaning}" for name, meaning in Ssh.OPTIONS.items())
-            raise ConfigError(
-                f"ssh has no option {key!r}", where=f"-o {key}", fix=f"{nearest(key, Ssh.OPTIONS)}known here: {known}"
-            )

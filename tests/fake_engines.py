@@ -1,9 +1,9 @@
-"""Programs of engines that stand on PATH in a test: they read their options as the real ones do, and start real
-processes on this machine, whatever its hosts are called.
+"""Programs of engines that stand on PATH in a test, and start real processes on this machine.
 
     python fake_engines.py PROGRAM WORDS...
 
-What each was told goes to the file that FAKE_ENGINES names. An option that the real program does not have is refused.
+They read their options as the real ones do, and refuse one that these do not have. What each was told goes to the
+file that FAKE_ENGINES names.
 """
 
 from __future__ import annotations

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import ClassVar
 
 from manyhosts.control.job import Job
+from manyhosts.control.plan import Plan
 from manyhosts.errors import ConfigError
 from manyhosts.launchers import detached
 from manyhosts.launchers.commands import run_command
 from manyhosts.launchers.detached import State, Status
 from manyhosts.launchers.engine import Engine
-from manyhosts.launchers.plan import Plan
 
 STATES: dict[str, State] = {"PEND": "waiting", "PSUSP": "waiting", "WAIT": "waiting", "DONE": "done", "EXIT": "failed"}
 STATES |= dict.fromkeys(("RUN", "USUSP", "SSUSP", "UNKWN"), "running")

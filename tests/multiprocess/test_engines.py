@@ -10,9 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import fake_engines
+import fake_ray
 import pytest
 from launching import MANYHOSTS, environment, write_script
 from plans import assert_sent, commands_in, files_in
+
+from manyhosts.control.display import PlainDisplay
+from manyhosts.control.job import Job
+from manyhosts.launchers import local
+from manyhosts.launchers.ray import Ray
 
 pytestmark = pytest.mark.multiprocess
 
@@ -80,7 +86,7 @@ def test_what_is_shown_is_what_the_engine_is_told(
     told = fake_engines.told(variables)
     if target == "ssh":
         [(*before, there)] = shown
-        *sent, words_there = next(each for each in told if "launchers.host.agent" in each[-1])
+        *sent, words_there = next(each for each in told if "manyhosts.control.agent.agent" in each[-1])
         assert_sent(before, sent, LATER)
         assert_sent(there.split(), words_there.split(), SHELL_LATER)
     elif target == "lsf":
@@ -94,7 +100,6 @@ def test_what_is_shown_is_what_the_engine_is_told(
 def test_local_starts_what_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from manyhosts.control.display import PlainDisplay
     from manyhosts.control.job import Job
-    from manyhosts.launchers import local
 
     started: list[tuple[list[str], dict[str, str]]] = []
 
@@ -113,6 +118,26 @@ def test_local_starts_what_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for one, (other, given) in zip(shown, started, strict=True):
         assert assert_sent(one, other, ("fd:NUMBER", "PROCESS"))[1] == str(os.getpid())
         assert plan.environment.items() <= given.items()
+
+
+def test_ray_is_asked_what_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ray = fake_ray.install(monkeypatch)
+    script = write_script(tmp_path, "import os\nprint('rank', os.environ['RANK'])")
+    engine = Ray({"RAY_ADDRESS": "127.0.0.1:6379"})
+    job = Job(program=str(script), folder=tmp_path, run_dir=tmp_path / "run", nodes=2, options={"cpus": "2"})
+    plan = engine.plan(job)
+    assert engine.submit(plan, PlainDisplay(sys.stdout, sys.stderr)) == 0
+    assert lines(capsys.readouterr().out) == ["rank 0", "rank 1"]
+    shown = {name: json.loads(text) for name, text in files_in(str(plan)).items()}
+    assert shown["ray.init"].items() <= ray.asked["ray.init"].items()
+    assert shown["ray.util.placement_group"] == ray.asked["ray.util.placement_group"]
+    for node, (words, (agent, given, _)) in enumerate(ray.asked["tasks"]):
+        place = {"placement_group_bundle_index": node}
+        assert words == {**shown["ray.remote, for each node"], "scheduling_strategy": place}
+        assert_sent(commands_in(str(plan))[1 + node], agent, LATER)
+        assert list(given) == ["MANYHOSTS_TOKEN"]
 
 
 def test_batch_job_of_slurm_is_the_script_that_is_shown(tmp_path: Path, variables: dict[str, str]) -> None:

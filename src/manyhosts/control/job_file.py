@@ -8,10 +8,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from manyhosts.control import plan
 from manyhosts.control.job import HIDDEN, Job
+from manyhosts.control.plan import Later
 from manyhosts.errors import ConfigError
-from manyhosts.launchers import plan
-from manyhosts.launchers.plan import Later
 
 
 def text_of(job: Job) -> str:

@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from manyhosts.control import job_file
+from manyhosts.control.plan import Plan
 from manyhosts.errors import ConfigError, LaunchError, ManyhostsError
 from manyhosts.launchers import detached
 from manyhosts.launchers.detached import Status
 from manyhosts.launchers.engine import Engine
 from manyhosts.launchers.launcher import LAUNCHERS
-from manyhosts.launchers.plan import Plan
 from manyhosts.records import run_lock
 from manyhosts.records.whole_file import read_json, write_json_whole
 

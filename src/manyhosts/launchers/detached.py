@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, Self, runtime_checkable
 
 from manyhosts.control.display import Display
-from manyhosts.launchers.plan import Plan
+from manyhosts.control.plan import Plan
 
 State = Literal["waiting", "running", "done", "failed", "cancelled", "unknown"]
 _LOOK_S = 2.0

@@ -20,12 +20,12 @@ from typing import ClassVar, cast
 from manyhosts.control import job_file, variables
 from manyhosts.control.display import Display, PlainDisplay
 from manyhosts.control.job import HIDDEN, Job
+from manyhosts.control.plan import HEAD, Later, Plan, filled, text_of
 from manyhosts.control.screen import Screen
 from manyhosts.errors import ConfigError, LaunchError
 from manyhosts.hosts import addresses
 from manyhosts.launchers import choices, detached
 from manyhosts.launchers.detached import Jobs
-from manyhosts.launchers.plan import HEAD, Later, Plan, filled, text_of
 
 SECRET = Later("token", HIDDEN)
 """What tells the agents of a run from strangers."""

@@ -27,13 +27,13 @@ from manyhosts.control.head.head import Head
 from manyhosts.control.head.placement import AgentProcess
 from manyhosts.control.job import Job
 from manyhosts.control.join_secret import FINGERPRINT_BYTES, JoinSecret
+from manyhosts.control.plan import Later, Plan, filled
 from manyhosts.errors import ConfigError, LaunchError
 from manyhosts.hosts import addresses, contents, hostfile, interfaces, ports, remote_probe, version_check
 from manyhosts.hosts.files import Files
 from manyhosts.launchers import choices
 from manyhosts.launchers.engine import Engine
 from manyhosts.launchers.local import CONNECTION
-from manyhosts.launchers.plan import Later, Plan, filled
 from manyhosts.records import run_directory
 
 _PATIENCE_S = 3600.0

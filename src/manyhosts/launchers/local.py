@@ -14,11 +14,11 @@ from manyhosts.control.display import Display
 from manyhosts.control.head.head import Head
 from manyhosts.control.head.placement import AgentProcess
 from manyhosts.control.job import Job
+from manyhosts.control.plan import Later, Plan, filled
 from manyhosts.errors import ConfigError
 from manyhosts.hosts import addresses
 from manyhosts.hosts.ports import see_that_enough_are_free
 from manyhosts.launchers.engine import Engine
-from manyhosts.launchers.plan import Later, Plan, filled
 
 CONNECTION = Later("connection", "fd:NUMBER")
 """The end of a pair of sockets that an agent is born with."""

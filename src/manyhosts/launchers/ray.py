@@ -13,11 +13,11 @@ from manyhosts.control import variables
 from manyhosts.control.display import Display
 from manyhosts.control.head.head import Head
 from manyhosts.control.job import Job
+from manyhosts.control.plan import HEAD, Plan, filled
 from manyhosts.errors import ConfigError, LaunchError
 from manyhosts.hosts import addresses
 from manyhosts.launchers import choices, extras
 from manyhosts.launchers.engine import SECRET, Engine
-from manyhosts.launchers.plan import HEAD, Plan, filled
 
 _PATIENCE_S = 60
 _ADDRESS = "RAY_ADDRESS"

@@ -30,7 +30,7 @@ def test_missing_ray_is_a_sentence_with_the_line_to_type(
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (["--hosts", "a,b"], "Ray chooses the hosts"),
+        (["--hosts", "a,b"], "ray chooses the hosts"),
         (["-o", "gpus=two"], "gpus is 'two'"),
         (["-o", "cpus=0"], "cpus is '0'"),
     ],

@@ -12,6 +12,7 @@ from typing import Any
 
 from manyhosts.control import job_file, variables
 from manyhosts.control.job import Job
+from manyhosts.control.plan import Plan, filled
 from manyhosts.errors import ConfigError, LaunchError
 from manyhosts.launchers import packing
 from manyhosts.launchers.detached import Status
@@ -19,7 +20,6 @@ from manyhosts.launchers.engine import Engine
 from manyhosts.launchers.kubernetes import manifest as kubernetes_manifest
 from manyhosts.launchers.kubernetes.client import Client
 from manyhosts.launchers.kubernetes.manifest import CONTAINER, LABEL, OPTIONS, job_there, manifests, name_of
-from manyhosts.launchers.plan import Plan, filled
 
 _LOOK_S = 2.0
 _INDEX = "batch.kubernetes.io/job-completion-index"

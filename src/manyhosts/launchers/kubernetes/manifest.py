@@ -12,9 +12,9 @@ from manyhosts.control import job_file
 from manyhosts.control.agent import first_node
 from manyhosts.control.head.endpoint import port_of
 from manyhosts.control.job import Job
+from manyhosts.control.plan import Later
 from manyhosts.errors import ConfigError
 from manyhosts.launchers import choices, packing
-from manyhosts.launchers.plan import Later
 from manyhosts.records import run_directory
 
 OPTIONS = {

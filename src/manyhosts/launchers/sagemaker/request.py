@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from manyhosts.control.job import Job
+from manyhosts.control.plan import Later
 from manyhosts.errors import ConfigError
 from manyhosts.launchers import choices, packing
-from manyhosts.launchers.plan import Later
 from manyhosts.records import run_directory
 
 OPTIONS = {

@@ -10,11 +10,11 @@ from typing import Any
 
 from manyhosts.control import job_file, variables
 from manyhosts.control.job import Job
+from manyhosts.control.plan import Later, Plan, filled, text_of
 from manyhosts.errors import ConfigError, LaunchError
 from manyhosts.launchers import packing
 from manyhosts.launchers.detached import State, Status
 from manyhosts.launchers.engine import SECRET, Engine
-from manyhosts.launchers.plan import Later, Plan, filled, text_of
 from manyhosts.launchers.sagemaker import request as sagemaker_request
 from manyhosts.launchers.sagemaker.client import Client, code_of
 from manyhosts.launchers.sagemaker.request import ARCHIVE, JOB, TOKEN, job_name, job_there

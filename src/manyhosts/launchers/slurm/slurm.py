@@ -10,12 +10,12 @@ from pathlib import Path
 
 from manyhosts.control import job_file
 from manyhosts.control.job import Job
+from manyhosts.control.plan import Plan
 from manyhosts.errors import ConfigError, LaunchError
 from manyhosts.launchers import detached
 from manyhosts.launchers.commands import Run, run_command
 from manyhosts.launchers.detached import State, Status
 from manyhosts.launchers.engine import Engine
-from manyhosts.launchers.plan import Plan
 from manyhosts.launchers.slurm import script as slurm_script
 
 _FIRST_SPECIAL_STEP = 2**32 - 10

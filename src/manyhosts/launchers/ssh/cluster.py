@@ -17,6 +17,7 @@ from manyhosts.control.display import Display
 from manyhosts.control.head.placement import AgentProcess
 from manyhosts.control.head.takeover import Handover
 from manyhosts.control.job import Job
+from manyhosts.control.plan import HEAD, Later, Shell, filled
 from manyhosts.errors import LaunchError, ManyhostsError
 from manyhosts.hosts import addresses, connection, data, interfaces, ports, remote_probe, sync, version_check
 from manyhosts.hosts.connection import Connection, Unreachable
@@ -24,7 +25,6 @@ from manyhosts.hosts.data import Data
 from manyhosts.hosts.disks import HERE, Disks
 from manyhosts.hosts.files import Files
 from manyhosts.hosts.interfaces import Interface
-from manyhosts.launchers.plan import HEAD, Later, Shell, filled
 from manyhosts.launchers.ssh.deferred_agent import DeferredAgent, NotThere
 from manyhosts.records import run_directory
 from manyhosts.units import bytes_in_words

@@ -18,11 +18,11 @@ from manyhosts.control.display import Display
 from manyhosts.control.head import takeover
 from manyhosts.control.head.head import Head
 from manyhosts.control.job import Job
+from manyhosts.control.plan import Plan
 from manyhosts.errors import ConfigError, ManyhostsError
 from manyhosts.hosts import remote_probe
 from manyhosts.hosts.connection import Connection
 from manyhosts.launchers.engine import Engine
-from manyhosts.launchers.plan import Plan
 from manyhosts.launchers.ssh.cluster import Cluster, agent_command
 
 

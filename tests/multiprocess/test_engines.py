@@ -98,7 +98,6 @@ def test_what_is_shown_is_what_the_engine_is_told(
 
 
 def test_local_starts_what_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from manyhosts.control.display import PlainDisplay
     from manyhosts.control.job import Job
 
     started: list[tuple[list[str], dict[str, str]]] = []

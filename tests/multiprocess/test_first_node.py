@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 from launching import environment, wait_until
 
-from manyhosts.control import job_file
-from manyhosts.control.agent import first_node
-from manyhosts.control.agent.first_node import AGAIN, NodeInfo
+from manyhosts.control import first_node, job_file
+from manyhosts.control.first_node import AGAIN, NodeInfo
 from manyhosts.control.job import Job
 from manyhosts.errors import ConfigError, LaunchError
 from manyhosts.hosts import addresses, interfaces

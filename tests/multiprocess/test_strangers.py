@@ -24,7 +24,7 @@ import pytest
 from launching import environment, wait_until
 
 from manyhosts.control import job_file
-from manyhosts.control.head.acceptor import MOST_STRANGERS
+from manyhosts.control.acceptor import MOST_STRANGERS
 from manyhosts.control.job import Job
 from manyhosts.launchers.kubernetes import manifest
 

@@ -33,7 +33,7 @@ def join(secret_file: str | None, address: str, folder: str | None, trace: bool,
     The run's secret is asked for. It lets the run start its workers here, as you; what they print is shown there.
     Ctrl-C takes this machine out of the run.
     """
-    from manyhosts.control.agent import joining  # here, for it loads OpenSSL
+    from manyhosts.control import joining  # here, for it loads OpenSSL
     from manyhosts.control.join_secret import JoinSecret
 
     place = Path(folder or ".").absolute()

@@ -19,7 +19,7 @@ from manyhosts.cli.where import Where, pairs
 from manyhosts.cluster.place import REHEARSED_GPUS
 from manyhosts.config import overrides
 from manyhosts.control import titles, variables
-from manyhosts.control.agent import gpus
+from manyhosts.control.agent import host_state
 from manyhosts.control.display import Display, PlainDisplay
 from manyhosts.control.head import takeover
 from manyhosts.control.job import Job
@@ -290,7 +290,7 @@ def _job(asked: _Asked) -> Job:
         nodes=len(hosts) or (1 if most is None else most),
         nodes_are_chosen=bool(hosts) or most is not None,
         least_nodes=least,
-        workers_per_node=chosen if chosen is not None else max(1, gpus.count(os.environ)) if here else 1,
+        workers_per_node=chosen if chosen is not None else max(1, host_state.count(os.environ)) if here else 1,
         workers_are_chosen=chosen is not None or here,
         workers_of=dict(enumerate(slots)) if asked.workers_per_node is None else {},
         restarts=asked.restarts,

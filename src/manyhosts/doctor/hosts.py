@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from manyhosts.cluster.findings import Finding, Level
-from manyhosts.control.head import host_checks
+from manyhosts.control.head import checks
 from manyhosts.doctor import fast_links
 from manyhosts.hosts import version_check as ssh_agreement
 from manyhosts.units import bytes_in_words
@@ -38,7 +38,7 @@ def findings(
         if told is None:
             continue
         clock = host.get("clock", {"offset_s": 0, "unsure_s": 0})
-        found += host_checks.findings(host["name"], told, offset_s=clock["offset_s"], unsure_s=clock["unsure_s"])
+        found += checks.host_findings(host["name"], told, offset_s=clock["offset_s"], unsure_s=clock["unsure_s"])
         found += [*_of_graphics(host), *_of_quota(host)]
     found += [finding for host in _one_of_each_machine(hosts) for finding in _of_load(host)]
     found += [*_of_graphics_together(hosts), *fast_links.findings(hosts)]

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from manyhosts.cluster.findings import Finding
-from manyhosts.control.agent import first_node
-from manyhosts.control.agent.first_node import NodeInfo
-from manyhosts.control.head.endpoint import PORT
+from manyhosts.control import first_node
+from manyhosts.control.first_node import NodeInfo
+from manyhosts.control.head.placement import PORT
 from manyhosts.control.job import Job
 from manyhosts.doctor import host_probe as doctor_station
 from manyhosts.doctor.examination import Request, examine

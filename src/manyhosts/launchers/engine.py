@@ -144,8 +144,8 @@ class Engine:
             ManyhostsError: workers failed; the error is that of the one that failed first.
         """
         # Here, for whoever only asks after a job does not wait for these to be loaded.
-        from manyhosts.control.head.head import Head
         from manyhosts.control.head.placement import Placement
+        from manyhosts.control.head.run import Head
 
         if not plan.hosts:  # the engine keeps the job, and the head runs where it places it
             return detached.send_and_follow(cast(Jobs, self), self.NAME, plan, display, wait=self._wait)

@@ -22,9 +22,8 @@ from manyhosts.cluster.ports import Range
 from manyhosts.control import variables
 from manyhosts.control.agent.head_connection import inherited
 from manyhosts.control.display import Display
-from manyhosts.control.head.endpoint import PORT, ExternalAgent, HeadEndpoint, port_of
-from manyhosts.control.head.head import Head
-from manyhosts.control.head.placement import AgentProcess
+from manyhosts.control.head.placement import PORT, AgentProcess, ExternalAgent, HeadEndpoint, port_of
+from manyhosts.control.head.run import Head
 from manyhosts.control.job import Job
 from manyhosts.control.join_secret import FINGERPRINT_BYTES, JoinSecret
 from manyhosts.control.plan import Later, Plan, filled
@@ -90,7 +89,7 @@ class Join(Engine):
             LaunchError: too few hosts have joined.
             ManyhostsError: workers failed; the error is that of the one that failed first.
         """
-        from manyhosts.control.head.joining import Joining  # here, for it loads OpenSSL
+        from manyhosts.control.head.placement import Joining  # here, for it loads OpenSSL
         from manyhosts.control.tls import Identity
 
         job = plan.job

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from manyhosts.control import variables
 from manyhosts.control.display import Display
-from manyhosts.control.head.head import Head
+from manyhosts.control.head.run import Head
 from manyhosts.control.job import Job
 from manyhosts.control.plan import HEAD, Plan, filled
 from manyhosts.errors import ConfigError, LaunchError

@@ -11,9 +11,9 @@ from typing import Any, cast
 import pytest
 
 from manyhosts.control import messages, tls
+from manyhosts.control.acceptor import Acceptor
 from manyhosts.control.agent import head_connection
 from manyhosts.control.agent.head_connection import HeadConnection
-from manyhosts.control.head.acceptor import Acceptor
 from manyhosts.control.head.agents import Agents
 from manyhosts.control.loop import Channel, Loop, Message
 from manyhosts.control.proof import PROTOCOL, Answerer, Caller

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from manyhosts.control.head.agents import Agents
-from manyhosts.control.head.endpoint import HeadEndpoint
+from manyhosts.control.head.placement import HeadEndpoint
 
 REFUSED = 255
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from manyhosts.control.head.beginning import Beginning
+from manyhosts.control.head.output import Beginning
 
 
 class Shown:

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhosts.control.head.diagnosis import Diagnosis, Sight, diagnose
-from manyhosts.control.head.stacks import Frame
+from manyhosts.control.head.diagnosis import Diagnosis, Frame, Sight, diagnose
 
 DISTRIBUTED = "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
 AUTOGRAD = "/venv/lib/python3.11/site-packages/torch/autograd/graph.py"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from manyhosts.control.agent import exchanges
+from manyhosts.control.agent import script_patches
 from manyhosts.errors import ConfigError
 
 
@@ -34,7 +34,7 @@ def test_mpi_backend_is_had_where_torch_and_mpirun_have_it(
     distributed = torch_with(mpi, known)
     monkeypatch.setitem(sys.modules, "torch.distributed", SimpleNamespace())
     monkeypatch.setenv("WORLD_SIZE", "2")
-    exchanges.begin(distributed)
+    script_patches.watch_groups(distributed)
     if refused:
         with pytest.raises(ConfigError) as caught:
             distributed.init_process_group("mpi")

@@ -6,7 +6,7 @@ import numpy
 import pytest
 import torch
 
-from manyhosts.control.agent.fingerprints import Fingerprints, tensors_in
+from manyhosts.control.agent.script_faults import Fingerprints, tensors_in
 
 
 def print_of(*tensors: torch.Tensor, words: tuple[str, ...] = ()) -> str:

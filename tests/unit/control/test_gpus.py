@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from manyhosts.control import job_file
-from manyhosts.control.agent import gpus
+from manyhosts.control.agent import host_state
 from manyhosts.control.job import Job
 from manyhosts.errors import ConfigError
 from manyhosts.launchers.kubernetes.kubernetes import Kubernetes
@@ -28,24 +28,24 @@ def smi(folder: Path, text: str) -> dict[str, str]:
 def test_gpus_that_the_environment_names_count_and_no_others(tmp_path: Path) -> None:
     (tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0").mkdir(parents=True)
     for named, count in {"": 0, "-1": 0, "0": 1, "0,2,3": 3, "GPU-a,GPU-b": 2}.items():
-        assert gpus.count({"CUDA_VISIBLE_DEVICES": named}, tmp_path) == count
+        assert host_state.count({"CUDA_VISIBLE_DEVICES": named}, tmp_path) == count
 
 
 def test_driver_is_asked_before_nvidia_smi_and_that_before_the_devices_of_a_container(tmp_path: Path) -> None:
     (tmp_path / "dev").mkdir()
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / "dev" / name).touch()
-    assert gpus.count({"PATH": "/nowhere"}, tmp_path) == 2
+    assert host_state.count({"PATH": "/nowhere"}, tmp_path) == 2
     environment = smi(tmp_path, "echo 'GPU 0: NVIDIA A100 (UUID: a)'; echo '  MIG 1g.5gb Device 0: (UUID: b)'")
-    assert gpus.count(environment, tmp_path) == 1
+    assert host_state.count(environment, tmp_path) == 1
     for number in range(3):
         (tmp_path / f"proc/driver/nvidia/gpus/0000:0{number}:00.0").mkdir(parents=True)
-    assert gpus.count(environment, tmp_path) == 3
+    assert host_state.count(environment, tmp_path) == 3
 
 
 @pytest.mark.parametrize("text", ["echo No devices were found", "exit 9", "echo 'GPU 0: lost'; exit 15"])
 def test_driver_that_is_in_trouble_counts_as_none(tmp_path: Path, text: str) -> None:
-    assert gpus.count(smi(tmp_path, text), tmp_path) == 0
+    assert host_state.count(smi(tmp_path, text), tmp_path) == 0
 
 
 @pytest.mark.parametrize(

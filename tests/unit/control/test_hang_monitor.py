@@ -10,13 +10,13 @@ from typing import Any, cast
 import pytest
 
 from manyhosts.control.display import Display
-from manyhosts.control.head import hang_monitor as vigil_module
-from manyhosts.control.head.agents import Agents, Node
-from manyhosts.control.head.course import Course
+from manyhosts.control.head import hang_monitor
+from manyhosts.control.head.agents import Agents
 from manyhosts.control.head.diagnosis import Diagnosis
-from manyhosts.control.head.hang_monitor import PATIENCE_S, HangMonitor
-from manyhosts.control.head.silences import GIVEN_UP_S, LEAST_GIVEN_UP_S, MOST_GIVEN_UP_S
-from manyhosts.control.head.worker_group import WorkerGroup
+from manyhosts.control.head.hang_monitor import GIVEN_UP_S, LEAST_GIVEN_UP_S, MOST_GIVEN_UP_S, PATIENCE_S, HangMonitor
+from manyhosts.control.head.placement import Node
+from manyhosts.control.head.state import Course
+from manyhosts.control.head.workers import WorkerGroup
 from manyhosts.control.job import Job
 from manyhosts.control.loop import Loop
 
@@ -109,7 +109,7 @@ class Scene:
 @pytest.fixture
 def scene(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Scene]:
     clock = Clock()
-    monkeypatch.setattr(vigil_module, "time", clock)
+    monkeypatch.setattr(hang_monitor, "time", clock)
     return lambda hang_timeout_s=10.0: Scene(clock, hang_timeout_s)
 
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 
 from manyhosts.control.agent import host_state
-from manyhosts.control.head.head import Head
+from manyhosts.control.head.run import Head
 from manyhosts.control.job import Job
 from manyhosts.errors import LaunchError, ManyhostsError, RankLost, ScriptError
 

@@ -10,9 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhosts.cli.main import main
-from manyhosts.control.head.agents import Node
-from manyhosts.control.head.endpoint import ExternalAgent
-from manyhosts.control.head.joining import Folder, Joining
+from manyhosts.control.head.placement import ExternalAgent, Folder, Joining, Node
 from manyhosts.control.job import Job
 from manyhosts.control.join_secret import JoinSecret
 from manyhosts.errors import ConfigError

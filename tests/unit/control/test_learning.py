@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from manyhosts.control.agent.script_probe import ScriptProbe
-from manyhosts.control.head.notices import Notices
+from manyhosts.control.head.output import Notices
 
 INPUTS = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from manyhosts.control.head import losses
+from manyhosts.control.head import failures
 from manyhosts.control.head.placement import AgentProcess
 from manyhosts.control.loop import Channel, Loop
 
@@ -38,7 +38,7 @@ def agent(code: int | None) -> AgentProcess:
 )
 def test_end_of_an_agent_is_told_with_what_is_known(code: int | None, number: int, said: str) -> None:
     trouble = OSError(number, "Connection reset by peer") if number else None
-    assert losses.of_end(agent(code), channel(trouble=trouble)) == said
+    assert failures.why_connection_ended(agent(code), channel(trouble=trouble)) == said
 
 
 @pytest.mark.parametrize("number", [0, errno.ECONNRESET])
@@ -46,7 +46,9 @@ def test_process_that_ends_a_moment_after_its_connection_is_waited_for(number: i
     trouble = OSError(number, "Connection reset by peer") if number else None
     process = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(0.05); raise SystemExit(4)"])
     for _ in range(20):  # a busy machine takes longer to start it than it is waited for
-        if (said := losses.of_end(process, channel(trouble=trouble))).startswith(f"{losses.GONE}: it ended"):
+        if (said := failures.why_connection_ended(process, channel(trouble=trouble))).startswith(
+            f"{failures.GONE}: it ended"
+        ):
             break
     assert said == "its agent is gone: it ended with exit code 4"
 
@@ -60,7 +62,7 @@ def test_process_that_ends_a_moment_after_its_connection_is_waited_for(number: i
     ],
 )
 def test_silent_host_is_told_with_what_its_system_does(unanswered_s: float | None, said: str) -> None:
-    told = losses.of_silence(10.2, channel(unanswered_s=unanswered_s))
+    told = failures.why_silent(10.2, channel(unanswered_s=unanswered_s))
     assert told == f"the host has given no sign of life for 10 s{said}"
 
 

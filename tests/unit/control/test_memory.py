@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from manyhosts.control.agent.memory import Kills, kills, limit_bytes
+from manyhosts.control.agent.host_state import Kills, kills, limit_bytes
 
 
 class Kernel:

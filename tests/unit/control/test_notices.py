@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from manyhosts.control.head.notices import Notices
+from manyhosts.control.head.output import Notices
 
 
 def account(**changed: Any) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from manyhosts.control.agent import host_state
-from manyhosts.control.head import precheck
-from manyhosts.control.head.course import Course
-from manyhosts.control.head.precheck import Precheck
+from manyhosts.control.head import checks
+from manyhosts.control.head.checks import Precheck
+from manyhosts.control.head.state import Course
 from manyhosts.control.job import Job
 from manyhosts.errors import CommunicationError, LaunchError
 
@@ -163,7 +163,7 @@ def test_hosts_that_do_not_reach_each_other_end_the_run() -> None:
 
 
 def test_host_that_does_not_tell_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precheck, "_LIMIT_S", 0.01)
+    monkeypatch.setattr(checks, "_LIMIT_S", 0.01)
     scene = Scene()
     scene.tell(0)
     scene.begin()

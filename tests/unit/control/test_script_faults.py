@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from manyhosts.control.head.script_faults import ScriptFaults, on_one_gpu
+from manyhosts.control.head.output import ScriptFaults, on_one_gpu
 
 
 class Told:

@@ -8,8 +8,8 @@ import threading
 from pathlib import Path
 
 from manyhosts.control.agent import inspection
-from manyhosts.control.head import stacks
-from manyhosts.control.head.stacks import Frame
+from manyhosts.control.head import diagnosis
+from manyhosts.control.head.diagnosis import Frame
 
 TWO_THREADS = """\
 Thread 0x00007f1 (most recent call first):
@@ -23,22 +23,24 @@ Current thread 0x00007f2 (most recent call first):
 
 
 def test_stack_is_that_of_the_thread_that_heard_the_signal() -> None:
-    assert stacks.parse(TWO_THREADS) == (
+    assert diagnosis.parse(TWO_THREADS) == (
         Frame("/home/me/train.py", 8, "spin"),
         Frame("/home/me/train.py", 14, "<module>"),
     )
     other, own = TWO_THREADS.split("\n\n")
-    assert stacks.parse(f"{own}\n{other}\n") == stacks.parse(TWO_THREADS)
-    assert stacks.parse("") == ()
+    assert diagnosis.parse(f"{own}\n{other}\n") == diagnosis.parse(TWO_THREADS)
+    assert diagnosis.parse("") == ()
 
 
 def test_frames_that_start_the_script_are_left_out() -> None:
-    start = f'  File "{Path(stacks.__file__).parent}/worker.py", line 50 in be\n  File "<string>", line 1 in <module>\n'
-    assert stacks.parse(TWO_THREADS + start) == stacks.parse(TWO_THREADS)
+    start = (
+        f'  File "{Path(diagnosis.__file__).parent}/worker.py", line 50 in be\n  File "<string>", line 1 in <module>\n'
+    )
+    assert diagnosis.parse(TWO_THREADS + start) == diagnosis.parse(TWO_THREADS)
 
 
 def test_what_watches_a_script_does_not_hide_the_line_that_it_stands_in() -> None:
-    folder = Path(stacks.__file__).parents[1] / "host"
+    folder = Path(diagnosis.__file__).parents[1] / "agent"
     stack = f"""\
 Current thread 0x00007f2 (most recent call first):
   File "/venv/site-packages/torch/nn/parallel/distributed.py", line 1600 in _pre_forward
@@ -48,31 +50,31 @@ Current thread 0x00007f2 (most recent call first):
   File "{folder}/worker.py", line 40 in be
   File "<string>", line 1 in <module>
 """
-    found = stacks.parse(stack)
+    found = diagnosis.parse(stack)
     assert [frame.function for frame in found] == ["_pre_forward", "<module>"]
-    assert str(stacks.in_script(found)) == "train.py:14"
+    assert str(diagnosis.in_script(found)) == "train.py:14"
 
 
 def test_place_is_the_innermost_line_of_the_users_own() -> None:
     library = Frame("/venv/lib/python3.11/site-packages/torch/nn/modules/linear.py", 125, "forward")
-    ours = Frame(str(Path(stacks.__file__).parents[2] / "training" / "loop.py"), 9, "take")
+    ours = Frame(str(Path(diagnosis.__file__).parents[2] / "training" / "loop.py"), 9, "take")
     own = Frame("/home/me/model.py", 3, "forward")
-    assert stacks.in_script((library, own, ours)) == own
-    assert stacks.in_script((library, ours)) == library
-    assert stacks.in_script(()) is None
+    assert diagnosis.in_script((library, own, ours)) == own
+    assert diagnosis.in_script((library, ours)) == library
+    assert diagnosis.in_script(()) is None
 
 
 def test_our_own_exchanges_count_as_such() -> None:
-    ours = str(Path(stacks.__file__).parents[2] / "communication" / "compression" / "int8.py")
-    assert stacks.exchange((Frame(ours, 3, "exchange"),)) == "exchange"
-    assert stacks.exchange((Frame("/home/me/train.py", 3, "all_reduce"),)) == ""
+    ours = str(Path(diagnosis.__file__).parents[2] / "communication" / "compression" / "int8.py")
+    assert diagnosis.exchange((Frame(ours, 3, "exchange"),)) == "exchange"
+    assert diagnosis.exchange((Frame("/home/me/train.py", 3, "all_reduce"),)) == ""
 
 
 def test_accounts_of_several_processes_are_told_apart() -> None:
     other = 'Current thread 0x00007f9 (most recent call first):\n  File "/home/me/data.py", line 3 in __getitem__\n'
     first, second = inspection.split(TWO_THREADS + other)
-    assert stacks.parse(first)[0].function == "spin"
-    assert stacks.parse(second) == (Frame("/home/me/data.py", 3, "__getitem__"),)
+    assert diagnosis.parse(first)[0].function == "spin"
+    assert diagnosis.parse(second) == (Frame("/home/me/data.py", 3, "__getitem__"),)
     assert inspection.split("") == []
 
 
@@ -81,7 +83,7 @@ def test_a_worker_answers_where_it_stands_whatever_it_does() -> None:
     inspection.answer_on(writing)
     try:
         os.kill(os.getpid(), inspection.SIGNAL)
-        found = stacks.parse(os.read(reading, 1 << 16).decode())
+        found = diagnosis.parse(os.read(reading, 1 << 16).decode())
     finally:
         faulthandler.unregister(inspection.SIGNAL)
         os.close(reading)

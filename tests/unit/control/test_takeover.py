@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from manyhosts.control.head import takeover
-from manyhosts.control.head.group_state import GroupState, Member
+from manyhosts.control.head.membership import GroupState, Member
 from manyhosts.control.head.takeover import Handover, Record, fingerprint, left_for
 from manyhosts.control.job import Job
 from manyhosts.control.loop import Channel

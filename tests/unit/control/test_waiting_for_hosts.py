@@ -9,11 +9,12 @@ from typing import Any, cast
 
 import pytest
 
-from manyhosts.control.head import hang_monitor as vigil_module
-from manyhosts.control.head.agents import Agents, Node
-from manyhosts.control.head.course import Course
+from manyhosts.control.head import hang_monitor
+from manyhosts.control.head.agents import Agents
 from manyhosts.control.head.hang_monitor import HangMonitor
-from manyhosts.control.head.worker_group import WorkerGroup
+from manyhosts.control.head.placement import Node
+from manyhosts.control.head.state import Course
+from manyhosts.control.head.workers import WorkerGroup
 from manyhosts.control.job import Job
 from manyhosts.control.loop import Loop
 
@@ -64,7 +65,7 @@ class Scene:
 def scene(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Scene]:
     def make(head_timeout_s: float = 300.0, hang_timeout_s: float | None = None) -> Scene:
         made = Scene(head_timeout_s, hang_timeout_s)
-        monkeypatch.setattr(vigil_module, "time", SimpleNamespace(monotonic=lambda: made.now))
+        monkeypatch.setattr(hang_monitor, "time", SimpleNamespace(monotonic=lambda: made.now))
         return made
 
     return make

@@ -10,7 +10,7 @@ import pytest
 
 from manyhosts.cluster.findings import Finding, exit_code, worst_first
 from manyhosts.control.agent import host_state
-from manyhosts.control.head import host_checks
+from manyhosts.control.head import checks
 from manyhosts.doctor import hosts as hosts_of
 
 MINE = {"python": "3.11.2", "manyhosts": "0.1.0", "torch": "2.13.0+cpu"}
@@ -286,7 +286,7 @@ def test_host_that_told_nothing_of_its_condition_is_left_out() -> None:
     alone = host("a")
     del alone["condition"]
     assert [each for each in found(alone) if each.check != "speed"] == []
-    assert host_checks.findings("a", told()) == []
+    assert checks.host_findings("a", told()) == []
 
 
 @pytest.mark.parametrize(

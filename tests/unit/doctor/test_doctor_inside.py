@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from manyhosts.cluster.findings import Finding
-from manyhosts.control.agent.first_node import NodeInfo
+from manyhosts.control.first_node import NodeInfo
 from manyhosts.control.job import Job
 from manyhosts.doctor import as_job, in_job
 from manyhosts.doctor.examination import Examination, Request

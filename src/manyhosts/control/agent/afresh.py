@@ -1,5 +1,5 @@
-"""Imported by the fork server of a worker's `multiprocessing`, before anything of the script's: see `children`."""
+"""Imported by the fork server of a worker's `multiprocessing`, before anything of the script's: see `script_patches`."""
 
-from manyhosts.control.agent import children
+from manyhosts.control.agent import script_patches
 
-children.begin()
+script_patches.begin()

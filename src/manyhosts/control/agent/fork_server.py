@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhosts.control.agent import standby
-from manyhosts.control.agent.output import Lines
+from manyhosts.control.agent.watched_worker import Lines
 from manyhosts.control.loop import Loop
 from manyhosts.control.tracebacks import is_idle_notice
 

@@ -1,6 +1,8 @@
-"""An agent's line to its head: nothing is said on it, and nothing heard, before both have proven who they are.
+"""An agent's connection to its head: nothing is said or heard on it before both have proven who they are.
 
-Where its connection breaks, the head is called again, and what was lost in between is sent again (`control.session`).
+Where it breaks, the head is called again, and what was lost in between is sent again (`control.session`). Signs of life
+come from a thread of their own. Lines of workers never hold a worker up: where the head does not keep up, the oldest
+are left out, and the head is told how many; the logs have them all.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import secrets
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -251,3 +254,103 @@ class HeadConnection:
 def mismatch(head: int, agent: int) -> str:
     """What it means that head and agent speak different versions."""
     return f"the head speaks version {head} of the protocol between head and agents, and this agent version {agent}"
+
+
+EVERY_S = 0.5
+
+
+class Heartbeat:
+    """Tells the head twice a second that this process lives, and for how long its loop has been held up.
+
+    Whatever the loop does may take long on a host that is in trouble: a log on a disk that does not answer, the end of
+    a process that the kernel does not let go. A process that is stopped, or a host that is frozen, has no thread that
+    runs.
+    """
+
+    def __init__(self, loop: Loop, head: HeadConnection) -> None:
+        """Begin at once."""
+        self._loop, self._head = loop, head
+        self._beats = 0
+        """How often there was a sign of life since the loop came by: a host that was frozen has not counted."""
+        self._over = threading.Event()
+        self._turn()
+        threading.Thread(target=self._beat, name="manyhosts-heartbeat", daemon=True).start()
+
+    def close(self) -> None:
+        """Give no more signs. Safe to call twice."""
+        self._over.set()
+
+    def _turn(self) -> None:
+        """The loop comes by here, unless it is held up."""
+        self._beats = 0
+        self._head.go_on()
+        self._loop.after(EVERY_S, self._turn)
+
+    def _beat(self) -> None:
+        while not self._over.wait(EVERY_S):
+            self._head.give_sign_of_life(EVERY_S * max(0, self._beats - 1))
+            self._beats += 1
+
+
+MOST_WAITING_BYTES = 16 << 20
+_ON_THE_WAY_BYTES = 1 << 20
+"""What may stand in the channel: heartbeats wait behind it."""
+_AGAIN_S = 0.02
+
+After = Callable[[float, Callable[[], None]], object]
+
+
+class Outbox:
+    """What waits for room in `channel`."""
+
+    def __init__(self, channel: HeadConnection, after: After) -> None:
+        """`after` calls back after so many seconds."""
+        self._channel, self._after = channel, after
+        self._waiting: deque[tuple[int, dict[str, Any]]] = deque()
+        """The size of each `output` message, and its fields."""
+        self._size = 0
+        self._missed: dict[int, tuple[dict[str, Any], int]] = {}
+        """By member: the fields that name it, and how many of its lines were left out."""
+        self._calls_again = False
+
+    def put(self, worker: dict[str, int], stream: str, lines: list[str]) -> None:
+        """Send `lines` when there is room."""
+        size = sum(map(len, lines)) + len(lines)
+        self._waiting.append((size, {**worker, "stream": stream, "lines": lines}))
+        self._size += size
+        if self._size > MOST_WAITING_BYTES:
+            self._leave_out()
+        self._pump()
+
+    def flush(self) -> None:
+        """Hand all of it to the channel: what is sent next belongs behind it."""
+        while self._waiting or self._missed:
+            self._send_next()
+
+    def _leave_out(self) -> None:
+        while self._size > MOST_WAITING_BYTES // 2:
+            size, fields = self._waiting.popleft()
+            self._size -= size
+            worker = {name: fields[name] for name in ("rank", "generation", "member")}
+            _, missed = self._missed.get(fields["member"], (worker, 0))
+            self._missed[fields["member"]] = worker, missed + len(fields["lines"])
+
+    def _send_next(self) -> None:
+        for worker, missed in self._missed.values():
+            self._channel.send("unshown", **worker, lines=missed)
+        self._missed.clear()
+        if self._waiting:
+            size, fields = self._waiting.popleft()
+            self._size -= size
+            self._channel.send("output", **fields)
+
+    def _pump(self) -> None:
+        while self._waiting and self._channel.backlog_bytes < _ON_THE_WAY_BYTES:
+            self._send_next()
+        if self._waiting and not self._calls_again:
+            self._calls_again = True
+            self._after(_AGAIN_S, self._again)
+
+    def _again(self) -> None:
+        self._calls_again = False
+        self._pump()

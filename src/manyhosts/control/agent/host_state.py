@@ -1,4 +1,4 @@
-"""What a host has left for a run: disk, memory, descriptors, shared memory, time; and variables that change a run.
+"""What a host has for a run: disk, memory, GPUs, descriptors, time, processes ended for want of memory; and variables.
 
 Needs the standard library alone, of Python 3.8 or newer, because it is also sent to hosts that have nothing else.
 """
@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import resource
+import shutil
 import socket
+import subprocess
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 VARIABLES = (
@@ -128,3 +133,111 @@ def _number_in(path: str) -> int | None:
             return int(file.read())
     except (OSError, ValueError):  # the word `max`, too
         return None
+
+
+CHOSEN = "CUDA_VISIBLE_DEVICES"
+_LIMIT_S = 10
+
+
+def count(environment: Mapping[str, str], root: Path = Path("/")) -> int:
+    """The NVIDIA GPUs that `environment` lets workers use: those that it names, else those that are there.
+
+    The driver's own tables are asked first, then nvidia-smi, then the devices that a container was given.
+    """
+    if CHOSEN in environment:
+        return named(environment[CHOSEN])
+    if found := len(list((root / "proc/driver/nvidia/gpus").glob("*"))):
+        return found
+    return _by_nvidia_smi(environment) or len([path for path in (root / "dev").glob("nvidia*") if _is_gpu(path.name)])
+
+
+def named(devices: str) -> int:
+    """How many GPUs `CUDA_VISIBLE_DEVICES` names."""
+    return len([device for device in devices.split(",") if device.strip() not in ("", "-1")])
+
+
+def _by_nvidia_smi(environment: Mapping[str, str]) -> int:
+    program = shutil.which("nvidia-smi", path=environment.get("PATH"))
+    if program is None:
+        return 0
+    try:
+        done = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=_LIMIT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return len(re.findall(r"^GPU \d+:", done.stdout, re.MULTILINE)) if done.returncode == 0 else 0
+
+
+def _is_gpu(name: str) -> bool:
+    return re.fullmatch(r"nvidia\d+", name) is not None
+
+
+_MOUNT = Path("/sys/fs/cgroup")
+_PROCESS = Path("/proc")
+
+
+@dataclass(frozen=True, slots=True)
+class Kills:
+    """How many processes the kernel has ended for want of memory."""
+
+    own: int | None
+    """Of this process's cgroup and those below it; None where it has no such counter."""
+    machine: int
+    """Of the whole machine; 0 where the kernel does not say."""
+
+
+def kills(mount: Path = _MOUNT, proc: Path = _PROCESS) -> Kills:
+    """What the counters say now. The two folders are where the kernel shows cgroups and processes."""
+    own = None
+    for folder, is_v2 in _folders(mount, proc)[:1]:
+        own = _entry(folder / ("memory.events" if is_v2 else "memory.oom_control"), "oom_kill")
+    return Kills(own, _entry(proc / "vmstat", "oom_kill") or 0)
+
+
+def limit_bytes(mount: Path = _MOUNT, proc: Path = _PROCESS) -> tuple[int, bool]:
+    """How much memory processes like this one may have together, and whether a cgroup says so; else the machine's.
+
+    0: nobody says.
+    """
+    limits = [
+        _number(folder / ("memory.max" if is_v2 else "memory.limit_in_bytes"))
+        for folder, is_v2 in _folders(mount, proc)
+    ]
+    total = (_entry(proc / "meminfo", "MemTotal:") or 0) * 1024
+    least = min((limit for limit in limits if limit is not None), default=total)
+    return (least, True) if 0 < least < (total or least + 1) else (total, False)
+
+
+def _folders(mount: Path, proc: Path) -> list[tuple[Path, bool]]:
+    """The cgroup of this process and those above it, the nearest first; each with whether it is of version 2.
+
+    In a container the path may be that of the host, and what is mounted is the container's own cgroup.
+    """
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top, sign = (mount, "memory.events") if not controllers else (mount / "memory", "memory.oom_control")
+        own = top / path.lstrip("/")
+        found = [folder for folder in (own, *own.parents) if folder.is_relative_to(top) and (folder / sign).exists()]
+        if found:
+            return [(folder, not controllers) for folder in found]
+    return []
+
+
+def _entry(path: Path, name: str) -> int | None:
+    """The number behind `name` in a table of the kernel."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in path.read_text().splitlines():
+            words = line.split()
+            if words[:1] == [name] and len(words) > 1:
+                return int(words[1])
+    return None
+
+
+def _number(path: Path) -> int | None:
+    with contextlib.suppress(OSError, ValueError):  # the word `max` is no number: no limit
+        return int(path.read_text())
+    return None

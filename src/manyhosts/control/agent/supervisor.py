@@ -6,8 +6,8 @@ From the agent:
 
     call      protocol, nonce                          see `control.proof`, as for the next
     hello     session, heard, proof, node, host, address, process, cores, gpus, python, torch (or null), manyhosts
-    condition told, port                               once, where `prepare` asks for it: see `launchers.condition`
-    tried   answers                                  the answer to `try_connections`: for each place why not, or nothing
+    condition told, port                               once, where `prepare` asks for it: see `agent.host_state`
+    tried   answers                                  the answer to `connect`: for each place why not, or nothing
     door      port                                     the answer to `open_door`
     store     generation, port, shared                     the answer to `open_store`
     output    rank, generation, member, stream ("out", "err"), lines
@@ -22,7 +22,7 @@ From the agent:
     seen      round, workers: [{rank, generation, member, step, state, cpu_s, busy, stack, loader}]
     trouble   text, where, early                           this host can start no worker; early: and has started none
     asked     signal                                       this host's agent was asked to end: a wish for the whole run
-    alive     held_s                                       twice a second: see `control.agent.heartbeat`
+    alive     held_s                                       twice a second: see `agent.head_connection`
 
 From the head:
 
@@ -68,13 +68,11 @@ from manyhosts import __version__
 from manyhosts.cluster import reports
 from manyhosts.cluster.ports import VARIABLE, Range, needed
 from manyhosts.control import titles, variables
-from manyhosts.control.agent import gpus, standby
+from manyhosts.control.agent import host_state, standby
 from manyhosts.control.agent.connectivity import ConnectivityCheck
 from manyhosts.control.agent.fork_server import ForkServer
-from manyhosts.control.agent.head_connection import HeadConnection
-from manyhosts.control.agent.heartbeat import Heartbeat
+from manyhosts.control.agent.head_connection import HeadConnection, Heartbeat, Outbox
 from manyhosts.control.agent.inspection import Look, Seen
-from manyhosts.control.agent.outbox import Outbox
 from manyhosts.control.agent.processes import command_of, descendants, kill_descendants
 from manyhosts.control.agent.watched_worker import ReportServer, WatchedWorker, WorkerId
 from manyhosts.control.loop import Loop, Message
@@ -160,7 +158,7 @@ class Supervisor:
             "address": address,
             "process": os.getpid(),
             "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-            "gpus": gpus.count(os.environ),
+            "gpus": host_state.count(os.environ),
             "python": platform.python_version(),
             "torch": _version("torch"),
             "manyhosts": __version__,

@@ -24,15 +24,7 @@ from typing import Any
 from manyhosts import refusals
 from manyhosts.cluster import reports
 from manyhosts.control import titles, tracebacks
-from manyhosts.control.agent import (
-    children,
-    exchanges,
-    import_preloader,
-    inspection,
-    libraries,
-    port_choice,
-    script_probe,
-)
+from manyhosts.control.agent import import_preloader, inspection, port_choice, script_patches, script_probe
 from manyhosts.errors import ManyhostsError
 from manyhosts.imports import when_imported
 
@@ -78,8 +70,8 @@ def be(request: Request, descriptors: list[int]) -> int:
     inspection.answer_on(descriptors[3])
     own, code, watching = os.getpid(), 0, None
     try:
-        children.begin()
-        libraries.begin()
+        script_patches.begin()
+        script_patches.tell_libraries()
         watching = script_probe.begin()
         _tell_of_imports(line)
         _run_main(request["program"], request["kind"])
@@ -96,7 +88,7 @@ def be(request: Request, descriptors: list[int]) -> int:
         return code
     if code == 0:
         faulthandler.disable()  # the work is done: an abort on the way out is no news
-    line.tell("finished", code=code, exchanges=exchanges.made())
+    line.tell("finished", code=code, exchanges=script_patches.exchanges_made())
     _wind_up()
     if watching is not None and code == 0:
         watching.tell_end()
@@ -162,7 +154,7 @@ def _freshen() -> None:
         if threads.isdigit() and int(threads) > 0:
             torch.set_num_threads(int(threads))
     when_imported("torch.distributed.distributed_c10d", port_choice.begin)
-    when_imported("torch.distributed.distributed_c10d", exchanges.begin)
+    when_imported("torch.distributed.distributed_c10d", script_patches.watch_groups)
     faulthandler.enable()  # a crash in C code shows the Python line it came from
 
 
@@ -201,7 +193,7 @@ def _exit_code(ended: SystemExit) -> int:
 def _account(error: BaseException) -> dict[str, Any]:
     """Everything the head needs to tell of `error`."""
     account: dict[str, Any] = {"summary": tracebacks.summary(error), "monotonic_s": time.monotonic()}
-    account["exchanges"] = exchanges.made()
+    account["exchanges"] = script_patches.exchanges_made()
     account["step"] = reports.last_step()
     if (told := error if isinstance(error, ManyhostsError) else refusals.explained(error)) is not None:
         words = {"what": told.what, "where": told.where, "fix": told.fix}

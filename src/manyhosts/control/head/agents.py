@@ -6,15 +6,13 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from manyhosts.cluster.ports import Range
 from manyhosts.control import messages
-from manyhosts.control.head import losses
-from manyhosts.control.head.course import Course
-from manyhosts.control.head.endpoint import ExternalAgent, HeadEndpoint
-from manyhosts.control.head.placement import AgentProcess
+from manyhosts.control.head import failures
+from manyhosts.control.head.placement import AgentProcess, ExternalAgent, HeadEndpoint, Node
+from manyhosts.control.head.state import Course
 from manyhosts.control.loop import Channel, Message
 from manyhosts.control.proof import PROTOCOL
 from manyhosts.control.session import Session
@@ -38,30 +36,6 @@ ANY_NODE = -1
 """What an agent says in place of its number, when it is for the head to say which node it is."""
 StartHere = Callable[[int, socket.socket], AgentProcess | None]
 """Starts the agent of a node on this machine with one end of a pair of sockets; None for a node that is elsewhere."""
-
-
-@dataclass(slots=True)
-class Node:
-    """One host of the run, as the head sees it."""
-
-    number: int
-    name: str
-    agent: AgentProcess
-    channel: Session | None = None
-    """None where its agent is not here; one whose connection is broken for a while still counts as here."""
-    session: str = ""
-    """What its agent calls itself, on whichever connection."""
-    is_beside: bool = False
-    """Whether its agent was born with its connection: there will be no other."""
-    facts: Message = field(default_factory=dict)
-    """What its agent said of it when it came."""
-    place: Any = None
-    """Where its host has the project, where that is not the same path as here: see `head.joining`."""
-    leaving: bool = False
-    heard: float = 0.0
-    """When it last gave a sign of life, on the monotonic clock."""
-    held_s: float = 0.0
-    """For how long its agent has waited for something of its own system; then it does nothing else."""
 
 
 class Owner(Protocol):
@@ -148,7 +122,7 @@ class Agents:
     def _listen(self) -> None:
         if self._acceptor is not None:
             return
-        from manyhosts.control.head.acceptor import Acceptor  # here, for it loads OpenSSL, which few runs need
+        from manyhosts.control.acceptor import Acceptor  # here, for it loads OpenSSL, which few runs need
 
         address, port, joining = self.address, self._endpoint.port, self._endpoint.joining
         try:
@@ -356,14 +330,14 @@ class Agents:
             return
         session.detach()
         if not self.may_come_back(node):
-            self._lose(node, losses.of_end(node.agent, channel))
+            self._lose(node, failures.why_connection_ended(node.agent, channel))
             return
 
         def look() -> None:
             if node.channel is not session or session.channel is not None:
                 return
             if node.agent.poll() is not None or time.monotonic() > until:
-                self._lose(node, losses.of_end(node.agent, channel))
+                self._lose(node, failures.why_connection_ended(node.agent, channel))
             else:
                 self._course.loop.after(_COMES_BACK_S / 40, look)
 
@@ -386,7 +360,7 @@ class Agents:
         """Count an agent as lost that has given no sign of life for so long."""
         if node.channel is not None:
             held_s = node.held_s if time.monotonic() - node.heard < seconds else 0.0
-            self.give_up(node, losses.of_silence(seconds, node.channel.channel, held_s))
+            self.give_up(node, failures.why_silent(seconds, node.channel.channel, held_s))
 
     def turn_away(self, node: Node, why: str) -> None:
         """Let go of a host that has come by itself and is of no use, and tell it why."""

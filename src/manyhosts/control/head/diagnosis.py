@@ -1,16 +1,104 @@
 """Who is to blame when no worker makes progress: what is seen of all of them goes in, a sentence comes out.
 
-Those that stand in an exchange wait for somebody. Whoever does not is the culprit, and before all others one that
-is stopped. Where all of them wait, but not in the same exchange, they wait for one another: a dead-lock.
+What is seen is their Python stacks: is a worker waiting for the others, and where in the script? Those that stand in an
+exchange wait for somebody. Whoever does not is the culprit, and before all others one that is stopped. Where all of
+them wait, but not in the same exchange, they wait for one another: a dead-lock.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from manyhosts.control.head import stacks
-from manyhosts.control.head.stacks import Frame
+_FRAME = re.compile(r'^\s*File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
+_THREAD = re.compile(r"^(?P<current>Current thread|Thread) 0x")
+_LIBRARIES = re.compile(r"/lib/python3\.\d+/|/(site|dist)-packages/|/manyhosts/(\w+/)+\w+\.py$|^<")
+"""Files that are not of the user, wherever a host has them."""
+
+_EXCHANGES = (
+    "/torch/distributed/",
+    "/torch/nn/parallel/distributed.py",
+    "/manyhosts/communication/",
+    "/manyhosts/cluster/membership.py",
+)
+"""Whoever stands in one of these waits for other workers."""
+_LOADERS = ("/torch/utils/data/", "/manyhosts/data/")
+_BACKWARD = "_engine_run_backward"
+"""The last Python frame of a backward pass: DistributedDataParallel exchanges gradients below it."""
+_FOUNDATION = "/manyhosts/control/"
+"""What starts the script and watches it: its frames are of no interest to anybody."""
+_WRAPPERS = ("wrapper", "<lambda>", "wait")
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One line of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    @property
+    def is_the_scripts(self) -> bool:
+        """Whether it is neither ours nor of an installed package."""
+        return _LIBRARIES.search(self.file) is None
+
+    def __str__(self) -> str:
+        where = f"{Path(self.file).name}:{self.line}"
+        return where if self.function == "<module>" else f"{where} in {self.function}"
+
+
+def parse(text: str) -> tuple[Frame, ...]:
+    """What `faulthandler` has written of the thread that heard the signal, which is the main one; innermost first."""
+    frames: list[Frame] = []
+    listening = False
+    for line in text.splitlines():
+        if found := _THREAD.match(line):
+            listening = found["current"] == "Current thread"
+            if listening:
+                frames = []
+        elif listening and (found := _FRAME.match(line)):
+            frames.append(Frame(found["file"], int(found["line"]), found["function"]))
+    started = next((number for number, frame in enumerate(frames) if _starts_script(frame)), None)
+    return tuple(frame for frame in frames[:started] if _FOUNDATION not in frame.file)
+
+
+def _starts_script(frame: Frame) -> bool:
+    """Whether what starts the script begins here; what watches it stands in the middle of the stack."""
+    return _FOUNDATION in frame.file and frame.function in ("be", "_run_main")
+
+
+def in_script(stack: Sequence[Frame]) -> Frame | None:
+    """The innermost line of the user's own code; of any code where there is none of theirs."""
+    return next((frame for frame in stack if frame.is_the_scripts), stack[0] if stack else None)
+
+
+def exchange(stack: Sequence[Frame]) -> str:
+    """In which exchange with the other workers a stack stands, by its name; empty where it stands in none."""
+    inner = [frame for frame in stack if any(part in frame.file for part in _EXCHANGES)]
+    if not inner:
+        return ""
+    return next((frame.function for frame in inner if frame.function not in _WRAPPERS), inner[0].function)
+
+
+def is_backward(stack: Sequence[Frame]) -> bool:
+    """Whether it stands in a backward pass, where gradients may be exchanged."""
+    return any(frame.function == _BACKWARD for frame in stack[:2])
+
+
+def is_loading(stack: Sequence[Frame]) -> bool:
+    """Whether it waits for its data, or reads them itself."""
+    return any(part in frame.file for frame in stack for part in _LOADERS)
+
+
+def told(stack: Sequence[Frame]) -> str:
+    """The stack as Python prints one, outermost first."""
+    lines = ["Stack (most recent call last):"] if stack else []
+    lines += [f'  File "{frame.file}", line {frame.line}, in {frame.function}' for frame in reversed(stack)]
+    return "\n".join(lines)
+
 
 BUSY = 0.3
 """From this share of a core on, a worker computes and does not wait."""
@@ -53,14 +141,14 @@ class Sight:
         """The exchange that it waits in; empty where it does not wait for other workers."""
         if self.is_stopped or self.busy > BUSY:
             return ""
-        if found := stacks.exchange(self.stack):
+        if found := exchange(self.stack):
             return found
-        return "backward" if stacks.is_backward(self.stack) else ""
+        return "backward" if is_backward(self.stack) else ""
 
     @property
     def place(self) -> str:
         """Where in the script it stands."""
-        frame = stacks.in_script(self.stack)
+        frame = in_script(self.stack)
         return "" if frame is None else str(frame)
 
 
@@ -101,8 +189,8 @@ def doing(sight: Sight) -> tuple[str, str]:
         return f"waits for the others in {sight.exchange}{place}", "see why the others do not come"
     if sight.state == "D":
         return f"waits for a disk or a network file system{place}", "see `dmesg` and the file system on that host"
-    if stacks.is_loading(sight.stack):
-        own = stacks.in_script(sight.loader) if sight.loader else None
+    if is_loading(sight.stack):
+        own = in_script(sight.loader) if sight.loader else None
         loader = f", whose loader process stands at {own}" if own else ""
         return (
             f"waits for its data{place}{loader}",
@@ -127,7 +215,7 @@ def _blame(guilty: Sequence[Sight], all_of_them: Sequence[Sight], limit_s: float
         rest += f"; {waiting} other{'s wait' if waiting > 1 else ' waits'} for {'it' if len(guilty) == 1 else 'them'}"
     what = f"{names} {words}, and has got no further for {_seconds(one, limit_s)} s{_step(one)}{rest}"
     return Diagnosis(
-        guilty=tuple(sight.member for sight in guilty), what=what, fix=fix, stack=stacks.told(one.stack or one.loader)
+        guilty=tuple(sight.member for sight in guilty), what=what, fix=fix, stack=told(one.stack or one.loader)
     )
 
 
@@ -146,13 +234,13 @@ def _dead_lock(waiting: Sequence[Sight], limit_s: float, gone: Sequence[str]) ->
                 guilty=(),
                 what=f"{gone[0]} has come to its end, but {who} for it in {exchange} at {place}, and {since}",
                 fix=EVERY_RANK,
-                stack=stacks.told(one.stack),
+                stack=told(one.stack),
             )
         return Diagnosis(
             guilty=(),
             what=f"{who} in {exchange} at {place}, and {since}",
             fix="see that every worker makes the same exchanges in the same order, and that all hosts reach each other",
-            stack=stacks.told(one.stack),
+            stack=told(one.stack),
         )
     sides: list[str] = []
     for (exchange, place), members in by_size[:_MOST_NAMED]:
@@ -163,7 +251,7 @@ def _dead_lock(waiting: Sequence[Sight], limit_s: float, gone: Sequence[str]) ->
         guilty=(),
         what=f"dead-lock: {', '.join(sides)}, and {since}",
         fix="have every worker make the same exchanges in the same order; see what that script does by rank",
-        stack=stacks.told(one.stack),
+        stack=told(one.stack),
     )
 
 

@@ -8,13 +8,14 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from manyhosts.control.head.agents import SEE_ABOVE, Agents, Node
-from manyhosts.control.head.course import Course
+from manyhosts.control.head.agents import SEE_ABOVE, Agents
 from manyhosts.control.head.diagnosis import Diagnosis
 from manyhosts.control.head.failures import Failure, first, signal_name
-from manyhosts.control.head.group_state import MOST_WITHOUT_PROGRESS
-from manyhosts.control.head.news import News
-from manyhosts.control.head.worker_group import WorkerGroup
+from manyhosts.control.head.membership import MOST_WITHOUT_PROGRESS
+from manyhosts.control.head.output import News
+from manyhosts.control.head.placement import Node
+from manyhosts.control.head.state import Course
+from manyhosts.control.head.workers import WorkerGroup
 from manyhosts.control.loop import Message
 from manyhosts.errors import LaunchError
 

@@ -1,10 +1,29 @@
-"""Agents that an engine places: one command starts them all, and looks like one process per node to the head."""
+"""How the agents of a run come to their hosts: started here, by one command of an engine, by an engine elsewhere, or by
+`manyhosts join`.
+
+A host that joins asks first, and is told what it must have to be of use (`offer`); then its agent says hello without a
+number, and takes the first free place.
+"""
 
 from __future__ import annotations
 
+import re
+import secrets
 import subprocess
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from manyhosts.cluster.ports import Range
+from manyhosts.control import messages
+from manyhosts.control.job import Job
+from manyhosts.control.loop import Message
+from manyhosts.control.session import Session
+from manyhosts.records import run_directory
+
+if TYPE_CHECKING:
+    from manyhosts.control.tls import Identity  # loads OpenSSL, which few runs need
 
 _END_S = 3.0
 
@@ -96,3 +115,154 @@ class _NodeAgent:
             self._together.wanted_by -= 1
         if not self._together.wanted_by:
             self._together.end()
+
+
+PORT = 29400
+"""Where a head listens that agents must know before it is there. On such nodes nobody else has it."""
+
+
+def port_of(job: Job) -> int:
+    """Where the head of `job` listens, where agents must know that beforehand: the first port of its range."""
+    ports = Range.of(job.ports)
+    return PORT if ports is None else ports.first
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadEndpoint:
+    """What the agents of a run know of its head."""
+
+    token: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
+    """What tells them from strangers."""
+    port: int = 0
+    """Where the head listens; 0 is any free one."""
+    patience_s: float = 60.0
+    """How long the head waits for them."""
+    joining: Joining | None = None
+    """Where hosts come by themselves: who may, and what they become."""
+
+
+@dataclass(slots=True)
+class Node:
+    """One host of the run, as the head sees it."""
+
+    number: int
+    name: str
+    agent: AgentProcess
+    channel: Session | None = None
+    """None where its agent is not here; one whose connection is broken for a while still counts as here."""
+    session: str = ""
+    """What its agent calls itself, on whichever connection."""
+    is_beside: bool = False
+    """Whether its agent was born with its connection: there will be no other."""
+    facts: Message = field(default_factory=dict)
+    """What its agent said of it when it came."""
+    place: Any = None
+    """Where its host has the project, where that is not the same path as here: see `head.placement`."""
+    leaving: bool = False
+    heard: float = 0.0
+    """When it last gave a sign of life, on the monotonic clock."""
+    held_s: float = 0.0
+    """For how long its agent has waited for something of its own system; then it does nothing else."""
+
+
+class ExternalAgent:
+    """The agent of another node, which an engine starts, and starts again: all that is known of it is what it says."""
+
+    def poll(self) -> int | None:
+        """It may come at any time."""
+        return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """There is nothing to wait for: it ends by itself when the head has said that all is over."""
+        return 0
+
+    def terminate(self) -> None:
+        """Its engine does that."""
+
+    def kill(self) -> None:
+        """Its engine does that."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Joining:
+    """Who may take a place, and which."""
+
+    identity: Identity
+    """The head's key and certificate, of which the typed secret knows."""
+    offer: Mapping[str, Any]
+    """What a host is told that asks: the run's name, program, files and versions."""
+    mark: str
+    """What this machine has left in the run directory; a host that sees it shares that disk."""
+    tell: Callable[[str], None]
+    """Is given lines for the user."""
+    _marks: dict[str, int] = field(default_factory=dict)
+    """What each machine has left in its run directory → a number of that disk."""
+
+    def __post_init__(self) -> None:
+        self._marks[self.mark] = 0
+
+    def answer(self, asking: Message, nodes: Sequence[Node]) -> dict[str, Any]:
+        """What a host is told that asks whether it may join: `refused` says why not, where it may not."""
+        refused = ""
+        here = [node for node in nodes if is_connected(node)]
+        machine = asking.get("machine")
+        twin = next((node for node in here if machine and node.facts.get("machine") == machine), None)
+        if twin is not None:
+            refused = f"this machine is a host of the run already, as {twin.name}"
+        elif len(here) == len(nodes):
+            refused = f"the run has all of its {len(nodes)} hosts: {', '.join(node.name for node in nodes)}"
+        return {**self.offer, "refused": refused}
+
+    def place_for(self, hello: Message, nodes: Sequence[Node]) -> Node | None:
+        """The node that an agent without a number is: its own from before, its machine's, or the first free one."""
+        if messages.fault_in(hello, messages.JOINING):
+            return None
+        joining = nodes[1:]
+        for node in joining:
+            if node.channel is not None and node.session == hello["session"]:
+                return node
+        for node in joining:
+            if hello["machine"] and node.channel is not None and node.facts.get("machine") == hello["machine"]:
+                return node  # its agent is gone, and the head has not noticed yet; or it is a second one
+        return next((node for node in joining if node.channel is None), None)
+
+    def take_in(self, node: Node, nodes: Sequence[Node]) -> None:
+        """A host has become `node`: it gets a name that no other one has."""
+        hello = node.facts
+        others = {other.name for other in nodes if other is not node}
+        name = base = re.sub(r"[^\w.-]", "_", hello["host"].split(".")[0]) or "host"
+        count = 1
+        while name in others:
+            count += 1
+            name = f"{base}-{count}"
+        node.name = name
+        alike = [self._marks[mark] for mark in hello["marks"] if mark in self._marks]
+        disk = self._marks.setdefault(hello["mark"], alike[0] if alike else max(self._marks.values()) + 1)
+        node.place = Folder(path=Path(hello["folder"]), disk=disk)
+        self.tell(f"manyhosts: {name} ({hello['address']}) has joined as node {node.number}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Folder:
+    """Where a host that joined has the project."""
+
+    path: Path
+    disk: int
+    """A number of the disk that has its run directory."""
+
+    def job(self, job: Job) -> Job:
+        """`job` as it is there: what is below the working directory here is below this folder."""
+        program = job.program
+        if job.kind == "script" and Path(program).is_absolute():
+            program = str(self._there(Path(program), job.folder) or program)
+        run_dir = self._there(job.run_dir, job.folder) or self.path / "runs" / job.run_dir.name
+        environment = {**job.environment, run_directory.DISK: str(self.disk)}
+        return replace(job, folder=self.path, program=program, run_dir=run_dir, environment=environment)
+
+    def _there(self, path: Path, folder: Path) -> Path | None:
+        return self.path / path.relative_to(folder) if path.is_relative_to(folder) else None
+
+
+def is_connected(node: Node) -> bool:
+    """Whether the agent of a node is here, and on a connection that has not broken."""
+    return node.channel is not None and node.channel.channel is not None

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from manyhosts.control.head.agents import Agents, Node
-from manyhosts.control.head.course import Course
+from manyhosts.control.head.agents import Agents
+from manyhosts.control.head.placement import Node
+from manyhosts.control.head.state import Course
 
 Then = Callable[[str, int], None]
 """Is told the address and the port of a store that is open."""

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from manyhosts import __version__
-from manyhosts.control.head.agents import Agents, Node
+from manyhosts.control.head.agents import Agents
+from manyhosts.control.head.placement import Node
 from manyhosts.control.job import Job
 from manyhosts.control.proof import PROTOCOL
 from manyhosts.errors import ConfigError, LaunchError

@@ -8,9 +8,8 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from manyhosts.control import job_file
-from manyhosts.control.agent import first_node
-from manyhosts.control.head.endpoint import port_of
+from manyhosts.control import first_node, job_file
+from manyhosts.control.head.placement import port_of
 from manyhosts.control.job import Job
 from manyhosts.control.plan import Later
 from manyhosts.errors import ConfigError

@@ -12,9 +12,9 @@ from collections.abc import MutableMapping
 from dataclasses import replace
 from pathlib import Path
 
-from manyhosts.control import job_file
-from manyhosts.control.agent import first_node, node
-from manyhosts.control.agent.first_node import NodeInfo
+from manyhosts.control import first_node, job_file
+from manyhosts.control.agent import node
+from manyhosts.control.first_node import NodeInfo
 from manyhosts.errors import ManyhostsError
 from manyhosts.launchers import choices, packing
 from manyhosts.launchers.kubernetes import manifest

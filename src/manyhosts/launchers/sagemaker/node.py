@@ -11,10 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from manyhosts.control import job_file
-from manyhosts.control.agent import first_node
-from manyhosts.control.agent.first_node import NodeInfo
-from manyhosts.control.head.endpoint import port_of
+from manyhosts.control import first_node, job_file
+from manyhosts.control.first_node import NodeInfo
+from manyhosts.control.head.placement import port_of
 from manyhosts.errors import ConfigError, ManyhostsError
 from manyhosts.hosts import addresses
 from manyhosts.launchers import packing

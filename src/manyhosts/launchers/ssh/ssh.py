@@ -16,7 +16,7 @@ from typing import ClassVar
 from manyhosts.control import tls, variables
 from manyhosts.control.display import Display
 from manyhosts.control.head import takeover
-from manyhosts.control.head.head import Head
+from manyhosts.control.head.run import Head
 from manyhosts.control.job import Job
 from manyhosts.control.plan import Plan
 from manyhosts.errors import ConfigError, ManyhostsError

@@ -21,9 +21,8 @@ from types import FrameType
 from manyhosts.control.agent import agent, head_connection
 from manyhosts.control.display import PlainDisplay
 from manyhosts.control.head.agents import StartHere
-from manyhosts.control.head.endpoint import ExternalAgent, HeadEndpoint
-from manyhosts.control.head.head import Head
-from manyhosts.control.head.placement import AgentProcess
+from manyhosts.control.head.placement import AgentProcess, ExternalAgent, HeadEndpoint
+from manyhosts.control.head.run import Head
 from manyhosts.control.job import Job
 from manyhosts.control.screen import Screen
 from manyhosts.errors import LaunchError, ManyhostsError

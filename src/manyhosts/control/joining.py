@@ -21,7 +21,7 @@ from manyhosts.control import tls
 from manyhosts.control.agent import agent, head_connection
 from manyhosts.control.agent.supervisor import Origin
 from manyhosts.control.head.agents import ANY_NODE
-from manyhosts.control.head.endpoint import PORT
+from manyhosts.control.head.placement import PORT
 from manyhosts.control.join_secret import FINGERPRINT_BYTES, JoinSecret
 from manyhosts.control.proof import PROTOCOL, Caller
 from manyhosts.errors import ConfigError, LaunchError

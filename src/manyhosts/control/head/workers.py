@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from manyhosts.control import variables
-from manyhosts.control.head.agents import Agents, Node
-from manyhosts.control.head.course import Course
+from manyhosts.control.head.agents import Agents
 from manyhosts.control.head.failures import Failure
-from manyhosts.control.head.group_state import Member
-from manyhosts.control.head.regroup import Regroup
+from manyhosts.control.head.membership import Member, Regroup
+from manyhosts.control.head.placement import Node
+from manyhosts.control.head.state import Course
 from manyhosts.control.head.store import Store, Then
 from manyhosts.control.loop import Message
 

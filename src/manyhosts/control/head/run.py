@@ -1,7 +1,6 @@
-"""The head of a run, one per run: hears all agents and passes what they say to the part that it concerns.
+"""The head of a run, one per run: waits for its agents, checks their hosts, starts workers and sees them to an end.
 
-`course` is what its parts know of the whole; `agents` come and go; `worker_group` starts workers; `news` is what the
-user hears of them; `hang_monitor` notices that they get no further; `failure_policy` is what follows when they end.
+`run` reads as a run goes; what agents say meanwhile is passed to the part that it concerns.
 """
 
 from __future__ import annotations
@@ -14,19 +13,17 @@ from typing import Any
 
 from manyhosts.cluster import ports
 from manyhosts.control import variables
-from manyhosts.control.agent import gpus
+from manyhosts.control.agent import host_state
 from manyhosts.control.display import Display
-from manyhosts.control.head import failed_summary
-from manyhosts.control.head.agents import SEE_ABOVE, Agents, Node, StartAgent, StartHere
-from manyhosts.control.head.course import Course
-from manyhosts.control.head.endpoint import HeadEndpoint
+from manyhosts.control.head import state
+from manyhosts.control.head.agents import SEE_ABOVE, Agents, StartAgent, StartHere
+from manyhosts.control.head.checks import Newcomers, Precheck
 from manyhosts.control.head.failure_policy import FailurePolicy
 from manyhosts.control.head.failures import Failure
 from manyhosts.control.head.hang_monitor import HangMonitor
-from manyhosts.control.head.hold import Hold
-from manyhosts.control.head.newcomers import Newcomers
-from manyhosts.control.head.news import News
-from manyhosts.control.head.precheck import Precheck
+from manyhosts.control.head.output import News
+from manyhosts.control.head.placement import HeadEndpoint, Node
+from manyhosts.control.head.state import Course, Hold
 from manyhosts.control.head.takeover import (
     CALLERS_S,
     Handover,
@@ -209,7 +206,7 @@ class Head:
         if isinstance(course.result, ManyhostsError):
             if course.result.exit_code != 2:
                 course.result.go_on = self._hold.command_to_go_on()
-            failed_summary.write(course.directories, course.result)
+            state.write_failed_summary(course.directories, course.result)
             raise course.result
         if course.result == 0:
             self._news.tell_end()
@@ -223,8 +220,8 @@ class Head:
         """An agent has come: it prepares, and its workers start with all others, or late."""
         job = self._course.job
         if not job.workers_are_chosen:
-            own = job.environment.get(gpus.CHOSEN)
-            count = node.facts.get("gpus", 0) if own is None else gpus.named(own)
+            own = job.environment.get(host_state.CHOSEN)
+            count = node.facts.get("gpus", 0) if own is None else host_state.named(own)
             self._course.job = job.with_workers(node.number, max(1, count))
         self._prepare(node)
         if self._course.running and self._newcomers is not None:

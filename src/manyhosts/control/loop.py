@@ -163,6 +163,8 @@ class Loop:
                     on_writable()
                 if events & selectors.EVENT_READ and self._selector.get_map().get(key.fd) is not None:
                     on_readable()
+                if until():
+                    return  # what else has come is still there the next time
 
     def close(self) -> None:
         """Give signals back to whoever had them."""

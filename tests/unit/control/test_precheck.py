@@ -62,13 +62,13 @@ class Scene:
         self.agents = Agents(count)
         self.look = Precheck(self.course, self.agents, ways=ways)
         self.requests = [self.look.requests(node) for node in self.agents.nodes]
-        self.begun = 0
+
+    @property
+    def begun(self) -> bool:
+        return self.look.is_over and self.course.result is None
 
     def begin(self) -> None:
-        def then() -> None:
-            self.begun += 1
-
-        self.look.before(then)
+        self.look.begin()
 
     def tell(self, number: int, *, ahead_s: float = 0, **changes: Any) -> None:
         told = {**host_state.gather("/tmp", {}), **well(), **changes}
@@ -98,13 +98,13 @@ def test_workers_start_when_all_have_told_and_reached_each_other() -> None:
     assert scene.requests == [{"tell_condition": True, "listen": True}] * 2
     scene.tell(0)
     scene.begin()
-    assert scene.begun == 0
+    assert not scene.begun
     scene.tell(1)
     assert scene.agents.told == [("try_connections", {"places": [("10.0.0.0", 4000), ("10.0.0.1", 4001)]})]
     scene.answer(0, "", "")
-    assert scene.begun == 0
+    assert not scene.begun
     scene.answer(1, "", "")
-    assert (scene.begun, scene.display.said, scene.course.result) == (1, [], None)
+    assert (scene.begun, scene.display.said, scene.course.result) == (True, [], None)
 
 
 def test_where_the_ways_are_known_nobody_knocks() -> None:
@@ -113,7 +113,7 @@ def test_where_the_ways_are_known_nobody_knocks() -> None:
     scene.tell(0)
     scene.tell(1)
     scene.begin()
-    assert (scene.begun, scene.agents.told) == (1, [])
+    assert (scene.begun, scene.agents.told) == (True, [])
 
 
 def test_error_ends_the_run_with_one_sentence_that_counts_the_others() -> None:
@@ -127,7 +127,7 @@ def test_error_ends_the_run_with_one_sentence_that_counts_the_others() -> None:
         "the disk of host n0 is nearly full: 1.0 MB are left for the run directory"
         " (and 1 more: `manyhosts doctor` lists all)"
     )
-    assert (scene.begun, error.where, bool(error.fix)) == (0, "host n0, /p/run", True)
+    assert (scene.begun, error.where, bool(error.fix)) == (False, "host n0, /p/run", True)
 
 
 def test_warnings_are_one_line_each_and_the_run_begins() -> None:
@@ -135,7 +135,7 @@ def test_warnings_are_one_line_each_and_the_run_begins() -> None:
     scene.tell(0, disks=full(GIB // 2))
     scene.tell(1, ahead_s=3600)
     scene.begin()
-    assert scene.begun == 1
+    assert scene.begun
     one, two = scene.display.said
     assert one.startswith("manyhosts: warning: the disk of host n0 is nearly full: 536.9 MB are left")
     assert two.startswith("manyhosts: warning: the clock of host n1 is 1 h 00 min ahead of this machine's")
@@ -146,7 +146,7 @@ def test_notes_are_for_the_doctor() -> None:
     scene = Scene(1)
     scene.tell(0, environment={"RANK": "0"})
     scene.begin()
-    assert (scene.begun, scene.display.said) == (1, [])
+    assert (scene.begun, scene.display.said) == (True, [])
 
 
 def test_hosts_that_do_not_reach_each_other_end_the_run() -> None:
@@ -159,7 +159,7 @@ def test_hosts_that_do_not_reach_each_other_end_the_run() -> None:
     error = scene.course.result
     assert isinstance(error, CommunicationError)
     assert error.what == "host n0 cannot open a connection to host n1 at 10.0.0.1 port 4001: No route to host"
-    assert scene.begun == 0
+    assert not scene.begun
 
 
 def test_host_that_does_not_tell_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,13 +167,13 @@ def test_host_that_does_not_tell_is_not_waited_for(monkeypatch: pytest.MonkeyPat
     scene = Scene()
     scene.tell(0)
     scene.begin()
-    scene.course.loop.run(until=lambda: scene.begun > 0)
+    scene.course.loop.run(until=lambda: scene.begun)
     scene.tell(1, disks=full(0))  # too late to matter
-    assert (scene.begun, scene.course.result) == (1, None)
+    assert (scene.begun, scene.course.result) == (True, None)
 
 
 def test_nothing_is_asked_where_no_look_is_wanted() -> None:
     scene = Scene(check=False)
     assert scene.requests[0] == {"tell_condition": False, "listen": False}
     scene.begin()
-    assert scene.begun == 1
+    assert scene.begun

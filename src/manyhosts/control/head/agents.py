@@ -50,9 +50,6 @@ class Owner(Protocol):
     def lose(self, node: Node, why: str) -> None:
         """An agent is gone, and nobody had asked it to go. `why` is what is known of that."""
 
-    def begin(self) -> None:
-        """Some agents are late, and those that are here are enough."""
-
 
 class Agents:
     """One agent per node, started here; whoever else connects is hung up on."""
@@ -80,6 +77,8 @@ class Agents:
         self._start_here = start_here
         self._endpoint = endpoint or HeadEndpoint()
         self._acceptor: Any = None
+        self._goes_without = False
+        """Whether the run begins without those that are not here."""
         self._unheard: set[Channel] = set()
         """The connections of agents of this machine that have not said a word yet."""
         if inherits:
@@ -270,8 +269,17 @@ class Agents:
             error.__cause__ = cause
             self._course.result = error
 
-    def expect(self, waited_s: float = 0) -> None:
+    @property
+    def have_gathered(self) -> bool:
+        """Whether the workers can start: all agents are here, or enough where the others may come later."""
+        return self.all_here or self._goes_without
+
+    def expect(self) -> None:
         """Look now and then whether the agents that have not said hello are still on their way."""
+        self._goes_without = False
+        self._look_for_missing(0)
+
+    def _look_for_missing(self, waited_s: float) -> None:
         course = self._course
         missing = [node for node in self.nodes if node.channel is None]
         if not missing or course.is_over:
@@ -282,7 +290,7 @@ class Agents:
                 return
         elif dead or waited_s > self._endpoint.patience_s:
             course.result = self._not_here(missing, dead)
-        course.loop.after(_LOOK_S, lambda: self.expect(waited_s + _LOOK_S))
+        course.loop.after(_LOOK_S, lambda: self._look_for_missing(waited_s + _LOOK_S))
 
     def _not_here(self, missing: Sequence[Node], dead: Sequence[Node]) -> LaunchError:
         """Why the run does not begin."""
@@ -312,7 +320,7 @@ class Agents:
                     fix="see what their agents printed above",
                 )
             return False
-        self._owner.begin()
+        self._goes_without = True
         for node in missing:
             self.call_again(node)
         return True
@@ -391,15 +399,20 @@ class Agents:
 
         course.loop.after(pause_s, call)
 
-    def begin_again(self, node: Node) -> None:
-        """Start another agent in place of one that is gone."""
+    def begin_missing_again(self) -> None:
+        """Start another agent in place of each that is gone."""
+        for node in self.nodes:
+            if node.channel is None:
+                self._begin_again(node)
+
+    def _begin_again(self, node: Node) -> None:
         node.agent.kill()
         node.agent.wait()
         node.agent = self._begin(node.number)
 
     def bring_back(self, node: Node) -> None:
         """Start the agent of a node that is away: at once, for its host may be well, and now and then after that."""
-        self.begin_again(node)
+        self._begin_again(node)
         self.call_again(node)
 
     def call_back(self, node: Node, on_failure: Callable[[], None]) -> None:

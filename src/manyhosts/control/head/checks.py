@@ -172,36 +172,31 @@ class Precheck:
         `one_way`: see `launchers.ways`.
         """
         self._course, self._agents = course, agents
-        self._over = not course.job.check
+        self.is_over = not course.job.check
+        """Whether everything is looked through."""
         self._ways = ways and len(agents.nodes) > 1
         self._asked: dict[int, float] = {}
         self._findings: list[Finding] = []
         self._found = Ways(one_way=one_way)
         self._told: set[int] = set()
         self._knocked: set[int] = set()
-        self._then: Callable[[], None] | None = None
+        self._has_begun = False
 
     def requests(self, node: Node) -> dict[str, bool]:
         """What an agent is to tell beside preparing itself."""
         self._asked[node.number] = time.time()
-        return {"tell_condition": not self._over, "listen": not self._over and self._ways}
+        return {"tell_condition": not self.is_over, "listen": not self.is_over and self._ways}
 
-    def before(self, then: Callable[[], None]) -> None:
-        """Call `then` when everything is looked through and nothing is in the way."""
-        if self._over:
-            then()
-            return
-        self._then = then
-        self._course.loop.after(_LIMIT_S, self._conclude)
-        self._go_on()
-
-    def skip(self) -> None:
-        """The workers have begun already."""
-        self._over = True
+    def begin(self) -> None:
+        """All agents are here: look through what they tell."""
+        if not self.is_over:
+            self._has_begun = True
+            self._course.loop.after(_LIMIT_S, self._conclude)
+            self._go_on()
 
     def hear(self, node: Node, message: Message) -> None:
         """What an agent tells of its host."""
-        if self._over:
+        if self.is_over:
             return
         if message["message"] == "condition":
             self._take_condition(node, message)
@@ -225,7 +220,7 @@ class Precheck:
     def _go_on(self) -> None:
         """Take the next step, if everybody has taken the last one."""
         present = set(self._agents.present())
-        if self._then is None or not present <= self._told:
+        if not self._has_begun or not present <= self._told:
             return
         if self._ways and len(present) > 1 and not self._knocked:
             self._knocked.add(-1)  # asked for
@@ -235,17 +230,15 @@ class Precheck:
             self._conclude()
 
     def _conclude(self) -> None:
-        then = self._then
-        if self._over or then is None or self._course.is_over:
+        if self.is_over or self._course.is_over:
             return
-        self._over = True
+        self.is_over = True
         findings = [*self._findings, *self._found.findings()]
         errors = [finding for finding in findings if finding.level == "error"]
         for finding in worst_first(findings):
             if finding.level == "warning":
                 self._course.display.warn(f"manyhosts: warning: {finding.what} ({finding.fix})")
         if not errors:
-            then()
             return
         first, more = errors[0], len(errors) - 1
         kind = CommunicationError if first.kind == "network" else LaunchError

@@ -47,6 +47,8 @@ class FailurePolicy:
         """The workers of this start that have come to their end, as the user calls them."""
         self._exchanges_of_ended: list[int | None] = []
         """How many exchanges each of these had begun."""
+        self.all_ended = False
+        """Whether nothing runs any more, after something went wrong."""
         self._given_up: set[int] = set()
         """Members that were killed because they hung: how they end is told already."""
 
@@ -86,18 +88,14 @@ class FailurePolicy:
         if self._failures:
             self._consider()
 
-    def begin(self) -> None:
-        """All workers start, when there is a store; nothing that went wrong before counts."""
-        self._worker_group.begin(self._start_all)
-
-    def _start_all(self, address: str, port: int) -> None:
+    def forget(self) -> None:
+        """All workers start: nothing that went wrong before counts."""
         self._failures.clear()
         self._went_on.clear()
         self._trouble.clear()
         self.ended_well.clear()
         self._exchanges_of_ended.clear()
         self._culprit = None
-        self._worker_group.start_all(address, port)
 
     def take_trouble(self, node: Node, message: Message) -> None:
         """A host can start no worker; the ends of those that it had follow. One that comes to others stays outside."""
@@ -244,8 +242,7 @@ class FailurePolicy:
         """A worker has ended in one way or another while something is wrong: decide what comes next."""
         course = self._course
         if course.interrupted or self._culprit or not self._failures:
-            if not course.running:
-                self._conclude()
+            self.all_ended = not course.running
             return
         if first(self._failures).may_be_consequence and course.running:
             generation = course.generation
@@ -263,12 +260,12 @@ class FailurePolicy:
             self._culprit = self._culprit.caused_by_end_of(self.ended_well[0], self._exchanges_of_ended[0])
         self._others_ended = len(course.running) + len(self._failures) - 1
         self._agents.tell_all("end", generation=generation, grace_s=course.job.grace_s)
-        if not course.running:
-            self._conclude()
+        self.all_ended = not course.running
 
-    def _conclude(self) -> None:
-        """Nothing runs any more."""
+    def conclude(self) -> None:
+        """All workers have ended, and not all well: what has failed is the run's result, or they start again."""
         course, failure = self._course, self._culprit
+        self.all_ended = False
         if course.interrupted or failure is None:
             course.result = 130
             return
@@ -287,13 +284,7 @@ class FailurePolicy:
             f"manyhosts: {error.what}\nmanyhosts: starting all workers again"
             f" (restart {course.generation} of {course.job.restarts})"
         )
-        for node in self._agents.nodes:
-            if node.channel is None:
-                self._agents.begin_again(node)
-        if self._agents.all_here:
-            self.begin()
-        else:
-            self._agents.expect()  # the store is opened when the last one has joined
+        self._agents.begin_missing_again()
 
     def interrupt(self, number: signal.Signals) -> None:
         """Ctrl-C and the like: the first asks workers to end, the second does not ask."""

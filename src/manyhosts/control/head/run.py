@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,6 @@ from manyhosts.cluster import ports
 from manyhosts.control import variables
 from manyhosts.control.agent import host_state
 from manyhosts.control.display import Display
-from manyhosts.control.head import state
 from manyhosts.control.head.agents import SEE_ABOVE, Agents, StartAgent, StartHere
 from manyhosts.control.head.checks import Newcomers, Precheck
 from manyhosts.control.head.failure_policy import FailurePolicy
@@ -23,7 +22,7 @@ from manyhosts.control.head.failures import Failure
 from manyhosts.control.head.hang_monitor import HangMonitor
 from manyhosts.control.head.output import News
 from manyhosts.control.head.placement import HeadEndpoint, Node
-from manyhosts.control.head.state import Course, Hold
+from manyhosts.control.head.state import Course, Hold, write_failed_summary
 from manyhosts.control.head.takeover import (
     CALLERS_S,
     Handover,
@@ -42,6 +41,10 @@ from manyhosts.records import run_directory, run_lock
 
 _STREAMS = ("alive", "output", "unshown", "unlogged", "seen", "step", "busy", "rest", "progress", "say")
 """What agents and workers say that changes nothing of what another head would have to know."""
+
+
+class _Over(Exception):
+    """The run has its result, so nothing more of it begins."""
 
 
 class Head:
@@ -82,10 +85,7 @@ class Head:
             agents = Agents(self._course, hosts, start_agent, address, self, endpoint, start_here, inherits=inherits)
             joined = endpoint is not None and endpoint.joining is not None
             self._begin(agents, ways_are_known=ways_are_known, joined=joined)
-            if left is None:
-                self._agents.expect()
-                self._tell_who_is_awaited()
-            else:
+            if left is not None:
                 self._go_on_from(left)
         except BaseException:
             self._hold.release()
@@ -106,6 +106,105 @@ class Head:
         )
         self._precheck = Precheck(self._course, self._agents, ways=not ways_are_known, one_way=joined)
         self._newcomers = Newcomers(self._course, self._agents) if joined and self._course.job.check else None
+
+    def run(self) -> int:
+        """Returns 0, 130 if it was interrupted, or 128 + the signal that asked a worker to stop.
+
+        Raises:
+            ConfigError: another run has taken the run directory.
+            LaunchError: an agent did not start.
+            ManyhostsError: workers failed; the error is that of the worker that failed first.
+        """
+        self._listen_to_clocks_and_signals()
+        try:
+            with contextlib.suppress(_Over):
+                while not self._course.is_over:
+                    if not self._has_workers:  # else another head has started them
+                        self._wait_for_agents()
+                        self._check_hosts()
+                        self._open_store()
+                        self._start_workers()
+                    self._watch()
+                    self._handle_failure()
+        finally:
+            self._end()
+        return self._result()
+
+    def _wait(self, until: Callable[[], bool]) -> None:
+        """Hear what agents say until `until()`.
+
+        Raises:
+            _Over: the run has its result.
+        """
+        self._course.loop.run(until=lambda: self._course.is_over or until())
+        if self._course.is_over:
+            raise _Over
+
+    @property
+    def _has_workers(self) -> bool:
+        """Whether workers run, or have ended in a way that is yet to be handled."""
+        return bool(self._course.running) or self._failure_policy.all_ended
+
+    def _wait_for_agents(self) -> None:
+        self._agents.expect()
+        self._tell_who_is_awaited()
+        self._wait(lambda: self._agents.have_gathered)
+
+    def _check_hosts(self) -> None:
+        self._news.beginning.await_workers(self._course.job.on(self._agents.present()).workers)
+        self._precheck.begin()
+        self._wait(lambda: self._precheck.is_over)
+
+    def _open_store(self) -> None:
+        """See that there is a fresh store for workers that start together, on the host of the first."""
+        store = self._worker_group.store
+        store.close()
+        store.open(lambda *_: None)
+        self._wait(lambda: store.place is not None)
+
+    def _start_workers(self) -> None:
+        self._failure_policy.forget()
+        self._worker_group.start_all()
+
+    def _watch(self) -> None:
+        """Until all workers have ended. Where some are lost, and the others go on, that is done meanwhile."""
+        self._wait(lambda: self._failure_policy.all_ended)
+
+    def _handle_failure(self) -> None:
+        """What has failed is the run's result, or all workers start again."""
+        self._failure_policy.conclude()
+
+    def _end(self) -> None:
+        """Have every agent end, and leave the run directory to others."""
+        nobody_hears = bool(self._course.interrupted) and self._agents.nobody_has_called
+        self._agents.say_goodbye()
+        if self._succession is not None and not self._hold.is_lost and not nobody_hears:
+            self._record.remove()
+        self._hold.release()
+
+    def _result(self) -> int:
+        course = self._course
+        if isinstance(course.result, NobodyCame):
+            raise course.result
+        if isinstance(course.result, ManyhostsError):
+            if course.result.exit_code != 2:
+                course.result.go_on = self._hold.command_to_go_on()
+            write_failed_summary(course.directories, course.result)
+            raise course.result
+        if course.result == 0:
+            self._news.tell_end()
+        elif command := self._hold.command_to_go_on():
+            course.display.warn(f"manyhosts: go on with: {command}")
+        return course.result or 0
+
+    def _listen_to_clocks_and_signals(self) -> None:
+        loop = self._course.loop
+        with contextlib.suppress(ValueError):  # outside the main thread whoever called this hears of signals
+            loop.on_signals([signal.SIGINT, signal.SIGTERM, signal.SIGHUP], self._failure_policy.interrupt)
+        loop.every(run_lock.BEAT_S, self._hold.check)
+        if self._course.can_be_taken_over:
+            loop.every(run_lock.BEAT_S, self._record.beat)
+            loop.before_waiting = self._commit
 
     # Where this head is killed, another one goes on.
 
@@ -146,13 +245,13 @@ class Head:
 
     def _go_on_from(self, left: Handover) -> None:
         state = left.state
-        self._precheck.skip()
+        self._precheck.is_over = True
         self._course.go_on_from(state["course"])
         environment = dict(self._course.job.environment)
         environment.pop(run_directory.UNASKED, None)
         environment |= {run_directory.UNASKED: "1"} if left.unasked else {}
         self._course.job = replace(self._course.job, environment=environment)
-        go_on_with(self._agents, state["agents"], self._requests)
+        go_on_with(self._agents, state["agents"], self._preparation)
         self._hang_monitor.go_on_from(state["hang_monitor"])
         self._failure_policy.go_on_from(state["ending"], state["worker_group"])
         for node in self._agents.nodes:
@@ -161,58 +260,12 @@ class Head:
         for number in () if self._succession is None else self._succession.gone:
             self._agents.give_up(self._agents.nodes[number], "its agent is gone")
         self._course.loop.after(CALLERS_S, self._see_who_has_called)
-        if not self._course.running:
-            self._begin_again()
-
-    def _begin_again(self) -> None:
-        """The last head was about to start all workers again."""
-        for node in self._agents.nodes:
-            if node.channel is None:
-                self._agents.begin_again(node)
-        if self._agents.all_here:
-            self.begin()
-        else:
-            self._agents.expect()
+        if not self._has_workers:  # the last head was about to start them all again
+            self._agents.begin_missing_again()
 
     def _see_who_has_called(self) -> None:
         if self._agents.nobody_has_called and not self._course.is_over:
             self._course.result = nobody(self._course.job.run_dir)
-
-    def run(self) -> int:
-        """Returns 0, 130 if it was interrupted, or 128 + the signal that asked a worker to stop.
-
-        Raises:
-            ConfigError: another run has taken the run directory.
-            LaunchError: an agent did not start.
-            ManyhostsError: workers failed; the error is that of the worker that failed first.
-        """
-        course = self._course
-        with contextlib.suppress(ValueError):  # outside the main thread whoever called this hears of signals
-            course.loop.on_signals([signal.SIGINT, signal.SIGTERM, signal.SIGHUP], self._failure_policy.interrupt)
-        try:
-            course.loop.every(run_lock.BEAT_S, self._hold.check)
-            if course.can_be_taken_over:
-                course.loop.every(run_lock.BEAT_S, self._record.beat)
-                course.loop.before_waiting = self._commit
-            course.loop.run(until=lambda: course.is_over)
-        finally:
-            nobody_hears = bool(course.interrupted) and self._agents.nobody_has_called
-            self._agents.say_goodbye()
-            if self._succession is not None and not self._hold.is_lost and not nobody_hears:
-                self._record.remove()
-            self._hold.release()
-        if isinstance(course.result, NobodyCame):
-            raise course.result
-        if isinstance(course.result, ManyhostsError):
-            if course.result.exit_code != 2:
-                course.result.go_on = self._hold.command_to_go_on()
-            state.write_failed_summary(course.directories, course.result)
-            raise course.result
-        if course.result == 0:
-            self._news.tell_end()
-        elif command := self._hold.command_to_go_on():
-            course.display.warn(f"manyhosts: go on with: {command}")
-        return course.result or 0
 
     # What agents ask of their owner.
 
@@ -228,19 +281,18 @@ class Head:
             self._newcomers.receive(node, lambda: self._worker_group.start_on(node))
         elif self._course.running:
             self._worker_group.start_on(node)
-        elif self._agents.all_here:
-            self.begin()
         else:
             self._tell_who_is_awaited()
 
     def _tell_who_is_awaited(self) -> None:
         nodes = self._agents.nodes
-        self._news.beginning.await_hosts([node.name for node in nodes if node.channel is None], len(nodes))
+        if missing := [node.name for node in nodes if node.channel is None]:
+            self._news.beginning.await_hosts(missing, len(nodes))
 
     def _prepare(self, node: Node) -> None:
-        self._agents.tell([node], "prepare", **self._requests(node))
+        self._agents.tell([node], "prepare", **self._preparation(node))
 
-    def _requests(self, node: Node) -> dict[str, Any]:
+    def _preparation(self, node: Node) -> dict[str, Any]:
         """What an agent is told before all else."""
         job = self._course.job if node.place is None else node.place.job(self._course.job)
         known = {variables.RUN_DIR: str(job.run_dir), ports.VARIABLE: job.ports}
@@ -262,11 +314,6 @@ class Head:
             **self._precheck.requests(node),
         }
 
-    def begin(self) -> None:
-        """All agents are here, or enough of them."""
-        self._news.beginning.await_workers(self._course.job.on(self._agents.present()).workers)
-        self._precheck.before(self._failure_policy.begin)
-
     def _lose_silent(self, node: Node, seconds: float) -> None:
         if self._agents.may_come_back(node) and self._hang_monitor.waits_for(node, seconds):
             return
@@ -275,7 +322,7 @@ class Head:
     def lose(self, node: Node, why: str) -> None:
         """An agent is gone, and with it its workers."""
         course = self._course
-        if not course.running:
+        if not self._has_workers:
             course.result = LaunchError(f"{why}, before a worker was started", where=f"host {node.name}", fix=SEE_ABOVE)
         self._worker_group.store.lose(node)
         if self._newcomers is not None:

@@ -71,13 +71,9 @@ class WorkerGroup:
 
     # They start.
 
-    def begin(self, then: Then) -> None:
-        """See that there is a fresh store for workers that start together, on the host of the first, and call back."""
-        self.store.close()
-        self.store.open(then)
-
-    def start_all(self, address: str, port: int) -> None:
-        """Start every worker of this generation, now that there is a store for them to meet at."""
+    def start_all(self) -> None:
+        """Start every worker of this generation, around the store that is open."""
+        assert self.store.place is not None, "it was waited for"
         self.regroup = Regroup(self._course.loop, self, self._course.generation)
         self.has_begun = True
         self._left_out.clear()
@@ -88,7 +84,7 @@ class WorkerGroup:
                 rank = job.first_rank(place) + local_rank
                 members.append(Member(number=self._number(), node=number, local_rank=local_rank, rank=rank))
                 self.regroup.add(members[-1])
-            self._start(members, (address, port), shared=self.store.shared)
+            self._start(members, self.store.place, shared=self.store.shared)
 
     def start_on(self, node: Node) -> None:
         """Start the workers of a node that comes while others train."""

@@ -19,7 +19,7 @@ from typing import Any
 
 from manyhosts.control import tls
 from manyhosts.control.agent import agent, head_connection
-from manyhosts.control.agent.supervisor import Origin
+from manyhosts.control.agent.agent import Origin
 from manyhosts.control.head.agents import ANY_NODE
 from manyhosts.control.head.placement import PORT
 from manyhosts.control.join_secret import FINGERPRINT_BYTES, JoinSecret

@@ -1,6 +1,6 @@
 """Which messages agents send to the head, and of which types their fields are: everything else is refused unread.
 
-What the fields mean stands in `agent.supervisor`. What workers report (`fields`) is theirs to say, and is
+What the fields mean stands in `agent.agent`. What workers report (`fields`) is theirs to say, and is
 looked at by those that it concerns.
 """
 

@@ -23,9 +23,9 @@ from typing import Any
 
 from manyhosts import errors
 from manyhosts.control import variables
-from manyhosts.control.agent.fork_server import ForkServer
 from manyhosts.control.agent.processes import kill_descendants
 from manyhosts.control.agent.watched_worker import Lines
+from manyhosts.control.agent.workers import ForkServer
 from manyhosts.control.job import Job
 from manyhosts.control.loop import Loop
 from manyhosts.errors import ManyhostsError, ScriptError

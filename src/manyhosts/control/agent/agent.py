@@ -1,26 +1,346 @@
-"""The agent: one process per host that belongs to a run. What it does there is the supervisor's.
+"""The agent: one process per host that belongs to a run. It tells the head of its host, and starts the workers there.
 
     python -m manyhosts.control.agent.agent --head HOST:PORT --node N
 
-Where the head has started it on its own machine, it is given one end of a pair of sockets: `--head fd:NUMBER`.
+Where the head has started it on its own machine, it is given one end of a pair of sockets: `--head fd:NUMBER`. It needs
+no torch. It ends when the head says so, when the head is gone, and when it is asked to twice.
 
-It ends when the head says so, when the head is gone, and when it is asked to twice.
+Messages, one JSON object per line, over one encrypted connection that the agent opens.
+
+From the agent:
+
+    call      protocol, nonce                          see `control.proof`, as for the next
+    hello     session, heard, proof, node, host, address, process, cores, gpus, python, torch (or null), manyhosts
+    condition told, port                               once, where `prepare` asks for it: see `agent.host_state`
+    tried   answers                                  the answer to `connect`: for each place why not, or nothing
+    door      port                                     the answer to `open_door`
+    store     generation, port, shared                     the answer to `open_store`
+    output    rank, generation, member, stream ("out", "err"), lines
+    unshown   rank, generation, member, lines              so many lines were left out: the head did not keep up
+    unlogged  rank, generation, member, why                its log has gaps: its disk is full, say
+    report    rank, generation, member, kind, fields       what a worker said through `cluster.reports`
+    member    member, kind, fields                         what a worker said through `cluster.membership`
+    ended     rank, generation, member, code, signal, finished, error, out_of_memory, exchanges (how many it had begun),
+              last_words (of C++), memory: {killed (the kernel ended one of its cgroup), peak (bytes that it had),
+              limit (bytes there were to have), of_cgroup}
+    warm      modules                                      loaded here because the script imports them; elsewhere too?
+    seen      round, workers: [{rank, generation, member, step, state, cpu_s, busy, stack, loader}]
+    trouble   text, where, early                           this host can start no worker; early: and has started none
+    asked     signal                                       this host's agent was asked to end: a wish for the whole run
+    alive     held_s                                       twice a second: see `agent.head_connection`
+
+From the head:
+
+    prove       protocol, nonce, proof                see `control.proof`
+    prepare     command, preload, environment, run_dir, workers,  once: load what the workers will need
+                log_bytes, head_timeout_s, can_be_taken_over, tell_condition, listen
+    connect       places                            see whether this host reaches the others
+    open_door                                     listen for a while: a host that joins tries to reach this one
+    open_store  generation, address
+    start       generation, workers: [{rank, local_rank, member, environment}]
+    tell        member, content                   for a worker, through `cluster.membership`
+    kill        member                            SIGKILL to one worker
+    look        round                         say of all workers what they are doing, by `seen`
+    close_store generation                        so that whoever waits for it waits no more
+    end         generation, grace_s              SIGTERM to all the workers have started, SIGKILL when the time is over
+    signal      generation, signal, cause, farewell_s   to the workers themselves; SIGKILL when the time is over
+    leave       code                             end everything; code is what the run ends with
+
+Where the head was killed and another one may take the run over, workers go on for `head_timeout_s`, as where the way to
+it is broken. When the head is gone for good, everything this host runs is ended. Workers that have a Trainer may first
+save what they hold, for `FAREWELL_S` at most; meanwhile nobody else can begin to run in the run directory.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import platform
 import signal
 import socket
 import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from manyhosts import __version__
+from manyhosts.cluster.ports import VARIABLE, Range, needed
 from manyhosts.control import titles, variables
-from manyhosts.control.agent.head_connection import connect
+from manyhosts.control.agent import host_state, standby
+from manyhosts.control.agent.connectivity import ConnectivityCheck
+from manyhosts.control.agent.head_connection import HeadConnection, Heartbeat, connect
 from manyhosts.control.agent.processes import adopt_orphans
-from manyhosts.control.agent.supervisor import Origin, Supervisor
-from manyhosts.control.loop import Loop
-from manyhosts.hosts import interfaces
+from manyhosts.control.agent.workers import FAREWELL_S, LocalWorkers, WorkerSetup, version
+from manyhosts.control.loop import Loop, Message
+from manyhosts.control.screen import Screen
+from manyhosts.errors import LaunchError
+from manyhosts.hosts import interfaces, ports
+from manyhosts.records import run_lock
+
+_ONE_WISH_S = 0.3
+_LAST_WORDS_S = 2.0
+_LOOK_S = 0.05
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """Who has started an agent."""
+
+    stdin: bool = False
+    """Whether the first worker reads what comes on the standard input of the agent."""
+    launcher: int = 0
+    """A process of this host that ends with the launcher, if there is one."""
+    joins: Mapping[str, Any] | None = None
+    """What the head is told of a host that has come to the run itself. Its user may take it back at any time."""
+
+
+class Agent:
+    """Everything of a run that happens on this host."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        connection: socket.socket,
+        head: str,
+        *,
+        node: int,
+        token: str,
+        address: str = "",
+        origin: Origin | None = None,
+    ) -> None:
+        """`connection` leads to `head`: host:port, or what this process was given.
+
+        `address` is where other hosts reach this one; by default, where the head is talked to from.
+
+        `origin` says who has started this process.
+        """
+        self._origin = origin or Origin()
+        self._words = Screen(sys.stderr, sys.stderr)
+        self._loop, self._node = loop, node
+        self._until_left = contextlib.ExitStack()
+        """What is held until everything on this host has ended."""
+        self._asked = 0.0
+        self._headless = False
+        self._known = False
+        """Whether the head has spoken to this agent."""
+        self._fit = True
+        """Whether this host can start workers at all."""
+        self._ports: Range | None = None
+        self.done = False
+        self.verdict: int | None = None
+        """The exit code of the run, once the head has said it; a head that was lost has not."""
+        self._address = address or str(connection.getsockname()[0])
+        self._head = HeadConnection(
+            loop,
+            connection,
+            head=head,
+            token=token,
+            hello=self._facts(),
+            on_message=self._obey,
+            on_end=self._lose_head,
+            tell=self._words.err.write,
+        )
+        self._workers = LocalWorkers(loop, self._head, self._words.err.write)
+        self._connectivity = ConnectivityCheck(loop, self._head, self._address)
+        self._heartbeat = Heartbeat(loop, self._head)
+
+    def _facts(self) -> dict[str, Any]:
+        """What the head is told of this host when it says hello."""
+        return {
+            "node": self._node,
+            "host": socket.gethostname(),
+            "address": self._address,
+            "process": os.getpid(),
+            "cores": host_state.cores(),
+            "gpus": host_state.count(os.environ),
+            "python": platform.python_version(),
+            "torch": version("torch"),
+            "manyhosts": __version__,
+            **(self._origin.joins or {}),
+        }
+
+    @property
+    def was_taken_in(self) -> bool:
+        """Whether the head has known this agent at all."""
+        return self._head.is_known
+
+    # What the head says.
+
+    def _obey(self, message: Message) -> None:
+        if message["message"] == "alive":
+            return
+        self._known = True
+        match message["message"]:
+            case "prepare":
+                self._prepare(message)
+            case "open_store" if self._fit:
+                self._open_store(message["generation"], message["address"])
+            case "start" if self._fit:
+                self._start(message)
+            case "end":
+                self._workers.signal(message["generation"], signal.SIGTERM, group=True)
+                self._workers.kill_later(message["generation"], message["grace_s"])
+            case "signal":
+                self._workers.ask_to_stop(message["generation"], message["signal"], message["cause"])
+                self._workers.kill_later(message["generation"], message["farewell_s"])
+            case "leave":
+                self.verdict = message.get("code", 0)
+                if message.get("why"):
+                    self._words.err.write(f"manyhosts: the run goes on without this host: {message['why']}\n")
+                self.leave()
+            case _:
+                self._obey_about_others(message)
+
+    def _obey_about_others(self, message: Message) -> None:
+        match message["message"]:
+            case "tell":
+                self._workers.tell(message["member"], message["content"])
+            case "kill":
+                self._workers.kill(message["member"])
+            case "close_store":
+                self._workers.close_store()
+            case "try_connections":
+                self._connectivity.try_connections(message["places"])
+            case "open_door":
+                self._connectivity.tell_port(self._ports)
+            case "look":
+                number = message["round"]
+                self._workers.look(lambda seen: self._head.send("seen", round=number, workers=seen))
+
+    def _prepare(self, message: Message) -> None:
+        """See that this host can start the workers, and have all be loaded that they need."""
+        command, origin = message["command"], self._origin
+        self._head.patience_s = message.get("head_timeout_s", 0.0)
+        self._can_be_taken_over = bool(message.get("can_be_taken_over"))
+        self._run_dir = Path(message["run_dir"])
+        self._run_token = message["environment"].get(run_lock.VARIABLE, "")
+        logs = self._run_dir / "logs"
+        titles.set_title(f"manyhosts agent of node {self._node}: {Path(command['program']).name}", "manyhosts agent")
+        host = message.get("host") or socket.gethostname()
+        if origin.joins is not None:
+            self._words.err.write(
+                f"manyhosts: joined as {host}; workers start when all hosts are there, and Ctrl-C takes this host"
+                f" out of the run; logs: {logs}\n"
+            )
+        if missing := _missing(command):
+            self._tell_unfit(missing, command["folder"])
+            return
+        try:
+            logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            self._tell_unfit(f"cannot make the folder for logs: {error.strerror}", str(logs))
+            return
+        self._ports = Range.of(message["environment"].get(VARIABLE, ""))
+        try:
+            ports.see_that_enough_are_free(self._address, self._ports, needed(message["workers"]))
+        except LaunchError as error:
+            self._tell_unfit(error.what, f"address {self._address}")
+            return
+        environment = {**os.environ, **message["environment"]}
+        environment |= variables.of_host(environment, cores=host_state.cores(), workers=message["workers"])
+        folder, stdin, may_be_found = command["folder"], origin.stdin, bool(origin.launcher and self._run_token)
+        setup = WorkerSetup(
+            host=host,
+            command=command,
+            preload=message["preload"],
+            environment=environment,
+            logs=logs,
+            log_bytes=message.get("log_bytes", 0),
+            fork_server=standby.name_for(self._node, self._run_token, environment, folder, stdin=stdin)
+            if may_be_found
+            else "",
+            launcher=origin.launcher,
+            stdin=stdin,
+        )
+        self._workers.prepare(setup)
+        if message.get("tell_condition"):
+            self._connectivity.tell_condition(
+                message["run_dir"], environment, opens=message["listen"], ports=self._ports
+            )
+
+    def _tell_unfit(self, text: str, where: str) -> None:
+        """This host can start no worker, and has started none."""
+        self._head.send("trouble", text=text, where=where, early=True)
+        self._fit = False
+
+    def _open_store(self, generation: int, address: str) -> None:
+        try:
+            self._workers.open_store(generation, address, self._ports)
+        except LaunchError as error:
+            self._tell_unfit(error.what, error.where)
+
+    def _start(self, message: Message) -> None:
+        if self._can_be_taken_over and not self._head.waits_for_another:
+            self._head.waits_for_another = True
+            self._loop.every(run_lock.BEAT_S, self._see_directory)
+        for worker in message["workers"]:
+            self._workers.start(message["generation"], worker)
+
+    def _see_directory(self) -> None:
+        """End everything where another run has begun in the run directory while the head is away."""
+        if self._head.is_away and not self._headless and run_lock.is_anothers(self._run_dir, self._run_token):
+            self._words.err.write("manyhosts: another run has begun in the directory of this one, which ends\n")
+            self.leave()
+
+    # It ends.
+
+    def ask_to_leave(self, number: signal.Signals) -> None:
+        """Somebody asks this agent to end (a scheduler, say): the first time it is for the head to see to that.
+
+        A head that has not spoken yet has given the run up: mpirun ends those whose agents came too late for that.
+        """
+        if not self._known or self._headless or self._origin.joins is not None:
+            self.leave()
+            return
+        if self._asked and time.monotonic() > self._asked + _ONE_WISH_S:
+            self.leave()
+        self._asked = self._asked or time.monotonic()
+        self._head.send("asked", signal=int(number))
+
+    def _lose_head(self) -> None:
+        """The head is gone: workers that have a Trainer may save what they hold before everything is ended."""
+        saving = self._workers.with_trainer()
+        if self.done or self._headless or not saving:
+            self.leave()
+            return
+        if not self._until_left.enter_context(run_lock.shut(self._run_dir, self._run_token)):
+            self.leave()  # another run has the directory
+            return
+        self._headless = True
+        self._workers.have_saved(saving, "the head of this run is gone")
+        deadline = time.monotonic() + FAREWELL_S
+
+        def look() -> None:
+            if all(worker.ended for worker in saving) or time.monotonic() > deadline:
+                self.leave()
+            else:
+                self._loop.after(_LOOK_S, look)
+
+        look()
+
+    def leave(self) -> None:
+        """End everything on this host. Called when the head says so, and when it is gone."""
+        if self.done:
+            return
+        self.done = True
+        self._workers.close(is_well=self.verdict == 0)
+        self._heartbeat.close()
+        self._head.close()
+        self._until_left.close()
+        self._words.close(stuck_s=_LAST_WORDS_S)
+
+
+def _missing(command: Mapping[str, Any]) -> str:
+    """What this host lacks of the files that the workers are to run, in a sentence; empty where all is there."""
+    folder = Path(command["folder"])
+    if not folder.is_dir():
+        return "the working directory is not here: hosts are expected to share it, or have copies"
+    if command["kind"] == "script" and not (folder / command["program"]).exists():
+        return f"there is no script {command['program']!r} here: hosts are expected to share it, or have copies"
+    return ""
 
 
 def main(words: list[str] | None = None) -> int:
@@ -69,7 +389,7 @@ def serve(
     token: str,
     address: str,
     origin: Origin | None = None,
-) -> Supervisor:
+) -> Agent:
     """Be the agent of this host until the head, which `connection` leads to, has said that all is over, or is lost.
 
     Returns:
@@ -78,9 +398,9 @@ def serve(
     titles.set_title(f"manyhosts agent of node {node}", "manyhosts agent")
     adopt_orphans()
     loop = Loop()
-    # First the signals, which the loop hears when it runs: what the supervisor makes on this host must be taken away.
+    # First the signals, which the loop hears when it runs: what the agent makes on this host must be taken away.
     loop.on_signals([signal.SIGTERM, signal.SIGINT, signal.SIGHUP], lambda number: agent.ask_to_leave(number))
-    agent = Supervisor(
+    agent = Agent(
         loop,
         connection,
         head,

@@ -1,0 +1,434 @@
+"""The workers of one host: started by its fork server, told and asked, signalled, ended.
+
+The fork server is a process that has loaded what the script needs (`agent.fork_server_process`). `ForkServer` is the
+agent's view of it; `LocalWorkers` starts workers by it, and the process that keeps a store for them to meet at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from manyhosts.cluster import reports
+from manyhosts.cluster.ports import Range
+from manyhosts.control.agent import standby
+from manyhosts.control.agent.head_connection import HeadConnection, Outbox
+from manyhosts.control.agent.inspection import Look, Seen
+from manyhosts.control.agent.processes import command_of, descendants, kill_descendants
+from manyhosts.control.agent.watched_worker import Lines, ReportServer, WatchedWorker, WorkerId
+from manyhosts.control.loop import Loop, Message
+from manyhosts.control.tracebacks import is_idle_notice
+from manyhosts.hosts import ports
+
+FAREWELL_S = 30.0
+"""How long workers have, where nobody goes on, to save what they hold and end."""
+_LONGEST_FOLDER = 80  # the name of a Unix socket has at most 107 characters, on macOS 103
+_WAY_OUT_S = 3.0
+_START = "import sys; sys.flags.safe_path or sys.path.pop(0); from manyhosts.control.agent.fork_server_process import main; main()"
+"""Python's argument for `-c`: the folder of the script takes the place in `sys.path` that is freed here."""
+
+
+_SETTLED_S = 5.0
+"""So long must workers have trained before it is worth loading anything for those that may follow them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerSetup:
+    """What all workers of a host have in common."""
+
+    host: str
+    """What the head calls this host: its name is part of the names of logs."""
+    command: Mapping[str, Any]
+    """What a worker runs: `kind`, `program`, `arguments`, `folder`."""
+    preload: Sequence[str]
+    """The modules that the fork server loads."""
+    environment: Mapping[str, str]
+    logs: Path
+    log_bytes: int
+    """How large a log grows before another one is begun; 0: as it likes."""
+    fork_server: str
+    """What the fork server is known by for the next agent; empty where none may find it."""
+    launcher: int
+    """A process of this host that ends with the launcher; 0 where there is none."""
+    stdin: bool
+    """Whether the first worker reads what comes on the standard input of this process."""
+
+
+class ForkServer:
+    """The fork server of one host."""
+
+    def __init__(  # noqa: PLR0913  # each is a fact of its own
+        self,
+        loop: Loop,
+        *,
+        preload: Sequence[str],
+        environment: Mapping[str, str],
+        folder: str,
+        scratch: Path,
+        stdin: bool,
+        name: str = "",
+        launcher: int = 0,
+        on_event: Callable[[dict[str, Any]], None],
+        on_warm: Callable[[list[str]], None],
+        on_end: Callable[[], None],
+        on_words: Callable[[str], object],
+    ) -> None:
+        """Start it, or take over that of an agent before. Requests wait while it loads `preload`; `on_end` is called if
+        it ends unasked.
+
+        `name` is what it is known by for the next agent (`agent.standby`), which may find it while `launcher` lives, a
+        process of this host; empty where none may.
+
+        `stdin`: workers may read what comes on the standard input of this process.
+        `on_warm` hears what it has loaded beside that, because workers have imported it; `on_words` what it and the
+        store print.
+        """
+        self._loop, self._on_event, self._on_warm, self._on_end = loop, on_event, on_warm, on_end
+        self._on_words = on_words
+        self._is_warming = False
+        self._came = bytearray()
+        self.ready = False
+        """Whether it has loaded what it was to load."""
+        self._process: subprocess.Popen[bytes] | standby.Adopted
+        if name and (adopted := standby.adopt(name, environment, preload, scratch)) is not None:
+            self._process, self._socket = adopted, adopted.socket
+        else:
+            self._socket, theirs = socket.socketpair()
+            words = [str(theirs.fileno()), json.dumps(list(preload)), str(scratch), name, str(launcher)]
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _START, *words],
+                pass_fds=[theirs.fileno()],
+                env=dict(environment),
+                cwd=folder,
+                stdin=None if stdin else subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+            )
+            theirs.close()
+        loop.watch(self._socket, self._read)
+        assert self._process.stderr is not None, "it was asked for as a pipe"
+        self._words, self._lines = self._process.stderr, Lines()
+        loop.watch(self._words, self._pass_on)
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def ask(self, do: str, descriptors: Sequence[int] = (), **fields: Any) -> None:
+        """Send one request, with the descriptors it needs. They stay open here."""
+        line = json.dumps({"do": do, **fields}).encode() + b"\n"
+        with contextlib.suppress(OSError):  # its end is noticed when we read
+            sent = socket.send_fds(self._socket, [line], list(descriptors)) if descriptors else 0
+            self._socket.sendall(line[sent:])
+
+    def warm(self, modules: Sequence[str]) -> None:
+        """Have it load what a worker has imported, for those to come. Once: all run the same program."""
+        if modules and not self._is_warming:
+            self._is_warming = True
+            self._loop.after(_SETTLED_S, lambda: self.ask("warm", modules=list(modules)))
+
+    def close(self, *, spare: bool = False) -> None:
+        """End it, and with it every worker. `spare`: what workers that ended well have left behind goes on."""
+        if spare:
+            self.ask("spare")
+        self.ask("end")
+        self._loop.unwatch(self._socket)
+        self._socket.close()
+        try:
+            self._process.wait(timeout=2 if self.ready else 0)  # while it loads, it has nobody to end
+        except subprocess.TimeoutExpired:
+            self._process.send_signal(signal.SIGKILL)
+            self._process.wait()
+        self._forget_words()
+
+    def _pass_on(self) -> None:
+        """What the template and the store have to say goes where this agent's own words go, but for idle notices."""
+        chunk = os.read(self._words.fileno(), 1 << 16)
+        lines = self._lines.feed(chunk) if chunk else self._lines.end()
+        self._on_words("".join(f"{line}\n" for line in lines if not is_idle_notice(line)))
+        if not chunk:
+            self._forget_words()
+
+    def _forget_words(self) -> None:
+        self._loop.unwatch(self._words)
+        self._words.close()
+
+    def _read(self) -> None:
+        try:
+            chunk = os.read(self._socket.fileno(), 1 << 16)
+        except OSError:
+            chunk = b""
+        self._came += chunk
+        *lines, rest = self._came.split(b"\n")
+        self._came = bytearray(rest)
+        for line in lines:
+            event = json.loads(line)
+            if event["event"] == "ready":
+                self.ready = True
+            elif event["event"] == "warm":
+                self._on_warm(event["modules"])
+            else:
+                self._on_event(event)
+        if not chunk:
+            self._loop.unwatch(self._socket)
+            self._process.send_signal(signal.SIGKILL)
+            self._process.wait()
+            self._forget_words()
+            self._on_end()
+
+
+class LocalWorkers:
+    """Starts workers, watches them, passes on what they say, and ends them."""
+
+    def __init__(self, loop: Loop, head: HeadConnection, say: Callable[[str], object]) -> None:
+        """`say` is given lines for people."""
+        self._loop, self._head, self._say = loop, head, say
+        self._output = Outbox(head, loop.after)
+        self._watched: dict[str, WatchedWorker] = {}
+        self._fork_server: ForkServer | None = None
+        folder = tempfile.gettempdir()
+        short = folder if len(folder) < _LONGEST_FOLDER else "/tmp"  # noqa: S108  # what is made there is for us alone
+        self._scratch = Path(tempfile.mkdtemp(prefix="manyhosts-", dir=short))
+        self._reports = ReportServer(loop, self._scratch / "agent", self._pass_on, self._pass_on_membership)
+        self._stores = 0
+        self._trainers: set[int] = set()
+        """Members that have a Trainer, which saves and ends where it is asked to stop."""
+        self._saving: set[int] = set()
+        """Members that save what they hold, because nobody goes on."""
+
+    def prepare(self, setup: WorkerSetup) -> None:
+        """Start the fork server, so that it loads torch while the head still waits for other hosts."""
+        self._setup = setup
+        self._open_fork_server()
+
+    def _open_fork_server(self) -> ForkServer:
+        """The fork server; a new one where the last was killed."""
+        if self._fork_server is None:
+            setup = self._setup
+            self._fork_server = ForkServer(
+                self._loop,
+                preload=setup.preload,
+                environment=setup.environment,
+                folder=setup.command["folder"],
+                scratch=self._scratch,
+                stdin=setup.stdin,
+                name=setup.fork_server,
+                launcher=setup.launcher,
+                on_event=self._hear_of_process,
+                on_warm=lambda modules: self._head.send("warm", modules=modules),
+                on_end=self._lose_fork_server,
+                on_words=self._say,
+            )
+        return self._fork_server
+
+    def _lose_fork_server(self) -> None:
+        """It was killed, and its workers with it."""
+        early = self._fork_server is not None and not self._fork_server.ready
+        self._fork_server = None
+        kill_descendants()  # what the workers have started
+        what = "could not load what the script needs" if early else "was killed"
+        text = f"the process that its workers are forked from {what}"
+        self._head.send("trouble", text=text, where="", early=early)
+        for worker in self._watched.values():
+            worker.end(0, signal.SIGKILL)
+
+    # They start.
+
+    def open_store(self, generation: int, address: str, allowed: Range | None) -> None:
+        """Start a process that keeps a store, at one of the `allowed` ports, and tell the head.
+
+        Raises:
+            LaunchError: none of them is free.
+        """
+        # A free port that nobody else can take meanwhile.
+        listening = ports.listen(address, allowed, backlog=4096, what="the store of the workers")
+        self.close_store()
+        self._stores += 1
+        self._open_fork_server().ask("store", [listening.fileno()], name=f"store {self._stores}")
+        self._head.send("store", generation=generation, port=listening.getsockname()[1], shared=bool(version("torch")))
+        listening.close()
+
+    def close_store(self) -> None:
+        """End the process that keeps the store, so that whoever waits for it waits no more."""
+        if self._fork_server is not None:
+            self._fork_server.ask("signal", name=f"store {self._stores}", signal=signal.SIGKILL, group=True)
+
+    def start(self, generation: int, worker: Mapping[str, Any]) -> None:
+        """Start one worker: `rank`, `local_rank`, `member`, and the `environment` that it has beside the others'."""
+        setup, reported = self._setup, str(self._reports.address)
+        worker_id = WorkerId(
+            rank=worker["rank"], local_rank=worker["local_rank"], generation=generation, member=worker["member"]
+        )
+        error_file = setup.logs / f"{setup.host}-{worker_id.rank}-error-{generation}.json"
+        error_file.unlink(missing_ok=True)
+        watched = WatchedWorker(
+            self._loop,
+            worker_id,
+            log=setup.logs / f"{setup.host}-{worker_id.rank}.log",
+            log_bytes=setup.log_bytes,
+            error_file=error_file,
+            tell=self._tell,
+            show=self._output.put,
+            on_failure=self._end_soon,
+            before_end=self._reports.drain,
+            on_imported=self._warm,
+        )
+        self._watched[worker_id.name] = watched
+        error = {"TORCHELASTIC_ERROR_FILE": str(error_file)}
+        environment = {**error, **worker["environment"], reports.VARIABLE: reported}
+        stdin = setup.stdin and worker_id.local_rank == 0
+        ends = watched.open_pipes()
+        fork_server = self._open_fork_server()
+        fork_server.ask("worker", ends, name=worker_id.name, environment=environment, stdin=stdin, **setup.command)
+        for end in ends:
+            os.close(end)
+
+    def _hear_of_process(self, event: dict[str, Any]) -> None:
+        worker = self._watched.get(event["name"])
+        if worker is None:
+            return
+        if event["event"] == "started":
+            worker.process = event["process"]
+        elif event["event"] == "ended":
+            reports.board_of(self._reports.address, worker.process).unlink(missing_ok=True)
+            worker.end(event["code"], event["signal"], event["peak_bytes"])
+
+    def _warm(self, modules: list[str]) -> None:
+        """A worker has imported `modules`: those to come are to find them loaded."""
+        if self._fork_server is not None and self._setup.preload:  # else each is to load everything by itself
+            self._fork_server.warm(modules)
+
+    # They speak, and are told.
+
+    def _tell(self, kind: str, /, **fields: Any) -> None:
+        """Send what concerns a worker: its end comes behind all that it has printed."""
+        self._output.flush()
+        self._head.send(kind, **fields)
+
+    def _pass_on(self, local_rank: int, kind: str, fields: dict[str, Any]) -> None:
+        """A report that a worker has sent."""
+        ids = [worker.worker_id for worker in self._watched.values() if worker.worker_id.local_rank == local_rank]
+        if ids:
+            newest = max(ids, key=lambda worker_id: worker_id.member)
+            if kind == "trainer":
+                self._trainers.add(newest.member)
+            self._head.send("report", **newest.to_json(), kind=kind, fields=fields)
+
+    def _pass_on_membership(self, member: int, kind: str, fields: dict[str, Any]) -> None:
+        """What a worker says about who trains together."""
+        if kind == "saving":
+            self._saving.add(member)  # concerns this agent alone
+            return
+        self._head.send("member", member=member, kind=kind, fields=fields)
+
+    def tell(self, member: int, message: Message) -> None:
+        """Pass on what the head says to a worker."""
+        self._reports.tell(member, message)
+
+    def look(self, then: Callable[[list[Seen]], None]) -> None:
+        """Say what all workers are doing, in a moment."""
+        Look(self._loop, list(self._watched.values()), self._reports.address, then)
+
+    # They end.
+
+    def _end_soon(self, worker: WatchedWorker) -> None:
+        """A worker has said that it failed; what it does on its way out must not keep the others waiting."""
+        self._loop.after(_WAY_OUT_S, lambda: self._kill(worker))
+
+    def kill(self, member: int) -> None:
+        """End one worker, and what it has started."""
+        for worker in self._watched.values():
+            if worker.worker_id.member == member:
+                self._kill(worker)
+
+    def _kill(self, worker: WatchedWorker) -> None:
+        if not worker.ended:
+            self._signal(worker, signal.SIGKILL, group=True)
+
+    def _signal(self, worker: WatchedWorker, number: int, *, group: bool) -> None:
+        if self._fork_server is not None:
+            self._fork_server.ask("signal", name=worker.worker_id.name, signal=number, group=group)
+
+    def signal(self, generation: int, number: int, *, group: bool, but: Set[int] = frozenset()) -> None:
+        """Send a signal to the workers of a start, or to all that they have started, except to members `but`."""
+        for worker in self._watched.values():
+            own = worker.worker_id
+            if own.generation == generation and not worker.ended and own.member not in but:
+                self._signal(worker, number, group=group)
+
+    def ask_to_stop(self, generation: int, number: int, cause: int) -> None:
+        """Send a signal to the workers themselves, who can say that it was `cause` that ends the run."""
+        with contextlib.suppress(OSError):  # then the workers say which signal they were sent
+            reports.leave_cause(self._reports.address, cause)
+        self.signal(generation, number, group=False)
+
+    def kill_later(self, generation: int, seconds: float) -> None:
+        """Kill the workers when the time is over; those that save what they hold then have `FAREWELL_S` more."""
+
+        def kill() -> None:
+            saving = [each for each in self._watched.values() if each.worker_id.member in self._saving]
+            if saving and not all(each.ended for each in saving):
+                self._loop.after(FAREWELL_S, lambda: self.signal(generation, signal.SIGKILL, group=True))
+            self.signal(generation, signal.SIGKILL, group=True, but=self._saving)
+
+        self._loop.after(seconds, kill)
+
+    def with_trainer(self) -> list[WatchedWorker]:
+        """Those that run and have a Trainer."""
+        trainers = self._reports.members | self._trainers
+        return [each for each in self._watched.values() if not each.ended and each.worker_id.member in trainers]
+
+    def have_saved(self, saving: Iterable[WatchedWorker], reason: str) -> None:
+        """Have those of `saving` save what they hold and end, and all others end: nobody goes on."""
+        for worker in self._watched.values():
+            if worker.worker_id.member in self._reports.members:
+                self.tell(worker.worker_id.member, {"message": "headless", "reason": reason})
+            elif worker in saving:
+                # None of them could go on without the others, so they save together, as where a scheduler asks them to.
+                self._signal(worker, signal.SIGTERM, group=False)
+            else:
+                self._kill(worker)
+
+    def close(self, *, is_well: bool) -> None:
+        """End everything. `is_well`: what workers that ended well have left behind goes on, as under torchrun."""
+        if self._fork_server is not None:
+            self._fork_server.close(spare=is_well)
+        if is_well:
+            self._tell_of_those_left()
+        else:
+            kill_descendants()
+        self._reports.close()
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _tell_of_those_left(self) -> None:
+        """Name what workers have started and left behind."""
+        keepers = {keeper for worker in self._watched.values() for keeper in worker.keepers}
+        left = [process for process in descendants(os.getpid()) if process not in keepers]
+        below = {process for parent in left for process in descendants(parent)}
+        for process in [process for process in left if process not in below]:
+            if words := command_of(process):
+                self._say(f"manyhosts: {words} (process {process}) was left behind by the script, and goes on\n")
+
+
+def version(package: str) -> str | None:
+    """The version of `package` on this host, without importing it."""
+    if importlib.util.find_spec(package) is None:
+        return None
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"

@@ -24,17 +24,17 @@ pytestmark = [
 AGENT = """
 import json, os, sys
 from pathlib import Path
-from manyhosts.control.agent.workers import Nursery
+from manyhosts.control.agent.workers import ForkServer
 from manyhosts.control.loop import Loop
 name, launcher, scratch = sys.argv[1:]
 loop = Loop()
 nothing = lambda *_: None
-fork server = Nursery(
+fork_server = ForkServer(
     loop, preload=["json"], environment=dict(os.environ), folder="/", scratch=Path(scratch), stdin=False, name=name,
     launcher=int(launcher), on_event=nothing, on_warm=nothing, on_end=nothing, on_words=nothing,
 )
-loop.run(until=lambda: fork server.ready)
-print(fork server.pid, flush=True)
+loop.run(until=lambda: fork_server.ready)
+print(fork_server.pid, flush=True)
 loop.run(until=lambda: False)
 """
 FROM_ANOTHER = """

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from manyhosts.cluster.ports import Range
-from manyhosts.control import messages, tls
+from manyhosts.control import tls
 from manyhosts.control.loop import Channel, Loop, Message, notice_loss
 from manyhosts.control.proof import Answerer
+from manyhosts.control.protocol import HELLO, fault_in
 from manyhosts.hosts import addresses
 from manyhosts.hosts.ports import listen
 
@@ -147,7 +148,7 @@ class Acceptor:
             channel.send("prove", **answer)
 
     def _let_in(self, channel: Channel, hello: Message, protocol: int) -> None:
-        if messages.fault_in(hello, messages.HELLO):
+        if fault_in(hello, HELLO):
             self._turn_away(channel)
             return
         self._strangers.pop(channel, None)

@@ -10,13 +10,14 @@ from typing import Any, cast
 
 import pytest
 
-from manyhosts.control import messages, tls
+from manyhosts.control import tls
 from manyhosts.control.acceptor import Acceptor
 from manyhosts.control.agent import head_connection
 from manyhosts.control.agent.head_connection import HeadConnection
 from manyhosts.control.head.agents import Agents
 from manyhosts.control.loop import Channel, Loop, Message
 from manyhosts.control.proof import PROTOCOL, Answerer, Caller
+from manyhosts.control.protocol import MemberSays
 
 TOKEN = "0123456789abcdef" * 2
 HOST = {"host": "h", "address": "10.1.2.3", "process": 1, "cores": 1, "gpus": 0}
@@ -29,7 +30,7 @@ class Scene:
 
     def __init__(self, loop: Loop) -> None:
         self.loop, self.admitted, self.ended = loop, list[tuple[Channel, Message]](), list[bool]()
-        self.at_head, self.at_agent = list[Message](), list[Message]()
+        self.at_head, self.at_agent = list[Any](), list[Message]()
         self.words: list[str] = []
         self.course = SimpleNamespace(
             loop=loop,
@@ -283,16 +284,20 @@ def test_messages_come_once_and_in_order_though_the_connection_breaks_again_and_
 
     relay.change = disturb
     count = 300
+
+    def said(number: int) -> MemberSays:
+        return MemberSays(member=1, kind="done", fields={"number": number, "x": "x" * 500})
+
     for number in range(count):
-        scene.loop.after(number / 200, lambda number=number: scene.line.send("output", number=number, x="x" * 500))
+        scene.loop.after(number / 200, lambda number=number: scene.line.say(said(number)))
         scene.loop.after(number / 200, lambda number=number: session.send("tell", number=number))
 
-    def numbers(heard: list[Message], kind: str) -> list[int]:
-        return [message["number"] for message in heard if message["message"] == kind]
+    def arrived() -> tuple[list[int], list[int]]:
+        reports = [message.fields["number"] for message in scene.at_head if isinstance(message, MemberSays)]
+        return reports, [message["number"] for message in scene.at_agent if message["message"] == "tell"]
 
-    monkeypatch.setitem(messages._FROM_AGENT, "output", {"number": int})
-    scene.run(lambda: len(numbers(scene.at_head, "output")) == len(numbers(scene.at_agent, "tell")) == count, 60)
-    assert numbers(scene.at_head, "output") == numbers(scene.at_agent, "tell") == list(range(count))
+    scene.run(lambda: all(len(numbers) == count for numbers in arrived()), 60)
+    assert arrived() == (list(range(count)), list(range(count)))
     assert relay.calls > 5
     assert say(scene, {"node": 0, **FACTS}) == ["prove", "leave"], "another agent for the same host"
     scene.run(lambda: scene.line.backlog_bytes == session.backlog_bytes == 0)

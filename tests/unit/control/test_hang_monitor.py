@@ -19,6 +19,7 @@ from manyhosts.control.head.state import Course
 from manyhosts.control.head.workers import WorkerGroup
 from manyhosts.control.job import Job
 from manyhosts.control.loop import Loop
+from manyhosts.control.protocol import FromHead, Look, Seen, SeenWorker
 
 SPIN = 'Current thread 0x1 (most recent call first):\n  File "/home/me/train.py", line 12 in spin\n'
 REDUCE = (
@@ -71,7 +72,7 @@ class Scene:
         self.steps: dict[int, int] = {}
         agents = SimpleNamespace(nodes=self.nodes, present=lambda: [0, 1], tell=self.tell)
         self.regroup = SimpleNamespace(is_forming=False)
-        worker_group = SimpleNamespace(regroup=self.regroup, rank=lambda seen: seen["rank"])
+        worker_group = SimpleNamespace(regroup=self.regroup, rank=lambda seen: seen.rank)
         self.silent: list[tuple[str, float]] = []
         self.verdicts: list[tuple[float, Diagnosis]] = []
         self.hang_monitor = HangMonitor(
@@ -83,14 +84,23 @@ class Scene:
             gone=list,
         )
 
-    def tell(self, nodes: list[Node], kind: str, **fields: Any) -> None:
-        assert kind == "look"
+    def tell(self, nodes: list[Node], message: FromHead) -> None:
+        assert isinstance(message, Look)
         self.looks += 1
         for node in nodes:
             number = node.number
-            seen = {"member": number, "rank": number, "generation": 0, "step": self.steps.get(number), "state": "S"}
-            seen |= {"cpu_s": self.cpu_s, "busy": 0.0, "stack": self.stacks[number], "loader": ""}
-            self.hang_monitor.take_sights(node, {"round": fields["round"], "workers": [seen]})
+            seen = SeenWorker(
+                member=number,
+                rank=number,
+                generation=0,
+                step=self.steps.get(number),
+                state="S",
+                cpu_s=self.cpu_s,
+                busy=0.0,
+                stack=self.stacks[number],
+                loader="",
+            )
+            self.hang_monitor.take_sights(node, Seen(round=message.round, workers=[seen]))
 
     def report(self, number: int, kind: str, **fields: Any) -> None:
         self.hang_monitor.take_report(number, kind, fields)

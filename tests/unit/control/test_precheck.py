@@ -13,6 +13,7 @@ from manyhosts.control.head import checks
 from manyhosts.control.head.checks import Precheck
 from manyhosts.control.head.state import Course
 from manyhosts.control.job import Job
+from manyhosts.control.protocol import Condition, ConnectionsTried, FromHead, TryConnections
 from manyhosts.errors import CommunicationError, LaunchError
 
 GIB = 1 << 30
@@ -43,13 +44,13 @@ class Agents:
 
     def __init__(self, count: int) -> None:
         self.nodes = [Node(number) for number in range(count)]
-        self.told: list[tuple[str, dict[str, Any]]] = []
+        self.told: list[FromHead] = []
 
     def present(self) -> list[int]:
         return [node.number for node in self.nodes]
 
-    def tell_all(self, kind: str, /, **fields: Any) -> None:
-        self.told.append((kind, fields))
+    def tell_all(self, message: FromHead) -> None:
+        self.told.append(message)
 
 
 class Scene:
@@ -73,10 +74,10 @@ class Scene:
     def tell(self, number: int, *, ahead_s: float = 0, **changes: Any) -> None:
         told = {**host_state.gather("/tmp", {}), **well(), **changes}
         told["time_s"] = time.time() + ahead_s
-        self.look.hear(self.agents.nodes[number], {"message": "condition", "told": told, "port": 4000 + number})
+        self.look.hear(self.agents.nodes[number], Condition(told=told, port=4000 + number))
 
     def answer(self, number: int, *answers: str) -> None:
-        self.look.hear(self.agents.nodes[number], {"message": "connections_tried", "answers": list(answers)})
+        self.look.hear(self.agents.nodes[number], ConnectionsTried(answers=list(answers)))
 
 
 def well() -> dict[str, Any]:
@@ -100,7 +101,7 @@ def test_workers_start_when_all_have_told_and_reached_each_other() -> None:
     scene.begin()
     assert not scene.begun
     scene.tell(1)
-    assert scene.agents.told == [("try_connections", {"places": [("10.0.0.0", 4000), ("10.0.0.1", 4001)]})]
+    assert scene.agents.told == [TryConnections(places=[["10.0.0.0", 4000], ["10.0.0.1", 4001]])]
     scene.answer(0, "", "")
     assert not scene.begun
     scene.answer(1, "", "")

@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 
 from manyhosts.control.head.store import Store
+from manyhosts.control.protocol import FromHead
 
 
 class Agents:
@@ -22,8 +23,8 @@ class Agents:
     def present(self) -> list[int]:
         return [node.number for node in self.nodes if node.number not in self.away]
 
-    def tell(self, nodes: list[Any], kind: str, **_: Any) -> None:
-        self.told += [(node.number, kind) for node in nodes]
+    def tell(self, nodes: list[Any], message: FromHead) -> None:
+        self.told += [(node.number, message.NAME) for node in nodes]
 
 
 class Scene:

@@ -14,6 +14,7 @@ import pytest
 from manyhosts.cluster.reports import Reporter
 from manyhosts.control.agent.watched_worker import ReportServer, WatchedWorker, WorkerId
 from manyhosts.control.loop import Loop
+from manyhosts.control.protocol import FromAgent, content_of
 
 
 class Host:
@@ -26,8 +27,8 @@ class Host:
         self.desk = ReportServer(
             self.loop,
             address,
-            lambda _, kind, fields: self.tell("report", kind_=kind, **fields),
-            lambda member, kind, fields: self.tell("member", member=member, kind_=kind, **fields),
+            lambda _, kind, fields: self.told.append(("report", {"kind": kind, **fields})),
+            lambda member, kind, fields: self.told.append(("member", {"member": member, "kind": kind, **fields})),
         )
         self.error_file = folder / "error.json"
         self.failed = 0
@@ -39,18 +40,15 @@ class Host:
             log_bytes=0,
             error_file=self.error_file,
             tell=self.tell,
-            show=self.show,
+            show=self.tell,
             on_failure=self.note_failure,
             before_end=self.desk.drain,
             on_imported=self.imported.extend,
         )
         self.out, self.err, self.line, self.stack = self.worker.open_pipes()
 
-    def tell(self, kind: str, /, **fields: Any) -> None:
-        self.told.append((kind, fields))
-
-    def show(self, worker: dict[str, int], stream: str, lines: list[str]) -> None:
-        self.tell("output", **worker, stream=stream, lines=lines)
+    def tell(self, message: FromAgent) -> None:
+        self.told.append((message.NAME, content_of(message)))
 
     def note_failure(self, worker: WatchedWorker) -> None:
         self.failed += 1
@@ -96,7 +94,7 @@ def test_log_that_cannot_be_written_is_told_once_and_every_line_is_passed_on(hos
         log_bytes=0,
         error_file=host.error_file,
         tell=host.tell,
-        show=host.show,
+        show=host.tell,
         on_failure=host.note_failure,
         before_end=host.desk.drain,
         on_imported=host.imported.extend,

@@ -1,4 +1,4 @@
-"""Imported by the fork server of a worker's `multiprocessing`, before anything of the script's: see `script_patches`."""
+"""Imported by the fork server of a worker's `multiprocessing`, before the script: see `script_patches`."""
 
 from manyhosts.control.agent import script_patches
 

@@ -5,46 +5,7 @@
 Where the head has started it on its own machine, it is given one end of a pair of sockets: `--head fd:NUMBER`. It needs
 no torch. It ends when the head says so, when the head is gone, and when it is asked to twice.
 
-Messages, one JSON object per line, over one encrypted connection that the agent opens.
-
-From the agent:
-
-    call      protocol, nonce                          see `control.proof`, as for the next
-    hello     session, heard, proof, node, host, address, process, cores, gpus, python, torch (or null), manyhosts
-    condition told, port                               once, where `prepare` asks for it: see `agent.host_state`
-    tried   answers                                  the answer to `connect`: for each place why not, or nothing
-    door      port                                     the answer to `open_door`
-    store     generation, port, shared                     the answer to `open_store`
-    output    rank, generation, member, stream ("out", "err"), lines
-    unshown   rank, generation, member, lines              so many lines were left out: the head did not keep up
-    unlogged  rank, generation, member, why                its log has gaps: its disk is full, say
-    report    rank, generation, member, kind, fields       what a worker said through `cluster.reports`
-    member    member, kind, fields                         what a worker said through `cluster.membership`
-    ended     rank, generation, member, code, signal, finished, error, out_of_memory, exchanges (how many it had begun),
-              last_words (of C++), memory: {killed (the kernel ended one of its cgroup), peak (bytes that it had),
-              limit (bytes there were to have), of_cgroup}
-    warm      modules                                      loaded here because the script imports them; elsewhere too?
-    seen      round, workers: [{rank, generation, member, step, state, cpu_s, busy, stack, loader}]
-    trouble   text, where, early                           this host can start no worker; early: and has started none
-    asked     signal                                       this host's agent was asked to end: a wish for the whole run
-    alive     held_s                                       twice a second: see `agent.head_connection`
-
-From the head:
-
-    prove       protocol, nonce, proof                see `control.proof`
-    prepare     command, preload, environment, run_dir, workers,  once: load what the workers will need
-                log_bytes, head_timeout_s, can_be_taken_over, tell_condition, listen
-    connect       places                            see whether this host reaches the others
-    open_door                                     listen for a while: a host that joins tries to reach this one
-    open_store  generation, address
-    start       generation, workers: [{rank, local_rank, member, environment}]
-    tell        member, content                   for a worker, through `cluster.membership`
-    kill        member                            SIGKILL to one worker
-    look        round                         say of all workers what they are doing, by `seen`
-    close_store generation                        so that whoever waits for it waits no more
-    end         generation, grace_s              SIGTERM to all the workers have started, SIGKILL when the time is over
-    signal      generation, signal, cause, farewell_s   to the workers themselves; SIGKILL when the time is over
-    leave       code                             end everything; code is what the run ends with
+What the two say to each other is in `control.protocol`.
 
 Where the head was killed and another one may take the run over, workers go on for `head_timeout_s`, as where the way to
 it is broken. When the head is gone for good, everything this host runs is ended. Workers that have a Trainer may first
@@ -68,13 +29,32 @@ from typing import Any
 
 from manyhosts import __version__
 from manyhosts.cluster.ports import VARIABLE, Range, needed
-from manyhosts.control import titles, variables
+from manyhosts.control import protocol, titles, variables
 from manyhosts.control.agent import host_state, standby
 from manyhosts.control.agent.connectivity import ConnectivityCheck
 from manyhosts.control.agent.head_connection import HeadConnection, Heartbeat, connect
 from manyhosts.control.agent.processes import adopt_orphans
 from manyhosts.control.agent.workers import FAREWELL_S, LocalWorkers, WorkerSetup, version
 from manyhosts.control.loop import Loop, Message
+from manyhosts.control.protocol import (
+    Alive,
+    Asked,
+    CloseStore,
+    End,
+    FromHead,
+    Kill,
+    Leave,
+    Look,
+    OpenDoor,
+    OpenStore,
+    Prepare,
+    Seen,
+    Signal,
+    Start,
+    Tell,
+    Trouble,
+    TryConnections,
+)
 from manyhosts.control.screen import Screen
 from manyhosts.errors import LaunchError
 from manyhosts.hosts import interfaces, ports
@@ -169,57 +149,63 @@ class Agent:
 
     # What the head says.
 
-    def _obey(self, message: Message) -> None:
-        if message["message"] == "alive":
+    def _obey(self, found: Message) -> None:
+        if found["message"] == Alive.NAME:
             return
         self._known = True
-        match message["message"]:
-            case "prepare":
+        try:
+            message = protocol.from_head(found)
+        except ValueError as fault:
+            self._words.err.write(f"manyhosts: the head has sent a message that cannot be read: {fault}\n")
+            self.leave()
+            return
+        match message:
+            case Prepare():
                 self._prepare(message)
-            case "open_store" if self._fit:
-                self._open_store(message["generation"], message["address"])
-            case "start" if self._fit:
+            case OpenStore() if self._fit:
+                self._open_store(message)
+            case Start() if self._fit:
                 self._start(message)
-            case "end":
-                self._workers.signal(message["generation"], signal.SIGTERM, group=True)
-                self._workers.kill_later(message["generation"], message["grace_s"])
-            case "signal":
-                self._workers.ask_to_stop(message["generation"], message["signal"], message["cause"])
-                self._workers.kill_later(message["generation"], message["farewell_s"])
-            case "leave":
-                self.verdict = message.get("code", 0)
-                if message.get("why"):
-                    self._words.err.write(f"manyhosts: the run goes on without this host: {message['why']}\n")
+            case End():
+                self._workers.signal(message.generation, signal.SIGTERM, group=True)
+                self._workers.kill_later(message.generation, message.grace_s)
+            case Signal():
+                self._workers.ask_to_stop(message.generation, message.signal, message.cause)
+                self._workers.kill_later(message.generation, message.farewell_s)
+            case Leave():
+                self.verdict = message.code
+                if message.why:
+                    self._words.err.write(f"manyhosts: the run goes on without this host: {message.why}\n")
                 self.leave()
             case _:
                 self._obey_about_others(message)
 
-    def _obey_about_others(self, message: Message) -> None:
-        match message["message"]:
-            case "tell":
-                self._workers.tell(message["member"], message["content"])
-            case "kill":
-                self._workers.kill(message["member"])
-            case "close_store":
+    def _obey_about_others(self, message: FromHead) -> None:
+        match message:
+            case Tell():
+                self._workers.tell(message.member, message.content)
+            case Kill():
+                self._workers.kill(message.member)
+            case CloseStore():
                 self._workers.close_store()
-            case "try_connections":
-                self._connectivity.try_connections(message["places"])
-            case "open_door":
+            case TryConnections():
+                self._connectivity.try_connections(message.places)
+            case OpenDoor():
                 self._connectivity.tell_port(self._ports)
-            case "look":
-                number = message["round"]
-                self._workers.look(lambda seen: self._head.send("seen", round=number, workers=seen))
+            case Look():
+                number = message.round
+                self._workers.look(lambda seen: self._head.say(Seen(round=number, workers=seen)))
 
-    def _prepare(self, message: Message) -> None:
+    def _prepare(self, message: Prepare) -> None:
         """See that this host can start the workers, and have all be loaded that they need."""
-        command, origin = message["command"], self._origin
-        self._head.patience_s = message.get("head_timeout_s", 0.0)
-        self._can_be_taken_over = bool(message.get("can_be_taken_over"))
-        self._run_dir = Path(message["run_dir"])
-        self._run_token = message["environment"].get(run_lock.VARIABLE, "")
+        command, origin = message.command, self._origin
+        self._head.patience_s = message.head_timeout_s
+        self._can_be_taken_over = message.can_be_taken_over
+        self._run_dir = Path(message.run_dir)
+        self._run_token = message.environment.get(run_lock.VARIABLE, "")
         logs = self._run_dir / "logs"
         titles.set_title(f"manyhosts agent of node {self._node}: {Path(command['program']).name}", "manyhosts agent")
-        host = message.get("host") or socket.gethostname()
+        host = message.host
         if origin.joins is not None:
             self._words.err.write(
                 f"manyhosts: joined as {host}; workers start when all hosts are there, and Ctrl-C takes this host"
@@ -233,22 +219,22 @@ class Agent:
         except OSError as error:
             self._tell_unfit(f"cannot make the folder for logs: {error.strerror}", str(logs))
             return
-        self._ports = Range.of(message["environment"].get(VARIABLE, ""))
+        self._ports = Range.of(message.environment.get(VARIABLE, ""))
         try:
-            ports.see_that_enough_are_free(self._address, self._ports, needed(message["workers"]))
+            ports.see_that_enough_are_free(self._address, self._ports, needed(message.workers))
         except LaunchError as error:
             self._tell_unfit(error.what, f"address {self._address}")
             return
-        environment = {**os.environ, **message["environment"]}
-        environment |= variables.of_host(environment, cores=host_state.cores(), workers=message["workers"])
+        environment = {**os.environ, **message.environment}
+        environment |= variables.of_host(environment, cores=host_state.cores(), workers=message.workers)
         folder, stdin, may_be_found = command["folder"], origin.stdin, bool(origin.launcher and self._run_token)
         setup = WorkerSetup(
             host=host,
             command=command,
-            preload=message["preload"],
+            preload=message.preload,
             environment=environment,
             logs=logs,
-            log_bytes=message.get("log_bytes", 0),
+            log_bytes=message.log_bytes,
             fork_server=standby.name_for(self._node, self._run_token, environment, folder, stdin=stdin)
             if may_be_found
             else "",
@@ -256,28 +242,26 @@ class Agent:
             stdin=stdin,
         )
         self._workers.prepare(setup)
-        if message.get("tell_condition"):
-            self._connectivity.tell_condition(
-                message["run_dir"], environment, opens=message["listen"], ports=self._ports
-            )
+        if message.tell_condition:
+            self._connectivity.tell_condition(message.run_dir, environment, opens=message.listen, ports=self._ports)
 
     def _tell_unfit(self, text: str, where: str) -> None:
         """This host can start no worker, and has started none."""
-        self._head.send("trouble", text=text, where=where, early=True)
+        self._head.say(Trouble(text=text, where=where, early=True))
         self._fit = False
 
-    def _open_store(self, generation: int, address: str) -> None:
+    def _open_store(self, message: OpenStore) -> None:
         try:
-            self._workers.open_store(generation, address, self._ports)
+            self._workers.open_store(message.generation, message.address, self._ports)
         except LaunchError as error:
             self._tell_unfit(error.what, error.where)
 
-    def _start(self, message: Message) -> None:
+    def _start(self, message: Start) -> None:
         if self._can_be_taken_over and not self._head.waits_for_another:
             self._head.waits_for_another = True
             self._loop.every(run_lock.BEAT_S, self._see_directory)
-        for worker in message["workers"]:
-            self._workers.start(message["generation"], worker)
+        for worker in message.workers:
+            self._workers.start(message.generation, worker)
 
     def _see_directory(self) -> None:
         """End everything where another run has begun in the run directory while the head is away."""
@@ -298,7 +282,7 @@ class Agent:
         if self._asked and time.monotonic() > self._asked + _ONE_WISH_S:
             self.leave()
         self._asked = self._asked or time.monotonic()
-        self._head.send("asked", signal=int(number))
+        self._head.say(Asked(signal=int(number)))
 
     def _lose_head(self) -> None:
         """The head is gone: workers that have a Trainer may save what they hold before everything is ended."""

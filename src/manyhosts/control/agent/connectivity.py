@@ -12,6 +12,7 @@ from manyhosts.cluster.ports import Range
 from manyhosts.control.agent import host_state
 from manyhosts.control.agent.head_connection import HeadConnection
 from manyhosts.control.loop import Loop
+from manyhosts.control.protocol import Condition, ConnectionsTried, Connectivity
 from manyhosts.hosts import remote_probe
 from manyhosts.hosts.ports import listen
 
@@ -29,11 +30,11 @@ class ConnectivityCheck:
     def tell_condition(self, run_dir: str, environment: Mapping[str, str], *, opens: bool, ports: Range | None) -> None:
         """Say how this host is for workers with `environment`, and at which port others may try it, if it opens one."""
         port = self._open(ports) if opens else 0
-        self._head.send("condition", told=host_state.gather(run_dir, environment), port=port)
+        self._head.say(Condition(told=host_state.gather(run_dir, environment), port=port))
 
     def tell_port(self, ports: Range | None) -> None:
         """Say at which port others may connect."""
-        self._head.send("connectivity", port=self._open(ports))
+        self._head.say(Connectivity(port=self._open(ports)))
 
     def _open(self, ports: Range | None) -> int:
         listening = listen(self._address, ports, backlog=256, what="hosts that connect")
@@ -51,7 +52,7 @@ class ConnectivityCheck:
         def tell() -> None:
             self._loop.unwatch(reading)
             with os.fdopen(reading) as answers:
-                self._head.send("connections_tried", answers=json.loads(answers.read()))
+                self._head.say(ConnectionsTried(answers=json.loads(answers.read())))
 
         self._loop.watch(reading, tell)
         threading.Thread(target=try_all, daemon=True).start()

@@ -19,6 +19,7 @@ from typing import Any
 
 from manyhosts.control.loop import Channel, Loop, Message, notice_loss
 from manyhosts.control.proof import PROTOCOL, Caller
+from manyhosts.control.protocol import FromAgent, Output, Unshown, content_of
 from manyhosts.control.session import Session
 from manyhosts.hosts import addresses
 
@@ -112,6 +113,10 @@ class HeadConnection:
     def send(self, kind: str, /, **fields: Any) -> None:
         """Send one message, now or when the head is there again; after the end it is dropped."""
         self._session.send(kind, **fields)
+
+    def say(self, message: FromAgent) -> None:
+        """Send one message of the protocol."""
+        self.send(message.NAME, **content_of(message))
 
     def give_sign_of_life(self, held_s: float) -> None:
         """From another thread: let the head see that this host lives. Its loop has been held up for `held_s` seconds.
@@ -306,17 +311,17 @@ class Outbox:
     def __init__(self, channel: HeadConnection, after: After) -> None:
         """`after` calls back after so many seconds."""
         self._channel, self._after = channel, after
-        self._waiting: deque[tuple[int, dict[str, Any]]] = deque()
-        """The size of each `output` message, and its fields."""
+        self._waiting: deque[tuple[int, Output]] = deque()
+        """The size of each message, and the message."""
         self._size = 0
-        self._missed: dict[int, tuple[dict[str, Any], int]] = {}
-        """By member: the fields that name it, and how many of its lines were left out."""
+        self._missed: dict[int, Unshown] = {}
+        """By member: how many of its lines were left out."""
         self._calls_again = False
 
-    def put(self, worker: dict[str, int], stream: str, lines: list[str]) -> None:
-        """Send `lines` when there is room."""
-        size = sum(map(len, lines)) + len(lines)
-        self._waiting.append((size, {**worker, "stream": stream, "lines": lines}))
+    def put(self, output: Output) -> None:
+        """Send it when there is room."""
+        size = sum(map(len, output.lines)) + len(output.lines)
+        self._waiting.append((size, output))
         self._size += size
         if self._size > MOST_WAITING_BYTES:
             self._leave_out()
@@ -329,20 +334,24 @@ class Outbox:
 
     def _leave_out(self) -> None:
         while self._size > MOST_WAITING_BYTES // 2:
-            size, fields = self._waiting.popleft()
+            size, output = self._waiting.popleft()
             self._size -= size
-            worker = {name: fields[name] for name in ("rank", "generation", "member")}
-            _, missed = self._missed.get(fields["member"], (worker, 0))
-            self._missed[fields["member"]] = worker, missed + len(fields["lines"])
+            before = self._missed.get(output.member)
+            self._missed[output.member] = Unshown(
+                rank=output.rank,
+                generation=output.generation,
+                member=output.member,
+                lines=len(output.lines) + (before.lines if before else 0),
+            )
 
     def _send_next(self) -> None:
-        for worker, missed in self._missed.values():
-            self._channel.send("unshown", **worker, lines=missed)
+        for missed in self._missed.values():
+            self._channel.say(missed)
         self._missed.clear()
         if self._waiting:
-            size, fields = self._waiting.popleft()
+            size, output = self._waiting.popleft()
             self._size -= size
-            self._channel.send("output", **fields)
+            self._channel.say(output)
 
     def _pump(self) -> None:
         while self._waiting and self._channel.backlog_bytes < _ON_THE_WAY_BYTES:

@@ -12,17 +12,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from manyhosts.cluster import reports
 from manyhosts.control.agent.processes import descendants
+from manyhosts.control.protocol import SeenWorker
 
 if TYPE_CHECKING:
     from manyhosts.control.agent.watched_worker import WatchedWorker
     from manyhosts.control.loop import Loop
-
-Seen = dict[str, Any]
-"""What is told of one worker: its seat, `step`, `state`, `cpu_s` (in all), `busy` (share of a core), two stacks."""
 
 SIGNAL = getattr(signal, "SIGURG", None)
 """Asks for a stack. Nothing in Python or torch uses it, and a process that does not know it ignores it."""
@@ -50,7 +48,7 @@ class Look:
     TAKES_S = 0.4
 
     def __init__(
-        self, loop: Loop, workers: Sequence[WatchedWorker], desk: Path, then: Callable[[list[Seen]], None]
+        self, loop: Loop, workers: Sequence[WatchedWorker], desk: Path, then: Callable[[list[SeenWorker]], None]
     ) -> None:
         """Note what they have computed until now, and ask where they stand; `then` is told what was seen.
 
@@ -77,18 +75,18 @@ class Look:
     def _end(self) -> None:
         self._then([self._seen(worker) for worker in self._workers])
 
-    def _seen(self, worker: WatchedWorker) -> Seen:
+    def _seen(self, worker: WatchedWorker) -> SeenWorker:
         first, last = self._first[worker.worker_id.member], _sample(worker.process)
         passed = last.at - first.at
-        return {
+        return SeenWorker(
             **worker.worker_id.to_json(),
-            "step": reports.step_on(reports.board_of(self._desk, worker.process)),
-            "state": last.state,
-            "cpu_s": last.cpu_s,
-            "busy": round((last.cpu_s - first.cpu_s) / passed, 3) if passed > 0 else 0.0,
-            "stack": self._stacks.get(worker.worker_id.member, ""),
-            "loader": next(iter(split(worker.take_stack())), ""),
-        }
+            step=reports.step_on(reports.board_of(self._desk, worker.process)),
+            state=last.state,
+            cpu_s=last.cpu_s,
+            busy=round((last.cpu_s - first.cpu_s) / passed, 3) if passed > 0 else 0.0,
+            stack=self._stacks.get(worker.worker_id.member, ""),
+            loader=next(iter(split(worker.take_stack())), ""),
+        )
 
 
 def _ask(process: int) -> None:

@@ -12,10 +12,11 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from manyhosts.control.agent import host_state
 from manyhosts.control.loop import Channel, Loop, Message
+from manyhosts.control.protocol import Ended, FromAgent, Output, Unlogged
 
 _LONGEST_LINE_BYTES = 1 << 20
 
@@ -157,17 +158,6 @@ _LAST_WORDS = "  what():"
 """Before what C++ says of an error that nobody has caught."""
 
 
-class Tell(Protocol):
-    """Sends a message to the head."""
-
-    def __call__(self, kind: str, /, **fields: Any) -> None:
-        """Send it."""
-
-
-Show = Callable[[dict[str, int], str, list[str]], None]
-"""Passes on what a worker has printed: who it is, on which stream ("out", "err"), whole lines."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerId:
     """What one worker of a host was started as."""
@@ -184,7 +174,7 @@ class WorkerId:
         """What the template calls it."""
         return f"worker {self.member}"
 
-    def to_json(self) -> dict[str, int]:
+    def to_json(self) -> dict[str, Any]:
         """What the head knows it by."""
         return {"rank": self.rank, "generation": self.generation, "member": self.member}
 
@@ -200,13 +190,15 @@ class WatchedWorker:
         log: Path,
         log_bytes: int,
         error_file: Path,
-        tell: Tell,
-        show: Show,
+        tell: Callable[[FromAgent], None],
+        show: Callable[[Output], None],
         on_failure: Callable[[WatchedWorker], None],
         before_end: Callable[[], None],
         on_imported: Callable[[list[str]], None],
     ) -> None:
-        """`log_bytes` is how large its log grows before another one is begun; 0: as it likes.
+        """`tell` sends a message to the head, and `show` what the worker has printed: whole lines.
+
+        `log_bytes` is how large its log grows before another one is begun; 0: as it likes.
 
         `on_failure` is called when the worker says that its program has failed, before its process ends.
 
@@ -232,7 +224,7 @@ class WatchedWorker:
         """Processes that write to the log what something prints that the worker has left behind."""
         self._kills_before = host_state.kills()
         self._peak_bytes = 0
-        self._log = Log(log, log_bytes, lambda why: tell("unlogged", **worker_id.to_json(), why=why))
+        self._log = Log(log, log_bytes, lambda why: tell(Unlogged(**worker_id.to_json(), why=why)))
         loop.after(_GLIMPSE_S, self._glimpse)
 
     def open_pipes(self) -> list[int]:
@@ -297,7 +289,7 @@ class WatchedWorker:
     def _show(self, stream: str, lines: list[str]) -> None:
         if lines:
             self._last_words = next((line.strip() for line in lines if _LAST_WORDS in line), self._last_words)
-            self._pass_on(self.worker_id.to_json(), stream, lines)
+            self._pass_on(Output(**self.worker_id.to_json(), stream=stream, lines=lines))
 
     def _glimpse(self) -> None:
         if not self.ended:
@@ -341,15 +333,16 @@ class WatchedWorker:
         self._before_end()
         code, number = self._status
         self._tell(
-            "ended",
-            **self.worker_id.to_json(),
-            code=code,
-            signal=number,
-            finished=self._finished,
-            exchanges=self._exchanges,
-            last_words=self._last_words,
-            error=self._error or self._error_in_file(),
-            **self._memory(),
+            Ended(
+                **self.worker_id.to_json(),
+                code=code,
+                signal=number,
+                finished=self._finished,
+                exchanges=self._exchanges,
+                last_words=self._last_words,
+                error=self._error or self._error_in_file(),
+                **self._memory(),
+            )
         )
 
     def _memory(self) -> dict[str, Any]:

@@ -26,10 +26,11 @@ from manyhosts.cluster import reports
 from manyhosts.cluster.ports import Range
 from manyhosts.control.agent import standby
 from manyhosts.control.agent.head_connection import HeadConnection, Outbox
-from manyhosts.control.agent.inspection import Look, Seen
+from manyhosts.control.agent.inspection import Look
 from manyhosts.control.agent.processes import command_of, descendants, kill_descendants
 from manyhosts.control.agent.watched_worker import Lines, ReportServer, WatchedWorker, WorkerId
 from manyhosts.control.loop import Loop, Message
+from manyhosts.control.protocol import FromAgent, MemberSays, NewWorker, Report, SeenWorker, StoreOpened, Trouble, Warm
 from manyhosts.control.tracebacks import is_idle_notice
 from manyhosts.hosts import ports
 
@@ -37,7 +38,10 @@ FAREWELL_S = 30.0
 """How long workers have, where nobody goes on, to save what they hold and end."""
 _LONGEST_FOLDER = 80  # the name of a Unix socket has at most 107 characters, on macOS 103
 _WAY_OUT_S = 3.0
-_START = "import sys; sys.flags.safe_path or sys.path.pop(0); from manyhosts.control.agent.fork_server_process import main; main()"
+_START = (
+    "import sys; sys.flags.safe_path or sys.path.pop(0);"
+    " from manyhosts.control.agent.fork_server_process import main; main()"
+)
 """Python's argument for `-c`: the folder of the script takes the place in `sys.path` that is freed here."""
 
 
@@ -229,7 +233,7 @@ class LocalWorkers:
                 name=setup.fork_server,
                 launcher=setup.launcher,
                 on_event=self._hear_of_process,
-                on_warm=lambda modules: self._head.send("warm", modules=modules),
+                on_warm=lambda modules: self._head.say(Warm(modules=modules)),
                 on_end=self._lose_fork_server,
                 on_words=self._say,
             )
@@ -242,7 +246,7 @@ class LocalWorkers:
         kill_descendants()  # what the workers have started
         what = "could not load what the script needs" if early else "was killed"
         text = f"the process that its workers are forked from {what}"
-        self._head.send("trouble", text=text, where="", early=early)
+        self._head.say(Trouble(text=text, where="", early=early))
         for worker in self._watched.values():
             worker.end(0, signal.SIGKILL)
 
@@ -259,7 +263,8 @@ class LocalWorkers:
         self.close_store()
         self._stores += 1
         self._open_fork_server().ask("store", [listening.fileno()], name=f"store {self._stores}")
-        self._head.send("store", generation=generation, port=listening.getsockname()[1], shared=bool(version("torch")))
+        port, shared = listening.getsockname()[1], bool(version("torch"))
+        self._head.say(StoreOpened(generation=generation, port=port, shared=shared))
         listening.close()
 
     def close_store(self) -> None:
@@ -267,11 +272,11 @@ class LocalWorkers:
         if self._fork_server is not None:
             self._fork_server.ask("signal", name=f"store {self._stores}", signal=signal.SIGKILL, group=True)
 
-    def start(self, generation: int, worker: Mapping[str, Any]) -> None:
-        """Start one worker: `rank`, `local_rank`, `member`, and the `environment` that it has beside the others'."""
+    def start(self, generation: int, worker: NewWorker) -> None:
+        """Start one worker."""
         setup, reported = self._setup, str(self._reports.address)
         worker_id = WorkerId(
-            rank=worker["rank"], local_rank=worker["local_rank"], generation=generation, member=worker["member"]
+            rank=worker.rank, local_rank=worker.local_rank, generation=generation, member=worker.member
         )
         error_file = setup.logs / f"{setup.host}-{worker_id.rank}-error-{generation}.json"
         error_file.unlink(missing_ok=True)
@@ -289,7 +294,7 @@ class LocalWorkers:
         )
         self._watched[worker_id.name] = watched
         error = {"TORCHELASTIC_ERROR_FILE": str(error_file)}
-        environment = {**error, **worker["environment"], reports.VARIABLE: reported}
+        environment = {**error, **worker.environment, reports.VARIABLE: reported}
         stdin = setup.stdin and worker_id.local_rank == 0
         ends = watched.open_pipes()
         fork_server = self._open_fork_server()
@@ -314,10 +319,10 @@ class LocalWorkers:
 
     # They speak, and are told.
 
-    def _tell(self, kind: str, /, **fields: Any) -> None:
+    def _tell(self, message: FromAgent) -> None:
         """Send what concerns a worker: its end comes behind all that it has printed."""
         self._output.flush()
-        self._head.send(kind, **fields)
+        self._head.say(message)
 
     def _pass_on(self, local_rank: int, kind: str, fields: dict[str, Any]) -> None:
         """A report that a worker has sent."""
@@ -326,20 +331,20 @@ class LocalWorkers:
             newest = max(ids, key=lambda worker_id: worker_id.member)
             if kind == "trainer":
                 self._trainers.add(newest.member)
-            self._head.send("report", **newest.to_json(), kind=kind, fields=fields)
+            self._head.say(Report(**newest.to_json(), kind=kind, fields=fields))
 
     def _pass_on_membership(self, member: int, kind: str, fields: dict[str, Any]) -> None:
         """What a worker says about who trains together."""
         if kind == "saving":
             self._saving.add(member)  # concerns this agent alone
             return
-        self._head.send("member", member=member, kind=kind, fields=fields)
+        self._head.say(MemberSays(member=member, kind=kind, fields=fields))
 
     def tell(self, member: int, message: Message) -> None:
         """Pass on what the head says to a worker."""
         self._reports.tell(member, message)
 
-    def look(self, then: Callable[[list[Seen]], None]) -> None:
+    def look(self, then: Callable[[list[SeenWorker]], None]) -> None:
         """Say what all workers are doing, in a moment."""
         Look(self._loop, list(self._watched.values()), self._reports.address, then)
 

@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from manyhosts.cluster.ports import Range
-from manyhosts.control import messages
 from manyhosts.control.head import failures
 from manyhosts.control.head.placement import AgentProcess, ExternalAgent, HeadEndpoint, Node
 from manyhosts.control.head.state import Course
 from manyhosts.control.loop import Channel, Message
 from manyhosts.control.proof import PROTOCOL
+from manyhosts.control.protocol import HELLO, Alive, FromAgent, FromHead, Leave, content_of, fault_in, from_agent
 from manyhosts.control.session import Session
 from manyhosts.errors import LaunchError, ManyhostsError
 from manyhosts.hosts import addresses
@@ -44,7 +44,7 @@ class Owner(Protocol):
     def welcome(self, node: Node) -> None:
         """An agent has come."""
 
-    def hear(self, node: Node, message: Message) -> None:
+    def hear(self, node: Node, message: FromAgent) -> None:
         """An agent says something."""
 
     def lose(self, node: Node, why: str) -> None:
@@ -100,15 +100,15 @@ class Agents:
         """Whether a run whose nodes may go can go on with those whose agents are here."""
         return len(self.present()) >= (self._course.job.least_nodes or 0)
 
-    def tell(self, nodes: Sequence[Node], kind: str, /, **fields: Any) -> None:
+    def tell(self, nodes: Sequence[Node], message: FromHead) -> None:
         """Say something to the agents of `nodes`; those that are away do not hear it."""
         for node in nodes:
             if node.channel is not None:
-                node.channel.send(kind, **fields)
+                node.channel.send(message.NAME, **content_of(message))
 
-    def tell_all(self, kind: str, /, **fields: Any) -> None:
+    def tell_all(self, message: FromHead) -> None:
         """Say something to all agents that are here."""
-        self.tell(self.nodes, kind, **fields)
+        self.tell(self.nodes, message)
 
     # They come.
 
@@ -165,7 +165,7 @@ class Agents:
     def _admit(self, channel: Channel, hello: Message, protocol: int, *, is_beside: bool = False) -> None:
         """One that belongs to the run says which node it is."""
         number = hello.get("node")
-        if messages.fault_in(hello, messages.HELLO) or not isinstance(number, int):
+        if fault_in(hello, HELLO) or not isinstance(number, int):
             channel.close()
             return
         node = self.nodes[number] if 0 <= number < len(self.nodes) else None
@@ -175,7 +175,7 @@ class Agents:
             channel.close()
             self._refuse_version(node, protocol)
         elif node is None or not self._has_place_for(node, hello):
-            channel.send("leave", code=None)
+            channel.send(Leave.NAME, **content_of(Leave(code=None)))
             channel.close()
         else:
             self._take_in(node, channel, hello, is_beside=is_beside)
@@ -249,19 +249,20 @@ class Agents:
 
     def _hear(self, node: Node, message: Message) -> None:
         node.heard = time.monotonic()
-        fault = messages.fault_of(message)
-        if fault:
+        try:
+            said = from_agent(message)
+        except ValueError as fault:
             self.give_up(
                 node, f"its agent has sent a message ({message.get('message')!r}) that cannot be read: {fault}"
             )
             return
-        node.held_s = message.get("held_s", 0.0)
+        node.held_s = said.held_s if isinstance(said, Alive) else 0.0
         try:
-            self._owner.hear(node, message)
+            self._owner.hear(node, said)
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as cause:
             # Fields of reports, which nobody has looked at before: what is wrong may be in them or in the head.
             error = LaunchError(
-                f"a message ({message['message']!r}) of the agent of host {node.name} could not be followed:"
+                f"a message ({said.NAME!r}) of the agent of host {node.name} could not be followed:"
                 f" {type(cause).__name__}: {cause}",
                 where=f"host {node.name}",
                 fix="see that manyhosts is the same there and here; --trace shows where it went wrong",
@@ -372,7 +373,7 @@ class Agents:
 
     def turn_away(self, node: Node, why: str) -> None:
         """Let go of a host that has come by itself and is of no use, and tell it why."""
-        self.tell([node], "leave", code=None, why=why)
+        self.tell([node], Leave(code=None, why=why))
         if node.channel is not None:
             node.channel.flush(timeout_s=1)
         self.give_up(node, why)
@@ -435,7 +436,7 @@ class Agents:
             node.leaving = True
         result = self._course.result
         code = result.exit_code if isinstance(result, ManyhostsError) else result
-        self.tell_all("leave", code=1 if code is None else code)
+        self.tell_all(Leave(code=1 if code is None else code))
         if self._acceptor is not None:
             self._acceptor.close()  # whoever comes now finds nobody, and leaves
         for channel in self._unheard:

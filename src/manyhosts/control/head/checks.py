@@ -16,7 +16,7 @@ from manyhosts.cluster.findings import Finding, Level, worst_first
 from manyhosts.control.head.agents import Agents
 from manyhosts.control.head.placement import Node
 from manyhosts.control.head.state import Course
-from manyhosts.control.loop import Message
+from manyhosts.control.protocol import Condition, ConnectionsTried, Connectivity, OpenDoor, TryConnections
 from manyhosts.errors import CommunicationError, LaunchError
 from manyhosts.hosts.ways import Place, Ways
 from manyhosts.units import bytes_in_words, seconds_in_words
@@ -169,7 +169,7 @@ class Precheck:
     def __init__(self, course: Course, agents: Agents, *, ways: bool, one_way: bool = False) -> None:
         """`ways`: whether hosts try to reach each other, too; ssh has had them do so already.
 
-        `one_way`: see `launchers.ways`.
+        `one_way`: see `hosts.ways`.
         """
         self._course, self._agents = course, agents
         self.is_over = not course.job.check
@@ -194,24 +194,24 @@ class Precheck:
             self._course.loop.after(_LIMIT_S, self._conclude)
             self._go_on()
 
-    def hear(self, node: Node, message: Message) -> None:
+    def hear(self, node: Node, message: Condition | ConnectionsTried | Connectivity) -> None:
         """What an agent tells of its host."""
         if self.is_over:
             return
-        if message["message"] == "condition":
+        if isinstance(message, Condition):
             self._take_condition(node, message)
-        elif message["message"] == "connections_tried":
-            self._take_answers(node, message["answers"])
+        elif isinstance(message, ConnectionsTried):
+            self._take_answers(node, message.answers)
         self._go_on()
 
-    def _take_condition(self, node: Node, message: Message) -> None:
-        told, now = message["told"], time.time()
+    def _take_condition(self, node: Node, message: Condition) -> None:
+        told, now = message.told, time.time()
         before = self._asked[node.number]
         offset = told["time_s"] - (before + now) / 2
         self._findings += host_findings(node.name, told, offset_s=offset, unsure_s=(now - before) / 2)
         self._told.add(node.number)
-        if message.get("port"):
-            self._found.places[node.number] = place_of(node, int(message["port"]))
+        if message.port:
+            self._found.places[node.number] = place_of(node, message.port)
 
     def _take_answers(self, node: Node, answers: list[str]) -> None:
         self._found.take(node.number, list(self._found.places), answers)
@@ -224,8 +224,8 @@ class Precheck:
             return
         if self._ways and len(present) > 1 and not self._knocked:
             self._knocked.add(-1)  # asked for
-            places = [(place.address, place.port) for place in self._found.places.values()]
-            self._agents.tell_all("try_connections", places=places)
+            places = [[place.address, place.port] for place in self._found.places.values()]
+            self._agents.tell_all(TryConnections(places=places))
         if not self._ways or len(present) < 2 or present <= self._knocked:
             self._conclude()
 
@@ -262,7 +262,7 @@ _NEWCOMER_LIMIT_S = 15.0
 
 
 class Newcomers:
-    """They are received one after another: all agents listen, then the newcomer and the others connect to each other."""
+    """They are received one after another: all agents listen, then the newcomer and the others try each other."""
 
     def __init__(self, course: Course, agents: Agents) -> None:
         self._course, self._agents = course, agents
@@ -276,15 +276,15 @@ class Newcomers:
         if len(self._waiting) == 1:
             self._begin()
 
-    def hear(self, node: Node, message: Message) -> None:
+    def hear(self, node: Node, message: Condition | ConnectionsTried | Connectivity) -> None:
         """An agent listens, or has connected to the others."""
         if not self._waiting:
             return
-        if message["message"] == "connectivity" and node.number in self._awaited and not self._places_are_told:
-            self._ways.places[node.number] = place_of(node, message["port"])
+        if isinstance(message, Connectivity) and node.number in self._awaited and not self._places_are_told:
+            self._ways.places[node.number] = place_of(node, message.port)
             self._go_on(node)
-        elif message["message"] == "connections_tried" and node.number in self._awaited and self._places_are_told:
-            self._ways.take(node.number, self._knocks_at[node.number], message["answers"])
+        elif isinstance(message, ConnectionsTried) and node.number in self._awaited and self._places_are_told:
+            self._ways.take(node.number, self._knocks_at[node.number], message.answers)
             self._go_on(node)
 
     def lose(self, node: Node) -> None:
@@ -307,7 +307,7 @@ class Newcomers:
         newcomers = {node.number for node, _ in self._waiting} - {self._waiting[0][0].number}
         self._taking_part = [node for node in here if node.number not in newcomers]
         self._awaited = {node.number for node in self._taking_part}
-        self._agents.tell(self._taking_part, "open_door")
+        self._agents.tell(self._taking_part, OpenDoor())
 
         def look() -> None:
             if self._waiting and turn == self._turn:
@@ -331,7 +331,7 @@ class Newcomers:
             self._knocks_at[each.number] = others if each.number == newcomer else [newcomer]
             self._awaited.add(each.number)
             places = [self._ways.places[number] for number in self._knocks_at[each.number]]
-            self._agents.tell([each], "try_connections", places=[(place.address, place.port) for place in places])
+            self._agents.tell([each], TryConnections(places=[[place.address, place.port] for place in places]))
 
     def _conclude(self) -> None:
         node, then = self._waiting[0]

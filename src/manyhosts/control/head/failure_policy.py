@@ -16,7 +16,7 @@ from manyhosts.control.head.output import News
 from manyhosts.control.head.placement import Node
 from manyhosts.control.head.state import Course
 from manyhosts.control.head.workers import WorkerGroup
-from manyhosts.control.loop import Message
+from manyhosts.control.protocol import End, Ended, Signal, Trouble
 from manyhosts.errors import LaunchError
 
 _FIRST_CAUSE_S = 2.0
@@ -97,34 +97,34 @@ class FailurePolicy:
         self._exchanges_of_ended.clear()
         self._culprit = None
 
-    def take_trouble(self, node: Node, message: Message) -> None:
+    def take_trouble(self, node: Node, message: Trouble) -> None:
         """A host can start no worker; the ends of those that it had follow. One that comes to others stays outside."""
-        text, told = str(message["text"]), self._trouble.get(node.name)
+        text, told = message.text, self._trouble.get(node.name)
         self._trouble[node.name] = text
-        if not message["early"]:
+        if not message.early:
             return
-        where = ", ".join(part for part in (f"host {node.name}", message["where"]) if part)
+        where = ", ".join(part for part in (f"host {node.name}", message.where) if part)
         error = LaunchError(text, where=where, fix=SEE_ABOVE)
         if not self._worker_group.do_without(node):
             self._course.result = error
         elif text != told:
             self._course.display.warn(f"manyhosts: {error}\nmanyhosts: the run goes on without host {node.name}")
 
-    def note_end(self, node: Node, message: Message) -> None:
+    def note_end(self, node: Node, message: Ended) -> None:
         """A worker has ended, in one way or another."""
         course = self._course
-        if message["member"] in self._given_up:
+        if message.member in self._given_up:
             return
-        course.running.discard(message["member"])
-        code, number = message["code"], message["signal"]
+        course.running.discard(message.member)
+        code, number = message.code, message.signal
         asked = course.trainer_seen and code in _ASKED_TO_STOP
         if asked:
             self._exit_code = code  # the workers have agreed to stop and saved what they have: nothing has failed
-        if message["finished"] or (code == 0 and number == 0) or asked:
+        if message.finished or (code == 0 and number == 0) or asked:
             # A script whose main module came to its end has succeeded, whatever its destructors do then.
             self.ended_well.append(f"rank {self._worker_group.rank(message)} on host {node.name}")
-            self._exchanges_of_ended.append(message.get("exchanges"))
-            self._worker_group.drop(message["member"])
+            self._exchanges_of_ended.append(message.exchanges)
+            self._worker_group.drop(message.member)
             if not course.running and not self._failures:
                 course.result = 130 if course.interrupted else self._exit_code
             else:
@@ -135,14 +135,14 @@ class FailurePolicy:
             host=node.name,
             code=code,
             signal=number,
-            error=message["error"],
-            out_of_memory=message["out_of_memory"],
-            memory=message.get("memory", {}),
-            last_words=message.get("last_words", ""),
+            error=message.error,
+            out_of_memory=message.out_of_memory,
+            memory=message.memory,
+            last_words=message.last_words,
             lost=self._trouble.get(node.name, ""),
-            log=str(course.job.run_dir / "logs" / f"{node.name}-{message['rank']}.log"),
+            log=str(course.job.run_dir / "logs" / f"{node.name}-{message.rank}.log"),
         )
-        self.note_failures({message["member"]: failure})
+        self.note_failures({message.member: failure})
 
     def note_verdict(self, diagnosis: Diagnosis) -> None:
         """Workers get no further: those that are to blame are killed, and count as failed; else the run ends."""
@@ -259,7 +259,7 @@ class FailurePolicy:
         if self.ended_well and self._culprit.may_be_consequence:
             self._culprit = self._culprit.caused_by_end_of(self.ended_well[0], self._exchanges_of_ended[0])
         self._others_ended = len(course.running) + len(self._failures) - 1
-        self._agents.tell_all("end", generation=generation, grace_s=course.job.grace_s)
+        self._agents.tell_all(End(generation=generation, grace_s=course.job.grace_s))
         self.all_ended = not course.running
 
     def conclude(self) -> None:
@@ -300,9 +300,10 @@ class FailurePolicy:
             return
         course.display.warn(f"manyhosts: {signal_name(number)}: the workers are ending; once more ends them at once")
         self._agents.tell_all(
-            "signal",
-            generation=course.generation,
-            signal=int(signal.SIGTERM),  # what torchrun sends: scripts that know nothing of us end in silence
-            cause=int(number),
-            farewell_s=course.job.farewell_s,
+            Signal(
+                generation=course.generation,
+                signal=int(signal.SIGTERM),  # what torchrun sends: scripts that know nothing of us end in silence
+                cause=int(number),
+                farewell_s=course.job.farewell_s,
+            )
         )

@@ -24,7 +24,7 @@ from manyhosts.control.head.diagnosis import Diagnosis, Sight, diagnose
 from manyhosts.control.head.placement import Node
 from manyhosts.control.head.state import Course
 from manyhosts.control.head.workers import WorkerGroup
-from manyhosts.control.loop import Message
+from manyhosts.control.protocol import Look, Seen, SeenWorker
 from manyhosts.control.session import Session
 
 LEAST_S = 2.25
@@ -304,32 +304,31 @@ class HangMonitor:
         elif kind == "trainer":
             pace.tells = True
 
-    def take_sights(self, node: Node, message: Message) -> None:
+    def take_sights(self, node: Node, message: Seen) -> None:
         """An agent has looked at its workers."""
         this = self._round
-        if this is None or message["round"] != this.number:
+        if this is None or message.round != this.number:
             return
         now = time.monotonic()
-        for seen in message["workers"]:
-            number = seen["member"]
-            if number in self._course.running:
+        for seen in message.workers:
+            if seen.member in self._course.running:
                 this.sights.append(self._sight(node, seen, now))
         this.missing.discard(node.number)
 
-    def _sight(self, node: Node, seen: Message, now: float) -> Sight:
-        pace = self._paces.get(seen["member"], _Pace())
+    def _sight(self, node: Node, seen: SeenWorker, now: float) -> Sight:
+        pace = self._paces.get(seen.member, _Pace())
         sight = Sight(
-            member=seen["member"],
+            member=seen.member,
             rank=self._worker_group.rank(seen),
             host=node.name,
             still_s=now - pace.at if pace.at else 0.0,
-            step=pace.step if seen["step"] is None else seen["step"],
-            state=seen["state"],
-            busy=seen["busy"],
-            stack=diagnosis.parse(seen["stack"]),
-            loader=diagnosis.parse(seen["loader"]),
+            step=pace.step if seen.step is None else seen.step,
+            state=seen.state,
+            busy=seen.busy,
+            stack=diagnosis.parse(seen.stack),
+            loader=diagnosis.parse(seen.loader),
         )
-        self._note_wait(sight, seen["cpu_s"], now)
+        self._note_wait(sight, seen.cpu_s, now)
         return sight
 
     def _note_wait(self, sight: Sight, cpu_s: float, now: float) -> None:
@@ -401,7 +400,7 @@ class HangMonitor:
         nodes = [self._agents.nodes[number] for number in self._agents.present()]
         self._rounds += 1
         self._round = _Round(self._rounds, now, {node.number for node in nodes})
-        self._agents.tell(nodes, "look", round=self._rounds)
+        self._agents.tell(nodes, Look(round=self._rounds))
 
     def _consider(self, this: _Round, now: float) -> None:
         """All agents have looked, or had the time to: judge, if the time of the workers is over, too."""

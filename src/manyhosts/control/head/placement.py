@@ -1,8 +1,7 @@
-"""How the agents of a run come to their hosts: started here, by one command of an engine, by an engine elsewhere, or by
-`manyhosts join`.
+"""How agents come to their hosts: started here, by one command of an engine, by an engine elsewhere, or by a user.
 
-A host that joins asks first, and is told what it must have to be of use (`offer`); then its agent says hello without a
-number, and takes the first free place.
+A host that joins by `manyhosts join` asks first, and is told what it must have to be of use (`offer`); then its agent
+says hello without a number, and takes the first free place.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from manyhosts.cluster.ports import Range
-from manyhosts.control import messages
 from manyhosts.control.job import Job
 from manyhosts.control.loop import Message
+from manyhosts.control.protocol import JOINING, fault_in
 from manyhosts.control.session import Session
 from manyhosts.records import run_directory
 
@@ -215,7 +214,7 @@ class Joining:
 
     def place_for(self, hello: Message, nodes: Sequence[Node]) -> Node | None:
         """The node that an agent without a number is: its own from before, its machine's, or the first free one."""
-        if messages.fault_in(hello, messages.JOINING):
+        if fault_in(hello, JOINING):
             return None
         joining = nodes[1:]
         for node in joining:

@@ -9,7 +9,6 @@ import contextlib
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from manyhosts.cluster import ports
 from manyhosts.control import variables
@@ -35,12 +34,30 @@ from manyhosts.control.head.takeover import (
     written_down,
 )
 from manyhosts.control.job import Job
-from manyhosts.control.loop import Message
+from manyhosts.control.protocol import (
+    Asked,
+    Condition,
+    ConnectionsTried,
+    Connectivity,
+    Ended,
+    FromAgent,
+    MemberSays,
+    OfWorker,
+    Output,
+    Prepare,
+    Report,
+    Seen,
+    StoreOpened,
+    Trouble,
+    Unlogged,
+    Unshown,
+    Warm,
+)
 from manyhosts.errors import LaunchError, ManyhostsError
 from manyhosts.records import run_directory, run_lock
 
-_STREAMS = ("alive", "output", "unshown", "unlogged", "seen", "step", "busy", "rest", "progress", "say")
-"""What agents and workers say that changes nothing of what another head would have to know."""
+_STREAMS = ("step", "busy", "rest", "progress", "say")
+"""What workers report that changes nothing of what another head would have to know."""
 
 
 class _Over(Exception):
@@ -290,29 +307,29 @@ class Head:
             self._news.beginning.await_hosts(missing, len(nodes))
 
     def _prepare(self, node: Node) -> None:
-        self._agents.tell([node], "prepare", **self._preparation(node))
+        self._agents.tell([node], self._preparation(node))
 
-    def _preparation(self, node: Node) -> dict[str, Any]:
+    def _preparation(self, node: Node) -> Prepare:
         """What an agent is told before all else."""
         job = self._course.job if node.place is None else node.place.job(self._course.job)
         known = {variables.RUN_DIR: str(job.run_dir), ports.VARIABLE: job.ports}
-        return {
-            "host": node.name,
-            "command": {
+        return Prepare(
+            host=node.name,
+            command={
                 "kind": job.kind,
                 "program": job.program,
                 "arguments": job.arguments,
                 "folder": str(job.folder),
             },
-            "preload": [*job.preload, *self._course.warm],
-            "environment": {**job.environment, **known, run_lock.VARIABLE: self._hold.token},
-            "run_dir": str(job.run_dir),
-            "log_bytes": job.log_bytes,
-            "head_timeout_s": job.head_timeout_s,
-            "can_be_taken_over": self._course.can_be_taken_over,
-            "workers": job.workers_on(node.number),
+            preload=[*job.preload, *self._course.warm],
+            environment={**job.environment, **known, run_lock.VARIABLE: self._hold.token},
+            run_dir=str(job.run_dir),
+            log_bytes=job.log_bytes,
+            head_timeout_s=job.head_timeout_s,
+            can_be_taken_over=self._course.can_be_taken_over,
+            workers=job.workers_on(node.number),
             **self._precheck.requests(node),
-        }
+        )
 
     def _lose_silent(self, node: Node, seconds: float) -> None:
         if self._agents.may_come_back(node) and self._hang_monitor.waits_for(node, seconds):
@@ -336,45 +353,50 @@ class Head:
             {each.number: Failure(rank=each.rank, host=node.name, lost=why) for each in gone}
         )
 
-    def hear(self, node: Node, message: Message) -> None:
+    def hear(self, node: Node, message: FromAgent) -> None:
         """What an agent says."""
-        if message.get("generation", self._course.generation) != self._course.generation:
+        if getattr(message, "generation", self._course.generation) != self._course.generation:
             return  # news of workers that were given up
-        if message["message"] not in _STREAMS and message.get("kind") not in _STREAMS:
+        if message.CHANGES_STATE and not (isinstance(message, Report) and message.kind in _STREAMS):
             self._record.is_needed = True
-        match message["message"]:
-            case "store":
-                self._worker_group.store.take(node, message["port"], shared=message["shared"])
-            case "asked" if not self._course.interrupted:
-                self._failure_policy.interrupt(signal.Signals(message["signal"]))
-            case "condition" | "connections_tried" | "connectivity":
+        match message:
+            case StoreOpened():
+                self._worker_group.store.take(node, message.port, shared=message.shared)
+            case Asked() if not self._course.interrupted:
+                self._failure_policy.interrupt(signal.Signals(message.signal))
+            case Condition() | ConnectionsTried() | Connectivity():
                 self._precheck.hear(node, message)
                 if self._newcomers is not None:
                     self._newcomers.hear(node, message)
-            case "warm":
-                self._course.warm = tuple(message["modules"])
-            case "trouble":
+            case Warm():
+                self._course.warm = tuple(message.modules)
+            case Trouble():
                 self._failure_policy.take_trouble(node, message)
             case _:
+                self._hear_of_workers(node, message)
+
+    def _hear_of_workers(self, node: Node, message: FromAgent) -> None:
+        match message:
+            case Seen():
+                self._hang_monitor.take_sights(node, message)
+            case MemberSays(kind="accuse"):
+                self._failure_policy.take_accusation(message.fields)
+            case MemberSays():
+                self._worker_group.regroup.hear(message.member, message.kind, message.fields)
+            case OfWorker():
                 self._hear_of_worker(node, message)
 
-    def _hear_of_worker(self, node: Node, message: Message) -> None:
-        match message["message"]:
-            case "member" if message["kind"] == "accuse":
-                self._failure_policy.take_accusation(message["fields"])
-            case "member":
-                self._worker_group.regroup.hear(message["member"], message["kind"], message["fields"])
-            case "output":
-                is_error = message["stream"] == "err"
-                self._news.show(node, self._worker_group.rank(message), message["lines"], is_error=is_error)
-            case "report":
-                self._hang_monitor.take_report(message["member"], message["kind"], message["fields"])
-                self._news.take_report(self._worker_group.rank(message), message["kind"], message["fields"])
-            case "unshown":
-                self._news.tell_of_unshown(node, self._worker_group.rank(message), message["lines"])
-            case "unlogged":
-                self._news.tell_of_gaps(node, self._worker_group.rank(message), message["why"])
-            case "seen":
-                self._hang_monitor.take_sights(node, message)
-            case "ended":
+    def _hear_of_worker(self, node: Node, message: OfWorker) -> None:
+        rank = self._worker_group.rank(message)
+        match message:
+            case Output():
+                self._news.show(node, rank, message.lines, is_error=message.stream == "err")
+            case Report():
+                self._hang_monitor.take_report(message.member, message.kind, message.fields)
+                self._news.take_report(rank, message.kind, message.fields)
+            case Unshown():
+                self._news.tell_of_unshown(node, rank, message.lines)
+            case Unlogged():
+                self._news.tell_of_gaps(node, rank, message.why)
+            case Ended():
                 self._failure_policy.note_end(node, message)

@@ -8,6 +8,7 @@ from typing import Any
 from manyhosts.control.head.agents import Agents
 from manyhosts.control.head.placement import Node
 from manyhosts.control.head.state import Course
+from manyhosts.control.protocol import CloseStore, OpenStore
 
 Then = Callable[[str, int], None]
 """Is told the address and the port of a store that is open."""
@@ -57,7 +58,7 @@ class Store:
         if keeper is not None:
             node = self._agents.nodes[keeper]
             address, generation = self._address(keeper), self._course.generation
-            self._agents.tell([node], "open_store", generation=generation, address=address)
+            self._agents.tell([node], OpenStore(generation=generation, address=address))
 
     def written_down(self) -> dict[str, Any]:
         """Which host keeps it, or was asked to."""
@@ -87,5 +88,5 @@ class Store:
     def close(self) -> None:
         """Have everybody who waits at the store wait no more."""
         if self.place is not None and self._node is not None:
-            self._agents.tell([self._agents.nodes[self._node]], "close_store")
+            self._agents.tell([self._agents.nodes[self._node]], CloseStore())
             self._node, self._port = None, 0

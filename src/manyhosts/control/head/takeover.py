@@ -26,6 +26,7 @@ from manyhosts.control.head.agents import Agents
 from manyhosts.control.head.placement import Node
 from manyhosts.control.job import Job
 from manyhosts.control.proof import PROTOCOL
+from manyhosts.control.protocol import Prepare, content_of
 from manyhosts.errors import ConfigError, LaunchError
 from manyhosts.records import run_directory
 from manyhosts.records.json_text import parsed
@@ -230,7 +231,7 @@ def written_down(nodes: Sequence[Node]) -> list[dict[str, Any]]:
     return found
 
 
-def go_on_with(agents: Agents, written: Sequence[Mapping[str, Any]], prepare: Callable[[Node], object]) -> None:
+def go_on_with(agents: Agents, written: Sequence[Mapping[str, Any]], prepare: Callable[[Node], Prepare]) -> None:
     """Have those that another head has heard count as here: they have `CALLERS_S` to call.
 
     `prepare` says what an agent is told before all else.
@@ -244,5 +245,5 @@ def go_on_with(agents: Agents, written: Sequence[Mapping[str, Any]], prepare: Ca
             node.channel.go_on_from({**found["talk"], "kept": kept})
 
 
-def _prepare(number: int, fields: Any) -> str:
-    return json.dumps({"message": "prepare", "n": number, **fields}) + "\n"
+def _prepare(number: int, message: Prepare) -> str:
+    return json.dumps({"message": message.NAME, "n": number, **content_of(message)}) + "\n"

@@ -12,7 +12,7 @@ from manyhosts.control.head.membership import Member, Regroup
 from manyhosts.control.head.placement import Node
 from manyhosts.control.head.state import Course
 from manyhosts.control.head.store import Store, Then
-from manyhosts.control.loop import Message
+from manyhosts.control.protocol import Kill, NewWorker, OfWorker, SeenWorker, Start, Tell
 
 NoteFailures = Callable[[Mapping[int, Failure]], None]
 """Is told that workers, by number, have failed or are lost."""
@@ -33,10 +33,10 @@ class WorkerGroup:
         self._left_out: set[tuple[int, int]] = set()
         """Node and local rank of workers that computed wrongly: nobody takes their places in this start of the job."""
 
-    def rank(self, message: Message) -> int:
+    def rank(self, message: OfWorker | SeenWorker) -> int:
         """What the rank of the worker that a message is about is now."""
-        member = self.regroup.group_state.members.get(message["member"])
-        return int(message["rank"]) if member is None else member.rank
+        member = self.regroup.group_state.members.get(message.member)
+        return message.rank if member is None else member.rank
 
     def of_node(self, node: Node) -> list[Member]:
         """The workers of a node that have not ended."""
@@ -122,8 +122,8 @@ class WorkerGroup:
             )
             environment |= variables.of_member(job, member=member.number, late=member.late)
             place = {"rank": member.rank, "local_rank": member.local_rank, "member": member.number}
-            workers.append({**place, "environment": environment})
-        self._agents.tell([self._agents.nodes[members[0].node]], "start", generation=generation, workers=workers)
+            workers.append(NewWorker(**place, environment=environment))
+        self._agents.tell([self._agents.nodes[members[0].node]], Start(generation=generation, workers=workers))
 
     def start_late(self, member: Member) -> None:
         """Start a worker while others train; on a host that is away, when it is back."""
@@ -187,11 +187,11 @@ class WorkerGroup:
     def tell_member(self, member: Member, kind: str, /, **content: Any) -> None:
         """Say something to a worker."""
         message = {"message": kind, **content}
-        self._agents.tell([self._agents.nodes[member.node]], "tell", member=member.number, content=message)
+        self._agents.tell([self._agents.nodes[member.node]], Tell(member=member.number, content=message))
 
     def kill_member(self, member: Member) -> None:
         """End a worker that does not answer; its end is told as usual."""
-        self._agents.tell([self._agents.nodes[member.node]], "kill", member=member.number)
+        self._agents.tell([self._agents.nodes[member.node]], Kill(member=member.number))
 
     def drop(self, number: int) -> None:
         """A worker has come to its end. Where all that trained have, whoever was on the way to them is not needed.

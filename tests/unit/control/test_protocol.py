@@ -1,0 +1,78 @@
+"""What goes over the wire between head and agents is what was said, and nothing else is taken for it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, fields, replace
+from typing import Any
+
+import pytest
+
+from manyhosts.control import protocol
+from manyhosts.control.protocol import FROM_AGENT, FROM_HEAD, Ended, NewWorker, Seen, SeenWorker, Start, content_of
+
+WORKER = {"rank": 1, "generation": 0, "member": 5}
+SEEN = SeenWorker(**WORKER, step=None, state="S", cpu_s=1, busy=0.5, stack="", loader="")
+ENDED = {**WORKER, "code": 0, "signal": 9, "finished": False, "error": None, "out_of_memory": False}
+
+
+def example_of(kind: Any) -> Any:
+    """A message with something in every field."""
+    values = {"int": 3, "float": 0.5, "str": "x", "bool": True, "list[str]": ["a"], "list[list[Any]]": [["h", 1]]}
+    values |= {"dict[str, Any]": {"a": [1]}, "dict[str, Any] | None": {"a": 1}, "int | None": None}
+    values |= {"dict[str, str]": {"A": "b"}, "list[SeenWorker]": [SEEN], "float | None": 0.5}
+    values["list[NewWorker]"] = [NewWorker(rank=0, local_rank=0, member=1, environment={"A": "b"})]
+    return kind(**{entry.name: values[entry.type] for entry in fields(kind)})
+
+
+def default_of(entry: Field[Any]) -> Any:
+    return entry.default if entry.default_factory is MISSING else entry.default_factory()
+
+
+@pytest.mark.parametrize(("kinds", "read"), [(FROM_AGENT, protocol.from_agent), (FROM_HEAD, protocol.from_head)])
+def test_every_message_comes_as_it_was_said_and_lacks_no_field(kinds: Mapping[str, Any], read: Any) -> None:
+    assert len(kinds) > 10
+    for kind in kinds.values():
+        said = example_of(kind)
+        wire = json.loads(json.dumps({"message": kind.NAME, **content_of(said)}))
+        assert read(wire) == said
+        for entry in fields(kind):
+            less = {name: value for name, value in wire.items() if name != entry.name}
+            wrong = {**wire, entry.name: b"bytes are no JSON"}
+            with pytest.raises(ValueError, match=f"its '{entry.name}' is "):
+                read(wrong)
+            if entry.default is MISSING and entry.default_factory is MISSING:
+                with pytest.raises(ValueError, match=f"it has no '{entry.name}'"):
+                    read(less)
+            else:
+                assert read(less) == replace(said, **{entry.name: default_of(entry)})
+
+
+@pytest.mark.parametrize(
+    ("wire", "fault"),
+    [
+        ({"message": "ended", **ENDED, "code": True}, "its 'code' is True"),
+        ({"message": "ended", **ENDED, "finished": 1}, "its 'finished' is 1"),
+        (
+            {"message": "seen", "round": 1, "workers": [{**WORKER, "step": 1}]},
+            "its 'workers' is [{'rank': 1, 'generation': 0, 'member...",
+        ),
+        ({"message": "seen", "round": 1, "workers": {}}, "its 'workers' is {}"),
+        ({"message": "connections_tried", "answers": ["", 1]}, "its 'answers' is ['', 1]"),
+        ({"message": "start"}, "it is of the kind 'start', which this version does not know"),
+        ({"message": ["ended"]}, "it is of the kind ['ended'], which this version does not know"),
+        ({}, "it is of the kind None, which this version does not know"),
+    ],
+)
+def test_what_is_no_message_of_an_agent_is_refused_in_words(wire: dict[str, Any], fault: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(fault)}$"):
+        protocol.from_agent(wire)
+
+
+def test_what_is_not_known_beside_a_message_is_not_looked_at_and_what_may_lack_has_its_default() -> None:
+    assert protocol.from_agent({"message": "ended", **ENDED, "new": 1}) == Ended(**ENDED)
+    assert Ended(**ENDED).memory == {}
+    assert content_of(Start(generation=2, workers=[])) == {"generation": 2, "workers": []}
+    assert content_of(Seen(round=1, workers=[SEEN]))["workers"][0]["state"] == "S"

@@ -32,6 +32,13 @@ SOURCE = """
     trainer.fit(os.environ["DURATION"])
 """
 
+WAITS_AT_THE_END = """
+    print("the end of", os.environ["RANK"], flush=True)
+    while not os.path.exists("go on"):
+        time.sleep(0.05)
+"""
+"""What workers do behind that: they do not end before there is a file `go on`."""
+
 
 def undisturbed(folder: Path, steps: int) -> dict[str, object]:
     script = write_script(folder, SOURCE, "alone.py")

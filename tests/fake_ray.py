@@ -1,10 +1,10 @@
-"""A Ray of two nodes, both this machine: tasks are threads, and what it was asked is kept."""
+"""A Ray of two nodes, both this machine: tasks run when they are waited for, and what it was asked is kept."""
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -41,21 +41,14 @@ class FakeRay(ModuleType):
             for name, place in places.items()
         ]
 
-    def remote(self, function: Callable[..., int]) -> Any:
-        """What is called later, on a thread."""
+    def remote(self, function: Callable[..., Iterator[Any]]) -> Any:
+        """What is done when somebody asks for what it yields."""
 
         def options(**words: Any) -> Any:
             def start(*given: Any) -> Any:
                 self.asked["tasks"].append((words, given))
-                done = threading.Event()
-                result: list[int] = []
-
-                def work() -> None:
-                    result.append(function(*given))
-                    done.set()
-
-                threading.Thread(target=work, daemon=True).start()
-                return SimpleNamespace(done=done, result=result)
+                assert words["num_returns"] == "streaming"
+                return function(*given)
 
             return SimpleNamespace(remote=start)
 
@@ -65,9 +58,9 @@ class FakeRay(ModuleType):
         """Those that are done, and the others."""
         return (tasks, []) if tasks[0].done.wait(timeout) else ([], tasks)
 
-    def get(self, task: Any) -> int:
-        """What it returned."""
-        return int(task.result[0])
+    def get(self, found: Any) -> Any:
+        """What a task has yielded."""
+        return found
 
     def cancel(self, task: Any, force: bool = False) -> None:
         """Agents end by themselves when the head has gone."""

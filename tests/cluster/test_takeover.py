@@ -6,22 +6,23 @@ import os
 import signal
 import stat
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from alone import SOURCE, undisturbed
+from alone import SOURCE, WAITS_AT_THE_END, undisturbed
 from commands import summary
 from launching import wait_until
 from remote import run, start
 from runs import restarts, step_lines
+from testbed import needs
 
 from manyhosts.lab import Host, Lab
 from manyhosts.records import run_directory
 
-WAITS_AT_THE_END = """
-    print("the end of", os.environ["RANK"], flush=True)
-    while not os.path.exists("go on"):
-        time.sleep(0.05)
+CLOSED = """
+add table inet t; add chain inet t in { type filter hook input priority 0; policy accept; };
+add rule inet t in ct state new iif eth0 drop
 """
 SECRET = "a password that nobody else is to read"
 
@@ -54,8 +55,8 @@ class Training:
         )
         assert self.step() >= step, what
 
-    def let_go(self) -> None:
-        for host in list(self.hosts)[:3]:
+    def let_go(self, hosts: int = 3) -> None:
+        for host in list(self.hosts)[:hosts]:
             host.path(self.folder / "go on").touch()
 
     def end(self) -> None:
@@ -67,18 +68,22 @@ class Training:
                 if words.startswith("manyhosts "):
                     os.kill(pid, signal.SIGKILL)
 
-    def is_whole(self) -> None:
+    def is_whole(self, workers: int = 3) -> None:
         """Every step once, with the bits of a run to which nothing happened; every line of every log once."""
         assert [line["step"] for line in step_lines(self.run_dir)] == list(range(1, self.steps + 1))
         ended, wanted = summary(self.run_dir), undisturbed(self.folder, self.steps)
         assert (ended["weights_sha256"], ended["status"]) == (wanted["weights_sha256"], "completed")
-        for rank in range(3):
+        for rank in range(workers):
             [log] = (self.run_dir / "logs").glob(f"*-{rank}.log")
             assert log.read_text().count(f"the end of {rank}\n") == 1, log.read_text()
 
 
 def ours(host: Host) -> dict[int, str]:
     return {pid: words for pid, words in host.processes().items() if words.startswith("manyhosts ")}
+
+
+def agents(host: Host) -> int:
+    return sum(" agent " in words for words in ours(host).values())
 
 
 def kill(hosts: Lab, command: subprocess.Popen[str]) -> None:
@@ -115,3 +120,34 @@ def test_command_that_is_killed_and_typed_again_takes_the_run_over(four: Lab, tm
     training.is_whole()
     assert (summary(training.run_dir)["restarts"], restarts(training.run_dir)) == (0, [])
     assert not record.exists()
+
+
+@pytest.mark.slow
+@needs("nft")
+@pytest.mark.timeout(400)
+def test_run_of_hosts_that_may_go_and_reach_the_head_through_ssh_alone_is_taken_over(
+    make_lab: Callable[..., Lab], tmp_path: Path
+) -> None:
+    """Its command is killed before any worker has started, and again when they train; then a host is lost, too."""
+    hosts = make_lab(3, prefix="over")
+    hosts.desk.run(["nft", CLOSED])
+    training = Training(hosts, tmp_path, 80)
+    training.options += ["--nodes", "2:3"]
+    try:
+        first = training.type()
+        wait_until(lambda: bool(ours(hosts[2])) or first.poll() is not None, "an agent is there", timeout_s=90)
+        kill(hosts, first)
+        second = training.type()
+        training.wait_for_step(10, "it trains")
+        wait_until(lambda: all(agents(host) == 1 for host in hosts), "those of the first command are gone")
+        kill(hosts, second)
+        hosts[2].kill()
+        at = training.step()
+        heir = training.type()
+        training.wait_for_step(at + 5, "two hosts go on")
+        training.let_go(hosts=2)
+        _, err = heir.communicate(timeout=120)
+    finally:
+        training.end()
+    assert (heir.returncode, "this one takes it over" in err) == (0, True), err
+    training.is_whole(workers=2)

@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from containers import digits, weights, weights_here
 from launching import MANYHOSTS, environment, wait_until
@@ -25,6 +26,7 @@ from manyhosts.cli.main import main
 from manyhosts.control.join_secret import FINGERPRINT_BYTES, JoinSecret
 from manyhosts.control.tls import Identity
 from manyhosts.hosts import version_check
+from manyhosts.records import run_directory
 
 VIRTUAL = ("--set", "virtual_workers=4")
 
@@ -60,9 +62,22 @@ class Run:
         self.port = free_port()
         words = ["--on", "join", "--nodes", nodes, "-o", "bind=127.0.0.1", "-o", f"port={self.port}"]
         words += ["-o", f"secret-file={self.secret_file}", "--run-dir", "runs/one", *VIRTUAL, "digits.py"]
-        with self.err.open("w") as err:
-            self.process = self._start([*MANYHOSTS, "run", *words], self.folder, err)
+        self.words = [*MANYHOSTS, "run", *words]
+        self._stack.callback(self._end_agents)
+        self.type()
         wait_until(self.listens, "the head listens", timeout_s=120)
+
+    def type(self) -> None:
+        """Start it, or take it over."""
+        with self.err.open("a") as err:
+            self.process = self._start(self.words, self.folder, err)
+
+    def _end_agents(self) -> None:
+        """Those that would wait for another command, where a test fails in between."""
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.cwd() == str(self.folder) and str(process.cmdline()).startswith("['manyhosts agent"):
+                    process.kill()
 
     def _start(self, words: Sequence[str], folder: Path, err: object) -> subprocess.Popen[str]:
         started = subprocess.Popen(
@@ -98,7 +113,7 @@ class Run:
 
     def lines(self) -> list[dict[str, Any]]:
         """What the record tells so far."""
-        assert self.process.poll() in (None, 0), self.err.read_text()
+        assert self.process.poll() in (None, 0, -signal.SIGKILL), self.err.read_text()
         path = self.folder / "runs" / "one" / "metrics.jsonl"
         whole = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
         return [json.loads(line) for line in whole]
@@ -227,6 +242,31 @@ def test_hosts_that_come_and_go_while_others_train_change_nothing(
         assert weights(run.folder / "runs" / "one") == alone
         steps = [event["step"] for event in run.lines() if event["event"] == "step"]
         assert steps == list(range(1, len(steps) + 1)), "each step once"
+
+
+def test_hosts_keep_a_run_whose_command_was_killed_for_the_same_one_typed_again(
+    project: Path, alone: str, tmp_path: Path
+) -> None:
+    with started(project, tmp_path, "2", slow=True) as run:
+        secret = run.secret_file.read_text()
+        joined = run.join(run.host("other"))
+        wait_until(lambda: "step" in run.events(), "it trains", timeout_s=90)
+        end(run.process)
+        at = len(run.lines())
+        run.type()
+        wait_until(lambda: "takes it over" in run.err.read_text(), "it is taken over", timeout_s=60)
+        wait_until(lambda: len(run.lines()) > at, "steps are made", timeout_s=60)
+        assert run.secret_file.read_text() == secret, "hosts may come with what was shown first"
+        run.hurry()
+        assert run.process.wait(timeout=120) == 0, run.err.read_text()
+        _, err = joined.communicate(timeout=30)
+        assert (joined.returncode, "the head is there again" in err) == (0, True), err
+        assert weights(run.folder / "runs" / "one") == alone
+        lines = run.lines()
+    steps = [line["step"] for line in lines if line["event"] == "step"]
+    assert steps == list(range(1, len(steps) + 1)), "each step once"
+    assert [line for line in lines if line["event"] == "restart"] == []
+    assert not (run.folder / "runs" / "one" / run_directory.HEAD).exists()
 
 
 def test_secret_is_asked_for_at_a_terminal_and_not_shown(tmp_path: Path) -> None:

@@ -51,16 +51,18 @@ class Acceptor:
         *,
         ports: Range | None = None,
         identity: tls.Identity | None = None,
+        enrols: Callable[[object], bool] | None = None,
         answer: Callable[[Message], Mapping[str, Any]] | None = None,
     ) -> None:
         """`admit` is given the connection of one that knows `token`, its `hello` and which version it speaks.
 
         It listens at `address`; where the port there is 0, at one of `ports`, or at any free one.
+        `enrols` says whether one that sends a key is given `token`; nobody is where it is None.
         `answer` says what one that knows `token` is told that asks whether it may join; nobody may where it is None.
         """
         self._loop, self._token, self._admit = loop, token, admit
         self._identity = identity or tls.Identity()
-        self._answer = answer
+        self._answer, self._enrols = answer, enrols
         host, port = address
         if port:
             self._listening = addresses.listen(host, port, backlog=_BACKLOG)
@@ -136,6 +138,9 @@ class Acceptor:
         proof, answer = self._strangers[channel].proof, None
         if message.get("message") == "call":
             answer = proof.prove(message)
+        elif message.get("message") == "enrol" and self._enrols is not None and self._enrols(message.get("key")):
+            channel.send("secret", token=self._token)  # it calls on another connection
+            return
         elif message.get("message") == "ask" and self._answer is not None and proof.is_proven_by(message):
             channel.send("offer", **self._answer(message))
             return  # it says goodbye itself, or is turned away in a while

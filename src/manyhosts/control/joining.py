@@ -6,30 +6,25 @@ proven that it knows the rest of the secret.
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import socket
-import ssl
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from manyhosts.control import tls
 from manyhosts.control.agent import agent, head_connection
 from manyhosts.control.agent.agent import Origin
+from manyhosts.control.agent.head_client import HeadClient
 from manyhosts.control.head.agents import ANY_NODE
 from manyhosts.control.head.placement import PORT
 from manyhosts.control.join_secret import FINGERPRINT_BYTES, JoinSecret
 from manyhosts.control.proof import PROTOCOL, Caller
 from manyhosts.errors import ConfigError, LaunchError
 from manyhosts.hosts import contents, hostfile, interfaces, remote_probe, version_check
-from manyhosts.records.json_text import parsed
 
-_ANSWER_S = 20.0
-"""How long a head may take to answer: it may be busy with the start of others."""
 _NAMED = 3
 """Files that are named; of more, their number is told."""
 LOST = 3
@@ -142,18 +137,17 @@ def _ask(connection: socket.socket, wish: Wish) -> dict[str, Any]:
     Raises:
         LaunchError: it is not the head that the secret is of, or another version of it.
     """
-    connection.settimeout(_ANSWER_S)
-    talk = _Talk(connection, wish.place)
+    client = HeadClient(connection, wish.place)
     caller = Caller(wish.secret.token)
-    talk.say("call", **caller.call())
-    prove = talk.hear()
-    if talk.fingerprint[:FINGERPRINT_BYTES] != wish.secret.fingerprint:
+    client.say("call", **caller.call())
+    prove = client.hear()
+    if client.fingerprint()[:FINGERPRINT_BYTES] != wish.secret.fingerprint:
         raise LaunchError(
             f"what listens at {wish.place} is not the run that this secret is of: it shows another certificate",
             where=wish.place,
             fix="give the secret that this run has shown, for each has its own; if that was it, somebody is in between",
         )
-    proof = caller.proof_for(prove, talk.fingerprint)
+    proof = caller.proof_for(prove, client.fingerprint())
     if not proof:
         raise LaunchError(
             f"what listens at {wish.place} does not know the secret",
@@ -166,75 +160,12 @@ def _ask(connection: socket.socket, wish: Wish) -> dict[str, Any]:
             where=wish.place,
             fix="install the same manyhosts there and here",
         )
-    talk.say("ask", proof=proof, machine=remote_probe.machine())
-    offer = talk.hear()
+    client.say("ask", proof=proof, machine=remote_probe.machine())
+    offer = client.hear()
     wanted = {"run": str, "run_dir": str, "files": dict, "versions": dict, "refused": str, "script": str, "host": str}
     if offer.get("message") != "offer" or any(not isinstance(offer.get(key), kind) for key, kind in wanted.items()):
-        raise talk.trouble("it has said nothing that this version understands")
+        raise client.trouble("it has said nothing that this version understands")
     return offer
-
-
-class _Talk:
-    """Messages over one connection, each waited for."""
-
-    def __init__(self, connection: socket.socket, place: str) -> None:
-        self._connection, self._place, self._tls = connection, place, tls.call()
-        self._came = bytearray()
-        self._carry()
-
-    @property
-    def fingerprint(self) -> bytes:
-        """That of the certificate that the other side has shown."""
-        return self._tls.fingerprint
-
-    def say(self, kind: str, **fields: Any) -> None:
-        """Send a message."""
-        self._tls.send(json.dumps({"message": kind, **fields}).encode() + b"\n")
-        self._carry()
-
-    def hear(self) -> dict[str, Any]:
-        """The next message.
-
-        Raises:
-            LaunchError: none came.
-        """
-        while b"\n" not in self._came:
-            try:
-                chunk = self._connection.recv(1 << 16)
-                if not chunk:
-                    raise self.trouble("it has hung up")
-                self._came += self._tls.receive(chunk)
-                self._carry()
-            except ssl.SSLError as cause:
-                raise self.trouble("it does not speak TLS as a head does") from cause
-            except TimeoutError as cause:
-                raise self.trouble(f"it has said nothing for {_ANSWER_S:.0f} s") from cause
-            except OSError as cause:
-                raise self.trouble(cause.strerror or str(cause)) from cause
-        first, _, rest = bytes(self._came).partition(b"\n")
-        self._came = bytearray(rest)
-        try:
-            found = parsed(first)
-        except ValueError:
-            found = None
-        if not isinstance(found, dict):
-            raise self.trouble("it has said nothing that can be read")
-        return found
-
-    def _carry(self) -> None:
-        if words := self._tls.take():
-            try:
-                self._connection.sendall(words)
-            except OSError as cause:
-                raise self.trouble(cause.strerror or str(cause)) from cause
-
-    def trouble(self, why: str) -> LaunchError:
-        """What listens there is no head, or is none any more."""
-        return LaunchError(
-            f"what listens at {self._place} does not answer as the head of a run: {why}",
-            where=self._place,
-            fix="see that this is the address and port that `manyhosts run --on join` shows, and that it runs still",
-        )
 
 
 def _see_versions(offer: Mapping[str, Any], place: str) -> None:

@@ -27,6 +27,8 @@ class Later(str):
 
 HEAD = Later("head", "ADDRESS:PORT")
 """Where agents reach the head of their run."""
+CERTIFICATE = Later("certificate", "FINGERPRINT")
+"""By which agents know that head, where they are given no secret: SHA-256 in hexadecimal."""
 
 
 class Shell(tuple[str, ...]):

@@ -23,10 +23,13 @@ def prepare() -> None:
 
 
 class Identity:
-    """The head's key and certificate: made in this process, and gone with it."""
+    """The head's key and certificate: made in this process, and gone with it where nobody asks for `pem`."""
 
-    def __init__(self) -> None:
-        certificate, key = _self_signed()
+    def __init__(self, pem: str = "") -> None:
+        """`pem` is what another head had; without it, a key is made."""
+        certificate, key = _parts(pem) if pem else _self_signed()
+        self.pem = (key + certificate).decode()
+        """The key and the certificate, for a head that takes over from this one. A secret."""
         self.fingerprint = hashlib.sha256(ssl.PEM_cert_to_DER_cert(certificate.decode())).digest()
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -61,6 +64,11 @@ class Tls:
         """What is to be sent when the two have agreed on their keys."""
         if not server_side:
             self._agree()
+
+    @property
+    def is_up(self) -> bool:
+        """Whether both sides have agreed on their keys; the other one has then shown the key of its certificate."""
+        return self._is_up
 
     @property
     def fingerprint(self) -> bytes:
@@ -105,6 +113,12 @@ class Tls:
             self._connection.write(self._waiting)
             self._waiting.clear()
         return True
+
+
+def _parts(pem: str) -> tuple[bytes, bytes]:
+    """The certificate and the key of what `Identity.pem` is."""
+    begin = pem.index("-----BEGIN CERTIFICATE")
+    return pem[begin:].encode(), pem[:begin].encode()
 
 
 def _self_signed() -> tuple[bytes, bytes]:

@@ -10,7 +10,6 @@ from manyhosts.cluster import membership
 from manyhosts.control.job import Job
 
 RUN_DIR = "MANYHOSTS_RUN_DIR"
-TOKEN = "MANYHOSTS_TOKEN"  # noqa: S105  # the name of the variable, not a secret
 """What an agent shows that it belongs to the run by."""
 FIRST = "MANYHOSTS_FIRST"
 """Names modules whose `begin()` a worker calls before its script."""

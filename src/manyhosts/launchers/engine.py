@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ from typing import ClassVar, cast
 from manyhosts.control import job_file, variables
 from manyhosts.control.display import Display, PlainDisplay
 from manyhosts.control.job import HIDDEN, Job
-from manyhosts.control.plan import HEAD, Later, Plan, filled, text_of
+from manyhosts.control.plan import CERTIFICATE, HEAD, Later, Plan, filled, text_of
 from manyhosts.control.screen import Screen
 from manyhosts.errors import ConfigError, LaunchError
 from manyhosts.hosts import addresses
@@ -57,7 +56,7 @@ class Engine:
     TASK_VARIABLES: ClassVar[Sequence[str]] = ()
     """Variables of its tasks, `*` for any letters, that would make a worker believe that it is one of them."""
     ENVIRONMENT: ClassVar[Mapping[str, str]] = {}
-    """Set for the command that starts agents, beside the token."""
+    """Set for the command that starts agents."""
 
     def __init__(self, present: Mapping[str, str] | None = None, wait: Callable[[float], None] = time.sleep) -> None:
         """`present` are the variables that tell whether this is inside an allocation, say; by default those here."""
@@ -81,6 +80,11 @@ class Engine:
     def allocation(self, job: Job) -> Sequence[str]:
         """The command that gets hosts as `job` would, and runs what is written behind it there; none if needless."""
         return ()
+
+    @property
+    def inside(self) -> str:
+        """Which allocation this process is in, as no other one is called; empty where it is in none."""
+        return ""
 
     def there(self, job: Job) -> Job:
         """`job` as its hosts see it, where they have other paths than this machine."""
@@ -133,7 +137,7 @@ class Engine:
             ),
             workers=variables.of_all(job, address=self.ADDRESS),
             command=tuple(self.command(job, hosts, everybody)) if self.ONE_COMMAND else (),
-            environment={variables.TOKEN: SECRET, **self.ENVIRONMENT},
+            environment=dict(self.ENVIRONMENT),
         )
 
     def submit(self, plan: Plan, display: Display) -> int:
@@ -143,9 +147,8 @@ class Engine:
             LaunchError: a host could not be reached, or the engine refused.
             ManyhostsError: workers failed; the error is that of the one that failed first.
         """
-        # Here, for whoever only asks after a job does not wait for these to be loaded.
-        from manyhosts.control.head.placement import Placement
-        from manyhosts.control.head.run import Head
+        # Here, for whoever only asks after a job does not wait for what heads need to be loaded.
+        from manyhosts.launchers import placed
 
         if not plan.hosts:  # the engine keeps the job, and the head runs where it places it
             return detached.send_and_follow(cast(Jobs, self), self.NAME, plan, display, wait=self._wait)
@@ -156,19 +159,9 @@ class Engine:
                 where="PATH",
                 fix="start this where that engine's programs are, on its login node, say, or install them",
             )
-
-        def start(nodes: Sequence[int], head: str, token: str) -> subprocess.Popen[bytes]:
-            words = plan.command if plan.command and len(nodes) == plan.job.nodes else self._command_for(plan, nodes)
-            values = {HEAD.name: head, SECRET.name: token}
-            return subprocess.Popen(
-                filled(words, values),
-                env={**os.environ, **filled(plan.environment, values)},
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C reaches the head alone, which then asks the workers
-            )
-
-        placement = Placement(plan.job.nodes, start, together=bool(plan.command))
-        return Head(plan.job, plan.hosts, placement.start_agent, display, address=self.address(plan)).run()
+        return placed.run(
+            plan, lambda nodes: self._command_for(plan, nodes), display, address=self.address, inside=self.inside
+        )
 
     def run(self, job: Job, display: Display | None = None) -> int:
         """Plan and submit `job`; where there is no `display`, in plain lines. Returns the exit code.
@@ -183,8 +176,9 @@ class Engine:
         """What a host runs to be one of `nodes`: which one, the engine's variable says where there are several."""
         several = ("--number", self.NODE_NUMBER) if self.NODE_NUMBER else ()
         forgotten = ("--forget", ",".join(self.TASK_VARIABLES)) if self.TASK_VARIABLES else ()
-        words = ("--head", HEAD, *several, *forgotten, "--nodes", ",".join(map(str, nodes)))
-        return (self.python(job), "-P", "-m", "manyhosts.control.agent.node", *words)
+        words = ("--head", HEAD, "--certificate", CERTIFICATE, *several, *forgotten)
+        which = ("--nodes", ",".join(map(str, nodes)))
+        return (self.python(job), "-P", "-m", "manyhosts.control.agent.node", *words, *which)
 
     def python(self, job: Job) -> str:
         """The Python that hosts run."""
@@ -214,4 +208,6 @@ class Engine:
 
     def _command_for(self, plan: Plan, nodes: Sequence[int]) -> Sequence[str]:
         """The command for some nodes: that of a lost one is started again alone."""
+        if plan.command and len(nodes) == plan.job.nodes:
+            return plan.command
         return self.command(plan.job, plan.hosts, nodes) if plan.command else plan.agents[nodes[0]]

@@ -6,34 +6,36 @@ call this machine, at an address that may be another one than it listens at.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import secrets
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import IO, Any, ClassVar
 
 from manyhosts import __version__
 from manyhosts.cluster.ports import Range
 from manyhosts.control import variables
-from manyhosts.control.agent.head_connection import inherited
 from manyhosts.control.display import Display
+from manyhosts.control.head import takeover
+from manyhosts.control.head.agents import StartAgent
 from manyhosts.control.head.placement import PORT, AgentProcess, ExternalAgent, HeadEndpoint, port_of
 from manyhosts.control.head.run import Head
 from manyhosts.control.job import Job
 from manyhosts.control.join_secret import FINGERPRINT_BYTES, JoinSecret
-from manyhosts.control.plan import Later, Plan, filled
+from manyhosts.control.plan import HEAD, Later, Plan, filled
 from manyhosts.errors import ConfigError, LaunchError
 from manyhosts.hosts import addresses, contents, hostfile, interfaces, ports, remote_probe, version_check
 from manyhosts.hosts.files import Files
 from manyhosts.launchers import choices
 from manyhosts.launchers.engine import Engine
-from manyhosts.launchers.local import CONNECTION
-from manyhosts.records import run_directory
+from manyhosts.records import run_directory, run_lock
 
 _PATIENCE_S = 3600.0
 """How long hosts are waited for: people walk to them."""
@@ -89,35 +91,59 @@ class Join(Engine):
             LaunchError: too few hosts have joined.
             ManyhostsError: workers failed; the error is that of the one that failed first.
         """
-        from manyhosts.control.head.placement import Joining  # here, for it loads OpenSSL
-        from manyhosts.control.tls import Identity
-
         job = plan.job
         job.run_dir.mkdir(parents=True, exist_ok=True)
-        bind = job.options.get("bind") or _own_address("-o bind")
-        port = _free_port(job, bind)
-        address = job.options.get("address") or (_own_address("-o address") if _is_any(bind) else bind)
-        mark = f"{remote_probe.MARK_OF_DISK}{secrets.token_hex(4)}-join"
-        endpoint = HeadEndpoint(
-            port=port,
-            patience_s=choices.seconds(job.options, "wait") or _PATIENCE_S,
-            joining=Joining(identity=Identity(), offer=_offer(job), mark=mark, tell=display.warn),
-        )
-        _tell_how(job, endpoint, bind if not _is_any(bind) else address, port, display)
-        job = replace(job, environment={**job.environment, run_directory.APART: "1"})
-        remote_probe.write_marker(str(job.run_dir), mark)
-        try:
-            return Head(
-                job,
-                plan.hosts,
-                _start_elsewhere,
-                display,
-                address=bind,
-                endpoint=endpoint,
-                start_here=_starter(plan, address),
-            ).run()
-        finally:
-            remote_probe.remove_marker(str(job.run_dir), mark)
+        left = takeover.left_for(job)
+        if left is not None:
+            run_lock.see_that_free(job.run_dir, left.start)
+            display.warn("manyhosts: the command that started this run is gone; this one takes it over")
+            with contextlib.suppress(takeover.NobodyCame):
+                return _run(plan, display, left)
+            display.warn("manyhosts: no host has kept its workers: the run starts again, and hosts join it anew")
+        return _run(plan, display, None)
+
+
+def _run(plan: Plan, display: Display, left: takeover.Handover | None) -> int:
+    from manyhosts.control.head.placement import Joining  # here, for it loads OpenSSL
+    from manyhosts.control.tls import Identity
+
+    job, known = plan.job, {} if left is None else left.launcher
+    bind = job.options.get("bind") or _own_address("-o bind")
+    port = _free_port(job, bind) if left is None else left.port
+    address = job.options.get("address") or (_own_address("-o address") if _is_any(bind) else bind)
+    joining = Joining(
+        identity=Identity(known.get("identity", "")),
+        offer=_offer(job),
+        mark=known.get("mark") or f"{remote_probe.MARK_OF_DISK}{secrets.token_hex(4)}-join",
+        tell=display.warn,
+    )
+    patience_s = choices.seconds(job.options, "wait") or _PATIENCE_S
+    endpoint = HeadEndpoint(port=port, patience_s=patience_s, joining=joining)
+    if left is not None:
+        endpoint = replace(endpoint, token=left.token)
+    if left is not None:
+        display.warn("manyhosts: hosts that have joined need do nothing; for others that are to come:")
+    _tell_how(job, endpoint, bind if not _is_any(bind) else address, port, display)
+    succession = takeover.Succession(
+        job=job,
+        facts=joining.written_down,
+        left=left,
+        gone=[] if left is None else _gone(left),
+        name=lambda nodes: joining.go_on_from(known, nodes),
+    )
+    job = replace(job, environment={**job.environment, run_directory.APART: "1"})
+    remote_probe.write_marker(str(job.run_dir), joining.mark)
+    try:
+        start = _starter(plan, address, display)
+        return Head(job, plan.hosts, start, display, address=bind, endpoint=endpoint, succession=succession).run()
+    finally:
+        remote_probe.remove_marker(str(job.run_dir), joining.mark)
+
+
+def _gone(left: takeover.Handover) -> list[int]:
+    """The first node, where its agent has ended, which is of this machine. Of the others nothing is known."""
+    process = left.state["agents"][0]["facts"].get("process")
+    return [] if process is not None and run_lock.began(process) else [0]
 
 
 def _port(job: Job) -> int:
@@ -219,11 +245,16 @@ def _tell_how(job: Job, endpoint: HeadEndpoint, address: str, port: int, display
 
 def _agent_words() -> tuple[str, ...]:
     place = ("--address", Later("address", "ADDRESS"), "--interface", Later("interface", "INTERFACE"))
-    words = ("-P", "-m", "manyhosts.control.agent.agent", "--head", CONNECTION, "--node", "0")
+    words = ("-P", "-m", "manyhosts.control.agent.agent", "--head", HEAD, "--node", "0")
     return (sys.executable, *words, *place)
 
 
-def _starter(plan: Plan, address: str) -> Any:
+def _starter(plan: Plan, address: str, display: Display) -> StartAgent:
+    """Starts the agent of this machine, which outlives this process; the others come by themselves.
+
+    Raises:
+        LaunchError: this machine has no such address.
+    """
     found = interfaces.with_address(remote_probe.interfaces(), address)
     if found is None:
         raise LaunchError(
@@ -232,21 +263,35 @@ def _starter(plan: Plan, address: str) -> Any:
             fix="see `ip address` for those that it has",
         )
 
-    def start_here(node: int, connection: socket.socket) -> AgentProcess | None:
+    def start(node: int, head: str, token: str) -> AgentProcess:
         if node > 0:
-            return None
-        return subprocess.Popen(
-            filled(plan.agents[0], {"connection": inherited(connection), "address": address, "interface": found.name}),
-            stdin=subprocess.DEVNULL,
-            pass_fds=(connection.fileno(),),
+            return ExternalAgent()
+        host, port = addresses.address_and_port(head)
+        if _is_any(host):
+            head = addresses.place("::1" if ":" in host else addresses.LOOPBACK, port)
+        # No stream of ours: this process may be killed and its terminal closed, and the agent goes on.
+        process = subprocess.Popen(
+            filled(plan.agents[0], {HEAD.name: head, "address": address, "interface": found.name}),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C reaches the head alone, which then asks the workers
         )
+        assert process.stdin is not None, "it was asked for as a pipe"
+        assert process.stderr is not None, "it was asked for as a pipe"
+        threading.Thread(target=_pass_on, args=(process.stderr, display), daemon=True).start()
+        with contextlib.suppress(OSError):  # it has ended already; the head hears of that
+            process.stdin.write(f"{token}\n".encode())
+            process.stdin.close()
+        return process
 
-    return start_here
+    return start
 
 
-def _start_elsewhere(node: int, head: str, token: str) -> AgentProcess:
-    return ExternalAgent()
+def _pass_on(words: IO[bytes], display: Display) -> None:
+    with words, contextlib.suppress(OSError, ValueError):
+        for line in words:
+            display.line(line.decode(errors="replace").rstrip("\n"), "", is_error=True)
 
 
 def _name_here() -> str:

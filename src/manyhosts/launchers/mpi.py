@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from manyhosts.control import variables
 from manyhosts.control.job import Job
 from manyhosts.errors import ConfigError
 from manyhosts.launchers.engine import Engine
@@ -59,14 +58,11 @@ class Mpi(Engine):
             *("--mca", "orte_abort_on_non_zero_status", "0"),  # or it kills the other agents while they tidy up
             *(("--mca", name, value) if name else ()),
         ]
-        passed_on = [
-            variables.TOKEN,
-            *(name for name in _PASSED_ON if name in self._present),
-        ]  # mpirun complains of others
+        passed_on = [name for name in _PASSED_ON if name in self._present]  # mpirun complains of others
         for number, node in enumerate(nodes):
             command += [":"] if number else []
             command += ["-np", "1", "--host", f"{hosts[node]}:1"]
             for variable in passed_on:
-                command += ["-x", variable]  # its value stands in no command line
+                command += ["-x", variable]
             command += self.agent(job, [node])
         return command

@@ -5,19 +5,22 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 from manyhosts.control import variables
 from manyhosts.control.display import Display
+from manyhosts.control.enrolment import Enrolment
+from manyhosts.control.head.placement import HeadEndpoint
 from manyhosts.control.head.run import Head
 from manyhosts.control.job import Job
-from manyhosts.control.plan import HEAD, Plan, filled
+from manyhosts.control.plan import CERTIFICATE, HEAD, Plan, filled
 from manyhosts.errors import ConfigError, LaunchError
 from manyhosts.hosts import addresses
 from manyhosts.launchers import choices, extras
-from manyhosts.launchers.engine import SECRET, Engine
+from manyhosts.launchers.engine import Engine
 
 _PATIENCE_S = 60
 _ADDRESS = "RAY_ADDRESS"
@@ -59,9 +62,8 @@ class Ray(Engine):
                 _CONNECT: {"address": job.options.get("address") or self._present.get(_ADDRESS, "auto")},
                 _RESERVE: {"bundles": [bundle] * job.nodes, "strategy": "STRICT_SPREAD"},
                 # The head starts a lost agent again, and knows why.
-                _TASK: {"num_cpus": cpus, "num_gpus": int(gpus), "max_retries": 0},
+                _TASK: {"num_cpus": cpus, "num_gpus": int(gpus), "max_retries": 0, "num_returns": "streaming"},
             },
-            environment={variables.TOKEN: SECRET},
         )
 
     def address(self, plan: Plan) -> str:
@@ -97,12 +99,15 @@ class Ray(Engine):
             head_address = addresses.towards([node["NodeManagerAddress"] for node in nodes])
             names = [node["NodeManagerHostname"] for node in nodes]
 
-            def start_agent(node: int, head: str, token: str) -> _Agent:
-                values = {HEAD.name: head, SECRET.name: token}
-                words, environment = filled(plan.agents[node], values), filled(plan.environment, values)
-                return _Agent(ray, _begin(ray, group, plan.files[_TASK], node, words, environment))
+            enrolment = Enrolment()
 
-            return Head(plan.job, names, start_agent, display, address=head_address).run()
+            def start_agent(node: int, head: str, token: str) -> _Agent:
+                # Not the token: Ray does not encrypt what it sends.
+                words = filled(plan.agents[node], {HEAD.name: head, CERTIFICATE.name: enrolment.certificate})
+                return _Agent(ray, _begin(ray, group, plan.files[_TASK], node, words), enrolment.hear)
+
+            endpoint = HeadEndpoint(enrolment=enrolment)
+            return Head(plan.job, names, start_agent, display, address=head_address, endpoint=endpoint).run()
         finally:
             if group is not None:
                 ray.util.remove_placement_group(group)
@@ -112,18 +117,20 @@ class Ray(Engine):
 class _Agent:
     """A task of Ray's that is an agent, as the head holds it."""
 
-    def __init__(self, ray: Any, task: Any) -> None:
-        self._ray, self._task = ray, task
+    def __init__(self, ray: Any, task: Any, hear: Callable[[str], object]) -> None:
+        """`hear` is given what the agent says first, on a thread."""
+        self._ray, self._task, self._hear = ray, task, hear
+        self._ended = threading.Event()
+        self._code = 1
+        threading.Thread(target=self._follow, daemon=True).start()
 
     def poll(self) -> int | None:
-        done, _ = self._ray.wait([self._task], timeout=0)
-        return self._code() if done else None
+        return self._code if self._ended.is_set() else None
 
     def wait(self, timeout: float | None = None) -> int:
-        done, _ = self._ray.wait([self._task], timeout=timeout)
-        if not done:
+        if not self._ended.wait(timeout):
             raise subprocess.TimeoutExpired("the agent", timeout or 0)
-        return self._code()
+        return self._code
 
     def terminate(self) -> None:
         self._ray.cancel(self._task)
@@ -131,21 +138,36 @@ class _Agent:
     def kill(self) -> None:
         self._ray.cancel(self._task, force=True)
 
-    def _code(self) -> int:
+    def _follow(self) -> None:
         try:
-            return int(self._ray.get(self._task))
+            for found in self._task:
+                said = self._ray.get(found)
+                if isinstance(said, int):
+                    self._code = said
+                else:
+                    self._hear(said)
         except Exception:  # cancelled, or lost with its node: whatever Ray calls it
-            return 1
+            self._code = 1
+        finally:
+            self._ended.set()
 
 
-def be_agent(words: Sequence[str], environment: Mapping[str, str], cpus: int) -> int:
-    """What Ray runs on a node: an agent as a process of its own, which goes when its task does."""
+def be_agent(words: Sequence[str], cpus: int) -> Iterator[str | int]:
+    """What Ray runs on a node: an agent as a process of its own, which goes when its task does.
+
+    Yields:
+        The line that the agent prints, and its exit code.
+    """
     own = dict(os.environ)
     if own.get("OMP_NUM_THREADS") == str(cpus):
         del own["OMP_NUM_THREADS"]  # set by Ray for its task; our workers share out the host's cores
-    process = subprocess.Popen(words, env={**own, **environment}, stdin=subprocess.DEVNULL, start_new_session=True)
+    pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+    process = subprocess.Popen(words, env=own, stdin=nothing, stdout=pipe, text=True, start_new_session=True)
+    assert process.stdout is not None, "it was asked for as a pipe"
     try:
-        return process.wait()
+        with process.stdout:
+            yield process.stdout.readline()
+        yield process.wait()
     except BaseException:  # Ray cancels a task by an exception in it
         process.terminate()
         process.wait()
@@ -175,11 +197,9 @@ def _nodes_of(ray: Any, group: Any) -> list[dict[str, Any]]:
     return [by_id[by_bundle[number]] for number in sorted(by_bundle)]
 
 
-def _begin(
-    ray: Any, group: Any, asked: Mapping[str, Any], node: int, words: Sequence[str], environment: Mapping[str, str]
-) -> Any:
+def _begin(ray: Any, group: Any, asked: Mapping[str, Any], node: int, words: Sequence[str]) -> Any:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node)
     task = ray.remote(be_agent).options(**asked, scheduling_strategy=place)
-    return task.remote(words, environment, asked["num_cpus"])
+    return task.remote(words, asked["num_cpus"])

@@ -67,7 +67,7 @@ class Owner:
             launches=launches,
             machine=_words("/proc/sys/kernel/random/boot_id") or socket.gethostname(),
             processes=_process_names(),
-            began=_began(os.getpid()) or "",
+            began=began(os.getpid()) or "",
             since=time.time(),
         )
 
@@ -80,12 +80,12 @@ class Owner:
     @property
     def is_this_process(self) -> bool:
         """Whether it is the process that asks."""
-        return self.is_here and self.process == os.getpid() and self.began == (_began(os.getpid()) or "")
+        return self.is_here and self.process == os.getpid() and self.began == (began(os.getpid()) or "")
 
     @property
     def may_live(self) -> bool:
         """Whether its process is there, as far as that is known here."""
-        return not self.is_here or _began(self.process) == self.began
+        return not self.is_here or began(self.process) == self.began
 
     def refusal(self, run_dir: Path) -> ConfigError:
         """That this owner runs in `run_dir`."""
@@ -268,11 +268,16 @@ def wrest(run_dir: Path, token: str) -> bool:
 
 def is_anothers(run_dir: Path, token: str) -> bool:
     """Whether a run of another start than `token` has taken `run_dir`. False where nothing can be read."""
-    try:
-        found = _read(run_dir.absolute() / NAME)
-    except OSError:
-        return False
+    found = owner_of(run_dir)
     return found is not None and found.token != token
+
+
+def owner_of(run_dir: Path) -> Owner | None:
+    """Who the lock of `run_dir` names, alive or not; None where there is none, or nothing can be read."""
+    try:
+        return _read(run_dir.absolute() / NAME)
+    except OSError:
+        return None
 
 
 def see_that_free(run_dir: Path, token: str = "") -> None:
@@ -367,7 +372,7 @@ def _read(path: Path) -> Owner | None:
         return None
 
 
-def _began(process: int) -> str | None:
+def began(process: int) -> str | None:
     """When a process of this machine began; None where there is none, or it has ended and was not buried yet."""
     if not Path("/proc/self/stat").exists():
         try:

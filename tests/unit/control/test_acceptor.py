@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,7 +14,9 @@ import pytest
 from manyhosts.control import tls
 from manyhosts.control.acceptor import Acceptor
 from manyhosts.control.agent import head_connection
+from manyhosts.control.agent.enrolling import enrol
 from manyhosts.control.agent.head_connection import HeadConnection
+from manyhosts.control.enrolment import Enrolment
 from manyhosts.control.head.agents import Agents
 from manyhosts.control.loop import Channel, Loop, Message
 from manyhosts.control.proof import PROTOCOL, Answerer, Caller
@@ -155,6 +158,29 @@ def test_recorded_conversation_shows_neither_secret_nor_settings_nor_commands(sc
     for word in (TOKEN, SECRET, "secret_train", "printed", "prepare", "10.1.2.3", "hello"):
         assert word.encode() not in relay.kept
     relay.close()
+
+
+def test_agent_of_an_engine_is_given_the_secret_when_the_engine_has_brought_the_hash_of_its_key(
+    scene: Scene, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not before; and who records what they say, and knows what the engine has brought, learns nothing."""
+    known = Enrolment()
+    acceptor = Acceptor(scene.loop, ("127.0.0.1", 0), TOKEN, scene.admit, identity=known.identity, enrols=known.admits)
+    relay, given = Relay(scene.loop, acceptor.place), list[str]()
+    agent = threading.Thread(target=lambda: given.append(enrol(relay.address, known.certificate)))
+    agent.start()
+    scene.run(lambda: relay.calls > 1)
+    assert given == [], "nobody has said that it belongs to the run"
+    announced = capsys.readouterr().out
+    assert [known.hear(line) for line in ("ready\n", f"x{announced}", announced.strip(), announced)] == [0, 0, 1, 1]
+    scene.run(lambda: not agent.is_alive())
+    assert given == [TOKEN]
+    assert not known.admits(announced.split()[1]), "what others may read lets nobody in"
+    assert not known.admits(None)
+    for word in (TOKEN, "enrol", announced.split()[1]):
+        assert word.encode() not in relay.kept
+    relay.close()
+    acceptor.close()
 
 
 def test_changed_byte_ends_the_connection_and_the_agent_calls_again(scene: Scene) -> None:

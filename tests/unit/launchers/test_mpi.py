@@ -27,12 +27,12 @@ def job(folder: Path = Path("/work"), **more: object) -> Job:
 def test_plan_is_one_mpirun_with_one_agent_on_each_host() -> None:
     assert " ".join(Mpi({"PATH": "/bin", "HOME": "/root"}).plan(job()).command) == (
         "mpirun --bind-to none --mca plm_rsh_agent ssh --mca orte_abort_on_non_zero_status 0"
-        " -np 1 --host a:1 -x MANYHOSTS_TOKEN -x PATH"
+        " -np 1 --host a:1 -x PATH"
         f" {sys.executable} -P -m manyhosts.control.agent.node --head ADDRESS:PORT"
-        " --forget OMPI_*,PMIX_*,PMI_*,PRTE_* --nodes 0"
-        " : -np 1 --host b:1 -x MANYHOSTS_TOKEN -x PATH"
+        " --certificate FINGERPRINT --forget OMPI_*,PMIX_*,PMI_*,PRTE_* --nodes 0"
+        " : -np 1 --host b:1 -x PATH"
         f" {sys.executable} -P -m manyhosts.control.agent.node --head ADDRESS:PORT"
-        " --forget OMPI_*,PMIX_*,PMI_*,PRTE_* --nodes 1"
+        " --certificate FINGERPRINT --forget OMPI_*,PMIX_*,PMI_*,PRTE_* --nodes 1"
     )
 
 
@@ -91,7 +91,7 @@ def test_name_that_does_not_resolve_is_told_with_the_host() -> None:
 def placement(nodes: int) -> tuple[Placement, list[list[int]]]:
     started: list[list[int]] = []
 
-    def start(which: Sequence[int], head: str, token: str) -> subprocess.Popen[bytes]:
+    def start(which: Sequence[int], head: str) -> subprocess.Popen[bytes]:
         started.append(list(which))
         return subprocess.Popen(["sleep", "60"])
 

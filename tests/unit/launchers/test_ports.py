@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from manyhosts.cluster.ports import VARIABLE, Range, needed
+from manyhosts.control.agent import port_choice
 from manyhosts.control.job import Job
 from manyhosts.errors import ConfigError, LaunchError
 from manyhosts.hosts import ports, remote_probe
@@ -65,6 +68,37 @@ def test_what_listens_takes_the_ports_of_the_range_that_are_free(three: tuple[Ra
     with pytest.raises(LaunchError) as caught:
         ports.see_that_enough_are_free(HERE, chosen, needed(workers=1))
     assert caught.value.what == f"1 of the ports {chosen} are free, and up to 4 are needed"
+
+
+def image(machine: int, kind: int, imported: bytes = b"bind") -> tuple[bytes, int]:
+    """A library for `machine` as it is in memory, which calls one function, and where it keeps that one's address."""
+    names = b"\0socket\0" + imported + b"\0"
+    header, dynamic, symbols, strings, jumps, entry = 0, 128, 256, 384, 512, 768
+    made = bytearray(1024)
+    struct.pack_into(
+        "<16sHHIQQQIHHHHHH", made, header, b"\x7fELF\x02\x01\x01", 3, machine, 1, 0, 64, 0, 0, 64, 56, 1, 0, 0, 0
+    )
+    struct.pack_into("<IIQQQQQQ", made, 64, 2, 6, dynamic, dynamic, dynamic, 80, 80, 8)  # PT_DYNAMIC
+    struct.pack_into("<10Q", made, dynamic, 5, strings, 6, symbols, 2, 72, 23, jumps, 0, 0)
+    struct.pack_into("<IBBHQQIBBHQQ", made, symbols + 24, 1, 18, 0, 0, 0, 0, 8, 18, 0, 0, 0, 0)
+    made[strings : strings + len(names)] = names
+    entries = [(entry - 16, (1 << 32) | kind), (entry - 8, (2 << 32) | 1032), (entry, (2 << 32) | kind)]
+    for number, (place, info) in enumerate(entries):  # the second is no call, but of the same name
+        struct.pack_into("<QQq", made, jumps + 24 * number, place, info, 0)
+    return bytes(made), entry
+
+
+@pytest.mark.parametrize(("machine", "kind"), [(62, 7), (183, 1026)], ids=["x86_64", "aarch64"])
+def test_entry_of_a_called_function_is_found_in_libraries_of_both_machines(machine: int, kind: int) -> None:
+    made, entry = image(machine, kind)
+    memory = ctypes.create_string_buffer(made, len(made))
+    base = ctypes.addressof(memory)
+    assert port_choice.entry_in(base, "bind") == base + entry
+    assert port_choice.entry_in(base, "listen") == 0
+    memory.raw = image(machine, kind + 1)[0]
+    assert port_choice.entry_in(base, "bind") == 0, "another kind of entry is left alone"
+    memory.raw = image(40, kind)[0]
+    assert port_choice.entry_in(base, "bind") == 0, "a machine that is not known"
 
 
 GLOO = f"""

@@ -117,7 +117,7 @@ def test_inside_an_allocation_srun_starts_an_agent_on_every_node_of_it() -> None
     assert " ".join(plan.command) == (
         "srun --nodes 4 --ntasks 4 --ntasks-per-node 1 --nodelist n1,n2,n3,n4 --cpu-bind none --kill-on-bad-exit=0"
         f" --overlap --unbuffered --quit-on-interrupt {sys.executable} -P -m manyhosts.control.agent.node"
-        " --head ADDRESS:PORT --number SLURM_PROCID"
+        " --head ADDRESS:PORT --certificate FINGERPRINT --number SLURM_PROCID"
         f" --forget {','.join(Slurm.TASK_VARIABLES)} --nodes 0,1,2,3"
     )
 

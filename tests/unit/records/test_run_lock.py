@@ -29,7 +29,7 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def parent(**changes: object) -> Owner:
     """The lock of another process that is there: that of the process which has started this one."""
     process = os.getppid()
-    began = run_lock._began(process)
+    began = run_lock.began(process)
     assert began is not None
     return replace(Owner.here("another", launches=False), process=process, began=began, **changes)
 

@@ -327,10 +327,10 @@ def _missing(command: Mapping[str, Any]) -> str:
     return ""
 
 
-def main(words: list[str] | None = None) -> int:
+def main(words: list[str] | None = None, token: str = "") -> int:
     """Be the agent of this host. Returns its exit code.
 
-    The run's token is in the environment, or is the first line of the standard input.
+    Without a `token`, the run's secret, that is the first line of the standard input.
     """
     parser = argparse.ArgumentParser(prog="manyhosts agent")
     parser.add_argument("--head", required=True, help="host:port, or fd:NUMBER")
@@ -345,7 +345,7 @@ def main(words: list[str] | None = None) -> int:
     for name in interfaces.VARIABLES if asked.interface else ():
         os.environ.setdefault(name, asked.interface)
     born_with_it = asked.head.startswith("fd:")
-    token = "" if born_with_it else os.environ.pop(variables.TOKEN, "") or sys.stdin.readline().strip()
+    token = "" if born_with_it else token or sys.stdin.readline().strip()
     if not (token or born_with_it):
         sys.stderr.write("manyhosts: this agent was given no secret, by which it would know its head\n")
         return 2

@@ -1,8 +1,9 @@
 """What an engine starts on every node: an agent that finds out by itself which node it is.
 
-    python -m manyhosts.control.agent.node --number SLURM_PROCID --nodes 0,1,2 --head HOST:PORT
+    python -m manyhosts.control.agent.node --number SLURM_PROCID --nodes 0,1,2 --head HOST:PORT \\
+        --certificate FINGERPRINT
 
-The run's token is in the environment, as for `manyhosts.control.agent.agent`.
+It is given no secret: it asks the head, which it knows by its certificate (see `control.enrolment`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from fnmatch import fnmatchcase
 
 from manyhosts.control.agent import agent
+from manyhosts.control.agent.enrolling import enrol
 from manyhosts.errors import ConfigError, LaunchError, ManyhostsError
 from manyhosts.hosts import addresses
 
@@ -74,16 +76,21 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--number", metavar="NAME", help="the variable that says which of them this one is")
     parser.add_argument("--forget", default="", help="variables that workers do not get: NAME,OTHER_*")
     parser.add_argument("--head", required=True, help="host:port")
+    parser.add_argument("--certificate", required=True, help="the SHA-256 of the head's certificate, in hexadecimal")
     asked = parser.parse_args(words)
     try:
         nodes = asked.nodes.split(",")
         node = nodes[number_in(asked.number, os.environ) if asked.number else 0]
         forget_task(asked.forget.split(","), os.environ)
         address = use_interface(addresses.address_and_port(asked.head)[0], os.environ)
+        token = enrol(asked.head, asked.certificate)
     except ManyhostsError as error:
         sys.stderr.write(f"manyhosts: {error}\n")
         return error.exit_code
-    return agent.main(["--head", asked.head, "--node", node, "--address", address])
+    except OSError as error:
+        sys.stderr.write(f"manyhosts: this host cannot reach the head at {asked.head}: {error}\n")
+        return 3
+    return agent.main(["--head", asked.head, "--node", node, "--address", address], token)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,8 @@ _READ_WRITE = 3  # PROT_READ | PROT_WRITE
 _PROGRAM_HEADER = struct.Struct("<IIQQQQQQ")
 _RELOCATION = struct.Struct("<QQq")
 _SYMBOL_BYTES = 24
+_JUMP_SLOTS = {62: 7, 183: 1026}
+"""EM_X86_64 → R_X86_64_JUMP_SLOT, EM_AARCH64 → R_AARCH64_JUMP_SLOT: the kind of relocation of a called function."""
 _DYNAMIC, _SIZE_OF_JUMPS, _STRINGS, _SYMBOLS, _JUMPS = 2, 2, 5, 6, 23  # PT_DYNAMIC and the tags DT_…
 
 _Bind: Any = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_uint32, use_errno=True)
@@ -89,12 +91,21 @@ def _choosing(ports: Range) -> Callable[[int, int, int], int]:
 def _entry_of(function: str) -> int:
     """Where in memory libtorch keeps the address of an imported `function`; 0 where that is not found."""
     base = _base_of(_LIBRARY)
-    if not base or ctypes.string_at(base, 5) != b"\x7fELF\x02":
+    return entry_in(base, function) if base else 0
+
+
+def entry_in(base: int, function: str) -> int:
+    """Where the library that is in memory from `base` on keeps the address of an imported `function`; 0 if nowhere.
+
+    Only entries that calls go through are looked at, of the kind that this library's machine has for them.
+    """
+    if ctypes.string_at(base, 6) != b"\x7fELF\x02\x01":  # 64 bits, little end first
         return 0
-    headers, size, count = struct.unpack_from("<Q", ctypes.string_at(base + 32, 8))[0], *_sizes(base)
+    jump = _JUMP_SLOTS.get(_unpacked("<H", base + 18))
+    headers, size, count = _unpacked("<Q", base + 32), _unpacked("<H", base + 54), _unpacked("<H", base + 56)
     found = (_PROGRAM_HEADER.unpack(ctypes.string_at(base + headers + n * size, 56)) for n in range(count))
     dynamic = next((each for each in found if each[0] == _DYNAMIC), None)
-    if dynamic is None:
+    if jump is None or dynamic is None:
         return 0
     tags = dict(struct.iter_unpack("<QQ", ctypes.string_at(base + dynamic[3], dynamic[6])))
     if not {_JUMPS, _SIZE_OF_JUMPS, _SYMBOLS, _STRINGS} <= tags.keys():
@@ -104,15 +115,13 @@ def _entry_of(function: str) -> int:
     wanted = function.encode() + b"\0"
     for offset, info, _ in _RELOCATION.iter_unpack(ctypes.string_at(jumps, tags[_SIZE_OF_JUMPS])):
         name = ctypes.c_uint32.from_address(symbols + (info >> 32) * _SYMBOL_BYTES).value
-        if ctypes.string_at(strings + name, len(wanted)) == wanted:
+        if info & 0xFFFFFFFF == jump and ctypes.string_at(strings + name, len(wanted)) == wanted:
             return int(base + offset)
     return 0
 
 
-def _sizes(base: int) -> tuple[int, int]:
-    """The size of a program header, and how many there are."""
-    size, count = struct.unpack("<HH", ctypes.string_at(base + 54, 4))
-    return size, count
+def _unpacked(form: str, address: int) -> int:
+    return int(struct.unpack(form, ctypes.string_at(address, struct.calcsize(form)))[0])
 
 
 def _base_of(library: str) -> int:

@@ -124,6 +124,7 @@ class Agents:
         from manyhosts.control.acceptor import Acceptor  # here, for it loads OpenSSL, which few runs need
 
         address, port, joining = self.address, self._endpoint.port, self._endpoint.joining
+        enrolment = self._endpoint.enrolment
         try:
             self._acceptor = Acceptor(
                 self._course.loop,
@@ -131,7 +132,8 @@ class Agents:
                 self._endpoint.token,
                 self._admit,
                 ports=Range.of(self._course.job.ports),
-                identity=None if joining is None else joining.identity,
+                identity=self._endpoint.identity,
+                enrols=None if enrolment is None else enrolment.admits,
                 answer=None if joining is None else lambda asking: joining.answer(asking, self.nodes),
             )
         except OSError as cause:

@@ -22,6 +22,7 @@ from manyhosts.control.session import Session
 from manyhosts.records import run_directory
 
 if TYPE_CHECKING:
+    from manyhosts.control.enrolment import Enrolment
     from manyhosts.control.tls import Identity  # loads OpenSSL, which few runs need
 
 _END_S = 3.0
@@ -47,25 +48,31 @@ class AgentProcess(Protocol):
         """End it."""
 
 
-Start = Callable[[Sequence[int], str, str], subprocess.Popen[bytes]]
-"""Starts the agents of some nodes by one command, given the head's address (host:port) and the run's token."""
+Start = Callable[[Sequence[int], str], subprocess.Popen[bytes]]
+"""Starts the agents of some nodes by one command, given the head's address (host:port)."""
 
 
 class Placement:
     """Starts the agents of all nodes by one command, and the agent of a node that was lost by one of its own."""
 
-    def __init__(self, nodes: int, start: Start, *, together: bool = True) -> None:
-        """`together`: whether one command starts them all; else each is started by its own from the beginning."""
+    def __init__(self, nodes: int, start: Start, *, together: bool = True, are_placed: bool = False) -> None:
+        """`together`: whether one command starts them all; else each is started by its own from the beginning.
+
+        `are_placed`: another process has started the agents of all nodes.
+        """
         self._nodes, self._start, self._is_together = nodes, start, together
         self._together: _Together | None = None
-        self._placed: set[int] = set()
+        self._placed = set(range(nodes)) if are_placed else set()
 
     def start_agent(self, node: int, head: str, token: str) -> AgentProcess:
-        """What the head calls, once for every node and again for one that was lost."""
+        """What the head calls, once for every node and again for one that was lost.
+
+        No engine is given the token: see `control.enrolment`.
+        """
         if not self._is_together or node in self._placed:
-            return _NodeAgent(_Together(self._start([node], head, token), 1))
+            return _NodeAgent(_Together(self._start([node], head), 1))
         if self._together is None:
-            self._together = _Together(self._start(range(self._nodes), head, token), self._nodes)
+            self._together = _Together(self._start(range(self._nodes), head), self._nodes)
         self._placed.add(node)
         return _NodeAgent(self._together)
 
@@ -138,6 +145,14 @@ class HeadEndpoint:
     """How long the head waits for them."""
     joining: Joining | None = None
     """Where hosts come by themselves: who may, and what they become."""
+    enrolment: Enrolment | None = None
+    """Where agents are not given the token when they are started: which of them may have it."""
+
+    @property
+    def identity(self) -> Identity | None:
+        """The certificate that agents know of beforehand, where they do."""
+        known = self.joining or self.enrolment
+        return None if known is None else known.identity
 
 
 @dataclass(slots=True)
@@ -196,9 +211,23 @@ class Joining:
     """Is given lines for the user."""
     _marks: dict[str, int] = field(default_factory=dict)
     """What each machine has left in its run directory → a number of that disk."""
+    _hosts: dict[int, tuple[str, Folder]] = field(default_factory=dict)
+    """Node → what the host is called, and where it has the project."""
 
     def __post_init__(self) -> None:
         self._marks[self.mark] = 0
+
+    def written_down(self) -> dict[str, Any]:
+        """What another head needs to know of the hosts that have come. It has the private key."""
+        hosts = [[number, name, str(at.path), at.disk] for number, (name, at) in self._hosts.items()]
+        return {"identity": self.identity.pem, "mark": self.mark, "marks": self._marks, "hosts": hosts}
+
+    def go_on_from(self, written: Mapping[str, Any], nodes: Sequence[Node]) -> None:
+        """Give `nodes` the names and folders that they have had with another head."""
+        self._marks.update(written["marks"])
+        for number, name, path, disk in written["hosts"]:
+            self._hosts[number] = name, Folder(path=Path(path), disk=disk)
+            nodes[number].name, nodes[number].place = self._hosts[number]
 
     def answer(self, asking: Message, nodes: Sequence[Node]) -> dict[str, Any]:
         """What a host is told that asks whether it may join: `refused` says why not, where it may not."""
@@ -238,6 +267,7 @@ class Joining:
         alike = [self._marks[mark] for mark in hello["marks"] if mark in self._marks]
         disk = self._marks.setdefault(hello["mark"], alike[0] if alike else max(self._marks.values()) + 1)
         node.place = Folder(path=Path(hello["folder"]), disk=disk)
+        self._hosts[node.number] = name, node.place
         self.tell(f"manyhosts: {name} ({hello['address']}) has joined as node {node.number}")
 
 

@@ -94,7 +94,7 @@ class Head:
         self._course = Course(job, display, can_be_taken_over=succession is not None and job.head_timeout_s > 0)
         self._succession, left = succession, None if succession is None else succession.left
         if left is not None:
-            address, endpoint = left.address, HeadEndpoint(token=left.token, port=left.port)
+            address, endpoint = left.address, replace(endpoint or HeadEndpoint(), token=left.token, port=left.port)
         self._hold = Hold(self._course, "" if left is None else left.start)
         self._record = Record(job.run_dir, self._gather)
         try:
@@ -268,13 +268,15 @@ class Head:
         environment.pop(run_directory.UNASKED, None)
         environment |= {run_directory.UNASKED: "1"} if left.unasked else {}
         self._course.job = replace(self._course.job, environment=environment)
+        assert self._succession is not None, "a run is taken over"
+        self._succession.name(self._agents.nodes)
         go_on_with(self._agents, state["agents"], self._preparation)
         self._hang_monitor.go_on_from(state["hang_monitor"])
         self._failure_policy.go_on_from(state["ending"], state["worker_group"])
         for node in self._agents.nodes:
             if node.channel is None and self._course.job.is_elastic:
                 self._agents.call_again(node)
-        for number in () if self._succession is None else self._succession.gone:
+        for number in self._succession.gone:
             self._agents.give_up(self._agents.nodes[number], "its agent is gone")
         self._course.loop.after(CALLERS_S, self._see_who_has_called)
         if not self._has_workers:  # the last head was about to start them all again

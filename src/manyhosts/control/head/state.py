@@ -86,6 +86,7 @@ class Hold:
         self._course = course
         run_dir = course.job.run_dir
         self._made = not run_dir.exists()
+        before = run_lock.owner_of(run_dir)
         self.token = succeeds or run_lock.new_token()
         try:
             self._lock = run_lock.take(run_dir, self.token, launches=True, succeeds=bool(succeeds))
@@ -93,6 +94,11 @@ class Hold:
             # Perhaps only the hosts have that disk. There the leader takes the lock, and says where it cannot.
             run_lock.see_that_free(run_dir)
             self._lock = None
+        if before is not None and before.launches and before.token != self.token:  # else it would hold the lock
+            course.display.warn(
+                "manyhosts: the command that ran in this directory before was killed, and nothing of it goes on: this"
+                " run starts from its newest snapshot, where there is one"
+            )
 
     @property
     def is_lost(self) -> bool:

@@ -82,6 +82,8 @@ class Succession:
     """What the head before has left, where this one takes its run over."""
     gone: Sequence[int] = ()
     """The nodes whose agents are known to have ended since then."""
+    name: Callable[[Sequence[Node]], object] = lambda nodes: None
+    """Gives nodes back what the launcher had made of them, before anything else is done with them."""
 
 
 class Record:
@@ -149,6 +151,16 @@ def start_of(run_dir: Path) -> str:
         return ""
 
 
+def launcher_of(run_dir: Path) -> dict[str, Any] | None:
+    """What the launcher of the last head has written down; None where no head of this user has left a file."""
+    path = run_dir / run_directory.HEAD
+    try:
+        found = parsed(path.read_bytes())
+        return dict(found["launcher"]) if _is_private(path.stat()) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def silent_s(path: Path) -> float:
     """For how long the head that wrote `path` has shown no sign of life, in seconds.
 
@@ -173,7 +185,7 @@ def left_for(job: Job) -> Handover | None:
         return None
     except (OSError, ValueError) as cause:
         raise _refusal(path, f"cannot be read: {cause}", job) from cause
-    if state.st_uid != os.getuid() or stat.S_IMODE(state.st_mode) & 0o077:
+    if not _is_private(state):
         raise _refusal(path, "belongs to somebody else, or others may read it, so it is not trusted", job)
     if silence_s > job.head_timeout_s + _SLACK_S:
         with contextlib.suppress(OSError):
@@ -195,6 +207,10 @@ def left_for(job: Job) -> Handover | None:
             f" the hosts have ended: {_wait_s(job, silence_s)} s from now",
         )
     return left
+
+
+def _is_private(state: os.stat_result) -> bool:
+    return state.st_uid == os.getuid() and not stat.S_IMODE(state.st_mode) & 0o077
 
 
 def _refusal(path: Path, why: str, job: Job) -> ConfigError:

@@ -79,6 +79,11 @@ class Slurm(Engine):
         files = {script: slurm_script.script(job), str(job.run_dir / "job.json"): job_file.shown(job)}
         return Plan(job=job, files=files, command=("sbatch", "--parsable", script))
 
+    @property
+    def inside(self) -> str:
+        """The number of this job, and how often it was queued again."""
+        return ".".join(self._present.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"))
+
     def hosts(self, job: Job) -> Sequence[str]:
         """Those of this allocation.
 

@@ -1,0 +1,92 @@
+"""A conversation with a head in which each answer is waited for: before a process becomes an agent."""
+
+from __future__ import annotations
+
+import json
+import socket
+import ssl
+from collections.abc import Callable
+from typing import Any
+
+from manyhosts.control import tls
+from manyhosts.errors import LaunchError
+from manyhosts.records.json_text import parsed
+
+ANSWER_S = 20.0
+"""How long a head may take to answer: it may be busy with the start of others."""
+
+
+class HeadClient:
+    """Messages over one encrypted connection, each waited for."""
+
+    def __init__(self, connection: socket.socket, place: str) -> None:
+        """`place` is where `connection` leads to, as host:port."""
+        connection.settimeout(ANSWER_S)
+        self._connection, self._place, self._tls = connection, place, tls.call()
+        self._came = bytearray()
+        self._carry()
+
+    def fingerprint(self) -> bytes:
+        """SHA-256 of the certificate that the other side has shown, and has the key of. Nothing was told to it yet.
+
+        Raises:
+            LaunchError: it does not speak TLS.
+        """
+        self._take(until=lambda: self._tls.is_up)
+        return self._tls.fingerprint
+
+    def say(self, kind: str, **fields: Any) -> None:
+        """Send a message.
+
+        Raises:
+            LaunchError: the other side is gone.
+        """
+        self._tls.send(json.dumps({"message": kind, **fields}).encode() + b"\n")
+        self._carry()
+
+    def hear(self) -> dict[str, Any]:
+        """The next message.
+
+        Raises:
+            LaunchError: none came.
+        """
+        self._take(until=lambda: b"\n" in self._came)
+        first, _, rest = bytes(self._came).partition(b"\n")
+        self._came = bytearray(rest)
+        try:
+            found = parsed(first)
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise self.trouble("it has said nothing that can be read")
+        return found
+
+    def _take(self, until: Callable[[], bool]) -> None:
+        while not until():
+            try:
+                chunk = self._connection.recv(1 << 16)
+                if not chunk:
+                    raise self.trouble("it has hung up")
+                self._came += self._tls.receive(chunk)
+                self._carry()
+            except ssl.SSLError as cause:
+                raise self.trouble("it does not speak TLS as a head does") from cause
+            except TimeoutError as cause:
+                raise self.trouble(f"it has said nothing for {ANSWER_S:.0f} s") from cause
+            except OSError as cause:
+                raise self.trouble(cause.strerror or str(cause)) from cause
+
+    def _carry(self) -> None:
+        if words := self._tls.take():
+            try:
+                self._connection.sendall(words)
+            except OSError as cause:
+                raise self.trouble(cause.strerror or str(cause)) from cause
+
+    def trouble(self, why: str) -> LaunchError:
+        """What listens there is no head, or is none any more."""
+        return LaunchError(
+            f"what listens at {self._place} does not answer as the head of a run: {why}",
+            where=self._place,
+            fix="see that this is the address and port that `manyhosts run --on join` shows, and that it runs still",
+        )

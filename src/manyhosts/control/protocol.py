@@ -467,7 +467,9 @@ def _fitted(value: Any, hint: Any) -> Any:
         fits = any(value is None if option is type(None) else _is(value, option) for option in get_args(hint))
     elif origin is list and isinstance(value, list):
         [kind] = get_args(hint)
-        return [_fitted(each, kind) for each in value]
+        if kind is not str:
+            return [_fitted(each, kind) for each in value]
+        fits = all(isinstance(each, str) for each in value)  # lines of workers: there may be many
     elif is_dataclass(hint) and isinstance(value, dict):
         return _built(value, hint)
     else:

@@ -58,9 +58,6 @@ def _text(line: bytes) -> str:
     return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
 
 
-_LONGEST_LINE_BYTES = 1 << 20
-
-
 class Log:
     """`PATH`, and `PATH.1` for what was in it when it was full. Never raises: a full disk must not stop training.
 

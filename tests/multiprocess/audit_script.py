@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ from runs import make_trainer, recipe_in_environment
 from torch import Tensor
 
 from manyhosts.strategies.strategy import Piece
-from manyhosts.training.loop import Loop
+from manyhosts.training.step import Stepper
+from manyhosts.training.transfers import Transfers
 
 FAULTS: list[dict[str, Any]] = json.loads(os.environ.get("FAULTS") or "[]")
 WORKER = int(os.environ.get("MANYHOSTS_MEMBER", "-1"))
@@ -52,24 +53,24 @@ class Faults:
         return False
 
     def put_in(self) -> None:
-        pieces, train_step = Loop.pieces, Loop.train_step
+        pieces, train_step = Transfers.pieces, Stepper.train_step
 
-        def wrong_pieces(loop: Loop, loaded: Sequence[Any]) -> list[Piece]:
-            found = pieces(loop, loaded)
+        def wrong_pieces(transfers: Transfers, step: int, due: Sequence[Any]) -> list[Piece]:
+            found = pieces(transfers, step, due)
             if found and self.strike("input"):
                 inputs, labels = found[0].batch
                 found[0] = replace(found[0], bring=lambda: [flipped(inputs), labels])
             return found
 
-        def wrong_step(loop: Loop, step: Any) -> Any:
-            self.step = loop.state.step + 1
+        def wrong_step(stepper: Stepper, steps: Iterator[Any]) -> None:
+            self.step = stepper.state.step + 1
             if self.strike("weights"):
                 with torch.no_grad():
-                    first = next(loop.parts.model.parameters())
+                    first = next(stepper.parts.model.parameters())
                     first.copy_(flipped(first))
-            return train_step(loop, step)
+            train_step(stepper, steps)
 
-        Loop.pieces, Loop.train_step = wrong_pieces, wrong_step  # type: ignore[method-assign]
+        Transfers.pieces, Stepper.train_step = wrong_pieces, wrong_step  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import click
@@ -30,13 +31,11 @@ FLOORS = [  # from the ground up
     ["hosts", "communication", "data", "listeners", "analysis", "rehearsal"],
     ["control"],
     ["strategies", "snapshot", "planner", "lab"],
-    ["launchers", "study"],
-    ["training", "elastic", "export", "doctor", "tune", "report"],
+    ["launchers", "study", "elastic"],
+    ["training", "export", "doctor", "tune", "report"],
     ["serve", "prove"],
     ["cli"],
 ]
-UNTANGLED_LATER = {"training", "elastic"}
-"""They import each other still."""
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 WITHOUT_TORCH = [
     "errors",
@@ -104,8 +103,37 @@ def upward(path: Path) -> str:
     others = parts_named_in(path.read_text(), module_of(path)) - {part}
     if unknown := sorted(others - FLOOR_OF.keys()):
         return f"{part} names {unknown}, which stand on no floor"
-    above = sorted(other for other in others if FLOOR_OF[other] >= FLOOR_OF[part] and {part, other} != UNTANGLED_LATER)
+    above = sorted(other for other in others if FLOOR_OF[other] >= FLOOR_OF[part])
     return f"{part} (floor {FLOOR_OF[part]}) may not import {above}" if above else ""
+
+
+def test_no_circle_of_imports_anywhere() -> None:
+    modules = {module_of(path): path for path in FILES if path.stem != "__init__"}
+    graph = {name: imported_by(path.read_text(), name, modules.keys()) for name, path in modules.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as circle:
+        pytest.fail("these import each other in a circle: " + " -> ".join(circle.args[1]))
+
+
+def imported_by(source: str, module: str, known: Collection[str]) -> set[str]:
+    """The files of manyhosts, among `known`, that a file imports, late and for types too."""
+    found = set()
+    imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    for name in _names_in(ast.Module(imports, []), module):
+        while name and name not in known:
+            name = name.rpartition(".")[0]
+        found.add(name)
+    return found - {"", module}
+
+
+def test_circle_is_seen_behind_type_checking_and_in_functions() -> None:
+    known = {"manyhosts.data.order", "manyhosts.training.loop"}
+    for source in (
+        "if TYPE_CHECKING:\n    from manyhosts.training.loop import Loop",
+        "def late():\n    from ..training import loop",
+    ):
+        assert imported_by(source, "manyhosts.data.order", known) == {"manyhosts.training.loop"}
 
 
 @pytest.mark.parametrize(

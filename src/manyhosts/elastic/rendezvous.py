@@ -1,25 +1,25 @@
-"""Going on when workers are lost in a call that is made again from its beginning: an evaluation, a trainer's making.
+"""Going on in one call when workers are lost or come: meet those that are left, and have all be as far as the farthest.
 
-Those that are left ask the head who they are, meet in a new group, give a new worker what the trainers of the script
-hold, and say what happened. What they held before the call they hold still, so there is nothing to compare.
+The rule is one for every call: the state of the most advanced worker is taken by all others. A call that is made again
+from its beginning (an evaluation) has nothing but what was there before it, so there all that were there are level.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import astuple, replace
+from typing import Any
 
 import torch
 
-from manyhosts.cluster.membership import Group, Membership, Refused
+from manyhosts.cluster.membership import Group, Membership, Passed, Refused
 from manyhosts.communication.world import is_break
+from manyhosts.elastic import state_transfer
+from manyhosts.elastic.session import CollectiveCalls
+from manyhosts.elastic.work import NOWHERE, Records, Repeated, StateProvider, Work, WorkerProgress, most_advanced
 from manyhosts.errors import CommunicationError
 from manyhosts.events import Note, Recovered
-
-if TYPE_CHECKING:
-    from manyhosts.elastic.session import CollectiveCalls
-    from manyhosts.training.run import Run
 
 
 class NobodyHasIt(Exception):
@@ -29,12 +29,11 @@ class NobodyHasIt(Exception):
 class Rendezvous:
     """Takes one worker through the changes of the workers in one call."""
 
-    def __init__(self, calls: CollectiveCalls, *, most: int, run: Run | None) -> None:
-        """`most`: see `Membership`. `run` tells of it; where there is none, the last run of the script."""
+    def __init__(self, calls: CollectiveCalls, work: Work, *, most: int) -> None:
+        """`most`: any number of workers up to this gives the same bits; 0: each gives its own."""
         assert calls.world.membership is not None, "CollectiveCalls.begin() has said that workers go on"
-        self.calls, self.world, self.most, self.run = calls, calls.world, most, run
+        self.calls, self.world, self.work, self.most = calls, calls.world, work, most
         self.membership: Membership = calls.world.membership
-        self.since = time.time()
         self.refused = ""
         """Why nobody goes on; empty where somebody does."""
 
@@ -72,6 +71,7 @@ class Rendezvous:
             Passed: they have finished it.
             CommunicationError: they are no more.
         """
+        self.work.stand_nowhere()
         try:
             group = self.membership.join(self.calls.number, most=self.most)
         except Refused as refused:
@@ -81,7 +81,7 @@ class Rendezvous:
                 fix="see what was printed about the others",
             ) from None
         try:
-            self.meet(group, lost=False)
+            self._meet(group, lost=False)
         except NobodyHasIt as nobody:
             raise CommunicationError(str(nobody), where="recovery", fix="start it again") from None
         except Exception as error:
@@ -89,8 +89,10 @@ class Rendezvous:
                 raise
             self.go_on(error)
 
-    def go_on(self, error: Exception) -> None:
+    def go_on(self, error: Exception | None) -> None:
         """Leave the group that broke or is to change, meet those that are left, and stand where all can go on.
+
+        `error`: what broke it; None where all is well, and somebody waits to join.
 
         Raises:
             Passed: they have finished this call.
@@ -98,18 +100,18 @@ class Rendezvous:
         """
         lost = False
         while True:
-            if is_break(error):
+            if error is not None and is_break(error):
                 self.world.abort()  # so that the others, and threads of Gloo that still wait, hear of it at once
-            lost = self.let_go() or lost
+            lost = self.work.let_go() or lost
             try:
-                group = self.membership.regroup(self.calls.number, self.progress())
+                group = self.membership.regroup(self.calls.number, self.work.done)
             except Refused as refused:
                 self.refused = str(refused)
-                raise error from None
+                raise error or _ended(self.refused) from None
             try:
-                self.meet(group, lost=lost)
-            except NobodyHasIt:
-                raise error from None
+                self._meet(group, lost=lost)
+            except NobodyHasIt as nobody:
+                raise error or _ended(str(nobody)) from None
             except Exception as again:
                 if not is_break(again):
                     raise
@@ -117,51 +119,92 @@ class Rendezvous:
             else:
                 return
 
-    def let_go(self) -> bool:
-        """Have nothing under way in the group that is left. Whether a snapshot is lost by it."""
-        return False
-
-    def progress(self) -> int:
-        """How much of the call is done that is not done again."""
-        return 0
-
-    def meet(self, group: Group, *, lost: bool) -> None:
-        """Be in the new group, and as far as all others in it.
+    def _meet(self, group: Group, *, lost: bool) -> None:
+        """Be in the new group, and as far as the farthest in it.
 
         Raises:
             NobodyHasIt: all are new.
         """
-        world, calls = self.world, self.calls
+        world, work = self.world, self.work
         world.enter(group)
-        flags = world.stack(torch.tensor([calls.new], dtype=torch.int64)).flatten().tolist()
-        self.give_to_new([rank for rank, new in enumerate(flags) if new])
-        run = self.run or calls.last_run
-        if run is None:
-            return
-        if world.is_leader:
-            run.journal.take_lead()
-            now = time.time()
-            if group.reason:
-                lost_s = max(0.0, now - self.since)
-                step = max(0, run.state.step)
-                run.journal.tell(
-                    Recovered(
-                        step=step, reason=group.reason, how=group.how, steps_redone=0, seconds_lost=lost_s, time=now
-                    )
-                )
-            else:
-                run.journal.tell(Note(text=f"goes on {group.how}", step=run.state.step, time=now))
-            run.journal.flush()
-        run.journal.copy_records()
-
-    def give_to_new(self, new: list[int]) -> None:
-        """Have the first that is not `new` give those what it holds.
-
-        Raises:
-            NobodyHasIt: all are new.
-        """
-        old = [rank for rank in range(self.world.size) if rank not in new]
-        if not old:
+        own = work.progress()
+        own = replace(own, new=int(self.calls.new), lost_snapshot=int(lost or own.lost_snapshot))
+        rows = world.stack(torch.tensor(astuple(own), dtype=torch.int64)).tolist()
+        progress = [WorkerProgress(*row) for row in rows]
+        work.compare(progress)
+        source = most_advanced(progress)
+        if progress[source].new:
             raise NobodyHasIt("no worker is left that holds the state of the run")
-        self.calls.hand_over(new, old[0])
-        self.calls.new = False
+        new = [rank for rank, found in enumerate(progress) if found.new]
+        if progress[source].step == NOWHERE:
+            self.calls.hand_over(new, source)
+            work.begin()
+        else:
+            work.settle(finished=progress[source].step > own.step)
+            self.calls.hand_over(new, source, but=work.provider)
+            behind = [rank for rank, found in enumerate(progress) if found.reached != progress[source].reached]
+            state_transfer.pass_on(world, source, behind, work.state, work.take_state)
+            work.met(group, source, progress)
+        if work.records is not None:
+            redone = max(0, max(each.tried for each in progress) - work.step)
+            self._tell(work.records, group, redone=redone)
+            work.lost = ""
+            work.records.copy_records()
+
+    def _tell(self, records: Records, group: Group, *, redone: int) -> None:
+        if not self.world.is_leader:
+            return
+        records.take_lead()
+        now, step = time.time(), self.work.step
+        if group.reason:
+            lost_s = max(0.0, now - self.work.since)
+            records.tell(
+                Recovered(
+                    step=step,
+                    reason=group.reason,
+                    how=group.how,
+                    lost=self.work.lost,
+                    steps_redone=redone,
+                    seconds_lost=lost_s,
+                    time=now,
+                )
+            )
+        else:
+            records.tell(Note(text=f"goes on {group.how}", step=step, time=now))
+        records.flush()  # the next failure may come soon, and to this worker
+
+
+def _ended(why: str) -> CommunicationError:
+    return CommunicationError(why, where="recovery", fix="start it again: it goes on from its last snapshot")
+
+
+def make(
+    calls: CollectiveCalls,
+    once: Callable[[], Any],
+    *,
+    most: int,
+    survives: bool,
+    has_outcome: bool = True,
+    provider: StateProvider | None = None,
+) -> Any:
+    """Make a call that is made again from its beginning where workers are lost in it: all of them call `once`.
+
+    Where the others have finished it, it gives what they have got; without an outcome, `once` is called alone.
+    `most`, `survives`: see `CollectiveCalls.begin`. `provider`: of the trainer whose run tells of losses; where that
+    has begun none, the last run of the script does.
+    """
+    if not calls.begin(most=most, survives=survives):
+        return once()
+    own = provider if provider is not None and provider.records is not None else None
+    rendezvous = Rendezvous(calls, Repeated(lambda: own or calls.last_provider), most=most)
+    found: list[Any] = []
+    try:
+        rendezvous.make(lambda: found.append(once()))
+    except Passed as passed:
+        if not found:
+            found.append(passed.outcome if has_outcome else once())
+    except BaseException:
+        calls.fail()
+        raise
+    calls.done(found[-1] if has_outcome else None)
+    return found[-1]

@@ -68,7 +68,7 @@ class ForwardPass:
         self.context = context
         self.global_batch = global_batch
 
-    def __call__(self, model: nn.Module, piece: Piece) -> Mapping[str, Tensor]:
+    def __call__(self, module: nn.Module, piece: Piece) -> Mapping[str, Tensor]:
         """The means over the piece's samples: `loss`, and what the user's step returned beside it."""
         batch = piece.batch  # it may draw random numbers of its own
         randomness.seed_compute(self.seed, randomness.COMPUTE, *piece.address)
@@ -76,9 +76,15 @@ class ForwardPass:
             # In the backward pass, too, where a checkpoint computes again.
             self.global_batch.ghost = piece.weight == 0
         looks = piece.weight != 1 and piece.address[0] < _FIRST_STEPS
-        before = _gradients(model) if looks else []
+        before = _gradients(module) if looks else []
+        model = model_of(module)
         with self.context():
-            values = self.values(model, batch)
+            if self.step is not None:
+                values = step_values(self.step(model, batch))
+            else:
+                assert self.loss is not None, "a trainer has either a loss or a step"
+                inputs, targets = pair(batch)
+                values = {"loss": one_number(self.loss(model(inputs), targets), where="mh.Trainer(loss=…)")}
         if not values["loss"].requires_grad:
             raise ConfigError(
                 "the loss does not depend on any parameter that is trained, so it has no gradient",
@@ -86,7 +92,7 @@ class ForwardPass:
                 fix="look for detach(), torch.no_grad(), .item() or argmax between the model and the loss, and return "
                 "the loss as it is computed: backward() is called by the trainer",
             )
-        if looks and _gradients(model) != before:
+        if looks and _gradients(module) != before:
             raise ConfigError(
                 "the step has changed gradients itself, and its batch is a piece of a larger one, whose mean they are "
                 "not",

@@ -6,19 +6,20 @@ place: it takes over the files, and tells what the last leader had not written.
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from manyhosts.cluster.reports import Reporter
 from manyhosts.communication.gathering import gather_words
 from manyhosts.communication.world import World
 from manyhosts.config.settings import Settings
-from manyhosts.elastic.recovery import told_by_all
-from manyhosts.events import Event, Listener, RunStarted, StepDone
+from manyhosts.events import EpochDone, Event, Listener, RunStarted, StepDone, StepTiming, ValidationDone
 from manyhosts.listeners.broadcast import Broadcast
 from manyhosts.listeners.metrics_file import WriteMetrics
 from manyhosts.listeners.standard import standard
@@ -31,6 +32,8 @@ from manyhosts.training.record_copies import copy_records, restore_records
 from manyhosts.training.snapshot_schedule import SnapshotSchedule
 
 _RECENT_EVENTS = 4096
+_TOLD_BY_ALL: dict[str, type[Event]] = {kind.__name__: kind for kind in (StepDone, EpochDone, ValidationDone)}
+"""What every worker knows to tell; the rest is the leader's alone."""
 
 
 class Journal:
@@ -227,3 +230,21 @@ class Journal:
                 of_another = SamplesFile(path)
                 of_another.resume_at(step)
                 of_another.close()
+
+
+def told_by_all(events: Iterable[Event]) -> list[Event]:
+    """Those that a new leader tells, where the last one has not written them."""
+    return [event for event in events if type(event).__name__ in _TOLD_BY_ALL]
+
+
+def to_plain(event: Event) -> dict[str, Any]:
+    """One of `told_by_all`, for another worker."""
+    return {"kind": type(event).__name__, **dataclasses.asdict(event)}
+
+
+def from_plain(plain: dict[str, Any]) -> Event:
+    """What `to_plain` was given."""
+    kind = _TOLD_BY_ALL[plain.pop("kind")]
+    if kind is StepDone:
+        plain["timing"] = StepTiming(**plain["timing"])
+    return kind(**plain)

@@ -33,11 +33,11 @@ class LastSnapshot:
     def why_not(self) -> str:
         """Why what this worker holds is not all that a run needs to go on; empty where it is."""
         parts, state, loop = self.snapshot_schedule.parts, self.loop.state, self.loop
-        if state.step < 1 or loop.inconsistent:
+        if state.step < 1 or loop.at.inconsistent:
             return "it stands at no step"
         if state.best_step != state.step and self.snapshot_schedule.lacks_best(state):
             return "the best model, of a step before, was being written"
-        if parts.auditor is not None or loop.trusted is not None:
+        if parts.auditor is not None or loop.at.trusted is not None:
             return "no other worker can be asked whether it computed rightly"
         if isinstance(parts.strategy, LocalUpdates) or parts.strategy.state_dict() or own_statistics(parts):
             return "each worker holds something of its own"
@@ -77,10 +77,10 @@ class LastSnapshot:
 
     def _write(self) -> None:
         loop, state = self.loop, self.loop.state
-        loop.settle(finished=False)
-        loop.read_numbers(all_of_them=True)
+        loop.stepper.settle(finished=False)
+        loop.step_reporter.read(all_of_them=True)
         loop.step_reporter.check_weights()
-        loop.leave_validation()
+        loop.duties.leave_validation()
         self.journal.take_lead(locks=False)
         if self.journal.flush() and self.snapshot_schedule.save_alone(state):
             sys.stderr.write(f"manyhosts: saved step {state.step} before this worker ends\n")

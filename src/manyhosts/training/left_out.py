@@ -41,26 +41,26 @@ def keep_from_resuming(snapshot_schedule: SnapshotSchedule, world: World, truste
 def go_back(loop: Loop, snapshot_schedule: SnapshotSchedule) -> Recovered | Note:
     """Be at the newest snapshot up to the step that is trusted. Every worker calls this. Returns what is to be told."""
     began, state, world = time.time(), loop.state, loop.parts.world
-    trusted = loop.trusted
+    trusted = loop.at.trusted
     assert trusted is not None, "called where something is doubted"
     keep_from_resuming(snapshot_schedule, world, trusted)
     # An older snapshot may have been pruned; where none is left there is nothing but to go on, and to say so.
     newest = torch.tensor([newest_step(snapshot_schedule.store.folder)], device=world.device)
     if int(world.stack(newest).max()) < 0:
-        loop.trusted = None
+        loop.doubt(None)
         text = (
             f"nobody had checked the work of the worker that was left out in steps {trusted + 1} to {state.step}, and"
         )
         text += " no snapshot is from before them: what it did there is in the weights"
         return Note(text=text, step=state.step, time=time.time())
-    loop.inconsistent = True
+    loop.hold_nothing()
     reached, reached_s = state.step, state.seconds
     found, _ = snapshot_schedule.restore()
     snapshot_schedule.best_saved_at = -1  # the best model may be of one of the steps that are done again
     state.become(found)
     state.seconds = reached_s  # the clock goes on, and limits on time with it
     loop.stand()
-    loop.trusted = None
+    loop.doubt(None)
     return Recovered(
         step=state.step,
         reason=f"a worker was left out whose work in steps {trusted + 1} to {reached} nobody had checked",

@@ -3,50 +3,48 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from manyhosts.communication.batch_norm import GlobalBatch
-from manyhosts.elastic.recovery import why_not_survive
 from manyhosts.events import Note, RunStarted
+from manyhosts.snapshot.load import Loaded
 from manyhosts.strategies.local_updates import LocalUpdates
-from manyhosts.training.build import counted_workers
+from manyhosts.training.build import Parts, counted_workers
+from manyhosts.training.journal import Journal
 from manyhosts.training.loop import Loop
 from manyhosts.training.progress import reached, total_steps
-from manyhosts.units import Duration
-
-if TYPE_CHECKING:
-    from manyhosts.training.run import Run
+from manyhosts.training.snapshot_schedule import SnapshotSchedule
 
 
-def announce(run: Run, loop: Loop) -> None:
-    """Tell where `run` begins, and with what."""
-    state, limit, loaded, journal = run.state, loop.limit, run.loaded, run.journal
-    per_epoch = run.parts.source.steps_per_epoch
-    now = time.time()
+def announce(loop: Loop, journal: Journal, loaded: Loaded | None, *, why_not_survive: str) -> None:
+    """Tell where a run begins, and with what. `loaded`: the snapshot; `why_not_survive`: see `notes`."""
+    state, per_epoch, now = loop.state, loop.parts.source.steps_per_epoch, time.time()
     journal.resume_samples(state.step)
     journal.started = RunStarted(
         step=state.step,
         epoch=state.position.epoch,
         steps_per_epoch=per_epoch,
-        total_steps=total_steps(limit, per_epoch),
+        total_steps=total_steps(loop.limit, per_epoch),
         time=now,
         resumed_from="" if loaded is None else str(loaded.path),
     )
     journal.tell(journal.started)
     for skipped in loaded.skipped if loaded is not None else []:
         journal.tell(skipped)
-    for text in notes(run, loop):
+    for text in notes(loop, journal.snapshot_schedule, is_resumed=loaded is not None, why_not_survive=why_not_survive):
         journal.tell(Note(text=text, step=state.step, time=now))
 
 
-def notes(run: Run, loop: Loop) -> list[str]:
-    """One sentence for each thing that the person who started `run` may not expect."""
-    settings, parts, world = run.settings, run.parts, run.world
-    found = [] if run.snapshot_schedule.second is None else list(run.snapshot_schedule.second.notes)
-    found += about_resume(run)
+def notes(loop: Loop, snapshot_schedule: SnapshotSchedule, *, is_resumed: bool, why_not_survive: str) -> list[str]:
+    """One sentence for each thing that the person who started a run may not expect.
+
+    `why_not_survive`: why nobody goes on where a worker is lost; empty where the others do.
+    """
+    settings, parts, world = loop.settings, loop.parts, loop.parts.world
+    found = [] if snapshot_schedule.second is None else list(snapshot_schedule.second.notes)
+    found += about_resume(parts, snapshot_schedule)
     if (virtual := settings.virtual_workers) is not None:
         threads = torch.get_num_threads()
         found.append(
@@ -68,18 +66,17 @@ def notes(run: Run, loop: Loop) -> list[str]:
             )
     if isinstance(parts.strategy, LocalUpdates) and (about_rate := parts.strategy.about_rate(parts.optimizer)):
         found.append(about_rate)
-    if run.recovery is None and world.membership is not None:
-        why = why_not_survive(parts) or "nobody can go on since a call before this one"
-        found.append(f"if a worker is lost, all end ({why}); --restarts N goes on from the newest snapshot")
-    if run.loaded is not None and (reached(loop.limit, loop.progress()) or run.state.ended):
-        why = run.state.ended or f"it is {Duration.parse(settings.duration)} long already"
+    if why_not_survive and world.membership is not None:
+        found.append(f"if a worker is lost, all end ({why_not_survive}); --restarts N goes on from the newest snapshot")
+    if is_resumed and (reached(loop.limit, loop.duties.now()) or loop.state.ended):
+        why = loop.state.ended or f"it is {loop.limit} long already"
         found.append(f"this run is finished ({why}); ask for a longer one, or choose another run directory")
     return found
 
 
-def about_resume(run: Run) -> list[str]:
-    """What has changed since the snapshot that `run` goes on from, and what will not be noticed when it goes on."""
-    found = run.snapshot_schedule.changes.told()
-    if run.world.is_leader and (unknown := run.parts.data_identity().get("unknown")):
+def about_resume(parts: Parts, snapshot_schedule: SnapshotSchedule) -> list[str]:
+    """What has changed since the snapshot that a run goes on from, and what will not be noticed when it goes on."""
+    found = snapshot_schedule.changes.told()
+    if parts.world.is_leader and (unknown := parts.data_identity().get("unknown")):
         found.append(f"no sample of the training set is compared when the run goes on: {unknown}")
     return found

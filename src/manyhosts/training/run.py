@@ -6,7 +6,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from manyhosts.communication.gathering import gather_words
 from manyhosts.communication.world import is_break
 from manyhosts.config.settings import Settings
 from manyhosts.config.strategies import Single
-from manyhosts.elastic.recovery import Recovery, why_not_survive
-from manyhosts.elastic.session import CollectiveCalls, StateProvider
-from manyhosts.errors import CommunicationError, ConfigError, ManyhostsError, TrainingError, first_line
+from manyhosts.elastic.rendezvous import Rendezvous
+from manyhosts.elastic.session import CollectiveCalls
+from manyhosts.errors import ConfigError, ManyhostsError, TrainingError, first_line
 from manyhosts.events import Listener, Note, Recovered, RunEnded
 from manyhosts.records.run_directory import RunDirectory
 from manyhosts.snapshot.fingerprint import weights_sha256
@@ -29,11 +30,13 @@ from manyhosts.strategies.local_updates import LocalUpdates
 from manyhosts.training import go_on, left_out
 from manyhosts.training.bad_steps import BadStep
 from manyhosts.training.evaluate import Evaluation
+from manyhosts.training.held import TrainerState
 from manyhosts.training.journal import Journal
 from manyhosts.training.last_snapshot import LastSnapshot
-from manyhosts.training.loop import Loop, WorkersChange
+from manyhosts.training.loop import Loop
 from manyhosts.training.notes import announce
 from manyhosts.training.pace import Pace
+from manyhosts.training.recovery import SharedTraining, why_not_survive
 from manyhosts.training.remote_copy import RemoteCopy
 from manyhosts.training.result import Result
 from manyhosts.training.rewind import go_back
@@ -51,7 +54,7 @@ class Run:
         self,
         *,
         calls: CollectiveCalls,
-        provider: StateProvider,
+        provider: TrainerState,
         settings: Settings,
         directory: RunDirectory,
         script: Path,
@@ -89,12 +92,93 @@ class Run:
             reporter=reporter,
         )
         self.state = RunState()
+        provider.run, provider.records = self.state, self.journal
         self.loaded: Loaded | None = None
-        self.recovery: Recovery | None = None
+        self._loop: Loop | None = None
+        self.recovery: Rendezvous | None = None
         self.has_end = True
         """Whether this worker holds the weights of its end, also where others have trained to it without this one."""
 
-    def begin(self, loop: Loop) -> None:
+    @property
+    def loop(self) -> Loop:
+        """The one that trains."""
+        assert self._loop is not None, "fit() makes it"
+        return self._loop
+
+    def fit(self) -> Result:
+        """Train until the run is as long as was asked, whoever goes and comes meanwhile, and record how it ended."""
+        survives, bad = not why_not_survive(self.parts), None
+        survives = self.calls.begin(most=self.settings.virtual_workers or 0, survives=survives)
+        try:
+            with self.failures_told():
+                self.make_loop(survives=survives)
+                self.enter()
+                with self.failures_recorded(), self.loop.stop_signals.listening():
+                    while True:
+                        try:
+                            self.go_back(bad)
+                            bad = None
+                            if reason := self.loop.train():
+                                outcome = self.conclude(reason)
+                                break
+                        except BadStep as found:
+                            self.loop.hold_nothing()  # that is of use to those that have not come so far
+                            bad = found
+                        except WrongBits as wrong:
+                            bad = None
+                            self.leave_out(wrong)
+                        except Exception as error:
+                            if not self.can_recover_from(error):
+                                raise
+                            bad = None  # whoever goes on stands before it, and will come to it again
+                            self.recover(error)
+                        else:
+                            self.recover(None)  # nothing broke: somebody waits to join
+        except Passed as passed:
+            outcome = passed.outcome
+            self.take_end(outcome, replaces=passed.replaces)
+        self.calls.done(outcome)
+        return self.result(outcome)
+
+    # The beginning.
+
+    def make_loop(self, *, survives: bool) -> None:
+        """Make what trains and, where others go on without a worker that is lost, what takes this one through that."""
+        journal, settings = self.journal, self.settings
+        self._loop = Loop(
+            self.parts,
+            settings=settings,
+            state=self.state,
+            validation=self.validation,
+            snapshot_schedule=self.snapshot_schedule,
+            stop_signals=StopSignals(cause),
+            tell=journal.tell,
+            flush=journal.flush,
+            note_samples=journal.note_samples if settings.record_samples else None,
+            keep_buffers=survives,
+            pace=Pace(self.world, journal.remembered, journal.tell),
+        )
+        if survives:
+            training = SharedTraining(self.provider, self.snapshot_schedule, journal, self._loop, begin=self.begin)
+            self.recovery = Rendezvous(self.calls, training, most=settings.virtual_workers or 0)
+
+    def enter(self) -> None:
+        """Begin, whoever goes and comes meanwhile; or come to those that have begun."""
+        recovery = self.recovery
+        if recovery is not None and self.world.apart:
+            recovery.join()
+            return
+        try:
+            if recovery is not None:
+                recovery.check()
+            self.begin()
+        except Exception as error:
+            if recovery is None or not is_break(error):
+                raise
+            recovery.work.stand_nowhere()
+            recovery.go_on(error)  # perhaps where others have come to by then
+
+    def begin(self) -> None:
         """Open the run directory, take up its newest snapshot that fits, and tell where the run begins.
 
         Every worker calls this; where it breaks off, once more.
@@ -109,17 +193,20 @@ class Run:
         found, self.loaded = self.snapshot_schedule.begin()
         self.state.become(found)
         if not isinstance(self.parts.strategy, LocalUpdates):
-            self.compare(f"at the beginning, at step {found.step}")
+            compare_weights(self.parts, f"at the beginning, at step {found.step}")
         lengths, optimizer = {"duration": str(self.settings.duration)}, optimizer_described(self.parts.optimizer)
         compare_descriptions(self.world, {"arguments of fit": lengths, "optimizers": optimizer})
         if self.validation is not None and (names := self.validation.look(self.parts.model)):
             self.snapshot_schedule.check_watched(names)
-        loop.stand()
-        loop.began = time.perf_counter() - self.state.seconds
+        self.loop.stand()
+        self.loop.flags.start_clock()
         self.journal.open_records(self.state.step)
         if self.snapshot_schedule.second is not None:
             self.snapshot_schedule.second.catch_up()
-        announce(self, loop)
+        why_not = (
+            "" if self.recovery else why_not_survive(self.parts) or "nobody can go on since a call before this one"
+        )
+        announce(self.loop, self.journal, self.loaded, why_not_survive=why_not)
 
     def _open_directory(self) -> None:
         """Lock the run directory, on each disk that has one, and make it. Where that cannot be, every worker raises.
@@ -141,91 +228,75 @@ class Run:
         if self.journal.reporter is not None and self.world.is_leader:
             self.journal.reporter.send("directory", path=str(self.directory.path))
 
-    def fit(self) -> Result:
-        """Train until the run is as long as was asked, and record how it ended."""
-        goes_on = self.calls.begin(most=self.settings.virtual_workers or 0, survives=not why_not_survive(self.parts))
-        if goes_on:
-            most = self.settings.virtual_workers or 0
-            self.recovery = Recovery(
-                self.calls,
-                self.provider,
-                self.snapshot_schedule,
-                self.journal,
-                state=self.state,
-                begin=self.begin,
-                most=most,
-            )
-        try:
-            outcome = self.train_and_end()
-        except Passed as passed:
-            outcome = passed.outcome
-            self.take_end(outcome, replaces=passed.replaces)
-        except BaseException as error:
-            self.calls.fail()
-            if self.world.is_leader:
-                go_on.add_to(error, self.go_on_with)
-            raise
-        finally:
-            self.journal.say_rest()
-        self.calls.done(outcome)
-        if outcome["asked_by"]:
-            if self.go_on_with and self.world.is_leader:
-                sys.stderr.write(f"manyhosts: go on with: {self.go_on_with}\n")
-            raise SystemExit(128 + outcome["asked_by"])
-        return Result(**outcome["result"], run_dir=self.directory.path)
+    # Ways back into training.
 
-    def take_end(self, outcome: dict[str, Any], *, replaces: bool) -> None:
-        """The others have finished this training: be where it ended, where this worker was not there."""
-        if not self.world.apart:
-            return
-        self.state.become(RunState.from_dict(outcome["run"], {}))
-        self.has_end = is_here = self.snapshot_schedule.take_end(self.state.step)
-        if os.environ.get("RANK") == "0" and not (is_here and replaces):
-            # What a script has its leader do is done by another, or must not be done with a model that is untrained.
-            os.environ["RANK"] = os.environ["LOCAL_WORLD_SIZE"]
+    def go_back(self, bad: BadStep | None) -> None:
+        """Go back to a snapshot where the last step was `bad`, or steps before it are in doubt.
 
-    def train_and_end(self) -> dict[str, Any]:
-        """Train, and record how it ended. Returns what came out, in plain values."""
-        stop_signals, recovery = StopSignals(cause), self.recovery
-        loop = Loop(
-            self.parts,
-            settings=self.settings,
-            state=self.state,
-            validation=self.validation,
-            snapshot_schedule=self.snapshot_schedule,
-            stop_signals=stop_signals,
-            tell=self.journal.tell,
-            flush=self.journal.flush,
-            note_samples=self.journal.note_samples if self.settings.record_samples else None,
-            keep_buffers=recovery is not None,
-            pace=Pace(self.world, self.journal.remembered, self.journal.tell),
-        )
-        if recovery is not None:
-            recovery.use(loop)
-        if recovery is not None and self.world.apart:
-            recovery.join()
-        else:
-            self.begin_with_whoever_is_there(loop)
+        Where that may come, see that there always is one to go back to. Every worker calls this.
+        """
+        if bad is not None:
+            self.tell_way_back(go_back(bad, self.loop, self.snapshot_schedule))
+        if self.loop.at.trusted is not None:
+            self.tell_way_back(left_out.go_back(self.loop, self.snapshot_schedule))
+        may_go_back = self.settings.on_bad_step == "rewind" or self.settings.audit is not None
+        if may_go_back and self.snapshot_schedule.saved_at < 0:
+            self.loop.duties.save()
+
+    def tell_way_back(self, news: Recovered | Note) -> None:
+        """Tell that the run has gone back, or why not; what came after is told again."""
+        if isinstance(news, Recovered):
+            self.journal.recent.clear()
+            self.journal.resume_samples(self.state.step)
+        self.journal.tell(news)
+        self.journal.flush()
+
+    def can_recover_from(self, error: Exception) -> bool:
+        """Whether it says that workers are lost, and the others go on."""
+        return self.recovery is not None and is_break(error)
+
+    def recover(self, error: Exception | None) -> None:
+        """Meet those that are left, or wait to join; where nobody goes on, keep what this worker holds, and end.
+
+        Raises:
+            Exception: `error`, where nobody goes on.
+        """
+        assert self.recovery is not None, "can_recover_from() comes before, and nobody joins where nobody goes on"
         try:
-            with stop_signals.listening():
-                return self.train_with_whoever_is_there(loop)
+            self.recovery.go_on(error)
         except Passed:
             raise
-        except ManyhostsError as error:
-            self.end("failed", error.what)
-            raise
-        except Exception as error:
-            told = refusals.explained(error)
-            said = f"{type(error).__name__}: {first_line(error)}" if str(error) else type(error).__name__
-            self.end("failed", said if told is None else told.what)
-            raise
-        except KeyboardInterrupt:
-            self.end("interrupted", "a second signal, obeyed at once")
+        except Exception:
+            if self.recovery.refused:
+                LastSnapshot(self.snapshot_schedule, self.journal, self.loop).make()
             raise
 
-    def conclude(self, loop: Loop, reason: str) -> dict[str, Any]:
-        """Record that training is over. Returns what came out, in plain values."""
-        state, stop_signals = self.state, loop.stop_signals
+    def leave_out(self, wrong: WrongBits) -> None:
+        """Go on without workers that compute wrongly, or end where that cannot be.
+
+        Raises:
+            WrongBits: nobody can go on, or nobody knows who is wrong.
+        """
+        if self.recovery is None or not wrong.guilty:
+            left_out.keep_from_resuming(self.snapshot_schedule, self.world, wrong.trusted)
+            raise wrong
+        self.loop.doubt(wrong.trusted if wrong.trusted < self.state.step else None)
+        left_out.tell_head(wrong, self.world)
+        self.recovery.go_on(wrong)
+
+    # The end.
+
+    def conclude(self, reason: str) -> dict[str, Any]:
+        """Validate, save and record that training is over. Returns what came out, in plain values."""
+        state, stop_signals, duties = self.state, self.loop.stop_signals, self.loop.duties
+        if self.validation is not None and state.step and state.validated_at != state.step and not stop_signals.granted:
+            duties.validate()
+        duties.keep_best()
+        self.save_end()
+        self.snapshot_schedule.finish_copies(self.journal.say_busy)
+        if isinstance(self.parts.strategy, LocalUpdates):
+            self.parts.strategy.average(self.parts.trained)  # a run ends with one model
+        compare_weights(self.parts, f"at the end, at step {state.step}")
         if (auditor := self.parts.auditor) is not None:
             text = f"audit: of {auditor.compared} parts that were computed again every bit was equal"
             self.journal.tell(Note(text=text, step=state.step, time=time.time()))
@@ -244,122 +315,33 @@ class Run:
             "seconds": state.seconds,
             "weights_sha256": weights,
         }
+        if self.recovery is not None:
+            self.world.barrier()  # nobody leaves before everybody has done its part
         return {
             "result": result,
             "run": state.to_dict(),
             "asked_by": stop_signals.number if stop_signals.granted else 0,
         }
 
-    def begin_with_whoever_is_there(self, loop: Loop) -> None:
-        """Begin, whoever goes and comes meanwhile: perhaps where others have come to by then."""
-        try:
-            if self.recovery is not None:
-                self.recovery.check()
-            self.begin(loop)
-        except Exception as error:
-            if self.recovery is None or not is_break(error):
-                raise
-            self.recovery.stand_nowhere()
-            self.recovery.go_on(error)
+    def result(self, outcome: dict[str, Any]) -> Result:
+        """What came out, for the script; where a signal has asked to stop, the script ends with it."""
+        if outcome["asked_by"]:
+            if self.go_on_with and self.world.is_leader:
+                sys.stderr.write(f"manyhosts: go on with: {self.go_on_with}\n")
+            raise SystemExit(128 + outcome["asked_by"])
+        return Result(**outcome["result"], run_dir=self.directory.path)
 
-    def train_with_whoever_is_there(self, loop: Loop) -> dict[str, Any]:
-        """Train to the end, whoever goes and comes meanwhile. Returns what came out, in plain values."""
-        recovery, bad = self.recovery, None
-        while True:
-            try:
-                if bad is not None:
-                    self.rewind(bad, loop)
-                    bad = None
-                if loop.trusted is not None:
-                    self.tell_way_back(left_out.go_back(loop, self.snapshot_schedule))
-                outcome = self.conclude(loop, self.train(loop))
-                if recovery is not None:
-                    self.world.barrier()  # nobody leaves before everybody has done its part
-            except BadStep as found:
-                bad, loop.inconsistent = (
-                    found,
-                    True,
-                )  # what this worker holds is of no use to those that have not come so far
-            except WrongBits as wrong:
-                bad = None
-                self.leave_out(wrong, loop)
-            except Exception as error:
-                if recovery is None or not (isinstance(error, WorkersChange) or is_break(error)):
-                    raise
-                bad = None  # whoever goes on stands before it, and will come to it again
-                self.go_on_or_save(error, loop)
-            else:
-                return outcome
+    def take_end(self, outcome: dict[str, Any], *, replaces: bool) -> None:
+        """The others have finished this training: be where it ended, where this worker was not there."""
+        if not self.world.apart:
+            return
+        self.state.become(RunState.from_dict(outcome["run"], {}))
+        self.has_end = is_here = self.snapshot_schedule.take_end(self.state.step)
+        if os.environ.get("RANK") == "0" and not (is_here and replaces):
+            # What a script has its leader do is done by another, or must not be done with a model that is untrained.
+            os.environ["RANK"] = os.environ["LOCAL_WORLD_SIZE"]
 
-    def go_on_or_save(self, error: Exception, loop: Loop) -> None:
-        """Meet those that are left; where nobody goes on, keep what this worker holds, and end.
-
-        Raises:
-            Exception: `error`, where nobody goes on.
-        """
-        assert self.recovery is not None, "the caller has seen to that"
-        last = LastSnapshot(self.snapshot_schedule, self.journal, loop)
-        try:
-            self.recovery.go_on(error)
-        except Passed:
-            raise
-        except Exception as ended:
-            if self.recovery.refused:
-                last.make()
-            if isinstance(ended, WorkersChange):  # all was well, but for the head
-                raise CommunicationError(
-                    self.recovery.refused, where="recovery", fix="start it again: it goes on from its last snapshot"
-                ) from None
-            raise
-
-    def leave_out(self, wrong: WrongBits, loop: Loop) -> None:
-        """Go on without workers that compute wrongly, or end where that cannot be.
-
-        Raises:
-            WrongBits: nobody can go on, or nobody knows who is wrong.
-        """
-        if self.recovery is None or not wrong.guilty:
-            left_out.keep_from_resuming(self.snapshot_schedule, self.world, wrong.trusted)
-            raise wrong
-        loop.trusted = wrong.trusted if wrong.trusted < self.state.step else None
-        left_out.tell_head(wrong, self.world)
-        self.recovery.go_on(wrong)
-
-    def rewind(self, bad: BadStep, loop: Loop) -> None:
-        """Go back to the last snapshot, in the records too."""
-        self.tell_way_back(go_back(bad, loop, self.snapshot_schedule))
-
-    def tell_way_back(self, news: Recovered | Note) -> None:
-        """Tell that the run has gone back, or why not; what came after is told again."""
-        if isinstance(news, Recovered):
-            self.journal.recent.clear()
-            self.journal.resume_samples(self.state.step)
-        self.journal.tell(news)
-        self.journal.flush()
-
-    def train(self, loop: Loop) -> str:
-        """Train, validate and save. Returns why it ended. Called anew where workers went or came."""
-        state = self.state
-        goes_back = self.settings.on_bad_step == "rewind" or self.settings.audit is not None
-        if goes_back and self.snapshot_schedule.saved_at < 0:
-            loop.save()  # so that there always is one to go back to
-        reason = loop.run()
-        if (
-            self.validation is not None
-            and state.step
-            and state.validated_at != state.step
-            and not loop.stop_signals.granted
-        ):
-            loop.validate()
-        loop.keep_best()
-        self.save_end(loop)
-        self.snapshot_schedule.finish_copies(self.journal.say_busy)
-        if isinstance(self.parts.strategy, LocalUpdates):
-            self.parts.strategy.average(self.parts.trained)  # a run ends with one model
-        self.compare(f"at the end, at step {state.step}")
-        return reason
-
-    def save_end(self, loop: Loop) -> None:
+    def save_end(self) -> None:
         """See that the snapshot of the last step is whole. Where the disk has no room, older ones go, one by one.
 
         Raises:
@@ -367,7 +349,7 @@ class Run:
         """
         snapshot_schedule, step = self.snapshot_schedule, self.state.step
         if snapshot_schedule.saved_at != step:
-            loop.save()
+            self.loop.duties.save()
         snapshot_schedule.finish()
         tried_again = False
         while not snapshot_schedule.has_whole(step):
@@ -382,16 +364,42 @@ class Run:
                     fix=f"make room on that disk and start again. {last_good}",
                 )
             tried_again = True
-            loop.save()
+            self.loop.duties.save()
             snapshot_schedule.finish()
 
-    def compare(self, moment: str) -> None:
-        """See that all workers hold the same model.
+    @contextmanager
+    def failures_told(self) -> Iterator[None]:
+        """Whatever ends this call within: the others and the launcher know that this worker is in it no more."""
+        try:
+            yield
+        except Passed:
+            raise
+        except BaseException as error:
+            self.calls.fail()
+            if self.world.is_leader:
+                go_on.add_to(error, self.go_on_with)
+            raise
+        finally:
+            self.journal.say_rest()
 
-        Raises:
-            TrainingError: they do not.
-        """
-        compare_weights(self.parts, moment)
+    @contextmanager
+    def failures_recorded(self) -> Iterator[None]:
+        """Whatever ends the training within, but its being passed by the others, is recorded as the run's end."""
+        try:
+            yield
+        except Passed:
+            raise
+        except ManyhostsError as error:
+            self.end("failed", error.what)
+            raise
+        except Exception as error:
+            told = refusals.explained(error)
+            said = f"{type(error).__name__}: {first_line(error)}" if str(error) else type(error).__name__
+            self.end("failed", said if told is None else told.what)
+            raise
+        except KeyboardInterrupt:
+            self.end("interrupted", "a second signal, obeyed at once")
+            raise
 
     def end(self, status: str, reason: str) -> str:
         """Record how the run ended. Returns the hash of the weights."""

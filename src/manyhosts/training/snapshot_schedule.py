@@ -11,12 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from manyhosts.communication.layout import without_repeats, write
 from manyhosts.config.settings import Settings
 from manyhosts.config.stopping import EarlyStopping
-from manyhosts.data import randomness
 from manyhosts.errors import ConfigError, SnapshotError
 from manyhosts.events import Note, SnapshotCopied, SnapshotSaved, SnapshotSkipped
 from manyhosts.records.manifest import Facts, read
@@ -26,13 +23,12 @@ from manyhosts.snapshot.load import Loaded, load, same_model
 from manyhosts.snapshot.set_aside import is_newest
 from manyhosts.snapshot.store import Store
 from manyhosts.strategies.local_updates import LocalUpdates, averaged_parameters
-from manyhosts.training.buffers import put_transient, transient
 from manyhosts.training.build import Parts
+from manyhosts.training.held import copied, held_by, take_up, weights_of
 from manyhosts.training.remote_copy import RemoteCopy
 from manyhosts.training.resuming import Changes, asked_of, compare
 from manyhosts.training.same_weights import compare_weights
 from manyhosts.training.state import RunState
-from manyhosts.training.trained import load_loss, loss_state
 
 _NO_RECORDS = "a disk does not take the records of its steps"
 
@@ -199,8 +195,8 @@ class SnapshotSchedule:
             if isinstance(news, SnapshotSaved) and self.second is not None:
                 self.second.offer(news.path)
             self.tell(news)
-        for copied in self.second.finished() if self.second is not None else []:
-            self.tell(copied)
+        for news_of_copy in self.second.finished() if self.second is not None else []:
+            self.tell(news_of_copy)
 
     def abandon(self) -> bool:
         """Give up what is being written: some of those who write it are gone. Whether a snapshot is lost so."""
@@ -335,87 +331,6 @@ class SnapshotSchedule:
         )
 
 
-def held_by(parts: Parts) -> dict[str, Any]:
-    """Model, optimizer and what goes with them; the tensors are those in use."""
-    return {
-        **weights_of(parts),
-        "buffers": transient(parts.trained),
-        "optimizer": parts.optimizer.state_dict(),
-        "schedule": {} if parts.schedule is None else _plain(parts.schedule.state_dict()),
-        "scaler": parts.precision.state_dict(),
-        "random": _random_states(),
-    }
-
-
-def take_up(parts: Parts, kept: dict[str, Any], *, own: bool = False, schedule: bool = True) -> None:
-    """Put what `held_by` gave, here or on another worker, into `parts`; model and optimizer not where `own`.
-
-    `schedule`: whether it is of the schedule of `parts`.
-    """
-    if not own:
-        put_weights(parts, kept)
-        put_transient(parts.trained, kept.get("buffers", {}))  # snapshots of before have none: the script made them
-        parts.optimizer.load_state_dict(kept["optimizer"])
-    if parts.schedule is not None and schedule:
-        parts.schedule.load_state_dict(kept["schedule"])
-    parts.precision.load_state_dict(kept["scaler"])
-    torch.set_rng_state(kept["random"]["torch"])
-
-
-def weights_of(parts: Parts) -> dict[str, Any]:
-    """The model's `state_dict`, and that of a loss which has a state; the tensors are those in use."""
-    loss = loss_state(parts.trained)
-    return {"model": dict(parts.model.state_dict()), **({"loss": loss} if loss else {})}
-
-
-def copied(weights: dict[str, Any]) -> dict[str, Any]:
-    """What `weights_of` gave, with tensors of its own."""
-    return {
-        part: {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
-        for part, values in weights.items()
-    }
-
-
-def put_weights(parts: Parts, kept: dict[str, Any]) -> None:
-    """Put what `weights_of` gave, here or elsewhere, into the model and the loss.
-
-    Raises:
-        SnapshotError: it is of another loss.
-    """
-    load_loss(parts.trained, kept.get("loss", {}))
-    load_model(parts.model, kept["model"])
-
-
-@torch.no_grad()
-def load_model(model: nn.Module, weights: dict[str, Any]) -> None:
-    """Put `weights` into `model`, in place, so that whoever holds its tensors sees them."""
-    own = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
-    expanded = {name for name in weights if name in own and without_repeats(own[name]) is not own[name]}
-    if not expanded:
-        model.load_state_dict(weights)
-        return
-    # PyTorch does not write into expanded tensors.
-    found = model.load_state_dict({name: weights[name] for name in weights if name not in expanded}, strict=False)
-    if found.unexpected_keys or set(found.missing_keys) != expanded:
-        model.load_state_dict(weights)  # says what is wrong
-    for name in expanded:
-        write(own[name], weights[name])
-
-
 def _tensors(state: Any) -> list[torch.Tensor]:
     """The tensors of an optimizer's state."""
     return [value for values in state.values() for value in values.values() if isinstance(value, torch.Tensor)]
-
-
-def _plain(state: dict[str, Any]) -> dict[str, Any]:
-    """A schedule's state without what cannot be kept: functions, which the script makes anew."""
-    return {key: value for key, value in state.items() if not callable(value) and not _has_callable(value)}
-
-
-def _has_callable(value: Any) -> bool:
-    return isinstance(value, list) and any(callable(item) for item in value)
-
-
-def _random_states() -> dict[str, Any]:
-    torch_state, _, _ = randomness.states()
-    return {"torch": torch_state}

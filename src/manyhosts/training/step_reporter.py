@@ -14,12 +14,12 @@ from manyhosts.errors import TrainingError
 from manyhosts.events import EpochDone, Event, Note, StepDone, StepTiming
 from manyhosts.training.bad_steps import BadStep, BadSteps, named
 from manyhosts.training.build import Parts
+from manyhosts.training.control_flags import ControlFlags
 from manyhosts.training.finite import first_not_finite
 from manyhosts.training.learning_rate import VanishedRate
-from manyhosts.training.numbers import StepFacts, StepNumbers
+from manyhosts.training.numbers import Numbers, StepFacts, StepNumbers
 from manyhosts.training.snapshot_schedule import SnapshotSchedule
 from manyhosts.training.state import RunState
-from manyhosts.training.stop_signals import StopSignals
 
 Tell = Callable[[Event], None]
 
@@ -31,29 +31,38 @@ class StepReporter:
         self,
         parts: Parts,
         state: RunState,
+        flags: ControlFlags,
         bad_steps: BadSteps,
-        stop_signals: StopSignals,
         snapshot_schedule: SnapshotSchedule,
+        numbers: Numbers,
         tell: Tell,
         rate: VanishedRate | None,
     ) -> None:
-        self.parts, self.state, self.bad_steps = parts, state, bad_steps
-        self.stop_signals, self.snapshot_schedule, self.tell, self.rate = stop_signals, snapshot_schedule, tell, rate
+        self.parts, self.state, self.flags, self.bad_steps = parts, state, flags, bad_steps
+        self.snapshot_schedule, self.numbers, self.tell, self.rate = snapshot_schedule, numbers, tell, rate
         self.last: StepFacts | None = None
         """The last step that was told and whose numbers were well."""
 
-    def of_step(self, numbers: StepNumbers) -> bool:
-        """Tell a step, add it to its epoch's sums, and hear wishes. Returns whether somebody waits to join.
+    def read(self, *, all_of_them: bool = False) -> None:
+        """Tell the steps whose numbers have come, and take from them what the workers decide together.
+
+        Raises:
+            BadStep, TrainingError: see `of_step`.
+        """
+        for numbers in self.numbers.read(all_of_them=all_of_them):
+            self.of_step(numbers)
+        self.of_world()
+
+    def of_step(self, numbers: StepNumbers) -> None:
+        """Tell a step, add it to its epoch's sums, and hear what the workers decide together.
 
         Raises:
             BadStep: its numbers are none, and all are to go back behind it.
             TrainingError: its numbers are none, and that ends the run.
         """
         good = self.check(numbers)
-        clock, joining, *asked = numbers.control_flags
+        self.flags.hear(numbers.control_flags)
         state, facts = self.state, numbers.facts
-        state.seconds = clock
-        self.stop_signals.hear(asked)
         if good:
             weight = facts.samples if facts.weight is None else facts.weight
             state.epoch_loss += numbers.values["loss"] * weight
@@ -63,7 +72,6 @@ class StepReporter:
         self.tell(step_done(numbers))
         if self.rate is not None and (text := self.rate.note(facts.lr, facts.step)):
             self.tell(Note(text=text, step=facts.step, time=time.time()))
-        return joining > 0
 
     def of_world(self) -> None:
         """Tell what the exchanges between workers have left to be said."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import os
 import sys
@@ -15,11 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import nn
 from torch.utils.data import Dataset
 
-from manyhosts.cluster.membership import Membership
 from manyhosts.cluster.place import Place
 from manyhosts.cluster.reports import Reporter
 from manyhosts.communication.gathering import gather_words
-from manyhosts.communication.world import World
 from manyhosts.config import overrides
 from manyhosts.config.arguments import OF_FIT, OF_TRAINER, answers
 from manyhosts.config.settings import Settings
@@ -28,7 +25,7 @@ from manyhosts.config.stopping import EarlyStopping
 from manyhosts.config.strategies import DDP, Strategy, named
 from manyhosts.data import randomness
 from manyhosts.data.data import Data
-from manyhosts.elastic.session import CollectiveCalls, StateProvider
+from manyhosts.elastic import rendezvous
 from manyhosts.errors import ConfigError
 from manyhosts.events import Listener, TestDone
 from manyhosts.records.run_directory import UNASKED, VARIABLE, RunDirectory, check_is_folder
@@ -40,29 +37,19 @@ from manyhosts.training import go_on
 from manyhosts.training.build import MakeOptimizer, MakeSchedule, ModelOrMaker, Parts, build, make_evaluation
 from manyhosts.training.compute import Loss, UserStep
 from manyhosts.training.evaluate import Evaluation
+from manyhosts.training.held import TrainerState, copied, put_weights, weights_of
 from manyhosts.training.metrics import flattened
 from manyhosts.training.predict import Forward, Prediction, make_prediction
+from manyhosts.training.process_session import ProcessSession
 from manyhosts.training.result import Result
 from manyhosts.training.run import Run
 from manyhosts.training.same_weights import compare_weights
-from manyhosts.training.snapshot_schedule import copied, put_weights, weights_of
 from manyhosts.training.suitable import check_given
 from manyhosts.training.weighing import Weight
 from manyhosts.training.weights import load_initial
 
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
-
-_made_here = 0
-"""Trainers made in this process: each has a run directory of its own."""
-_places: dict[str, int] = {}
-"""Address for snapshots → the number of the trainer that had it first."""
-_directories: dict[Path, Path] = {}
-"""Working directory → the run directory that this process has made below it, where nobody has named one."""
-_shared_world: World | None = None
-"""The workers that may change: all trainers of a process see the same."""
-_shared_collective_calls: CollectiveCalls | None = None
-"""What they do together."""
 
 
 class Trainer:
@@ -195,10 +182,9 @@ class Trainer:
         self._check_watched(data)
         self.loss, self.step = loss, step
         self.listeners = list(listeners)
-        self.world = _world(self.settings.backend)
-        global _made_here
-        _made_here += 1
-        self._number = _made_here
+        self._session = ProcessSession.current()
+        self.world = self._session.world(self.settings.backend)
+        self._number = self._session.next_number()
         self._run_dir = run_dir
         self._run: Run | None = None
 
@@ -218,10 +204,10 @@ class Trainer:
                 load_initial(parts.model, Path(init_from))
             return parts
 
-        self._collective_calls = _collective_calls(self.world)
+        self._collective_calls = self._session.calls(self.world)
         # The first trainers come before the first call, when nobody has anything that could be lost.
         self.parts: Parts = make() if not self._collective_calls.number else self._call(make, has_outcome=False)
-        self._provider = StateProvider(self.parts)
+        self._provider = TrainerState(self.parts)
         self._collective_calls.add(self._number, self._provider)
 
     @property
@@ -245,7 +231,7 @@ class Trainer:
         if self._run is not None:
             self._run.journal.close()
         directory = self._directory()
-        self._run = self._provider.run = Run(
+        self._run = Run(
             calls=self._collective_calls,
             provider=self._provider,
             settings=settings,
@@ -262,18 +248,19 @@ class Trainer:
     def _call(self, once: Callable[[], Any], *, has_outcome: bool = True) -> Any:
         """What all workers do together, and once more from its beginning where some are lost meanwhile."""
         world = self.world
-        return self._collective_calls.make(
+        return rendezvous.make(
+            self._collective_calls,
             once,
             most=self.settings.virtual_workers or 0,
             survives=world.backend == "gloo" and world.device.type == "cpu",
             has_outcome=has_outcome,
-            run=self._run,
+            provider=self._provider if self._run is not None else None,
         )
 
     def _with_own_place(self, settings: Settings) -> Settings:
         """A script may make several trainers; one address for snapshots is the first one's, and holds the others'."""
         to = settings.snapshots.to
-        if to is None or _places.setdefault(to, self._number) == self._number:
+        if to is None or self._session.is_first_at(to, self._number):
             return settings
         own = dataclasses.replace(settings.snapshots, to=f"{to.rstrip('/')}/trainer-{self._number}")
         return dataclasses.replace(settings, snapshots=own)
@@ -447,7 +434,9 @@ class Trainer:
             return RunDirectory(Path(self._run_dir).absolute())
         if VARIABLE in os.environ:
             return RunDirectory(self._below(RunDirectory.choose(_script()).path.absolute()))
-        chosen = str(self._below(_new_directory())) if self.world.is_leader else ""
+        chosen = (
+            str(self._below(self._session.new_directory(_script(), once=_is_command()))) if self.world.is_leader else ""
+        )
         return RunDirectory(Path(gather_words(self.world, chosen)[0]))
 
     def _below(self, path: Path) -> Path:
@@ -465,34 +454,6 @@ class Trainer:
 def _is_command() -> bool:
     """Whether this is a script that runs from its beginning to its end, no notebook."""
     return hasattr(sys.modules.get("__main__"), "__file__")
-
-
-def _new_directory() -> Path:
-    """A directory for this run of the script, where nobody has named one."""
-    here = Path.cwd()
-    if here not in _directories or not _is_command():
-        _directories[here] = RunDirectory.choose(_script()).path.absolute()
-    return _directories[here]
-
-
-def _world(backend: str | None) -> World:
-    """The workers that this process belongs to."""
-    global _shared_world
-    if _shared_world is not None:
-        return _shared_world
-    world = World(Place.from_environment(), backend=backend, membership=Membership.from_environment())
-    atexit.register(world.leave)
-    if world.membership is not None:
-        _shared_world = world
-    return world
-
-
-def _collective_calls(world: World) -> CollectiveCalls:
-    """Those of this process; where its workers never change, nobody counts them."""
-    global _shared_collective_calls
-    if _shared_collective_calls is None or _shared_collective_calls.world is not world:
-        _shared_collective_calls = CollectiveCalls(world)
-    return _shared_collective_calls
 
 
 def _script() -> Path:

@@ -12,7 +12,7 @@ from torch import nn
 from manyhosts.errors import ConfigError
 from manyhosts.snapshot.fingerprint import difference, fingerprint
 from manyhosts.snapshot.weights import load
-from manyhosts.training.snapshot_schedule import load_model
+from manyhosts.training.held import load_model
 
 _FIX = (
     "give a snapshot folder, a run directory with a best/ or snapshots/, a .safetensors file, or a .pt of a state_dict"

@@ -57,8 +57,9 @@ def stands(run_dir: Path) -> tuple[LastSnapshot, Member]:
     )
     steps = run.parts.source.steps(run.state.position, run.state.stream)
     for _ in range(2):
-        loop.take(steps)
-        loop.duties_done = len(loop.duties)
+        loop.stepper.train_step(steps)
+        loop.step_reporter.read()
+        loop.at.duties_done = loop.at.all_duties
     member = Member()
     run.world.membership = member
     journal.led = True
@@ -109,10 +110,10 @@ def be_beside_the_one_that_records(last: LastSnapshot) -> None:
     ("change", "why"),
     [
         (put("loop.state.step", 0), "stands at no step"),
-        (put("loop.inconsistent", True), "stands at no step"),
+        (put("loop.at.inconsistent", True), "stands at no step"),
         (put("loop.state.best_step", 2), "the best model, of a step before, was being written"),
         (put("snapshot_schedule.parts.auditor", object()), "whether it computed rightly"),
-        (put("loop.trusted", 2), "whether it computed rightly"),
+        (put("loop.at.trusted", 2), "whether it computed rightly"),
         (
             put("snapshot_schedule.parts.strategy", SimpleNamespace(state_dict=lambda: {"kept": 1})),
             "something of its own",

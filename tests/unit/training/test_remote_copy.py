@@ -21,7 +21,7 @@ from manyhosts.errors import ConfigError, SnapshotError
 from manyhosts.events import Event, Note, RunEnded, SnapshotCopied, StepDone
 from manyhosts.records.metrics import read
 from manyhosts.snapshot.objects import client
-from manyhosts.training import trainer
+from manyhosts.training.process_session import ProcessSession
 from manyhosts.training.result import Result
 
 RECIPE = Recipe(augment=True, batch_norm=True, dropout=0.2, schedule=True)  # 5 steps an epoch
@@ -37,7 +37,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
 
 def fit(run: Path, duration: str, *, heard: list[Event] | None = None, recipe: Recipe = RECIPE, **more: Any) -> Result:
     """As in a process of its own: a second trainer of one process has an address of its own."""
-    trainer._places.clear()
+    ProcessSession.current().close()
     more.setdefault("snapshots", EVERY_4)
     listen = [heard.append] if heard is not None else []
     return make_trainer(recipe, run, **{"listeners": listen, **more}).fit(duration)
@@ -198,7 +198,7 @@ def test_snapshots_of_another_model_are_refused_and_stay(store: Store, tmp_path:
 
 
 def test_two_trainers_of_a_script_do_not_mix_their_snapshots(store: Store, tmp_path: Path) -> None:
-    trainer._places.clear()
+    ProcessSession.current().close()
     data = mh.Data(train=torch.utils.data.TensorDataset(torch.ones(8, 2), torch.ones(8, 1)), batch_size=4)
     for name, width in (("a", 1), ("b", 3)):
         mh.Trainer(

@@ -1,0 +1,185 @@
+"""What a call is to those who take a worker through changes of the workers: its progress, its state, its records."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from manyhosts.cluster.membership import Group
+from manyhosts.events import Event
+
+NOWHERE = -1
+"""The step of a worker whose state is of no use to others."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerProgress:
+    """How far a worker is in a call."""
+
+    step: int = 0
+    """Steps finished; `NOWHERE` for one whose state is of no use."""
+    duties: int = 0
+    """Of what is due after that step, how much is done."""
+    tried: int = 0
+    """The step that broke off; 0 where none did."""
+    lost_snapshot: int = 0
+    """Whether a snapshot that was being written is lost."""
+    new: int = 0
+    """Whether it lacks what the others hold of every trainer of the script."""
+    trusted: int = NOWHERE
+    """The last step that is not in doubt, where some are; `NOWHERE` where none is."""
+
+    @property
+    def reached(self) -> tuple[int, int]:
+        """What is compared."""
+        return self.step, self.duties
+
+
+def most_advanced(progress: Sequence[WorkerProgress]) -> int:
+    """The rank whose state is taken by those that are behind: of several that are level, the first that is not new."""
+    return max(range(len(progress)), key=lambda rank: (progress[rank].reached, -progress[rank].new, -rank))
+
+
+class Records(Protocol):
+    """What is written and said of a run, as far as a change of the workers is told there."""
+
+    def take_lead(self) -> None:
+        """Be the leader from now on, and tell what every worker knows and the last leader has not written."""
+
+    def tell(self, event: Event) -> None:
+        """Tell the listeners."""
+
+    def flush(self) -> bool:
+        """Have everything that was told on the disk. Whether it is there."""
+
+    def copy_records(self) -> None:
+        """Where hosts share no disk, see that another one has the records, too. Every worker calls this."""
+
+
+class StateProvider(Protocol):
+    """What one trainer holds that a new worker lacks."""
+
+    @property
+    def records(self) -> Records | None:
+        """Those of the last run that it has begun; None before the first."""
+
+    @property
+    def step(self) -> int:
+        """Where that run stands."""
+
+    def everything(self) -> dict[str, Any]:
+        """All of it; the tensors are those in use."""
+
+    def take_up(self, given: dict[str, Any]) -> None:
+        """Hold what `everything` gave on another worker."""
+
+
+class Work(Protocol):
+    """What workers do together in one call, and go on with when some of them are lost."""
+
+    lost: str
+    """What went with those that are gone, in words."""
+
+    @property
+    def since(self) -> float:
+        """When what is being done now was begun, by the clock of the day."""
+
+    @property
+    def provider(self) -> StateProvider | None:
+        """Whose state this is, so that it is not given twice."""
+
+    @property
+    def records(self) -> Records | None:
+        """Where a change of the workers is told."""
+
+    @property
+    def step(self) -> int:
+        """Where the run stands that is told of it."""
+
+    @property
+    def done(self) -> int:
+        """How much of the call is done that is not done again."""
+
+    def stand_nowhere(self) -> None:
+        """What this worker has of this call is of no use to others."""
+
+    def let_go(self) -> bool:
+        """Have nothing under way in the group that is left. Whether a snapshot is lost by it."""
+
+    def progress(self) -> WorkerProgress:
+        """How far this worker is. Called when it has entered the new group."""
+
+    def compare(self, progress: Sequence[WorkerProgress]) -> None:
+        """Know how far each worker is, by rank."""
+
+    def begin(self) -> None:
+        """Nobody has come to the first step: begin, all together."""
+
+    def settle(self, *, finished: bool) -> None:
+        """End the step that broke off. `finished`: another has done it, so this worker's part counts."""
+
+    def state(self) -> dict[str, Any]:
+        """All that a worker behind this one lacks."""
+
+    def take_state(self, given: Mapping[str, Any]) -> None:
+        """Be where the worker is that gave `state`."""
+
+    def met(self, group: Group, source: int, progress: Sequence[WorkerProgress]) -> None:
+        """All are as far as worker `source`: agree on what else must be alike, among the workers of now."""
+
+
+class Repeated:
+    """A call that is made again from its beginning: what was held before it is held still."""
+
+    lost = ""
+    done = 0
+
+    def __init__(self, teller: Callable[[], StateProvider | None]) -> None:
+        """`teller`: whose records tell of a loss, asked when there is one."""
+        self._teller = teller
+        self.since = time.time()
+        self.provider: StateProvider | None = None
+
+    @property
+    def records(self) -> Records | None:
+        """Those that tell of it; None where there are none."""
+        teller = self._teller()
+        return None if teller is None else teller.records
+
+    @property
+    def step(self) -> int:
+        """Where the run stands that tells of it."""
+        teller = self._teller()
+        return 0 if teller is None else max(0, teller.step)
+
+    def stand_nowhere(self) -> None:
+        """There is nothing of its own to forget."""
+
+    def let_go(self) -> bool:
+        """Nothing is under way."""
+        return False
+
+    def progress(self) -> WorkerProgress:
+        """At the beginning."""
+        return WorkerProgress()
+
+    def compare(self, progress: Sequence[WorkerProgress]) -> None:
+        """All stand at the beginning."""
+
+    def begin(self) -> None:
+        """Nothing: everybody stands at the beginning."""
+
+    def settle(self, *, finished: bool) -> None:
+        """Nothing was begun that counts."""
+
+    def state(self) -> dict[str, Any]:
+        """Nothing: nobody is behind."""
+        return {}
+
+    def take_state(self, given: Mapping[str, Any]) -> None:
+        """Nothing to take."""
+
+    def met(self, group: Group, source: int, progress: Sequence[WorkerProgress]) -> None:
+        """The trainers' strategies meet the workers of now in the next training."""

@@ -1,0 +1,74 @@
+"""What all trainers of a process share: the workers, the calls they make together, and who was the first anywhere."""
+
+from __future__ import annotations
+
+import atexit
+from pathlib import Path
+
+from manyhosts.cluster.membership import Membership
+from manyhosts.cluster.place import Place
+from manyhosts.communication.world import World
+from manyhosts.elastic.session import CollectiveCalls
+from manyhosts.records.run_directory import RunDirectory
+
+
+class ProcessSession:
+    """Begins with the first trainer of a process, and lasts until `close`, or until the process ends."""
+
+    _current: ProcessSession | None = None
+
+    def __init__(self) -> None:
+        self._trainers = 0
+        self._first_at: dict[str, int] = {}
+        """Address for snapshots → the number of the trainer that had it first."""
+        self._directories: dict[Path, Path] = {}
+        """Working directory → the run directory that was made below it, where nobody has named one."""
+        self._worlds: list[World] = []
+        self._calls: CollectiveCalls | None = None
+        atexit.register(self.close)
+
+    @classmethod
+    def current(cls) -> ProcessSession:
+        """That of this process; a new one after `close`."""
+        if ProcessSession._current is None:
+            ProcessSession._current = cls()
+        return ProcessSession._current
+
+    def world(self, backend: str | None) -> World:
+        """The workers that this process belongs to. Workers that may change are the same for all its trainers."""
+        if self._worlds and self._worlds[0].membership is not None:
+            return self._worlds[0]
+        world = World(Place.from_environment(), backend=backend, membership=Membership.from_environment())
+        self._worlds.append(world)
+        return world
+
+    def calls(self, world: World) -> CollectiveCalls:
+        """What the workers of `world` do together; where they never change, nobody counts it."""
+        if self._calls is None or self._calls.world is not world:
+            self._calls = CollectiveCalls(world)
+        return self._calls
+
+    def next_number(self) -> int:
+        """That of a new trainer, from 1: each has a run directory of its own."""
+        self._trainers += 1
+        return self._trainers
+
+    def is_first_at(self, address: str, number: int) -> bool:
+        """Whether no other trainer than `number` has kept its snapshots at `address` before it."""
+        return self._first_at.setdefault(address, number) == number
+
+    def new_directory(self, script: Path, *, once: bool) -> Path:
+        """A directory for a run of `script`, where nobody has named one. `once`: the same for the whole session."""
+        here = Path.cwd()
+        if here not in self._directories or not once:
+            self._directories[here] = RunDirectory.choose(script).path.absolute()
+        return self._directories[here]
+
+    def close(self) -> None:
+        """Take the groups of workers down. Safe to call twice; trainers that were made before are of no use then."""
+        atexit.unregister(self.close)
+        if ProcessSession._current is self:
+            ProcessSession._current = None
+        for world in self._worlds:
+            world.leave()
+        self._worlds, self._calls = [], None

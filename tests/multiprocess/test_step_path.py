@@ -1,0 +1,110 @@
+"""The path of a step is as short as docs/architecture.md says, for every strategy; what that page names is there."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+
+import manyhosts as mh
+
+PACKAGE = Path(mh.__file__).parent
+PAGE = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
+MOST_HOPS = 6
+Frame = tuple[str, str]
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "ddp": {"strategy": "ddp"},
+    "virtual": {"virtual_workers": 2},
+    "local-sgd": {"strategy": "local-sgd"},
+    "diloco": {"strategy": "diloco"},
+}
+
+
+class Remembers(nn.Linear):
+    """Notes by which of our calls it was reached, from `fit` on."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 1)
+        self.paths: list[list[Frame]] = []
+
+    def forward(self, input: Tensor) -> Tensor:
+        path, frame = [], sys._getframe()
+        while frame.f_back is not None:
+            frame = frame.f_back
+            file = Path(frame.f_code.co_filename)
+            if file.is_relative_to(PACKAGE):
+                path.append((str(file.relative_to(PACKAGE)), frame.f_code.co_qualname))
+        calls = [call for _, call in path]
+        if "Trainer.fit" in calls and "Loop.train" in calls and self.training:
+            self.paths.append(path[: calls.index("Trainer.fit") + 1][::-1])
+        return super().forward(input)
+
+
+def last_path(run_dir: Path, **options: Any) -> list[Frame]:
+    """The one of the last forward pass of a run of four steps; the first step is looked at before it is taken."""
+    model = Remembers()
+    data = torch.utils.data.TensorDataset(torch.randn(16, 4), torch.randn(16, 1))
+    mh.Trainer(
+        model=model,
+        loss=nn.MSELoss(),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.01),
+        data=mh.Data(train=data, batch_size=4),
+        listeners=(),
+        run_dir=run_dir,
+        **options,
+    ).fit("4 steps")
+    return model.paths[-1]
+
+
+def paths_of_all(rank: int, folder: str) -> list[list[Frame]]:
+    return [last_path(Path(folder) / name, **options) for name, options in STRATEGIES.items()]
+
+
+def rows_of(page: str) -> set[Frame]:
+    """Every file and what is named in the same row of a table."""
+    rows = re.findall(r"^\|.*?`([\w/]+\.py)` \| `([\w.]+)`", page, re.MULTILINE)
+    return {(file, name) for file, name in rows}
+
+
+@pytest.mark.multiprocess
+def test_step_has_six_hops_through_the_files_of_the_page(tmp_path: Path) -> None:
+    found = {"single": last_path(tmp_path / "single")}
+    first, second = run_ranks(2, paths_of_all, str(tmp_path))
+    assert first == second
+    found |= dict(zip(STRATEGIES, first, strict=True))
+    documented = rows_of(PAGE)
+    for name, path in found.items():
+        assert len(path) - 1 <= MOST_HOPS, f"{name}: {path}"
+        assert path[0][1] == "Trainer.fit"
+        assert not set(path) - documented, f"{name} takes a way that docs/architecture.md does not show"
+    on_the_page = {row for row in documented if row[1].endswith((".forward_backward", ".__call__"))}
+    assert on_the_page <= {frame for path in found.values() for frame in path}, "a way that no strategy takes"
+
+
+@pytest.mark.parametrize("method", ["fit", "train", "train_step"])
+def test_loop_and_step_are_on_one_screen_each(method: str) -> None:
+    files = {"fit": "run", "train": "loop", "train_step": "step"}
+    source = (PACKAGE / "training" / f"{files[method]}.py").read_text().splitlines()
+    begin = source.index(next(line for line in source if line.startswith(f"    def {method}(")))
+    body = next(n for n, line in enumerate(source[begin + 1 :], 1) if re.match(r"    (def|@|#)", line))
+    assert body <= 50, f"{method} has {body} lines"
+
+
+def test_every_file_and_name_of_the_page_is_in_the_program() -> None:
+    files = set(re.findall(r"`((?:\w+/)+\w+\.py)`", PAGE))
+    assert files
+    assert not [file for file in files if not (PACKAGE / file).exists()]
+    rows = rows_of(PAGE)
+    rows |= set(re.findall(r"^\| `([\w/]+\.py)` \| (?:[^|]*?)`(\w+)`:", PAGE, re.MULTILINE))
+    assert len(rows) > 20
+    for file, name in rows:
+        found: Any = importlib.import_module(f"manyhosts.{file.removesuffix('.py').replace('/', '.')}")
+        for part in name.split("."):
+            found = getattr(found, part)

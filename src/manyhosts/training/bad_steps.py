@@ -51,11 +51,6 @@ class BadSteps:
         self.bad_norms: dict[int, float] = {}
         """Of steps that were left out, until they are told."""
 
-    def begin(self) -> None:
-        """Before a step: remember what its forward pass changes."""
-        if self.buffers:
-            self.buffers.keep()
-
     def watched(self, norm: Tensor | None) -> Tensor | None:
         """The norm of the gradient that this step is judged by; where nobody else wants it, found here."""
         return _norm(self._gradients()) if self.rewinds and norm is None and not self.scaled else norm

@@ -26,7 +26,7 @@ class ControlFlags:
     def own(self) -> tuple[float, ...]:
         """The leader's clock, whether this worker knows of one that wants to join, and what asked it to stop."""
         world = self._world
-        clock = time.perf_counter() - self._began if world.is_leader else 0.0
+        clock = time.perf_counter() - self._began if world.place.rank == 0 else 0.0
         joining = world.membership is not None and world.membership.change_asked
         return clock, float(joining), *self._wishes.control_flags
 

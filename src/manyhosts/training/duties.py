@@ -101,8 +101,7 @@ class Duties:
         if self.at.ends_epoch:
             self.step_reporter.read(all_of_them=True)
             self.step_reporter.of_epoch()
-            if self.schedule.follows_epochs:
-                self.schedule.advance()
+            self.schedule.after_epoch()
 
     def compare_pace(self) -> None:
         """Every few seconds: see whether a host or a link holds the others up."""

@@ -104,7 +104,7 @@ class Loop:
             if self.at.change_granted:
                 return ""
             now = self.duties.now()
-            if reason := self.reason_to_stop(now):
+            if reason := self.stop_signals.granted or self.state.ended or reached(self.limit, now):
                 break
             if steps is None:
                 steps = self.parts.source.steps(self.state.position, self.state.stream)
@@ -114,10 +114,6 @@ class Loop:
                 self.step_reporter.read()
         self.step_reporter.read(all_of_them=True)
         return reason
-
-    def reason_to_stop(self, now: Progress) -> str:
-        """Why to stop `now`; empty where there is no reason."""
-        return self.stop_signals.granted or self.state.ended or reached(self.limit, now)
 
     # Where it stands, for those who take it elsewhere.
 

@@ -156,7 +156,7 @@ class Run:
             flush=journal.flush,
             note_samples=journal.note_samples if settings.record_samples else None,
             keep_buffers=survives,
-            pace=Pace(self.world, journal.remembered, journal.tell),
+            pace=Pace(self.world, journal.remembered, journal.tell) if self.world.is_shared else None,
         )
         if survives:
             training = SharedTraining(self.provider, self.snapshot_schedule, journal, self._loop, begin=self.begin)

@@ -28,8 +28,18 @@ class Schedule:
         if self.plateau is not None:
             self.plateau.step(watched)
 
-    def advance(self) -> None:
-        """Move on after a step, or an epoch, where the schedule follows those.
+    def after_step(self) -> None:
+        """Move on, where the schedule follows steps."""
+        if self.follows_steps:
+            self._advance()
+
+    def after_epoch(self) -> None:
+        """Move on, where the schedule follows epochs."""
+        if self.follows_epochs:
+            self._advance()
+
+    def _advance(self) -> None:
+        """Move on.
 
         Raises:
             ConfigError: it is shorter than the run.

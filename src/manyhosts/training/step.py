@@ -14,7 +14,7 @@ from manyhosts.communication.shared_norm import acting
 from manyhosts.config.settings import Settings
 from manyhosts.data import randomness
 from manyhosts.data.steps import Step
-from manyhosts.strategies.audit import Auditable
+from manyhosts.strategies.audit import Auditable, Auditor
 from manyhosts.strategies.local_updates import LocalUpdates
 from manyhosts.strategies.strategy import StepOutcome, Survivable
 from manyhosts.training import watching
@@ -81,7 +81,10 @@ class Stepper:
         if number in state.left_out or weight == 0:
             outcome = self.pass_over()
         else:
-            self.audit(number, weighed)
+            if self.bad_steps.buffers:
+                self.bad_steps.buffers.keep()
+            if parts.auditor is not None:
+                self.audit(parts.auditor, number, weighed)
             pieces = self.transfers.pieces(state.step, weighed.pieces)
             with acting(parts.batch_norm):
                 outcome = parts.strategy.forward_backward(
@@ -91,7 +94,7 @@ class Stepper:
                 self.watcher.differentiates(outcome)
             norm = self.bad_steps.watched(self.clip())
             if self.bad_steps.must_go(number, outcome.values["loss"], norm):
-                self.schedule_step()
+                self.schedule.after_step()
             else:
                 norm = self.bad_steps.shown(number, norm)
                 self.update()
@@ -133,14 +136,10 @@ class Stepper:
         if self.buffers:
             self.buffers.keep()
 
-    def audit(self, number: int, step: Step) -> None:
-        """Ready what is remembered of bad steps, and the parts that this worker computes again for another."""
-        self.bad_steps.begin()
-        if (auditor := self.parts.auditor) is not None:
-            done = self.state.step
-            auditor.begin(
-                number, [Auditable(each.audit, self.transfers.pieces(done, each.pieces)) for each in step.audits]
-            )
+    def audit(self, auditor: Auditor, number: int, step: Step) -> None:
+        """Ready the parts that this worker computes again for another."""
+        done = self.state.step
+        auditor.begin(number, [Auditable(each.audit, self.transfers.pieces(done, each.pieces)) for each in step.audits])
 
     def clip(self) -> Any:
         """Clip the gradient where that is asked for. Returns its norm before."""
@@ -164,21 +163,17 @@ class Stepper:
         warms_up = done < parts.warmup.steps
         with parts.warmup.over(parts.optimizer, done) if warms_up else nullcontext():
             parts.strategy.update(parts.trained, parts.precision.stepper(parts.optimizer))
-        self.schedule_step()
+        if self.schedule.follows_steps:
+            self.schedule.after_step()
         self.at.inconsistent = False
         if looking:
             self.first_steps.after_update(rate * parts.warmup.factor(done))
-
-    def schedule_step(self) -> None:
-        """Move the schedule on after a step, where it follows steps."""
-        if self.schedule.follows_steps:
-            self.schedule.advance()
 
     def pass_over(self) -> StepOutcome:
         """A step that went wrong before, or counts nothing: nothing is computed, and the schedule moves on."""
         world = self.parts.world
         control_flags = world.all_reduce(torch.tensor(self.flags.own(), dtype=torch.float64, device=world.device))
-        self.schedule_step()
+        self.schedule.after_step()
         return StepOutcome({"loss": torch.full((), math.nan, device=world.device)}, control_flags)
 
     def count(self, step: Step) -> None:

@@ -51,7 +51,8 @@ class StepReporter:
         """
         for numbers in self.numbers.read(all_of_them=all_of_them):
             self.of_step(numbers)
-        self.of_world()
+        if self.parts.world.notes or self.parts.world.news:
+            self.of_world()
 
     def of_step(self, numbers: StepNumbers) -> None:
         """Tell a step, add it to its epoch's sums, and hear what the workers decide together.

@@ -42,7 +42,7 @@ class ProcessSession:
         self._worlds.append(world)
         return world
 
-    def calls(self, world: World) -> CollectiveCalls:
+    def collective_calls(self, world: World) -> CollectiveCalls:
         """What the workers of `world` do together; where they never change, nobody counts it."""
         if self._calls is None or self._calls.world is not world:
             self._calls = CollectiveCalls(world)

@@ -204,7 +204,7 @@ class Trainer:
                 load_initial(parts.model, Path(init_from))
             return parts
 
-        self._collective_calls = self._session.calls(self.world)
+        self._collective_calls = self._session.collective_calls(self.world)
         # The first trainers come before the first call, when nobody has anything that could be lost.
         self.parts: Parts = make() if not self._collective_calls.number else self._call(make, has_outcome=False)
         self._provider = TrainerState(self.parts)

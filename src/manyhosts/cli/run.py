@@ -315,6 +315,7 @@ def _job(asked: _Asked) -> Job:
         },
         overrides=changed,
         preload=scripts.preload(asked.script, kind, own=_TRAINING),
+        uses_manyhosts=scripts.uses_manyhosts(asked.script, kind),
     )
     scripts.check_run_dir(job)
     return job

@@ -19,10 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from manyhosts import device
+from manyhosts.cluster import reports, store_line
 from manyhosts.cluster.membership import Group, Membership
 from manyhosts.cluster.place import REHEARSING, Place
 from manyhosts.cluster.ports import VARIABLE
 from manyhosts.communication import sockets, volume
+from manyhosts.communication.channel_store import ChannelStore
 from manyhosts.errors import CommunicationError, ConfigError, first_line
 from manyhosts.events import Event
 
@@ -85,6 +87,8 @@ class World:
         self.news: list[Callable[..., Event]] = []
         """The same as events, which are yet to be given their step and time."""
         self._sockets = sockets.Mine()
+        self._store: ChannelStore | None = None
+        """Where the present group meets, and groups that are made of it; C++ has only half of it."""
         self._broken_at = 0.0
         """When the present group was aborted, by the monotonic clock; 0 where it was not."""
         if self.size > 1 and not dist.is_initialized():
@@ -129,6 +133,8 @@ class World:
             CommunicationError: the others could not be met; some of them may be gone again.
         """
         self.leave()
+        if self._store is not None:
+            self._store.close()
         self.apart, self._broken_at = False, 0.0
         if self.membership is not None and self.membership.is_broken:
             raise CommunicationError(
@@ -152,10 +158,15 @@ class World:
 
     def _form(self, *, init_method: str | None = None, group: Group | None = None) -> None:
         place, timeout = self.place, timedelta(seconds=self.timeout_s)
-        store = None
+        own = self._store = self._channel_store(group)
+        store: Any = own
+        if own is not None and self.membership is not None and self.membership.is_broken:
+            own.close()  # `abort` came before there was this one
         try:
             with self._sockets.opened():
-                if group is not None:
+                if own is not None:
+                    init_method = None
+                elif group is not None:
                     client = dist.TCPStore(group.address, group.port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]  # torch names it public all the same
                     store = dist.PrefixStore(group.key, client)  # type: ignore[attr-defined]
                 dist.init_process_group(
@@ -177,9 +188,21 @@ class World:
                 ) from cause
             raise CommunicationError(
                 f"rank {place.rank} of {place.size} could not meet the others: {first_line(cause)}",
-                where=f"store at {place.head_address}:{place.head_port}",
+                where=f"store at {place.head_address}:{place.head_port}" if own is None else "the channel to the head",
                 fix="see that every worker was started with the same address and that no firewall is between them",
             ) from cause
+
+    def _channel_store(self, group: Group | None) -> ChannelStore | None:
+        """Where Gloo's workers meet whose agent passes on what they say: the head keeps it. None where that is not so.
+
+        NCCL asks its store from threads of its own for the whole run, which must not wait for Python.
+        """
+        address = os.environ.get(reports.VARIABLE)
+        if self.membership is None or self.backend != "gloo" or not address:
+            return None
+        start, number = self.place.restart, 0 if group is None else group.number
+        line = store_line.StoreLine(address, start=start, group=number)
+        return ChannelStore(line, timedelta(seconds=self.timeout_s))
 
     def new_group(self, ranks: Sequence[int] | None = None) -> dist.ProcessGroup | None:
         """A further group, of some of the workers or all; made by all together, and gone with the group of all."""
@@ -194,6 +217,8 @@ class World:
         if self.backend == "nccl" and dist.is_initialized():
             dist.distributed_c10d._abort_process_group()
         self._sockets.shut()
+        if (store := self._store) is not None:
+            store.close()
         self._broken_at = time.monotonic()
 
     def leave(self) -> None:
@@ -368,5 +393,7 @@ def _variables(place: Place, group: Group) -> dict[str, str]:
         "ROLE_WORLD_SIZE": place.size,
         "MASTER_ADDR": place.head_address,
         "MASTER_PORT": place.head_port,
+        store_line.PORT: place.head_port,
+        store_line.SHUT: 1,  # as far as is known here
     }
     return {name: str(word) for name, word in words.items()}

@@ -63,6 +63,8 @@ class Job:
     """What `--set` asked for; already part of `environment`, kept to notice that nobody heard it."""
     preload: tuple[str, ...] = ()
     """Modules that a host imports once, before its workers are forked."""
+    uses_manyhosts: bool = False
+    """Whether the program is known to import manyhosts, so that its workers ask where they need a TCPStore."""
     grace_s: float = 5
     """Seconds that workers get to end by themselves when another one failed."""
     hosts: tuple[str, ...] = ()

@@ -17,7 +17,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-PROTOCOL = 2
+PROTOCOL = 3
 """The version of what head and agents say to each other once they trust each other. These three messages stay."""
 _NONCE_CHARACTERS = 32
 

@@ -95,6 +95,21 @@ class StoreOpened(FromAgent):
     port: int
     shared: bool
     """Whether it is more than a free port. On a host without torch rank 0 opens a store there itself."""
+    listens: bool
+    """Whether it is served, and not only its port taken."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AskStore(FromAgent):
+    """What a worker asks through `cluster.store_line`."""
+
+    NAME = "ask_store"
+    line: int
+    """A connection of a worker to this agent."""
+    id: int
+    """Counts the questions on it."""
+    do: str
+    fields: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -258,11 +273,13 @@ class OpenDoor(FromHead):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenStore(FromHead):
-    """Keep a store for workers to meet at."""
+    """Take a port for a TCPStore of the workers."""
 
     NAME = "open_store"
     generation: int
     address: str
+    listens: bool = True
+    """Have it served, too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -299,6 +316,16 @@ class Tell(FromHead):
     NAME = "tell"
     member: int
     content: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnswerStore(FromHead):
+    """Pass on to a worker what it has asked by `AskStore`."""
+
+    NAME = "answer_store"
+    line: int
+    answer: dict[str, Any]
+    """`id`, and `value` or `error`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -355,13 +382,16 @@ FROM_AGENT: Mapping[str, type[FromAgent]] = {
     kind.NAME: kind
     for kind in (
         *(Alive, Asked, Condition, Connectivity, ConnectionsTried, StoreOpened, Trouble, Warm, Seen, MemberSays),
-        *(Output, Unshown, Unlogged, Report, Ended),
+        *(AskStore, Output, Unshown, Unlogged, Report, Ended),
     )
 }
 """What an agent may say, by its name on the wire."""
 FROM_HEAD: Mapping[str, type[FromHead]] = {
     kind.NAME: kind
-    for kind in (Prepare, TryConnections, OpenDoor, OpenStore, CloseStore, Start, Tell, Kill, Look, End, Signal, Leave)
+    for kind in (
+        *(Prepare, TryConnections, OpenDoor, OpenStore, CloseStore, AnswerStore),
+        *(Start, Tell, Kill, Look, End, Signal, Leave),
+    )
 }
 """What the head may say, by its name on the wire."""
 HELLO = {

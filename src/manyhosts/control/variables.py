@@ -6,15 +6,13 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from manyhosts.cluster import membership
+from manyhosts.cluster import membership, store_line
 from manyhosts.control.job import Job
 
 RUN_DIR = "MANYHOSTS_RUN_DIR"
 """What an agent shows that it belongs to the run by."""
 FIRST = "MANYHOSTS_FIRST"
 """Names modules whose `begin()` a worker calls before its script."""
-STORE = "MANYHOSTS_STORE"
-"""The port of the store that the workers meet at, also where a script has chosen another one for its own processes."""
 CHOSEN_AT_START = "(chosen at the start)"
 
 OF_ONE_WORKER = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK")
@@ -27,9 +25,19 @@ OVERRULED = (
 
 
 def of_worker(
-    job: Job, *, node: int, local_rank: int, generation: int, store: tuple[str, int | str], agent_store: bool = True
+    job: Job,
+    *,
+    node: int,
+    local_rank: int,
+    generation: int,
+    store: tuple[str, int | str],
+    agent_store: bool = True,
+    listens: bool = True,
 ) -> dict[str, str]:
-    """What torchrun would tell this worker. `generation` counts how often the workers were started."""
+    """What torchrun would tell this worker. `generation` counts how often the workers were started.
+
+    `agent_store`: it need not open the store itself. `listens`: nor ask for it before it uses it.
+    """
     rank = job.first_rank(node) + local_rank
     address, port = store
     return {
@@ -48,7 +56,8 @@ def of_worker(
         "TORCHELASTIC_MAX_RESTARTS": str(job.restarts),
         "TORCHELASTIC_RUN_ID": job.run_id,
         "TORCHELASTIC_USE_AGENT_STORE": str(agent_store),
-        STORE: str(port),
+        store_line.PORT: str(port),
+        **({} if listens else {store_line.SHUT: "1"}),
         **{name: value for name, value in job.environment.items() if name in OVERRULED},
     }
 

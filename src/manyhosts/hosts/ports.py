@@ -25,11 +25,32 @@ def listen(address: str, ports: Range | None, *, backlog: int, what: str) -> soc
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
-    raise LaunchError(
-        f"none of the ports {ports} is free for {what}",
-        where=f"host {socket.gethostname()}, address {address}",
-        fix="give a wider range with --ports, or end what holds them: `ss -tlnp` lists it",
-    )
+    raise _none_free(address, ports, what)
+
+
+def reserve(address: str, ports: Range | None, *, what: str) -> socket.socket:
+    """A socket that has a free port, as `listen` chooses it, and does not listen yet: nobody else gets that port.
+
+    Raises:
+        LaunchError: the range has none that is free; `what` is what was to listen.
+        OSError: `address` is none of this machine.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    # Two sockets that may both reuse a port can share it while neither listens. So a port that only closed connections
+    # still hold is taken where there is no other.
+    for reuses in (0, 1):
+        for port in (0,) if ports is None else ports.numbers():
+            bound = socket.socket(family, socket.SOCK_STREAM)
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuses)
+            try:
+                bound.bind((address, port))
+            except OSError as error:
+                bound.close()
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            else:
+                return bound
+    raise _none_free(address, ports, what)
 
 
 def see_that_enough_are_free(address: str, ports: Range | None, count: int) -> None:
@@ -53,3 +74,11 @@ def see_that_enough_are_free(address: str, ports: Range | None, count: int) -> N
             where=f"host {socket.gethostname()}, address {address}",
             fix="give a wider range with --ports: two ports for each worker of a host, and four more",
         )
+
+
+def _none_free(address: str, ports: Range | None, what: str) -> LaunchError:
+    return LaunchError(
+        f"none of the ports {ports} is free for {what}",
+        where=f"host {socket.gethostname()}, address {address}",
+        fix="give a wider range with --ports, or end what holds them: `ss -tlnp` lists it",
+    )

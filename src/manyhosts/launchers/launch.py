@@ -49,6 +49,7 @@ def run(  # noqa: PLR0913  # what `manyhosts run` takes
         hang_timeout_s=hang_timeout_s,
         environment=dict(environment or {}),
         preload=scripts.preload(program, "script"),
+        uses_manyhosts=scripts.uses_manyhosts(program, "script"),
     )
     scripts.check_run_dir(job)
     return LAUNCHERS.load("local")().run(job, display)

@@ -15,6 +15,7 @@ from typing import Literal
 from manyhosts.control.job import Job
 from manyhosts.errors import ConfigError
 from manyhosts.launchers import early_variables
+from manyhosts.launchers.script_imports import imports_manyhosts
 from manyhosts.records.json_text import parsed
 
 Kind = Literal["script", "module", "executable"]
@@ -162,6 +163,15 @@ def preload(program: str, kind: Kind, own: Sequence[str] = ()) -> tuple[str, ...
         return ()
     metrics = ["torchmetrics"] if "torchmetrics" in imported else []  # a second, for everybody at once
     return (*TORCH, *metrics, *own) if "manyhosts" in imported else (*TORCH, *metrics)
+
+
+def uses_manyhosts(program: str, kind: Kind) -> bool:
+    """Whether `program` is known to import manyhosts, by itself or in a module of its own project."""
+    if kind == "executable":
+        return False
+    path = _file_of(program, kind)
+    root = path if Path(program).is_dir() else path.parent
+    return imports_manyhosts(path, Path() if kind == "module" else root)
 
 
 def _file_of(program: str, kind: Kind) -> Path:

@@ -90,7 +90,7 @@ class FakeAgent:
                     self.send("connections_tried", answers=[])
                 if message["message"] == "open_store":
                     self.generation = message["generation"]
-                    self.send("store", generation=self.generation, port=4711, shared=True)
+                    self.send("store", generation=self.generation, port=4711, shared=True, listens=message["listens"])
                 if message["message"] == "start":
                     self.workers = message["workers"]
                 if message["message"] == "leave":
@@ -186,7 +186,8 @@ UNREAD = [
     {"message": "member", "member": 0, "kind": "begin", "fields": {"most": 0}},
     {"message": "member", "member": 0, "kind": "regroup", "fields": {"call": 1, "group": 0, "step": 1}},
     {"message": "member", "member": 0, "kind": "accuse", "fields": {"group": 0, "rank": 0, "what": "w"}},
-    {"message": "store", "generation": 0, "port": 1, "shared": True},
+    {"message": "store", "generation": 0, "port": 1, "shared": True, "listens": True},
+    {"message": "ask_store", "line": 0, "id": 1, "do": "get", "fields": {"group": [0, 0], "names": ["a"]}},
     {"message": "condition", "told": {"time_s": 0}, "port": 0},
     {"message": "connections_tried", "answers": []},
     {"message": "seen", "round": 0, "workers": []},

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from manyhosts.control.head.board import Asker
 from manyhosts.control.head.store import Store
 from manyhosts.control.protocol import FromHead
 
@@ -24,19 +26,27 @@ class Agents:
         return [node.number for node in self.nodes if node.number not in self.away]
 
     def tell(self, nodes: list[Any], message: FromHead) -> None:
-        self.told += [(node.number, message.NAME) for node in nodes]
+        kind = "take_port" if not getattr(message, "listens", True) else message.NAME
+        self.told += [(node.number, kind) for node in nodes]
 
 
 class Scene:
     def __init__(self) -> None:
         self.agents, self.told = Agents(), list[tuple[str, int]]()
-        self.store = Store(cast(Any, SimpleNamespace(generation=0)), cast(Any, self.agents))
+        self.answers: list[tuple[Asker, Any]] = []
+        self.store = self.another()
 
-    def wish(self, *best: int) -> None:
-        self.store.open(lambda address, port: self.told.append((address, port)), best=best)
+    def another(self) -> Store:
+        def answer(asker: Asker, value: Any = None, error: str = "") -> None:
+            self.answers.append((asker, value or error))
 
-    def answer(self, number: int, port: int) -> None:
-        self.store.take(cast(Any, self.agents.nodes[number]), port, shared=True)
+        return Store(cast(Any, SimpleNamespace(generation=0)), cast(Any, self.agents), answer)
+
+    def wish(self, *best: int, listens: bool = True) -> None:
+        self.store.open(lambda address, port: self.told.append((address, port)), best=best, listens=listens)
+
+    def answer(self, number: int, port: int, *, listens: bool = True) -> None:
+        self.store.take(cast(Any, self.agents.nodes[number]), port, shared=True, listens=listens)
 
     def lose(self, number: int) -> None:
         self.agents.away.add(number)
@@ -92,3 +102,52 @@ def test_store_goes_with_its_host_and_no_other(scene: Scene) -> None:
     scene.wish(3)
     scene.answer(3, 9)
     assert scene.told[-1] == ("10.0.0.3", 9)
+
+
+WORKER, OTHER = Asker(node=1, line=0, id=1), Asker(node=2, line=3, id=1)
+
+
+def test_store_is_served_when_the_first_worker_asks_for_it_and_once(scene: Scene) -> None:
+    scene.wish(listens=False)
+    scene.store.serve(WORKER)
+    assert scene.agents.told == [(0, "take_port")], "one thing after the other"
+    scene.answer(0, 7, listens=False)
+    assert scene.told == [("10.0.0.0", 7)], "workers may start"
+    scene.store.serve(OTHER)
+    assert scene.answers == []
+    scene.answer(0, 7)
+    scene.store.serve(WORKER)
+    assert scene.agents.told == [(0, "take_port"), (0, "open_store")]
+    assert scene.answers == [(asker, ["10.0.0.0", 7]) for asker in (WORKER, OTHER, WORKER)]
+
+
+def test_worker_that_asks_is_told_of_another_host_where_that_of_the_store_is_lost(scene: Scene) -> None:
+    scene.wish(listens=False)
+    scene.answer(0, 7, listens=False)
+    scene.store.serve(WORKER)
+    scene.lose(0)
+    scene.answer(1, 8)
+    assert scene.answers == [(WORKER, ["10.0.0.1", 8])]
+
+
+def test_worker_that_asks_hears_it_where_its_group_is_lost_and_a_port_that_is_only_taken_stays(scene: Scene) -> None:
+    scene.wish(listens=False)
+    scene.answer(0, 7, listens=False)
+    scene.store.close()
+    assert scene.store.place == ("10.0.0.0", 7)
+    scene.store.serve(WORKER)
+    scene.store.close()
+    assert scene.answers == [(WORKER, "a worker of this group is lost")]
+    assert scene.agents.told[-1] == (0, "close_store")
+    assert scene.store.place is None
+
+
+def test_head_that_takes_over_answers_those_that_have_asked_the_last_one(scene: Scene) -> None:
+    scene.wish(listens=False)
+    scene.answer(0, 7, listens=False)
+    scene.store.serve(WORKER)
+    written = json.loads(json.dumps(scene.store.written_down()))
+    scene.store = scene.another()
+    scene.store.go_on_from(written)
+    scene.answer(0, 7)
+    assert scene.answers == [(WORKER, ["10.0.0.0", 7])]

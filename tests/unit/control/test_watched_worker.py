@@ -6,15 +6,18 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from manyhosts.cluster.reports import Reporter
+from manyhosts.cluster.store_line import StoreGone, StoreLine, StoreTimeout
+from manyhosts.control.agent.store_lines import StoreLines
 from manyhosts.control.agent.watched_worker import ReportServer, WatchedWorker, WorkerId
 from manyhosts.control.loop import Loop
-from manyhosts.control.protocol import FromAgent, content_of
+from manyhosts.control.protocol import AnswerStore, FromAgent, content_of
 
 
 class Host:
@@ -24,11 +27,13 @@ class Host:
         self.loop = Loop()
         (folder / "logs").mkdir()
         self.told: list[tuple[str, dict[str, Any]]] = []
+        self.store = StoreLines(self.tell)
         self.desk = ReportServer(
             self.loop,
             address,
             lambda _, kind, fields: self.told.append(("report", {"kind": kind, **fields})),
             lambda member, kind, fields: self.told.append(("member", {"member": member, "kind": kind, **fields})),
+            self.store,
         )
         self.error_file = folder / "error.json"
         self.failed = 0
@@ -165,3 +170,60 @@ def test_what_a_worker_has_imported_is_passed_on(host: Host) -> None:
     host.say(record="imported", modules=["one", "two"])
     host.end(0, 0)
     assert host.imported == ["one", "two"]
+
+
+def ask(host: Host, line: StoreLine, do: str, timeout_s: float = 60, **fields: Any) -> Future[Any]:
+    """What the worker is answered, on a thread of its own; the question has reached the head when this returns."""
+    before = len(host.told)
+    found = ThreadPoolExecutor(max_workers=1).submit(line.ask, do, timeout_s, **fields)
+    host.loop.run(until=lambda: len(host.told) > before)
+    return found
+
+
+def answer(host: Host, told: int, **content: Any) -> None:
+    kind, question = host.told[told]
+    assert kind == "ask_store"
+    host.store.answer(AnswerStore(line=question["line"], answer={"id": question["id"], **content}))
+
+
+def test_questions_of_workers_to_the_store_are_answered_each_to_the_one_that_has_asked(host: Host) -> None:
+    one, other = (StoreLine(str(host.desk.address), start=0, group=4) for _ in range(2))
+    asked = [ask(host, one, "get", names=["a"]), ask(host, other, "get", names=["b"])]
+    assert [fields["fields"] for _, fields in host.told] == [{"group": [0, 4], "names": [name]} for name in "ab"]
+    answer(host, 1, value=["2"])
+    answer(host, 0, value=["1"])
+    assert [each.result(60) for each in asked] == [["1"], ["2"]]
+    lost = ask(host, one, "wait", names=["c"])
+    answer(host, 2, error="a worker of this group is lost")
+    with pytest.raises(StoreGone, match="a worker of this group is lost"):
+        lost.result(60)
+    one.close()
+    other.close()
+    host.end()
+
+
+def test_worker_that_has_waited_long_enough_takes_no_old_answer_for_a_new_one(host: Host) -> None:
+    line = StoreLine(str(host.desk.address), start=0, group=0)
+    with pytest.raises(StoreTimeout):
+        ask(host, line, "wait", 0.05, names=["a"]).result(60)
+    answer(host, 0, value="old")
+    again = ask(host, line, "names")
+    answer(host, 1, value="new")
+    assert again.result(60) == "new"
+    line.close()
+    host.end()
+
+
+def test_worker_that_waits_is_woken_where_its_line_is_closed_or_the_agent_is_gone(host: Host) -> None:
+    mine, theirs = (StoreLine(str(host.desk.address), start=0, group=0) for _ in range(2))
+    waiting = ask(host, mine, "wait", names=["a"])
+    mine.close()
+    with pytest.raises(StoreGone, match="this group was left"):
+        waiting.result(60)
+    with pytest.raises(StoreGone, match="this group was left"):
+        mine.ask("names", 60)
+    waiting = ask(host, theirs, "wait", names=["a"])
+    host.end()
+    host.desk.close()
+    with pytest.raises(StoreGone, match="the agent of this host does not answer"):
+        waiting.result(60)

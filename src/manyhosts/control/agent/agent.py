@@ -38,6 +38,7 @@ from manyhosts.control.agent.workers import FAREWELL_S, LocalWorkers, WorkerSetu
 from manyhosts.control.loop import Loop, Message
 from manyhosts.control.protocol import (
     Alive,
+    AnswerStore,
     Asked,
     CloseStore,
     End,
@@ -188,6 +189,8 @@ class Agent:
                 self._workers.kill(message.member)
             case CloseStore():
                 self._workers.close_store()
+            case AnswerStore():
+                self._workers.store_lines.answer(message)
             case TryConnections():
                 self._connectivity.try_connections(message.places)
             case OpenDoor():
@@ -252,7 +255,7 @@ class Agent:
 
     def _open_store(self, message: OpenStore) -> None:
         try:
-            self._workers.open_store(message.generation, message.address, self._ports)
+            self._workers.open_store(message.generation, message.address, self._ports, listens=message.listens)
         except LaunchError as error:
             self._tell_unfit(error.what, error.where)
 

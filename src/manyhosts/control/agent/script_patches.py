@@ -23,6 +23,7 @@ import threading
 from types import ModuleType
 from typing import Any
 
+from manyhosts.cluster import store_line
 from manyhosts.control import variables
 from manyhosts.errors import ConfigError
 from manyhosts.imports import when_imported
@@ -34,7 +35,7 @@ _AFRESH = "manyhosts.control.agent.afresh"
 
 def begin() -> None:
     """Prepare this process, and those that will come from it. Once is enough."""
-    when_imported("torch.distributed.rendezvous", _choose_store)
+    when_imported("torch.distributed.rendezvous", _watch_over_stores)
     for name in filter(None, os.environ.get(variables.FIRST, "").split(",")):
         importlib.import_module(name).begin()
     _hand_on()
@@ -60,6 +61,11 @@ def _hand_on() -> None:
         server._forkserver._preload_modules = [_AFRESH] if before_script else ["__main__", _AFRESH]
 
 
+def _watch_over_stores(rendezvous: Any) -> None:
+    _choose_store(rendezvous)
+    _open_store_first(rendezvous)
+
+
 def _choose_store(rendezvous: Any) -> None:
     """Have workers meet at the run's store only where they mean it.
 
@@ -67,10 +73,9 @@ def _choose_store(rendezvous: Any) -> None:
     without a launcher. With the launcher's word that there is one, its processes would wait for it until they time out.
     """
     create = rendezvous._create_c10d_store
-    given = os.environ.get(variables.STORE)
 
     def create_store(hostname: str, port: int, *arguments: Any, **named: Any) -> Any:
-        if given in (None, str(port)):
+        if os.environ.get(store_line.PORT) in (None, str(port)):
             return create(hostname, port, *arguments, **named)
         asked = os.environ.pop(_AGENT_STORE, None)
         try:
@@ -80,6 +85,20 @@ def _choose_store(rendezvous: Any) -> None:
                 os.environ[_AGENT_STORE] = asked
 
     rendezvous._create_c10d_store = create_store
+
+
+def _open_store_first(rendezvous: Any) -> None:
+    """Have the run's store listen before this process becomes a client of it: it may be shut until somebody asks."""
+    kind = rendezvous.TCPStore
+    make = kind.__init__
+
+    @functools.wraps(make)
+    def __init__(self: Any, host_name: str, port: int, *arguments: Any, **named: Any) -> None:
+        if str(port) == os.environ.get(store_line.PORT):
+            store_line.open_store()
+        make(self, host_name, port, *arguments, **named)
+
+    kind.__init__ = __init__
 
 
 _made: list[int] = []

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhosts.control.agent import host_state
+from manyhosts.control.agent.store_lines import StoreLines
 from manyhosts.control.loop import Channel, Loop, Message
 from manyhosts.control.protocol import Ended, FromAgent, Output, Unlogged
 
@@ -367,10 +368,15 @@ class ReportServer:
         address: Path,
         on_report: Callable[[int, str, dict[str, Any]], None],
         on_membership: Callable[[int, str, dict[str, Any]], None],
+        store: StoreLines,
     ) -> None:
-        """`on_report` hears what workers (by local rank) say, `on_membership` what concerns who trains together."""
+        """`on_report` hears what workers (by local rank) say, `on_membership` what concerns who trains together.
+
+        `store` is asked what workers ask of the store that the head keeps.
+        """
         self.address = address
         self._loop, self._on_report, self._on_membership = loop, on_report, on_membership
+        self._store = store
         self._lines: dict[int, Channel] = {}
         """The connections of members, by number."""
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -416,10 +422,14 @@ class ReportServer:
 
         def forget(channel: Channel) -> None:
             self._channels.discard(channel)
+            self._store.forget(channel)
             self._lines = {member: line for member, line in self._lines.items() if line is not channel}
 
     def _take(self, channel: Channel, message: Message) -> None:
         with contextlib.suppress(KeyError, TypeError, ValueError):  # a worker that speaks nonsense harms only itself
+            if "store" in message:
+                self._store.ask(channel, message)
+                return
             if "member" in message:
                 self._lines[int(message["member"])] = channel
                 self._on_membership(int(message["member"]), str(message["kind"]), dict(message["fields"]))

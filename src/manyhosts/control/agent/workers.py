@@ -28,11 +28,11 @@ from manyhosts.control.agent import standby
 from manyhosts.control.agent.head_connection import HeadConnection, Outbox
 from manyhosts.control.agent.inspection import Look
 from manyhosts.control.agent.processes import command_of, descendants, kill_descendants
+from manyhosts.control.agent.store_lines import StoreLines, TcpStore
 from manyhosts.control.agent.watched_worker import Lines, ReportServer, WatchedWorker, WorkerId
 from manyhosts.control.loop import Loop, Message
 from manyhosts.control.protocol import FromAgent, MemberSays, NewWorker, Report, SeenWorker, StoreOpened, Trouble, Warm
 from manyhosts.control.tracebacks import is_idle_notice
-from manyhosts.hosts import ports
 
 FAREWELL_S = 30.0
 """How long workers have, where nobody goes on, to save what they hold and end."""
@@ -207,8 +207,12 @@ class LocalWorkers:
         folder = tempfile.gettempdir()
         short = folder if len(folder) < _LONGEST_FOLDER else "/tmp"  # noqa: S108  # what is made there is for us alone
         self._scratch = Path(tempfile.mkdtemp(prefix="manyhosts-", dir=short))
-        self._reports = ReportServer(loop, self._scratch / "agent", self._pass_on, self._pass_on_membership)
-        self._stores = 0
+        self.store_lines = StoreLines(head.say)
+        """What workers ask of the store that the head keeps."""
+        self._tcp_store = TcpStore(self._serve_store, self._end_store)
+        self._reports = ReportServer(
+            loop, self._scratch / "agent", self._pass_on, self._pass_on_membership, self.store_lines
+        )
         self._trainers: set[int] = set()
         """Members that have a Trainer, which saves and ends where it is asked to stop."""
         self._saving: set[int] = set()
@@ -252,25 +256,27 @@ class LocalWorkers:
 
     # They start.
 
-    def open_store(self, generation: int, address: str, allowed: Range | None) -> None:
-        """Start a process that keeps a store, at one of the `allowed` ports, and tell the head.
+    def open_store(self, generation: int, address: str, allowed: Range | None, *, listens: bool) -> None:
+        """Take one of the `allowed` ports for a TCPStore, have it served where it `listens`, and tell the head.
 
         Raises:
             LaunchError: none of them is free.
         """
-        # A free port that nobody else can take meanwhile.
-        listening = ports.listen(address, allowed, backlog=4096, what="the store of the workers")
-        self.close_store()
-        self._stores += 1
-        self._open_fork_server().ask("store", [listening.fileno()], name=f"store {self._stores}")
-        port, shared = listening.getsockname()[1], bool(version("torch"))
-        self._head.say(StoreOpened(generation=generation, port=port, shared=shared))
-        listening.close()
+        shared = bool(version("torch"))
+        listens = listens or not shared
+        port = self._tcp_store.open(address, allowed, listens=listens)
+        self._head.say(StoreOpened(generation=generation, port=port, shared=shared, listens=listens))
 
     def close_store(self) -> None:
-        """End the process that keeps the store, so that whoever waits for it waits no more."""
+        """End the process that keeps the TCPStore, so that whoever waits for it waits no more."""
+        self._tcp_store.close()
+
+    def _serve_store(self, listening: int, name: str) -> None:
+        self._open_fork_server().ask("store", [listening], name=name)
+
+    def _end_store(self, name: str) -> None:
         if self._fork_server is not None:
-            self._fork_server.ask("signal", name=f"store {self._stores}", signal=signal.SIGKILL, group=True)
+            self._fork_server.ask("signal", name=name, signal=signal.SIGKILL, group=True)
 
     def start(self, generation: int, worker: NewWorker) -> None:
         """Start one worker."""

@@ -189,7 +189,7 @@ class Hosts(Protocol):
         """See that there is a store for workers to meet at, and call back with its address and port."""
 
     def close_store(self) -> None:
-        """Have everybody who waits for the store wait no more."""
+        """Have everybody who waits for others of the present group wait no more."""
 
 
 class Regroup:
@@ -294,8 +294,7 @@ class Regroup:
             self.group_state.add(successor)
             self._hosts.start_late(successor)
             self._expect(successor)
-        if self._forming or self.group_state.group:
-            self._hosts.close_store()  # some may be on their way to meet the one that is gone
+        self._hosts.close_store()  # some may be on their way to meet the one that is gone
         self._begin()
         return True
 

@@ -36,6 +36,7 @@ from manyhosts.control.head.takeover import (
 from manyhosts.control.job import Job
 from manyhosts.control.protocol import (
     Asked,
+    AskStore,
     Condition,
     ConnectionsTried,
     Connectivity,
@@ -173,11 +174,14 @@ class Head:
         self._wait(lambda: self._precheck.is_over)
 
     def _open_store(self) -> None:
-        """See that there is a fresh store for workers that start together, on the host of the first."""
-        store = self._worker_group.store
+        """See that there is a fresh store for workers that start together, on the host of the first.
+
+        Those of a Trainer meet through the channel, and take a port for it only.
+        """
+        store, listens = self._worker_group.store, not self._course.job.uses_manyhosts
         store.close()
-        store.open(lambda *_: None)
-        self._wait(lambda: store.place is not None)
+        store.open(lambda *_: None, listens=listens)
+        self._wait(lambda: store.place is not None and (store.listens or not listens))
 
     def _start_workers(self) -> None:
         self._failure_policy.forget()
@@ -363,7 +367,9 @@ class Head:
             self._record.is_needed = True
         match message:
             case StoreOpened():
-                self._worker_group.store.take(node, message.port, shared=message.shared)
+                self._worker_group.store.take(node, message.port, shared=message.shared, listens=message.listens)
+            case AskStore():
+                self._worker_group.take_question(node, message)
             case Asked() if not self._course.interrupted:
                 self._failure_policy.interrupt(signal.Signals(message.signal))
             case Condition() | ConnectionsTried() | Connectivity():

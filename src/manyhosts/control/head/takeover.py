@@ -31,7 +31,7 @@ from manyhosts.errors import ConfigError, LaunchError
 from manyhosts.records import run_directory
 from manyhosts.records.json_text import parsed
 
-FORMAT = 1
+FORMAT = 2
 """The version of the file."""
 CALLERS_S = 15.0
 """How long agents have to call the head that takes over: one call to a machine that is off takes them 10 s."""

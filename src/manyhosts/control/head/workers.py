@@ -7,12 +7,13 @@ from typing import Any
 
 from manyhosts.control import variables
 from manyhosts.control.head.agents import Agents
+from manyhosts.control.head.board import Asker, Board
 from manyhosts.control.head.failures import Failure
 from manyhosts.control.head.membership import Member, Regroup
 from manyhosts.control.head.placement import Node
 from manyhosts.control.head.state import Course
 from manyhosts.control.head.store import Store, Then
-from manyhosts.control.protocol import Kill, NewWorker, OfWorker, SeenWorker, Start, Tell
+from manyhosts.control.protocol import AnswerStore, AskStore, Kill, NewWorker, OfWorker, SeenWorker, Start, Tell
 
 NoteFailures = Callable[[Mapping[int, Failure]], None]
 """Is told that workers, by number, have failed or are lost."""
@@ -27,7 +28,8 @@ class WorkerGroup:
         self.has_begun = False
         """Whether any worker was started."""
         self.regroup = Regroup(course.loop, self, 0)
-        self.store = Store(course, agents)
+        self.store = Store(course, agents, self._answer)
+        self.board = Board(self._answer)
         self._late: dict[int, list[Member]] = {}
         """By node: workers to be started when its agent is back, to join those that train."""
         self._left_out: set[tuple[int, int]] = set()
@@ -54,6 +56,7 @@ class WorkerGroup:
             "late": [[node, [member.number for member in members]] for node, members in self._late.items()],
             "left_out": sorted(self._left_out),
             "store": self.store.written_down(),
+            "board": self.board.written_down(),
             "regroup": self.regroup.written_down(),
         }
 
@@ -62,6 +65,7 @@ class WorkerGroup:
         self._next_number, self.has_begun = int(written["next_number"]), True
         self._left_out = {(node, place) for node, place in written["left_out"]}
         self.store.go_on_from(written["store"])
+        self.board.go_on_from(written["board"])
         self.regroup = Regroup(self._course.loop, self, self._course.generation)
         self.regroup.go_on_from(written["regroup"])
         members = self.regroup.group_state.members
@@ -119,6 +123,7 @@ class WorkerGroup:
                 generation=generation,
                 store=store,
                 agent_store=shared,
+                listens=self.store.listens and not member.late,
             )
             environment |= variables.of_member(job, member=member.number, late=member.late)
             place = {"rank": member.rank, "local_rank": member.local_rank, "member": member.number}
@@ -178,11 +183,25 @@ class WorkerGroup:
 
     def open_store(self, then: Then) -> None:
         """See that there is a store. A host whose workers train has loaded what keeps one; one just back has not."""
-        self.store.open(then, best=[member.node for member in self.regroup.group_state.trained()])
+        best = [member.node for member in self.regroup.group_state.trained()]
+        self.store.open(then, best=best, listens=False)
 
     def close_store(self) -> None:
-        """Have everybody who waits for the store wait no more."""
+        """Have everybody who waits for others of the present group wait no more."""
+        self.board.close(self._course.generation, self.regroup.group_state.group)
         self.store.close()
+
+    def take_question(self, node: Node, message: AskStore) -> None:
+        """A worker asks something of the store that is kept here, or wants the other one served."""
+        asker = Asker(node.number, message.line, message.id)
+        if message.do == "open":
+            self.store.serve(asker)
+        else:
+            self.board.ask(asker, message.do, message.fields)
+
+    def _answer(self, asker: Asker, /, **answer: Any) -> None:
+        node, answer = self._agents.nodes[asker.node], {"id": asker.id, **answer}
+        self._agents.tell([node], AnswerStore(line=asker.line, answer=answer))
 
     def tell_member(self, member: Member, kind: str, /, **content: Any) -> None:
         """Say something to a worker."""

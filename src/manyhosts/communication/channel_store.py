@@ -1,0 +1,114 @@
+"""A `torch.distributed.Store` whose values the head keeps: workers meet over the channel of their agents.
+
+Nobody else can read or change what they tell each other there, and no port is opened for it. `docs/decisions/0060` says
+for which groups it is used.
+"""
+
+from __future__ import annotations
+
+from base64 import b64decode, b64encode
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from manyhosts.cluster.store_line import StoreGone, StoreLine, StoreTimeout
+
+
+class ChannelStore(dist.Store):  # type: ignore[name-defined,misc]  # torch names it public all the same
+    """What one group of workers meets at. Whoever uses it in a process group has to keep it: C++ calls these methods.
+
+    Every method raises `dist.DistStoreError` where the group has lost a worker, or where what is waited for does not
+    come in time.
+    """
+
+    def __init__(self, line: StoreLine, timeout: timedelta) -> None:
+        """`timeout` is how long `get` and `wait` wait where they are not told."""
+        super().__init__()
+        self._line, self._timeout = line, timeout
+        self._clones: list[ChannelStore] = []
+
+    def close(self) -> None:
+        """Have whoever waits wait no more, in any thread."""
+        self._line.close()
+
+    def clone(self) -> ChannelStore:
+        """The same values, for C++ to use beside this one."""
+        self._clones.append(ChannelStore(self._line, self._timeout))
+        return self._clones[-1]
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long `get` and `wait` wait from now on."""
+        self._timeout = timeout
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long `get` and `wait` wait where they are not told."""
+        return self._timeout
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Put `value` there, in place of what was there."""
+        self._ask("set", values={key: _text(value)})
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[bytes | str]) -> None:
+        """The same for several keys."""
+        self._ask("set", values=dict(zip(keys, map(_text, values), strict=True)))
+
+    def get(self, key: str) -> bytes:
+        """What is there, when somebody has put something there."""
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """The same for several keys."""
+        return [b64decode(text) for text in self._ask("get", names=list(keys))]
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until somebody has put something at all of `keys`."""
+        self._ask("wait", timeout, names=list(keys))
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number, which is 0 at first. Returns the sum."""
+        return int(self._ask("add", name=key, amount=int(amount)))
+
+    def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
+        """Put `desired` there if `expected` is there, or nothing while that is empty. Returns what is there then."""
+        found = self._ask("compare_set", name=key, expected=_text(expected), desired=_text(desired))
+        return b64decode(found)
+
+    def append(self, key: str, value: bytes | str) -> None:
+        """Put `value` behind what is there."""
+        self._ask("append", name=key, value=_text(value))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether there is something at all of `keys`."""
+        return bool(self._ask("check", names=list(keys)))
+
+    def delete_key(self, key: str) -> bool:
+        """Take away what is there. Returns whether there was something."""
+        return bool(self._ask("delete", name=key))
+
+    def num_keys(self) -> int:
+        """At how many keys there is something."""
+        return len(self.list_keys())
+
+    def list_keys(self) -> list[str]:
+        """The keys at which there is something."""
+        return [str(name) for name in self._ask("names")]
+
+    def has_extended_api(self) -> bool:
+        """Whether there are `append`, `multi_get` and `multi_set`."""
+        return True
+
+    def _ask(self, do: str, timeout: timedelta | None = None, /, **fields: Any) -> Any:
+        try:
+            return self._line.ask(do, (timeout or self._timeout).total_seconds(), **fields)
+        except StoreGone as gone:
+            raise dist.DistStoreError(f"the workers that were to meet are not all there any more: {gone}") from gone
+        except StoreTimeout as late:
+            awaited = ", ".join(fields.get("names", ())) or do
+            raise dist.DistStoreError(f"workers did not come to meet: {late} ({awaited})") from late
+
+
+def _text(value: bytes | str) -> str:
+    return b64encode(value.encode() if isinstance(value, str) else bytes(value)).decode()

@@ -1,0 +1,81 @@
+"""The agent's part of the store: passes workers' questions on to the head, and keeps a TCPStore where one is asked for.
+
+`cluster.store_line` says what workers ask. A TCPStore is there for whoever does not ask through the agent: scripts
+without a Trainer, and NCCL. Its port is taken when workers start, and nobody listens at it before one of them wants it.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+
+from manyhosts.cluster.ports import Range
+from manyhosts.control.loop import Channel, Message
+from manyhosts.control.protocol import AnswerStore, AskStore, FromAgent
+from manyhosts.hosts import ports
+
+
+class StoreLines:
+    """The connections over which workers of this host ask."""
+
+    def __init__(self, say: Callable[[FromAgent], None]) -> None:
+        """`say` tells the head."""
+        self._say = say
+        self._lines: dict[int, Channel] = {}
+        self._numbers: dict[Channel, int] = {}
+        self._next = 0
+
+    def ask(self, channel: Channel, question: Message) -> None:
+        """A worker asks."""
+        if channel not in self._numbers:
+            self._numbers[channel], self._lines[self._next] = self._next, channel
+            self._next += 1
+        number, do, asked = int(question["id"]), str(question["store"]), dict(question["fields"])
+        self._say(AskStore(line=self._numbers[channel], id=number, do=do, fields=asked))
+
+    def answer(self, message: AnswerStore) -> None:
+        """The head answers. A worker that is gone, or waits no more, hears nothing."""
+        if (channel := self._lines.get(message.line)) is not None:
+            channel.send("answer", **message.answer)
+
+    def forget(self, channel: Channel) -> None:
+        """The worker has ended the connection."""
+        self._lines.pop(self._numbers.pop(channel, -1), None)
+
+
+class TcpStore:
+    """The port of a TCPStore on this host, and the process that serves it once it was asked for."""
+
+    def __init__(self, serve: Callable[[int, str], None], end: Callable[[str], None]) -> None:
+        """`serve` starts a process that keeps a store at a socket that listens, under a name; `end` kills it."""
+        self._serve, self._end = serve, end
+        self._reserved: socket.socket | None = None
+        """Bound, so that nobody else gets the port, and not listening."""
+        self._count = 0
+
+    def open(self, address: str, allowed: Range | None, *, listens: bool) -> int:
+        """The port of a new one; or, where only its port was taken so far, of the same. `listens`: have it served.
+
+        Raises:
+            LaunchError: none of the allowed ports is free.
+        """
+        bound = self._reserved
+        if bound is None or not listens:
+            self.close()
+            bound = ports.reserve(address, allowed, what="the store of the workers")
+        port = int(bound.getsockname()[1])
+        self._reserved = None if listens else bound
+        if listens:
+            with bound:
+                bound.listen(4096)
+                self._count += 1
+                self._serve(bound.fileno(), f"store {self._count}")
+        return port
+
+    def close(self) -> None:
+        """Have whoever waits there wait no more."""
+        if self._reserved is not None:
+            self._reserved.close()
+            self._reserved = None
+        if self._count:
+            self._end(f"store {self._count}")

@@ -420,3 +420,13 @@ def test_host_that_can_start_no_worker_at_the_start_ends_the_run(tmp_path: Path)
 
     with pytest.raises(LaunchError, match="no folder"):
         Scene(job(tmp_path, nodes=2, least_nodes=1), play).head.run()
+
+
+@pytest.mark.parametrize(("gpus", "chosen", "told"), [(1, "29500-29600", 1), (0, "29500-29600", 0), (1, "", 0)])
+def test_ports_that_nccl_takes_elsewhere_are_told_at_the_start(
+    gpus: int, chosen: str, told: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FACTS, "gpus", gpus)
+    scene = Scene(job(tmp_path, nodes=2, ports=chosen))
+    assert scene.head.run() == 0
+    assert sum("NCCL takes ports that the system chooses" in text for text in scene.display.said) == told

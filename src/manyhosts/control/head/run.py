@@ -169,9 +169,19 @@ class Head:
         self._wait(lambda: self._agents.have_gathered)
 
     def _check_hosts(self) -> None:
+        self._tell_of_ports()
         self._news.beginning.await_workers(self._course.job.on(self._agents.present()).workers)
         self._precheck.begin()
         self._wait(lambda: self._precheck.is_over)
+
+    def _tell_of_ports(self) -> None:
+        """NCCL has no setting for its ports, and opens them inside its own library."""
+        chosen, nodes = self._course.job.ports, self._agents.nodes
+        if chosen and len(nodes) > 1 and not self._course.generation and any(node.facts.get("gpus") for node in nodes):
+            self._course.display.warn(
+                f"manyhosts: NCCL takes ports that the system chooses, not those of --ports {chosen}: have firewalls"
+                " let all TCP pass between the hosts, or narrow net.ipv4.ip_local_port_range on each"
+            )
 
     def _open_store(self) -> None:
         """See that there is a fresh store for workers that start together, on the host of the first.

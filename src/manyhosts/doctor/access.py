@@ -24,6 +24,7 @@ from manyhosts.doctor.probe_server import LATE_S, ProbeServer, Reached, unreacha
 from manyhosts.errors import LaunchError, ManyhostsError
 from manyhosts.hosts import remote_probe
 from manyhosts.hosts.connection import Connection
+from manyhosts.launchers import container_options
 from manyhosts.launchers.engine import Engine
 from manyhosts.launchers.ssh import ssh
 
@@ -56,7 +57,9 @@ def program() -> bytes:
 @contextlib.contextmanager
 def over_ssh(job: Job) -> Iterator[tuple[list[Reached], list[Finding]]]:
     """Host probes on all hosts of `job` that ssh reaches, and what is the matter with the others."""
-    with ssh.connected(job.hosts, ssh.pythons(job), program()) as connections:
+    container = container_options.of(job, container_options.ON_HOSTS)
+    container = None if container is None else replace(container, leaves_nothing=True)
+    with ssh.connected(job.hosts, ssh.pythons(job), program(), container) as connections:
 
         def greet(connection: Connection) -> Reached | Finding:
             try:

@@ -373,7 +373,8 @@ class _Rounds:
 
 def _first_facts(each: Reached) -> Facts:
     hello = each.hello
-    kept = {name: hello[name] for name in ("python", "executable", "torch", "manyhosts", "address", "interfaces")}
+    names = ("python", "executable", "torch", "manyhosts", "address", "interfaces", "image")
+    kept = {name: hello[name] for name in names}
     return {"name": each.name, "hostname": hello["name"], **kept, "interface": "", "names": {}}
 
 

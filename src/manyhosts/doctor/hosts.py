@@ -32,7 +32,10 @@ def findings(
 
     `shares_disk`: whether the run directory and the script must be on a disk that they share.
     """
-    found = [*_of_versions(hosts, mine)]
+    in_images = any(host.get("image") for host in hosts)
+    if in_images:
+        mine = {**mine, "python": "", "torch": ""}  # hosts have those of their image, whatever this machine has
+    found = [*_of_images(hosts), *_of_versions(hosts, mine)]
     for host in hosts:
         told = host.get("condition")
         if told is None:
@@ -47,6 +50,20 @@ def findings(
     for path in data:
         found += _of_data(hosts, path)
     return [*found, *_of_speed(hosts)]
+
+
+def _of_images(hosts: Sequence[Facts]) -> Iterator[Finding]:
+    facts = {host["name"]: host for host in hosts}
+    for usual, host in ssh_agreement.different_images(facts):
+        has, most = ssh_agreement.image_of(facts[host]), ssh_agreement.image_of(facts[usual])
+        yield Finding(
+            level="error",
+            check="image",
+            what=f"host {host} has another image than {usual}: {has}, and {usual} has {most}",
+            where=f"host {host}",
+            fix="have the same one everywhere: pull it anew on each host, or copy the file; NAME@sha256:… names it for"
+            " good",
+        )
 
 
 def _of_versions(hosts: Sequence[Facts], mine: Mapping[str, str]) -> Iterator[Finding]:

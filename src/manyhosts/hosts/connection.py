@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from manyhosts.errors import LaunchError
-from manyhosts.hosts import hostfile, remote_probe
+from manyhosts.hosts import containers, hostfile, remote_probe
+from manyhosts.hosts.containers import Container
 
 CONNECT_S = 5
 """How long a host may take to answer at its port."""
 _ANSWER_S = 20.0
+_CONTAINER_S = 300.0
+"""How long the first container of an image may take to start: Podman may first give all of its files to the user."""
 _START = "import sys; code = sys.stdin.buffer.read(int(sys.stdin.buffer.readline())); exec(code)"
 _CHOOSE = 'for python in "$@"; do command -v "$python" >/dev/null && exec "$python" -c "$0"; done; exit 127'
 """For sh: start the first Python of several that there is, with the program that stands before them."""
@@ -78,19 +81,28 @@ class Unreachable(LaunchError):
 class Connection:
     """A host that ssh has been asked to reach. Use `facts` first: it waits until the host has answered."""
 
-    def __init__(self, host: str, folder: Path, pythons: Sequence[str], program: bytes = b"") -> None:
+    def __init__(
+        self,
+        host: str,
+        folder: Path,
+        pythons: Sequence[str],
+        program: bytes = b"",
+        container: Container | None = None,
+    ) -> None:
         """Begin to connect. `folder` is where the sockets of shared connections are; `pythons` are tried in order.
 
-        `program` takes the remote probe's place there, and speaks as it does.
+        `program` takes the remote probe's place there, and speaks as it does. In `container`, where there is one, all
+        Python runs.
         """
         self.host, self._folder, self._pythons, self._program = host, folder, pythons, program
+        self.container = container
         self._destination, port = hostfile.destination(host)
         self._port = ["-p", port] if port else []
         self._path = folder / f"{abs(hash(host)):x}"
         self.chats = False
         """Whether a login there prints words of its own, which rsync cannot read past."""
         self._lines: queue.Queue[str | None] = queue.Queue()
-        words = shlex.join(["sh", "-c", _CHOOSE, _START, *pythons])
+        words = self.inside(["sh", "-c", _CHOOSE, _START, *pythons])
         self._outpost = subprocess.Popen(
             self.command(words, *("-o", "ControlMaster=yes", "-o", "ControlPersist=no")),
             stdin=subprocess.PIPE,
@@ -118,7 +130,11 @@ class Connection:
     def again(self) -> Connection:
         """Another try to reach the same host."""
         self._path.unlink(missing_ok=True)
-        return Connection(self.host, self._folder, self._pythons, self._program)
+        return Connection(self.host, self._folder, self._pythons, self._program, self.container)
+
+    def inside(self, words: Sequence[str]) -> str:
+        """What the host's shell is told to run `words`: in the container, where there is one."""
+        return shlex.join(words if self.container is None else self.container.command(words))
 
     def command(self, words: str, *options: str) -> list[str]:
         """What runs `words` on the host, for its shell, over the connection that is open."""
@@ -147,7 +163,7 @@ class Connection:
             Unreachable: the host does not answer.
             LaunchError: it does not let us in, or has no Python.
         """
-        found = self._next(CONNECT_S + _ANSWER_S)
+        found = self._next(CONNECT_S + (_ANSWER_S if self.container is None else _CONTAINER_S))
         if not found.get("address"):
             found["address"] = remote_probe.way_to(self._destination.rpartition("@")[2])
         return found
@@ -246,7 +262,7 @@ class Connection:
         """Why ssh has ended."""
         code = self._outpost.wait()
         self._readers[1].join(timeout=5)
-        return trouble(self.host, code, "\n".join(self._errors), self._pythons)
+        return trouble(self.host, code, "\n".join(self._errors), self._pythons, self.container)
 
 
 def command(host: str, socket: str, words: Any, *options: str) -> list[Any]:
@@ -255,9 +271,11 @@ def command(host: str, socket: str, words: Any, *options: str) -> list[Any]:
     return ["ssh", *_OPTIONS, "-o", socket, *options, *(["-p", port] if port else []), "-T", destination, words]
 
 
-def trouble(host: str, code: int, said: str, pythons: Sequence[str]) -> LaunchError:
+def trouble(host: str, code: int, said: str, pythons: Sequence[str], container: Container | None = None) -> LaunchError:
     """What ssh's exit code and words mean."""
     where = f"host {host}"
+    if container is not None and (error := containers.trouble(container, host, code, said, pythons)) is not None:
+        return error
     if code == 127:
         return LaunchError(
             f"there is no Python on host {host}: neither {' nor '.join(pythons)}",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shlex
 import subprocess
 import threading
 import time
@@ -212,7 +211,7 @@ class _Line:
         self._host = connection.host
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(
-            connection.command(shlex.join([python, "-c", _START])),
+            connection.command(connection.inside([python, "-c", _START])),
             stdin=pipe,
             stdout=pipe,
             stderr=pipe,

@@ -55,6 +55,7 @@ def facts() -> dict[str, Any]:
         "interfaces": interfaces(),
         "machine": machine(),
         "process": os.getpid(),
+        "image": os.environ.get("MANYHOSTS_IMAGE", ""),
     }
 
 

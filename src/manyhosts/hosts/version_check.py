@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from manyhosts.errors import LaunchError
-from manyhosts.hosts import ways
+from manyhosts.hosts import containers, ways
+from manyhosts.hosts.containers import Container
 
 
 def here(manyhosts: str) -> dict[str, str]:
@@ -38,10 +39,46 @@ def see_that_each_is_named_once(facts: Mapping[str, Mapping[str, Any]]) -> None:
             )
 
 
-def see_that_they_agree(facts: Mapping[str, Mapping[str, Any]], mine: Mapping[str, str]) -> None:
+def see_that_images_agree(facts: Mapping[str, Mapping[str, Any]], container: Container) -> None:
+    """See that every host (name → what it told) has the same image under the name that was given.
+
+    Raises:
+        LaunchError: one has another.
+    """
+    for one, other in different_images(facts):
+        raise LaunchError(
+            f"hosts {one} and {other} have different images: {container.image} is {image_of(facts[one])} on {one} and"
+            f" {image_of(facts[other])} on {other}",
+            where=f"between {one} and {other}",
+            fix=containers.to_have_the_same(container.image),
+        )
+
+
+def different_images(facts: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Pairs of hosts (name → what it told) with different images: one that has what most have, and one that has not.
+
+    Two images are the same where the words by which their hosts know them have one in common: Docker and Podman, and
+    an image that was pulled and one that was loaded from a file, have some words of their own.
+    """
+    known = {host: words for host, found in facts.items() if (words := containers.known_as(found))}
+    if not known:
+        return []
+    usual = max(known, key=lambda host: sum(bool(known[host] & words) for words in known.values()))
+    return [(usual, host) for host, words in known.items() if not words & known[usual]]
+
+
+def image_of(found: Mapping[str, Any]) -> str:
+    """How the image of a host is called in a sentence."""
+    return min(containers.known_as(found), default="unknown")[:23]
+
+
+def see_that_they_agree(
+    facts: Mapping[str, Mapping[str, Any]], mine: Mapping[str, str], container: Container | None = None
+) -> None:
     """See that every host (name → what it told) has the same packages.
 
-    Patches of Python may differ (3.11.2 and 3.11.7), and so may builds of torch (2.13.0+cpu and 2.13.0+cu130).
+    Patches of Python may differ (3.11.2 and 3.11.7), and so may builds of torch (2.13.0+cpu and 2.13.0+cu130). What is
+    in a container may have another Python and another torch than this machine has.
 
     Raises:
         LaunchError: one differs from this machine, or from most of the others.
@@ -50,20 +87,26 @@ def see_that_they_agree(facts: Mapping[str, Mapping[str, Any]], mine: Mapping[st
         for host, found in facts.items():
             if not found[package] and (package == "manyhosts" or mine["torch"]):
                 python = found["executable"]
+                if container is not None:
+                    raise containers.lacks(container, host, package, python, mine["manyhosts"])
                 raise LaunchError(
                     f"host {host} has no {package}: {python} does not find it",
                     where=f"host {host}",
                     fix=f"install it there: {python} -m pip install {package}=={mine[package]}; or name the right"
                     " Python with -o python=PATH",
                 )
+    if container is not None:
+        mine = {**mine, "python": "", "torch": ""}
     for package in ("python", "manyhosts", "torch"):
         usual = mine[package] or Counter(found[package] for found in facts.values()).most_common(1)[0][0]
         for host, found in facts.items():
             if counts(package, found[package]) != counts(package, usual):
+                of = "this machine has" if mine[package] else "others have"
+                fix = remedy(package, usual, found["executable"])
                 raise LaunchError(
-                    f"host {host} has {package} {found[package]}, and this machine has {usual}",
+                    f"host {host} has {package} {found[package]}, and {of} {usual}",
                     where=f"host {host}, {found['executable']}",
-                    fix=remedy(package, usual, found["executable"]),
+                    fix=fix if container is None else containers.rebuilt(container, package, usual),
                 )
 
 

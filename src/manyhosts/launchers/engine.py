@@ -22,8 +22,9 @@ from manyhosts.control.job import HIDDEN, Job
 from manyhosts.control.plan import CERTIFICATE, HEAD, Later, Plan, filled, text_of
 from manyhosts.control.screen import Screen
 from manyhosts.errors import ConfigError, LaunchError
-from manyhosts.hosts import addresses
-from manyhosts.launchers import choices, detached
+from manyhosts.hosts import addresses, containers
+from manyhosts.hosts.containers import Container
+from manyhosts.launchers import choices, container_options, detached
 from manyhosts.launchers.detached import Jobs
 
 SECRET = Later("token", HIDDEN)
@@ -55,6 +56,8 @@ class Engine:
     """Whether one command starts the agents of all hosts; else each is started by a command of its own."""
     TASK_VARIABLES: ClassVar[Sequence[str]] = ()
     """Variables of its tasks, `*` for any letters, that would make a worker believe that it is one of them."""
+    RUNTIMES: ClassVar[Sequence[str]] = ()
+    """What starts containers for its agents, where they can run in any."""
     ENVIRONMENT: ClassVar[Mapping[str, str]] = {}
     """Set for the command that starts agents."""
 
@@ -116,6 +119,7 @@ class Engine:
         choices.check(self.NAME, job, self.OPTIONS, encrypts=self.ENCRYPTS)
         if job.hosts and self.CHOOSES_HOSTS:
             raise ConfigError(f"{self.NAME} chooses the hosts", where="--hosts", fix=f"use {self.CHOOSES_HOSTS}")
+        self.container(job)
         return choices.with_a_worker_for_each_gpu(job) if "gpus" in self.OPTIONS else job
 
     def plan(self, job: Job) -> Plan:
@@ -138,6 +142,7 @@ class Engine:
             workers=variables.of_all(job, address=self.ADDRESS),
             command=tuple(self.command(job, hosts, everybody)) if self.ONE_COMMAND else (),
             environment=dict(self.ENVIRONMENT),
+            files={} if self.container(job) is None else containers.files(),
         )
 
     def submit(self, plan: Plan, display: Display) -> int:
@@ -178,16 +183,33 @@ class Engine:
         forgotten = ("--forget", ",".join(self.TASK_VARIABLES)) if self.TASK_VARIABLES else ()
         words = ("--head", HEAD, "--certificate", CERTIFICATE, *several, *forgotten)
         which = ("--nodes", ",".join(map(str, nodes)))
-        return (self.python(job), "-P", "-m", "manyhosts.control.agent.node", *words, *which)
+        agent = (self.python(job), "-P", "-m", "manyhosts.control.agent.node", *words, *which)
+        container = self.container(job)
+        return agent if container is None else tuple(self.contained(container, agent))
+
+    def contained(self, container: Container, agent: Sequence[str]) -> Sequence[str]:
+        """What starts `agent` in a container of its host."""
+        return container_options.planned(container, container.looked_after(agent))
+
+    def container(self, job: Job) -> Container | None:
+        """What agents run in, where it is a container.
+
+        Raises:
+            ConfigError: an option about it makes no sense.
+        """
+        return container_options.of(job, self.RUNTIMES)
 
     def python(self, job: Job) -> str:
-        """The Python that hosts run."""
-        return job.options.get("python", sys.executable)
+        """The Python that hosts run: in a container, that of the image."""
+        own = container_options.PYTHONS[0] if container_options.IMAGE in job.options and self.RUNTIMES else ""
+        return job.options.get("python", own or sys.executable)
 
     def batch(self, job: Job) -> tuple[tuple[str, ...], dict[str, object]]:
         """The command that becomes the head of `job` inside an allocation, and the file that it reads."""
         path = str(job.run_dir / "job.json")
-        words = (self.python(job), "-P", "-m", "manyhosts.launchers.batch", self.NAME, path)
+        in_image = self.container(job) is not None  # but the head is outside, where this is
+        python = sys.executable if in_image else self.python(job)
+        words = (python, "-P", "-m", "manyhosts.launchers.batch", self.NAME, path)
         return words, {path: job_file.shown(job)}
 
     def write_files(self, plan: Plan) -> None:

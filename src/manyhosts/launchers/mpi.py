@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from manyhosts.control.job import Job
 from manyhosts.errors import ConfigError
+from manyhosts.launchers import container_options
 from manyhosts.launchers.engine import Engine
 
 _PASSED_ON = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
@@ -18,9 +19,11 @@ class Mpi(Engine):
     NAME = "mpi"
     OPTIONS: ClassVar[Mapping[str, str]] = {
         "mpirun": "the mpirun to call, if it is not the first on the PATH",
-        "python": "the Python on every host, if it is not where it is here",
+        "python": "the Python on every host, or in the container, if it is not where it is here",
         "mca": "one parameter of Open MPI more: NAME:VALUE",
+        **container_options.options(container_options.ON_HOSTS),
     }
+    RUNTIMES = container_options.ON_HOSTS
     TASK_VARIABLES = ("OMPI_*", "PMIX_*", "PMI_*", "PRTE_*")
     ENVIRONMENT: ClassVar[Mapping[str, str]] = {
         "OMPI_ALLOW_RUN_AS_ROOT": "1",

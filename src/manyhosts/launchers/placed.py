@@ -21,6 +21,7 @@ from manyhosts.control.head.placement import HeadEndpoint, Placement
 from manyhosts.control.head.run import Head
 from manyhosts.control.job import Job
 from manyhosts.control.plan import CERTIFICATE, HEAD, Plan, filled
+from manyhosts.hosts import containers
 from manyhosts.records import run_lock
 
 _NEEDED = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "LANG", "PYTHONPATH", "LD_LIBRARY_PATH")
@@ -86,6 +87,7 @@ class _Commands:
 
     def _start(self, nodes: Sequence[int], head: str) -> subprocess.Popen[bytes]:
         values = {HEAD.name: head, CERTIFICATE.name: self._enrolment.certificate}
+        values[containers.SCRIPT] = containers.script()
         process = subprocess.Popen(
             filled(self._command_for(nodes), values),
             env={**_shown(self._plan.job, os.environ), **self._plan.environment},

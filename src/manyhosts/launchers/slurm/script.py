@@ -8,7 +8,7 @@ import sys
 
 from manyhosts.control.job import Job
 from manyhosts.errors import ConfigError
-from manyhosts.launchers import choices
+from manyhosts.launchers import choices, container_options
 
 _FLAGS = {
     "partition": ("--partition", "the partition to queue in"),
@@ -25,12 +25,15 @@ _FLAGS = {
     "array": ("--array", "the run several times, each with a run directory of its own: 0-3, or 0-3%1 one by one"),
     "dependency": ("--dependency", "what to wait for: afterok:4711"),
 }
+RUNTIMES = (*container_options.OF_FILES, container_options.PYXIS)
+"""Not Docker, whose containers are beside the job: Slurm would neither count nor end them."""
 OPTIONS = {
     **{key: meaning for key, (_, meaning) in _FLAGS.items()},
     "exclusive": "yes: nobody else on these nodes",
     "requeue": "no: do not go on in a new job when the time limit comes or a node fails",
     "warning": "seconds before the time limit at which a snapshot is made and the job queued again (default 90)",
-    "python": "the Python on the nodes, if it is not where it is here",
+    "python": "the Python on the nodes, or in the container, if it is not where it is here",
+    **container_options.options(RUNTIMES),
 }
 
 
@@ -70,7 +73,9 @@ def script(job: Job) -> str:
     text = ["#!/bin/bash", *(f"#SBATCH {flag}={_quoted(value)}" for flag, value in lines.items())]
     text.append("#SBATCH --requeue" if choices.yes(job.options, "requeue", default=True) else "#SBATCH --no-requeue")
     text += ["#SBATCH --exclusive"] if choices.yes(job.options, "exclusive", default=False) else []
-    python = job.options.get("python", sys.executable)
+    python = sys.executable  # outside of containers, whose agents it starts
+    if container_options.IMAGE not in job.options:
+        python = job.options.get("python", python)
     start = [python, "-P", "-m", "manyhosts.launchers.slurm.batch", str(job.run_dir / "job.json")]
     return "\n".join([*text, f"exec {shlex.join(start)}", ""])
 

@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from manyhosts.control import job_file
+from manyhosts.control.display import Display
 from manyhosts.control.job import Job
 from manyhosts.control.plan import Plan
 from manyhosts.errors import ConfigError, LaunchError
-from manyhosts.launchers import detached
+from manyhosts.hosts.containers import Container
+from manyhosts.launchers import container_options, detached
 from manyhosts.launchers.commands import Run, run_command
 from manyhosts.launchers.detached import State, Status
 from manyhosts.launchers.engine import Engine
@@ -34,6 +36,7 @@ class Slurm(Engine):
     NAME = "slurm"
     OPTIONS = slurm_script.OPTIONS
     CHOOSES_HOSTS = "--nodes N, and -o nodelist=a,b"
+    RUNTIMES = slurm_script.RUNTIMES
     NODE_NUMBER = "SLURM_PROCID"
     TASK_VARIABLES = (
         *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_GTIDS", "SLURM_NTASKS", "SLURM_NPROCS"),
@@ -103,12 +106,41 @@ class Slurm(Engine):
         """One agent on each of `nodes`. One that fails does not take others with it: that is for the head to say."""
         count = str(len(nodes))
         cores = ["--cpus-per-task", job.options["cpus"]] if "cpus" in job.options else []
+        container = self.container(job)
+        is_pyxis = container is not None and container.runtime == container_options.PYXIS
         return [
             *("srun", "--nodes", count, "--ntasks", count, "--ntasks-per-node", "1"),
             *("--nodelist", ",".join(hosts[node] for node in nodes), *cores),
             *("--cpu-bind", "none", "--kill-on-bad-exit=0", "--overlap", "--unbuffered", "--quit-on-interrupt"),
+            *(container.srun_options() if container is not None and is_pyxis else []),
             *self.agent(job, nodes),
         ]
+
+    def contained(self, container: Container, agent: Sequence[str]) -> Sequence[str]:
+        """With Pyxis, srun has started the container already."""
+        if container.runtime == container_options.PYXIS:
+            return container.looked_after(agent)
+        return super().contained(container, agent)
+
+    def submit(self, plan: Plan, display: Display) -> int:
+        """As of every engine, once it is seen that srun starts containers, where it is to."""
+        self._see_pyxis(plan.job)
+        return super().submit(plan, display)
+
+    def _see_pyxis(self, job: Job) -> None:
+        """See that srun knows containers, where it is to start them.
+
+        Raises:
+            LaunchError: it does not.
+        """
+        wanted = job.options.get(container_options.RUNTIME) == container_options.PYXIS
+        if wanted and "--container-image" not in self._run(["srun", "--help"]):
+            raise LaunchError(
+                "this Slurm starts no containers: its srun has no option --container-image, which Pyxis gives it",
+                where=f"-o {container_options.RUNTIME}={container_options.PYXIS}",
+                fix="have Pyxis installed, or use Apptainer: name a file .sif, and leave"
+                f" -o {container_options.RUNTIME} out",
+            )
 
     def allocation(self, job: Job) -> Sequence[str]:
         """salloc, outside of an allocation."""
@@ -121,6 +153,7 @@ class Slurm(Engine):
             ConfigError: this is inside an allocation.
             LaunchError: Slurm refused, or was not reached.
         """
+        self._see_pyxis(plan.job)
         self.write_files(plan)
         return self._run(plan.command).strip().partition(";")[0]  # number;cluster
 

@@ -6,9 +6,10 @@ import contextlib
 import subprocess
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from manyhosts import __version__
@@ -19,12 +20,24 @@ from manyhosts.control.head.takeover import Handover
 from manyhosts.control.job import Job
 from manyhosts.control.plan import HEAD, Later, Shell, filled
 from manyhosts.errors import LaunchError, ManyhostsError
-from manyhosts.hosts import addresses, connection, data, interfaces, ports, remote_probe, sync, version_check
+from manyhosts.hosts import (
+    addresses,
+    connection,
+    containers,
+    data,
+    interfaces,
+    ports,
+    remote_probe,
+    sync,
+    version_check,
+)
 from manyhosts.hosts.connection import Connection, Unreachable
+from manyhosts.hosts.containers import Container
 from manyhosts.hosts.data import Data
 from manyhosts.hosts.disks import HERE, Disks
 from manyhosts.hosts.files import Files
 from manyhosts.hosts.interfaces import Interface
+from manyhosts.launchers import container_options
 from manyhosts.launchers.ssh.deferred_agent import DeferredAgent, NotThere
 from manyhosts.records import run_directory
 from manyhosts.units import bytes_in_words
@@ -75,8 +88,9 @@ class Host:
 
     @property
     def has_rsync(self) -> bool:
-        """Whether it and this machine have rsync."""
-        return bool(self.facts["rsync"]) and sync.rsync_here()
+        """Whether it and this machine are known to have rsync."""
+        in_image = bool(self.facts.get("image"))  # what an image has, its host may lack
+        return not in_image and bool(self.facts["rsync"]) and sync.rsync_here()
 
 
 class Cluster:
@@ -90,13 +104,16 @@ class Cluster:
         *,
         agents: Sequence[Sequence[str]] = (),
         may_be_away: bool = False,
+        container: Container | None = None,
     ) -> None:
         """`connections` is kept: where a host is reached only later, its place there is taken by another connection.
 
         `agents` are the commands that start them, as `agent_command` plans them.
 
-        `may_be_away`: a run that goes on is taken over, and so hosts need not be reached by ssh.
+        `may_be_away`: a run that goes on is taken over, and so hosts need not be reached by ssh. `container` is what
+        everything runs in there, if in any.
         """
+        self._container = container
         self._may_be_away, self._agents = may_be_away, agents
         self._job, self._connections, self._display = job, connections, display
         self._hosts = [Host(node, connection) for node, connection in enumerate(connections)]
@@ -126,7 +143,7 @@ class Cluster:
         here = self._here
         facts = {host.name: host.facts for host in here}
         version_check.see_that_each_is_named_once(facts)
-        version_check.see_that_they_agree(facts, version_check.here(__version__))
+        self._see_that_they_agree(facts)
         targets = [here[1 if len(here) > 1 else 0], *([here[0]] * (len(here) - 1))]
         _of_all(here, lambda host: _find_interface(host, targets[here.index(host)].facts["address"]))
         self._see_encryption(here)
@@ -135,6 +152,11 @@ class Cluster:
         answers = _of_all(here, lambda host: self._try_connections(host, here))
         places = [(host.address, self._ports[host.node]) for host in here]
         version_check.see_that_they_meet([host.name for host in here], places, answers)
+
+    def _see_that_they_agree(self, facts: Mapping[str, Mapping[str, Any]]) -> None:
+        if self._container is not None:
+            version_check.see_that_images_agree(facts, self._container)
+        version_check.see_that_they_agree(facts, version_check.here(__version__), self._container)
 
     def _greet(self) -> None:
         """Have every host say what it is; where enough do, the others may be away."""
@@ -236,6 +258,7 @@ class Cluster:
         if job.sync:
             needed = job.program if job.kind == "script" else ""
             leave_out = [job.run_dir, *(job.folder / path for path in job.bring)]
+            leave_out += [Path(self._container.image)] if self._container and self._container.is_file else []
             self._files = Files.to_bring(job.folder, leave_out=leave_out, needed=needed)
         if job.bring:
             self._data = Data.read(job.folder, job.bring, self._display.warn)
@@ -359,7 +382,7 @@ class Cluster:
         host.connection.close()
         host.connection = self._connections[host.node] = host.connection.again()
         host.facts = host.connection.facts()
-        version_check.see_that_they_agree({host.name: host.facts}, version_check.here(__version__))
+        self._see_that_they_agree({each.name: each.facts for each in (*others, host)})
         _find_interface(host, (others or [host])[0].facts["address"])
         self._see_encryption([host])
         # One that was there before has reached the others, and some of these may be away themselves now.
@@ -402,6 +425,7 @@ class Cluster:
             "address": host.interface.address,
             "interface": host.interface.name,
             "process": str(host.facts.get("process", 0)),
+            containers.SCRIPT: containers.script(),
         }
         # No stream of ours: ssh has writes to a pipe fail instead of wait, also ours, and lines would be lost.
         pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
@@ -491,16 +515,15 @@ def _pass_on(words: IO[bytes], again: bool, display: Display) -> None:
             display.line(line.decode(errors="replace").rstrip("\n"), "", is_error=True)
 
 
-def agent_command(host: str, node: int, python: str) -> tuple[str, ...]:
+def agent_command(host: str, node: int, python: str, container: Container | None = None) -> tuple[str, ...]:
     """What starts the agent of `host` over its open connection; most of it is known when the host was surveyed."""
-    agent = Shell(
-        (
-            "env",
-            Later("disk", f"{run_directory.DISK}=DISK"),
-            *(Later("python", python), "-P", "-m", "manyhosts.control.agent.agent"),
-            *("--head", HEAD, "--node", str(node)),
-            *("--address", Later("address", "ADDRESS"), "--interface", Later("interface", "INTERFACE")),
-            *("--launcher", Later("process", "PROCESS")),  # on that host; it ends with this side of the connection
-        )
-    )
+    words = [
+        "env",
+        Later("disk", f"{run_directory.DISK}=DISK"),
+        *(Later("python", python), "-P", "-m", "manyhosts.control.agent.agent"),
+        *("--head", HEAD, "--node", str(node)),
+        *("--address", Later("address", "ADDRESS"), "--interface", Later("interface", "INTERFACE")),
+        *("--launcher", Later("process", "PROCESS")),  # on that host; it ends with this side of the connection
+    ]
+    agent = Shell(words if container is None else container_options.planned(container, words))
     return tuple(connection.command(host, Later("socket", "ControlPath=SOCKET"), agent))

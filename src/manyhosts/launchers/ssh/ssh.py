@@ -20,8 +20,10 @@ from manyhosts.control.head.run import Head
 from manyhosts.control.job import Job
 from manyhosts.control.plan import Plan
 from manyhosts.errors import ConfigError, ManyhostsError
-from manyhosts.hosts import remote_probe
+from manyhosts.hosts import containers, remote_probe
 from manyhosts.hosts.connection import Connection
+from manyhosts.hosts.containers import Container
+from manyhosts.launchers import container_options
 from manyhosts.launchers.engine import Engine
 from manyhosts.launchers.ssh.cluster import Cluster, agent_command
 
@@ -30,7 +32,11 @@ class Ssh(Engine):
     """Starts one agent per host through the system's ssh, and is their head."""
 
     NAME = "ssh"
-    OPTIONS: ClassVar[Mapping[str, str]] = {"python": "the Python on every host, if it is not where it is here"}
+    OPTIONS: ClassVar[Mapping[str, str]] = {
+        "python": "the Python on every host, or in the container, if it is not where it is here",
+        **container_options.options(container_options.ON_HOSTS),
+    }
+    RUNTIMES = container_options.ON_HOSTS
     ENCRYPTS = True
     SHARES_DISK = False
     USES_SSH = True
@@ -43,16 +49,20 @@ class Ssh(Engine):
         """
         job = self.check(job)
         _check_hosts(job)
-        agents = (agent_command(host, node, self.python(job)) for node, host in enumerate(job.hosts))
-        return Plan(job=job, hosts=job.hosts, agents=tuple(agents), workers=variables.of_all(job))
+        container = self.container(job)
+        agents = (agent_command(host, node, self.python(job), container) for node, host in enumerate(job.hosts))
+        files = {} if container is None else containers.files()
+        return Plan(job=job, hosts=job.hosts, agents=tuple(agents), workers=variables.of_all(job), files=files)
 
     def submit(self, plan: Plan, display: Display) -> int:
         """Reach all hosts, see that they agree, bring the working directory, and run the job to its end."""
         job = plan.job
         left = takeover.left_for(job)
         tls.prepare()
-        with connected(plan.hosts, pythons(job)) as hosts:
-            cluster = Cluster(job, hosts, display, agents=plan.agents, may_be_away=left is not None)
+        container = self.container(job)
+        with connected(plan.hosts, pythons(job), container=container) as hosts:
+            away = left is not None
+            cluster = Cluster(job, hosts, display, agents=plan.agents, may_be_away=away, container=container)
             cluster.survey()
             display.warn(cluster.in_words())
             try:
@@ -112,7 +122,9 @@ def _run(
 
 def pythons(job: Job) -> list[str]:
     """The Pythons that are tried on every host, in this order."""
-    return [job.options["python"]] if "python" in job.options else [sys.executable, "python3"]
+    if "python" in job.options:
+        return [job.options["python"]]
+    return [*container_options.PYTHONS] if container_options.IMAGE in job.options else [sys.executable, "python3"]
 
 
 def _place_of_sockets() -> str | None:
@@ -122,14 +134,16 @@ def _place_of_sockets() -> str | None:
 
 
 @contextmanager
-def connected(names: Sequence[str], pythons: Sequence[str], program: bytes = b"") -> Iterator[list[Connection]]:
+def connected(
+    names: Sequence[str], pythons: Sequence[str], program: bytes = b"", container: Container | None = None
+) -> Iterator[list[Connection]]:
     """Connections to all hosts, which are told every now and then that this side is there.
 
-    `program` is what answers there, in place of a remote probe.
+    `program` is what answers there, in place of a remote probe; `container` is what it runs in, if in any.
     """
     over = threading.Event()
     with tempfile.TemporaryDirectory(prefix="manyhosts-ssh-", dir=_place_of_sockets()) as folder:
-        hosts = [Connection(name, Path(folder), pythons, program) for name in names]
+        hosts = [Connection(name, Path(folder), pythons, program, container) for name in names]
 
         def pulse() -> None:
             while not over.wait(remote_probe.PULSE_S):

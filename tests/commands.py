@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import psutil
+from preloaded import descendants
 from runs import Recipe
 
 SCRIPT = Path(__file__).parent / "multiprocess" / "recipe_script.py"
@@ -102,7 +103,7 @@ def kill_all(process: subprocess.Popen[str]) -> None:
         for one in new:
             _send(one, signal.SIGSTOP)
         family |= new
-        new = set(head.children(recursive=True)) - family
+        new = set(descendants(head)) - family
     for one in family:
         _send(one, signal.SIGKILL)
     process.communicate()

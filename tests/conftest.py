@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 from hypothesis import HealthCheck, settings
+from preloaded import Preloaded
 
 SESSION = "MANYHOSTS_TEST_SESSION"  # inherited by everything that a test starts, also by what leaves its parent
 GRACE_S = 5.0  # for processes that are just ending
@@ -27,7 +28,36 @@ settings.register_profile("manyhosts", deadline=None, suppress_health_check=[Hea
 settings.load_profile("manyhosts")
 
 
+SERVANTS: set[int] = set()
+"""Processes of the tests themselves that live as long as the session."""
 PROCESS_FOLDERS = ("multiprocess", "cluster", "docs")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fork_servers_are_forked(request: pytest.FixtureRequest) -> Iterator[Preloaded | None]:
+    """See `preloaded`: tests that start runs by the hundred do not load torch by the hundred."""
+    if not starts_processes(request):
+        yield None
+        return
+    preloaded: Preloaded = request.getfixturevalue("preloaded")
+    with preloaded.used():
+        yield preloaded
+
+
+@pytest.fixture(scope="session")
+def preloaded() -> Iterator[Preloaded]:
+    """Forks the fork servers of what tests start; one for the session."""
+    process = Preloaded()
+    SERVANTS.add(process.process.pid)
+    yield process
+    process.close()
+
+
+@pytest.fixture(autouse=True)
+def starts_cold(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests that are about how a fork server starts, and what it has loaded, have it started as a user has."""
+    if request.node.get_closest_marker("starts_cold"):
+        monkeypatch.setenv("PYTHONPATH", os.environ["PYTHONPATH"].partition(os.pathsep)[2])
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +130,7 @@ def process_groups_open() -> list[str]:
 
 def living_processes() -> dict[int, str]:
     """Every process that this session started and that still runs, but for Python's own servants."""
-    servants = {
+    servants = SERVANTS | {
         multiprocessing.forkserver._forkserver._forkserver_pid,  # the fork server of `ranks`: lives for the session
         multiprocessing.resource_tracker._resource_tracker._pid,
         os.getpid(),

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from preloaded import children, descendants
 
 MANYHOSTS = [sys.executable, "-P", "-m", "manyhosts.cli.main"]
 # What would change what is tested here:
@@ -77,7 +78,7 @@ def wait_until(true: Callable[[], bool], what: str, timeout_s: float = 30) -> No
 
 
 def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    return [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    return [psutil.Process(process.pid), *descendants(psutil.Process(process.pid))]
 
 
 def alive(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
@@ -99,7 +100,7 @@ def agents(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
 
 
 def templates(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
-    return [child for agent in agents(processes) for child in agent.children()]
+    return [child for agent in agents(processes) for child in children(agent)]
 
 
 def workers(processes: Sequence[psutil.Process]) -> list[psutil.Process]:

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 from launching import MANYHOSTS, alive, environment, wait_until, write_script
+from preloaded import descendants
 
 pytestmark = pytest.mark.multiprocess
 
@@ -76,7 +77,7 @@ def test_cancelled_run_leaves_no_process_and_can_be_cancelled_twice(tmp_path: Pa
     log = tmp_path / "run" / "logs" / "detached.log"
     wait_until(lambda: log.read_text().count("begins") == 2, "both workers run", timeout_s=60)
     head = head_of(tmp_path)
-    family = [head, *head.children(recursive=True)]
+    family = [head, *descendants(head)]
     with ThreadPoolExecutor(4) as terminals:  # all look at the same lock
         assert {each["state"] for each in terminals.map(lambda _: status(tmp_path, handle), range(4))} == {"running"}
     for _ in range(2):
@@ -98,7 +99,7 @@ def test_run_whose_process_was_killed_is_failed_and_its_workers_end(tmp_path: Pa
     log = tmp_path / "run" / "logs" / "detached.log"
     wait_until(lambda: log.read_text().count("begins") == 2, "both workers run", timeout_s=60)
     head = head_of(tmp_path)
-    family = head.children(recursive=True)
+    family = descendants(head)
     os.kill(head.pid, signal.SIGKILL)
     wait_until(lambda: status(tmp_path, handle)["state"] == "failed", "it is noticed")
     assert "gone without a word" in status(tmp_path, handle)["reason"]

@@ -11,6 +11,7 @@ import psutil
 import pytest
 from commands import finish, kill_all, start, steps_done, summary, wait_for_step
 from launching import agents, run, wait_until
+from preloaded import children, descendants
 from runs import CHANCY, Recipe, samples_by_step, step_lines, trained
 
 pytestmark = pytest.mark.multiprocess
@@ -31,9 +32,9 @@ def test_node_that_dies_is_dropped_and_taken_in_again_when_it_is_back(tmp_path: 
     process = start(1, tmp_path / "run", recipe(1_000_000), ["--nodes", "1:2"])
     try:
         wait_for_step(process, tmp_path / "run", 5)
-        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        family = [psutil.Process(process.pid), *descendants(psutil.Process(process.pid))]
         [agent, *_] = agents(family)
-        [template] = agent.children()
+        [template] = children(agent)
         agent.kill()
         wait_until(lambda: "with 1 worker" in told(tmp_path / "run"), "the other goes on", timeout_s=60)
         gone_on_from = steps_done(tmp_path / "run")

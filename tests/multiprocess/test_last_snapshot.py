@@ -14,6 +14,7 @@ import psutil
 import pytest
 from commands import alive_workers, finish, kill_all, start, steps_done, summary, wait_for_step
 from launching import agents, family
+from preloaded import descendants
 from runs import CHANCY, events, restarts, samples_by_step, step_lines, trained
 
 from manyhosts.records.manifest import NAME, found_in
@@ -71,7 +72,7 @@ def lose_head_and_leader(process: subprocess.Popen[str], pids: Path) -> None:
     for each in (psutil.Process(process.pid), leader):
         each.send_signal(signal.SIGSTOP)
     beside = agents(everything)[0]
-    beside = [beside, *beside.children(recursive=True)]
+    beside = [beside, *descendants(beside)]
     others = [each for each in everything if each not in beside]
     process.kill()
     _, left = psutil.wait_procs(others, timeout=25)
@@ -90,7 +91,7 @@ def freeze_hosts(process: subprocess.Popen[str], pids: Path) -> None:
     while process.poll() is None and time.monotonic() < until:
         with suppress(psutil.NoSuchProcess):  # also those that come in the place of hosts that were given up
             for agent in agents(family(process)):
-                for each in (agent, *agent.children(recursive=True)) if agent != stays else ():
+                for each in (agent, *descendants(agent)) if agent != stays else ():
                     everything.add(each)
                     each.send_signal(signal.SIGSTOP)
         time.sleep(0.05)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from preloaded import descendants
 from prove_faults import FAULTS
 from prove_scripts import BROKEN, RIGHT, Script
 
@@ -198,7 +199,7 @@ def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
     )
     while not (tmp_path / "there").exists() and process.poll() is None:
         time.sleep(0.05)
-    family = psutil.Process(process.pid).children(recursive=True)
+    family = descendants(psutil.Process(process.pid))
     assert family
     process.send_signal(signal.SIGINT)
     _, words = process.communicate(timeout=120)

@@ -22,6 +22,7 @@ from pathlib import Path
 import psutil
 import pytest
 from launching import environment, wait_until
+from preloaded import descendants
 
 from manyhosts.control import job_file
 from manyhosts.control.acceptor import MOST_STRANGERS
@@ -237,7 +238,7 @@ def take_all_files(port: int, head: psutil.Process) -> None:
 
 
 def is_kept_from_workers_and_disks(nodes: list[subprocess.Popen[str]], folder: Path) -> bool:
-    below = [child for node in nodes for child in psutil.Process(node.pid).children(recursive=True)]
+    below = [child for node in nodes for child in descendants(psutil.Process(node.pid))]
     assert len(below) >= 4, "agents, and what they have started"
     own = [psutil.Process(node.pid) for node in nodes]
     assert [child for child in below if TOKEN in str(child.environ())] == []

@@ -4,11 +4,11 @@ A fork server loads torch for the workers of its host, and each worker loads wha
 CPU time for a run of two workers that trains for half a second. Tests start such runs by the hundred. Here one process
 per session loads all of it once. An agent's `Popen` of its fork server is answered with a fork of that process, which
 takes the environment, the descriptors, the limits and the namespaces of the agent, and then is what it would have
-started: `template.main()`. Everything else about a run is as a user has it.
+started: `fork_server_process.main()`. Everything else about a run is as a user has it.
 
-Where a fork could not be the same (another interpreter, another user, other variables that are read when Python or a
-library starts, a module of the test's own in place of one that is loaded) the agent starts Python as ever. So do the
-tests that are about that start: those marked `starts_cold`.
+Where a fork could not be the same (torch is not to be loaded, another interpreter or user, other variables that are
+read when Python or a library starts, a module of the test's own in place of one that is loaded) the agent starts Python
+as ever. So do the tests that are about that start, or about whose children processes are: those marked `starts_cold`.
 """
 
 from __future__ import annotations
@@ -41,11 +41,13 @@ from manyhosts.control import variables
 
 SITE = Path(__file__).parent / "preloaded_site" / "sitecustomize.py"
 READ_AT_START = re.compile(
-    "PYTHON(?!PATH$)|LD_|MALLOC|OMP_(?!NUM_THREADS)|GOMP|KMP|MKL|OPENBLAS|ATEN|NUMPY|SKLEARN|TORCH_|PYTORCH|LC_|LANG|TZ$|CUDA"
+    "PYTHON(?!PATH$|UNBUFFERED$|DONTWRITEBYTECODE$)|LD_|MALLOC|OMP_(?!NUM_THREADS)|GOMP|KMP|MKL|OPENBLAS|ATEN"
+    "|NUMPY|SKLEARN|TORCH_|PYTORCH|LC_|LANG|TZ$|CUDA"
 )
 """Variables that Python or a library reads when it is loaded: they must be the same."""
+UTF_8 = ("C", "C.UTF-8")
+"""Values of LANG and LC_... that are the same to Python."""
 NAMESPACES = ("ipc", "net", "pid", "uts", "mnt")  # the file system last: /proc is found in it
-_READY_S = 120.0
 
 
 class Preloaded:
@@ -56,10 +58,12 @@ class Preloaded:
         self.folder = Path(tempfile.mkdtemp(prefix="manyhosts-tests-"))
         self.folder.chmod(0o755)
         (self.folder / SITE.name).symlink_to(SITE)
+        environment = {**os.environ, **variables.of_host(os.environ, cores=1, workers=1)}  # as an agent gives them
+        environment.pop("PYTHONUNBUFFERED", None)
         code = f"import sys; sys.path[0] = {str(SITE.parents[1])!r}; import preloaded; preloaded.serve(sys.argv[1])"
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, str(self.folder)],
-            env={**os.environ, **variables.of_host(os.environ, cores=1, workers=1)},  # as an agent gives them
+            env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
@@ -166,6 +170,8 @@ def _can_be(request: dict[str, Any], agent: int) -> bool:
     """Whether a fork of this process is as what the agent would start."""
     if (request["prefix"], request["package"]) != (sys.prefix, sys.modules["manyhosts"].__file__):
         return False
+    if "torch" not in json.loads(request["words"][1]):  # a script that sets something before it loads torch, say
+        return False
     if Path(f"/proc/{agent}/cgroup").read_text() != Path("/proc/self/cgroup").read_text():
         return False
     theirs, ours = (_read_at_start(each) for each in (request["environment"], os.environ))
@@ -173,7 +179,7 @@ def _can_be(request: dict[str, Any], agent: int) -> bool:
 
 
 def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if READ_AT_START.match(name)}
+    return {name: value for name, value in environment.items() if READ_AT_START.match(name) and value not in UTF_8}
 
 
 def _paths(environment: Mapping[str, str]) -> list[str]:
@@ -215,6 +221,9 @@ def _become(
         os.setpriority(os.PRIO_PROCESS, 0, request["nice"])
         os.environ.clear()
         os.environ.update(environment)
+        sys.dont_write_bytecode = bool(environment.get("PYTHONDONTWRITEBYTECODE"))
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(write_through=bool(environment.get("PYTHONUNBUFFERED")))  # type: ignore[union-attr]
         sys.path[:] = list(dict.fromkeys([*folders, *sys.path[own:]]))
         sys.argv = ["-c", str(descriptors[3]), *request["words"][1:]]
         for name in ("preloaded", "ranks"):

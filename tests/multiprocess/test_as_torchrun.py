@@ -13,6 +13,7 @@ from launching import MANYHOSTS, environment, run, run_words, wait_until, write_
 pytestmark = pytest.mark.multiprocess
 
 
+@pytest.mark.starts_cold
 def test_script_knows_its_place_its_input_and_its_name_in_ps(tmp_path: Path) -> None:
     source = """
         import os, sys, psutil
@@ -40,6 +41,7 @@ def test_script_knows_its_place_its_input_and_its_name_in_ps(tmp_path: Path) -> 
         assert title in first
 
 
+@pytest.mark.starts_cold
 def test_process_that_a_script_leaves_behind_goes_on_and_is_named(tmp_path: Path) -> None:
     source = """
         import subprocess, sys

@@ -10,7 +10,7 @@ import psutil
 import pytest
 from launching import family, start, templates, wait_until
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.starts_cold]
 SCRIPT = """
     import os, sys, time
     from pathlib import Path

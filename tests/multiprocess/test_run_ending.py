@@ -16,7 +16,7 @@ import psutil
 import pytest
 from launching import agents, alive, family, start, templates, wait_until, workers
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.starts_cold]  # whose processes these are is the question
 
 SLEEP = """
 import os, time

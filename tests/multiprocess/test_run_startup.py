@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.starts_cold]
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

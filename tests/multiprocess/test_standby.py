@@ -18,6 +18,7 @@ from manyhosts.control.loop import Loop
 
 pytestmark = [
     pytest.mark.multiprocess,
+    pytest.mark.starts_cold,
     pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="Linux alone has what this takes"),
 ]
 

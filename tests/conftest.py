@@ -31,12 +31,14 @@ settings.load_profile("manyhosts")
 SERVANTS: set[int] = set()
 """Processes of the tests themselves that live as long as the session."""
 PROCESS_FOLDERS = ("multiprocess", "cluster", "docs")
+FORKING_FOLDERS = ("multiprocess", "docs")
+"""Whose runs fork from `preloaded`. Hosts of a lab start with what they have."""
 
 
 @pytest.fixture(autouse=True, scope="module")
 def fork_servers_are_forked(request: pytest.FixtureRequest) -> Iterator[Preloaded | None]:
     """See `preloaded`: tests that start runs by the hundred do not load torch by the hundred."""
-    if not starts_processes(request):
+    if request.path.parent.name not in FORKING_FOLDERS:
         yield None
         return
     preloaded: Preloaded = request.getfixturevalue("preloaded")

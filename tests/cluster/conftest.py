@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from containers import users_folder, weights_here
-from preloaded import Preloaded
 from testbed import SCRIPTS, still_there, traces, traces_here
 
 from manyhosts.lab import Lab, lab
@@ -30,16 +29,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=f"{reason.what}: {reason.fix}"))
 
 
-@pytest.fixture(scope="session")
-def shown(preloaded: Preloaded) -> tuple[str, ...]:
-    """Folders of this machine that hosts see: the scripts of the tests, and where fork servers are asked for."""
-    return SCRIPTS, str(preloaded.folder)
-
-
 @pytest.fixture(scope="module")
-def four(shown: tuple[str, ...]) -> Iterator[Lab]:
+def four() -> Iterator[Lab]:
     """Four hosts on 1 gbit, for tests that leave them as they are."""
-    with lab(4, shown=shown) as hosts:
+    with lab(4, shown=(SCRIPTS,)) as hosts:
         yield hosts
 
 
@@ -50,10 +43,10 @@ def short_training(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def make_lab(shown: tuple[str, ...]) -> Iterator[Callable[..., Lab]]:
+def make_lab() -> Iterator[Callable[..., Lab]]:
     """Makes hosts for one test, which may ruin them."""
     with ExitStack() as stack:
-        yield lambda *args, **more: stack.enter_context(lab(*args, shown=shown, **more))
+        yield lambda *args, **more: stack.enter_context(lab(*args, shown=(SCRIPTS,), **more))
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from pages import PAGES, ROOT, blocks_of, run_page
 from manyhosts import errors, events
 from manyhosts.config.overrides import known_keys
 
-FROM_A_WHEEL = {ROOT / "README.md", ROOT / "docs" / "tour.md"}  # see test_wheel.py
+FROM_A_WHEEL = {ROOT / "README.md"}  # see test_wheel.py
 WITH_BLOCKS = [
     page
     for page in PAGES

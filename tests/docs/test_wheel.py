@@ -22,6 +22,6 @@ def test_wheel_is_found_and_not_the_checkout(installed: Path, tmp_path: Path) ->
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("page", ["README.md", "docs/tour.md"])
+@pytest.mark.parametrize("page", ["README.md", pytest.param("docs/tour.md", marks=pytest.mark.slow)])
 def test_every_block_of_the_page_runs_from_the_wheel(page: str, installed: Path, tmp_path: Path) -> None:
     run_page(blocks_of(ROOT / page), tmp_path, programs=installed)

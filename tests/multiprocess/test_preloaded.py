@@ -13,7 +13,7 @@ pytestmark = pytest.mark.multiprocess
 
 SHOWS = """
 import json, os, sys
-loaded = "torch._dynamo" in sys.modules
+loaded = "sklearn.datasets" in sys.modules
 import multiprocessing, resource, torch
 print(json.dumps({
     "loaded": loaded,
@@ -42,7 +42,7 @@ def test_forked_run_is_as_one_that_starts_python_but_for_what_is_loaded(
     forked = shown(tmp_path)
     with monkeypatch.context() as started:  # another module by the name of one that is loaded: it must be found
         (tmp_path / "hides").mkdir()
-        (tmp_path / "hides" / "sklearn.py").touch()
+        (tmp_path / "hides" / "torchmetrics.py").touch()
         paths = os.environ["PYTHONPATH"] + os.pathsep + str(tmp_path / "hides")
         started.setenv("PYTHONPATH", paths)
         hidden = shown(tmp_path)

@@ -91,7 +91,7 @@ def slurm(hosts: Lab) -> tuple[list[str], dict[str, str]]:
     "engine",
     [
         pytest.param(mpi, marks=needs("mpirun", "sshd")),
-        pytest.param(slurm, marks=needs("slurmctld", "slurmd", "munged")),
+        pytest.param(slurm, marks=[needs("slurmctld", "slurmd", "munged"), pytest.mark.slow]),
     ],
 )
 def test_engine_carries_no_secret_and_the_run_outlives_the_command_that_began_it(

@@ -244,6 +244,7 @@ def test_hosts_that_come_and_go_while_others_train_change_nothing(
         assert steps == list(range(1, len(steps) + 1)), "each step once"
 
 
+@pytest.mark.slow
 def test_hosts_keep_a_run_whose_command_was_killed_for_the_same_one_typed_again(
     project: Path, alone: str, tmp_path: Path
 ) -> None:

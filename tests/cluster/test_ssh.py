@@ -12,10 +12,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import pytest
 from launching import MANYHOSTS, wait_until
 from remote import run, start
-from testbed import needs
 
 from manyhosts.cluster.ports import Range, needed
 from manyhosts.lab import Host, Lab
@@ -98,8 +96,7 @@ def test_every_host_starts_as_many_workers_as_it_has_gpus_where_nobody_says_how_
         assert sizes == [str(count)] * count, "what the user says counts"
 
 
-@pytest.mark.parametrize("way", [pytest.param("rsync", marks=needs("rsync")), "tar"])
-def test_what_a_script_needs_is_brought_and_what_it_does_not_stays(four: Lab, tmp_path: Path, way: str) -> None:
+def test_what_a_script_needs_is_brought_and_what_it_does_not_stays(four: Lab, tmp_path: Path) -> None:
     for path in ("package/part.py", "data/numbers.txt", ".git/config", "runs/old/run.json", "secret/key"):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text("VALUE = 1\n")
@@ -110,23 +107,11 @@ def test_what_a_script_needs_is_brought_and_what_it_does_not_stays(four: Lab, tm
         found = sorted(os.path.join(place, name) for place, _, names in os.walk(".") for name in names)
         print(value, *(name for name in found if "runs" not in name))
     """
-    variables = {"PATH": without("rsync", tmp_path.parent / "bin")} if way == "tar" else {}
-    first = run(four, tmp_path, source, "--hosts", "lab1", variables=variables)
+    first = run(four, tmp_path, source, "--hosts", "lab1")
     (tmp_path / "package" / "part.py").write_text("VALUE = 22\n")
-    second = run(four, tmp_path, source, "--hosts", "lab1", variables=variables)
+    second = run(four, tmp_path, source, "--hosts", "lab1")
     files = "./.manyhostsignore ./data/numbers.txt ./package/part.py ./script.py"
     assert [ended.out.splitlines()[-1] for ended in (first, second)] == [f"1 {files}", f"22 {files}"], first.err
-
-
-def without(program: str, folder: Path) -> str:
-    """A PATH on which everything is found but `program`."""
-    folder.mkdir(exist_ok=True)
-    for place in reversed(os.environ["PATH"].split(":")):
-        for path in Path(place).glob("*") if Path(place).is_dir() else []:
-            if path.name != program:
-                (folder / path.name).unlink(missing_ok=True)
-                (folder / path.name).symlink_to(path)
-    return str(folder)
 
 
 def test_record_and_logs_of_all_hosts_are_brought_back(four: Lab, tmp_path: Path) -> None:
@@ -157,10 +142,7 @@ def test_shell_that_greets_everybody_keeps_no_file_from_its_way(four: Lab, tmp_p
     assert (tmp_path / "kept" / "result.txt").read_text() == "42"
 
 
-@pytest.mark.parametrize("way", [pytest.param("rsync", marks=needs("rsync")), "tar"])
-def test_hosts_are_reached_by_user_and_port_over_ipv6_whatever_tmpdir_is_called(
-    four: Lab, tmp_path: Path, way: str
-) -> None:
+def test_hosts_are_reached_by_user_and_port_over_ipv6_whatever_tmpdir_is_called(four: Lab, tmp_path: Path) -> None:
     source = """
         import os, torch, torch.distributed as dist
         dist.init_process_group("gloo")
@@ -171,7 +153,6 @@ def test_hosts_are_reached_by_user_and_port_over_ipv6_whatever_tmpdir_is_called(
     (tmp_path / "part.txt").write_text("brought")
     (tmp_path / "my files").mkdir()
     variables = {"TMPDIR": str(tmp_path / "my files")}
-    variables |= {"PATH": without("rsync", tmp_path.parent / "bin")} if way == "tar" else {}
     hosts = "[fd77::1]:22,root@[fd77::2]"
     ended = run(four, tmp_path, source, "--hosts", hosts, "--run-dir", "run", variables=variables)
     assert ended.code == 0, ended.err

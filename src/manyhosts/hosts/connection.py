@@ -99,8 +99,6 @@ class Connection:
         self._destination, port = hostfile.destination(host)
         self._port = ["-p", port] if port else []
         self._path = folder / f"{abs(hash(host)):x}"
-        self.chats = False
-        """Whether a login there prints words of its own, which rsync cannot read past."""
         self._lines: queue.Queue[str | None] = queue.Queue()
         words = self.inside(["sh", "-c", _CHOOSE, _START, *pythons])
         self._outpost = subprocess.Popen(
@@ -144,17 +142,6 @@ class Connection:
     def socket(self) -> str:
         """The option of ssh that names the connection that is open."""
         return f"ControlPath={self._path}"
-
-    @property
-    def shell(self) -> str:
-        """What rsync is to call in place of ssh."""
-        return shlex.join(["ssh", *_OPTIONS, "-o", self.socket, *self._port])
-
-    @property
-    def rsync_host(self) -> str:
-        """The host as rsync writes it before a path."""
-        user, at, name = self._destination.rpartition("@")
-        return f"{user}{at}[{name}]" if ":" in name else self._destination
 
     def facts(self) -> dict[str, Any]:
         """What the remote probe has found.
@@ -249,8 +236,6 @@ class Connection:
                 text = line.decode(errors="replace")
                 if text.startswith(remote_probe.MARK):  # the rest is what a login shell has to say
                     self._lines.put(text.removeprefix(remote_probe.MARK))
-                else:
-                    self.chats = True
         self._lines.put(None)
 
     def _read_errors(self) -> None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import fnmatch
 import importlib.metadata
 import importlib.util
 import json
 import os
 import platform
-import shutil
 import signal
 import socket
 import struct
@@ -51,7 +51,6 @@ def facts() -> dict[str, Any]:
         "manyhosts": version("manyhosts"),
         "name": socket.gethostname(),
         "address": connection[2] if len(connection) == 4 else "",
-        "rsync": shutil.which("rsync") is not None,
         "interfaces": interfaces(),
         "machine": machine(),
         "process": os.getpid(),
@@ -190,7 +189,7 @@ def is_on_a_network(folder: str, mounts: str = "/proc/self/mounts") -> bool:
     return kind in _OF_NETWORKS
 
 
-def _differing(folder: str, files: dict[str, list[int]]) -> list[str]:
+def differing(folder: str, files: dict[str, list[int]]) -> list[str]:
     """Which of `files` (path → size, time of its last change in ns) are not like that in `folder`."""
     different = []
     for path, (size, changed_ns) in files.items():
@@ -204,11 +203,34 @@ def _differing(folder: str, files: dict[str, list[int]]) -> list[str]:
     return different
 
 
+def files_below(folder: str, left_out: list[str]) -> dict[str, list[int]]:
+    """Path → size, and time of its last change in ns, of all that is below `folder`: what `differing` compares.
+
+    `left_out` are patterns of names in `folder` itself.
+    """
+    found = {}
+    for place, folders, names in os.walk(folder):
+        if place == folder:
+            folders[:] = [each for each in folders if not _is_one_of(each, left_out)]
+            names = [each for each in names if not _is_one_of(each, left_out)]
+        links = [each for each in folders if os.path.islink(os.path.join(place, each))]
+        for path in [os.path.join(place, each) for each in (*names, *links)] or [place] * (not folders):
+            with contextlib.suppress(OSError):  # it was removed meanwhile
+                state = os.lstat(path)
+                found[os.path.relpath(path, folder)] = [state.st_size, state.st_mtime_ns]
+    return found
+
+
+def _is_one_of(name: str, patterns: list[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
 _OF_FOLDERS: dict[str, Callable[..., Any]] = {
     "mark": write_marker,
     "marks": find_markers,
     "unmark": remove_marker,
     "network": is_on_a_network,
+    "files": files_below,
 }
 
 
@@ -240,7 +262,7 @@ def _answer(question: dict[str, Any], listening: list[socket.socket]) -> Any:
             os.makedirs(question["path"], exist_ok=True)
             return os.access(question["path"], os.W_OK)
         case "differing":
-            return _differing(question["folder"], question["files"])
+            return differing(question["folder"], question["files"])
         case "exists":
             return os.path.exists(question["path"])
     return None

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import os
-import re
 import shlex
-import shutil
 import subprocess
 import tarfile
 import tempfile
@@ -19,7 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from manyhosts.errors import LaunchError
-from manyhosts.hosts import disks
+from manyhosts.hosts import disks, remote_probe
 from manyhosts.hosts.connection import Connection
 from manyhosts.hosts.files import Files
 from manyhosts.records import run_directory, run_lock
@@ -34,12 +30,15 @@ _BEGINS = b"manyhosts-archive "
 """Stands before what is fetched: a login shell may have said something."""
 _AFTER = 'printf %s "$0"; exec "$@"'
 """For sh: say what stands before the command, and run it."""
-_HARMLESS = ("file changed as we read it", "File removed before we read it")
-_WENT_AWAY = (23, 24)
-"""What rsync ends with, also, where a file was removed while it ran."""
+_HARMLESS = (
+    *("file changed as we read it", "File removed before we read it", "Cannot stat: No such file or directory"),
+    "Exiting with failure status due to previous errors",
+)
+"""How tar ends what it says of a file that somebody changes or removes meanwhile."""
+_LISTING_S = 60.0
 
 
-def bring(connection: Connection, files: Files, *, with_rsync: bool, tell: Tell | None = None) -> None:
+def bring(connection: Connection, files: Files, *, tell: Tell | None = None) -> None:
     """Make `files` on the host what they are here.
 
     Raises:
@@ -52,9 +51,6 @@ def bring(connection: Connection, files: Files, *, with_rsync: bool, tell: Tell 
             where=f"host {connection.host}",
             fix="the same folder is used on all hosts: start from one that you may write to everywhere",
         )
-    if with_rsync and not connection.chats:
-        _bring_with_rsync(connection, files, tell)
-        return
     states = {}
     for path in files.paths:
         with contextlib.suppress(FileNotFoundError):
@@ -63,7 +59,7 @@ def bring(connection: Connection, files: Files, *, with_rsync: bool, tell: Tell 
         "differing",
         folder=str(folder),
         files={path: [state.st_size, state.st_mtime_ns] for path, state in states.items()},
-        timeout_s=60,
+        timeout_s=_LISTING_S,
     )
     if wanted:
 
@@ -78,10 +74,10 @@ def bring(connection: Connection, files: Files, *, with_rsync: bool, tell: Tell 
                         told = time.monotonic()
                         tell(gone, total)
 
-        _stream(connection, ["tar", "--extract", "--directory", str(folder)], pack, sends=True)
+        _stream(connection, ["tar", "--extract", "--directory", str(folder)], pack)
 
 
-def fetch(connection: Connection, folder: Path, *, only: str = ".", with_rsync: bool) -> None:
+def fetch(connection: Connection, folder: Path, *, only: str = ".") -> None:
     """Bring `only`, a folder below `folder` of the host, here to the same place. One that is not there is no trouble.
 
     Raises:
@@ -91,12 +87,9 @@ def fetch(connection: Connection, folder: Path, *, only: str = ".", with_rsync: 
     if not connection.ask("exists", path=str(source)):
         return
     source.mkdir(parents=True, exist_ok=True)
-    if with_rsync and not connection.chats:
-        excluded = [f"--exclude=/{name}" for name in _OF_EACH_MACHINE]
-        words = ["rsync", "--archive", *excluded, "--rsh", connection.shell]
-        done = _run([*words, f"{connection.rsync_host}:{source}/", f"{source}/"], b"")
-        if done.returncode != _WENT_AWAY[1]:
-            _see(connection, done.returncode, done.stderr.decode(errors="replace").splitlines())
+    there = connection.ask("files", folder=str(source), left_out=_OF_EACH_MACHINE, timeout_s=_LISTING_S)
+    wanted = remote_probe.differing(str(source), there)
+    if not wanted:
         return
 
     def unpack(stream: IO[bytes]) -> None:
@@ -108,73 +101,31 @@ def fetch(connection: Connection, folder: Path, *, only: str = ".", with_rsync: 
         with tarfile.open(fileobj=stream, mode="r|") as archive:
             archive.extractall(source, filter="data")
 
-    excluded = [f"--exclude=./{name}" for name in _OF_EACH_MACHINE]
-    tar = ["tar", "--create", "--directory", str(source), *excluded, "."]
-    _stream(connection, ["sh", "-c", _AFTER, _BEGINS.decode(), *tar], unpack, sends=False)
+    names = "".join(f"./{path}\0" for path in wanted).encode(errors="surrogateescape")
+    tar = ["tar", "--create", "--directory", str(source), "--no-recursion", "--null", "--files-from=-"]
+    _stream(connection, ["sh", "-c", _AFTER, _BEGINS.decode(), *tar], unpack, told=names)
 
 
-def rsync_here() -> bool:
-    """Whether this machine has rsync."""
-    return shutil.which("rsync") is not None
-
-
-def _bring_with_rsync(connection: Connection, files: Files, tell: Tell | None) -> None:
-    folder, paths = files.folder, files.paths
-    words = ["rsync", "--archive", "--files-from=-", "--from0", "--rsh", connection.shell]
-    words += ["--info=progress2"] if tell is not None and _rsync_tells() else []
-    while True:
-        content = "\0".join(paths).encode(errors="surrogateescape")
-        done = _run([*words, f"{folder}/", f"{connection.rsync_host}:{folder}/"], content, tell, files.size)
-        still_here = [path for path in paths if (folder / path).is_symlink() or (folder / path).exists()]
-        if done.returncode not in _WENT_AWAY or len(still_here) == len(paths):
-            break
-        paths = still_here
-    _see(connection, done.returncode, done.stderr.decode(errors="replace").splitlines())
-
-
-@functools.cache
-def _rsync_tells() -> bool:
-    """Whether this machine's rsync says how far it is: since 3.1, and that of macOS never."""
-    said = subprocess.run(["rsync", "--version"], capture_output=True, text=True).stdout
-    found = re.match(r"rsync +version v?(\d+)\.(\d+)", said)
-    return found is not None and (int(found[1]), int(found[2])) >= (3, 1)
-
-
-def _run(
-    words: Sequence[str], content: bytes, tell: Tell | None = None, total: int = 0
-) -> subprocess.CompletedProcess[bytes]:
-    """Run rsync. `tell` hears how far it is, of `total` bytes."""
-    with tempfile.TemporaryFile() as names, tempfile.TemporaryFile() as said:
-        names.write(content)
-        names.seek(0)
-        pipe = subprocess.PIPE
-        with subprocess.Popen(words, stdin=names, stdout=pipe, stderr=said, start_new_session=True) as rsync:
-            assert rsync.stdout is not None, "it was asked for as a pipe"
-            told = time.monotonic()
-            while chunk := os.read(rsync.stdout.fileno(), 1 << 16):
-                amounts = re.findall(rb"([\d,.]+) +\d+%", chunk)
-                if tell is not None and amounts and time.monotonic() - told > _TELL_S:
-                    told = time.monotonic()
-                    tell(int(re.sub(rb"\D", b"", amounts[-1])), total)
-        said.seek(0)
-        return subprocess.CompletedProcess(list(words), rsync.returncode, b"", said.read())
-
-
-def _stream(connection: Connection, words: Sequence[str], work: Callable[[IO[bytes]], None], *, sends: bool) -> None:
-    """Run `words` on the host while `work` writes its standard input, or reads its output.
+def _stream(
+    connection: Connection, words: Sequence[str], work: Callable[[IO[bytes]], None], told: bytes | None = None
+) -> None:
+    """Run `words` on the host while `work` writes its standard input; or reads its output, where it is `told` that.
 
     Raises:
         LaunchError: either side failed.
     """
     pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
-    there = subprocess.Popen(
-        connection.command(shlex.join(words)),
-        stdin=pipe if sends else nothing,
-        stdout=nothing if sends else pipe,
-        stderr=pipe,
-        start_new_session=True,
-    )
-    stream = there.stdin if sends else there.stdout
+    with tempfile.TemporaryFile() as listed:  # a pipe may be full while the other side waits for us to read
+        listed.write(told or b"")
+        listed.seek(0)
+        there = subprocess.Popen(
+            connection.command(shlex.join(words)),
+            stdin=pipe if told is None else listed,
+            stdout=nothing if told is None else pipe,
+            stderr=pipe,
+            start_new_session=True,
+        )
+    stream = there.stdin if told is None else there.stdout
     assert stream is not None, "it was asked for as a pipe"
     said: deque[str] = deque(maxlen=50)
     reading = threading.Thread(target=_listen, args=(there.stderr, said), daemon=True)  # or a full pipe stops both
@@ -197,7 +148,7 @@ def _stream(connection: Connection, words: Sequence[str], work: Callable[[IO[byt
             fix="see that the disk here has room and that the file may be read and written; what a run does not need"
             " can be named in .manyhostsignore",
         ) from trouble
-    if code == 1 and said and all(line.endswith(_HARMLESS) for line in said):
+    if code in (1, 2) and said and all(line.endswith(_HARMLESS) for line in said):
         return
     _see(connection, code, said)
     if trouble is not None:

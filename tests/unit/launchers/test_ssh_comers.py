@@ -181,7 +181,7 @@ class Reached:
 
     def facts(self) -> dict[str, Any]:
         own = {"address": self.address, "interfaces": [{"name": "eth0", "address": self.address, "kind": ""}]}
-        return {**version_check.here(__version__), **own, "executable": "python3", "rsync": False}
+        return {**version_check.here(__version__), **own, "executable": "python3"}
 
     def ask(self, question: str, **details: Any) -> Any:
         if question in ("mark", "marks", "unmark"):

@@ -82,7 +82,7 @@ def test_much_is_told_with_the_largest_and_what_vanishes_while_it_is_listed_is_n
 class Far:
     """A host on this machine, which has the folder `root` where this side has `here`. `first`: what a login does."""
 
-    host, chats = "far", True
+    host = "far"
 
     def __init__(self, here: Path, root: Path, first: str = CHATTY) -> None:
         self.here, self.root, self.first = str(here), str(root), first
@@ -104,12 +104,42 @@ def test_shell_with_a_banner_and_much_on_stderr_stops_nothing(tmp_path: Path) ->
     (here / "gone.py").unlink()
     far = cast(Any, Far(here, root))
     told: list[tuple[int, int]] = []
-    sync.bring(far, found, with_rsync=True, tell=lambda *numbers: told.append(numbers))
+    sync.bring(far, found, tell=lambda *numbers: told.append(numbers))
     assert sorted(str(path.relative_to(root)) for path in root.rglob("*.*")) == ["data/x.bin", "train.py"]
     put(root, "run/result.txt", "run/logs/far-0.log", f"run/{MARK_OF_DISK}1")
-    sync.fetch(far, here / "run", with_rsync=True)
+    sync.fetch(far, here / "run")
     assert (here / "run" / "result.txt").read_text() == "run/result.txt"
     assert not (here / "run" / f"{MARK_OF_DISK}1").exists()
+
+
+def test_what_is_here_already_is_not_brought_again_in_either_direction(tmp_path: Path) -> None:
+    here, root = tmp_path / "here", tmp_path / "there"
+    put(here, "train.py", "sub/part.py")
+    found, far = Files.to_bring(here), cast(Any, Far(here, root))
+    sync.bring(far, found)
+    put(root, "run/kept.txt", "run/gone.txt", "run/deep/new name.txt", "run/-f", f"run/{MARK_OF_DISK}1")
+    (root / "run" / "link").symlink_to("deep")
+    (root / "run" / "empty").mkdir()
+    sync.fetch(far, here / "run")
+    assert (here / "run" / "link").is_symlink()
+    assert (here / "run" / "empty").is_dir()
+    assert (here / "run" / "-f").is_file()
+    (root / "run" / "deep" / "new name.txt").write_text("longer than it was")
+    before = {path: path.stat().st_ctime_ns for path in [*root.rglob("*.*"), *here.rglob("*.*")]}
+    sync.bring(far, found)
+    sync.fetch(far, here / "run")
+    changed = [path for path, when in before.items() if path.stat().st_ctime_ns != when]
+    assert changed == [here / "run" / "deep" / "new name.txt"]
+    assert changed[0].read_text() == "longer than it was"
+
+
+def test_file_that_vanishes_while_it_is_fetched_is_no_trouble(tmp_path: Path) -> None:
+    here, root = tmp_path / "here", tmp_path / "there"
+    put(here, "train.py")
+    far = Far(here, root, f"rm {root}/run/gone.txt; ")
+    put(root, "run/kept.txt", "run/gone.txt")
+    sync.fetch(cast(Any, far), here / "run")
+    assert [path.name for path in (here / "run").iterdir()] == ["kept.txt"]
 
 
 def test_what_goes_wrong_with_files_is_a_sentence(tmp_path: Path) -> None:
@@ -122,12 +152,12 @@ def test_what_goes_wrong_with_files_is_a_sentence(tmp_path: Path) -> None:
         return Far(here, root, first)
 
     with pytest.raises(LaunchError, match="host far: tar: x: No space left on device"):
-        sync.bring(far("echo 'tar: x: No space left on device' >&2; exit 2; "), found, with_rsync=False)
+        sync.bring(far("echo 'tar: x: No space left on device' >&2; exit 2; "), found)
     put(root, "run/result.txt")
     for first in ("exit 1; ", "printf 'manyhosts-archive rubbish'; exit 0; ", "exit 0; "):
         with pytest.raises(LaunchError, match="files could not be brought to or from host far"):
-            sync.fetch(far(first), here / "run", with_rsync=False)
+            sync.fetch(far(first), here / "run")
     (here / "run" / "result.txt").mkdir(parents=True)  # the archive's file cannot take its place
     (here / "run" / "result.txt" / "x").touch()
     with pytest.raises(LaunchError, match=r"host far: .*irectory"):
-        sync.fetch(far(""), here / "run", with_rsync=False)
+        sync.fetch(far(""), here / "run")

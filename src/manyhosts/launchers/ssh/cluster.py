@@ -86,12 +86,6 @@ class Host:
         assert self.interface is not None, "it was surveyed"
         return self.interface.address
 
-    @property
-    def has_rsync(self) -> bool:
-        """Whether it and this machine are known to have rsync."""
-        in_image = bool(self.facts.get("image"))  # what an image has, its host may lack
-        return not in_image and bool(self.facts["rsync"]) and sync.rsync_here()
-
 
 class Cluster:
     """The hosts, in the order in which they were named."""
@@ -321,7 +315,7 @@ class Cluster:
                 at = f"{bytes_in_words(gone)} of {bytes_in_words(total)}"
                 self._display.warn(f"manyhosts: {at} are on {host.name}")
 
-            sync.bring(host.connection, self._files, with_rsync=host.has_rsync, tell=tell)
+            sync.bring(host.connection, self._files, tell=tell)
         if self._data is not None:
             data.bring(host.connection, host.facts["executable"], self._data, self._display.warn)
 
@@ -467,7 +461,7 @@ class Cluster:
                 return f"{stays}: it does not answer"
             only = "." if self._disks.of(host.node) == led else "logs"
             try:
-                sync.fetch(host.connection, run_dir, only=only, with_rsync=host.has_rsync)
+                sync.fetch(host.connection, run_dir, only=only)
             except (LaunchError, OSError) as trouble:
                 return f"{stays}: {trouble}".partition("\n")[0]
             return ""

@@ -6,6 +6,7 @@ numbers. Whoever needs one of these asks for `module(device)` and names no kind.
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Sequence
 from types import TracebackType
@@ -137,6 +138,8 @@ def of_worker(number: int, *, rank: int) -> torch.device:
     for kind in ACCELERATORS:
         if not (found := module(kind)).is_available():
             continue
+        if found.device_count() == 1 and _sees_its_own(number):
+            number = 0
         if number >= found.device_count():
             raise ConfigError(
                 f"worker {number} of this host finds {found.device_count()} GPUs",
@@ -146,6 +149,12 @@ def of_worker(number: int, *, rank: int) -> torch.device:
         found.set_device(number)
         return torch.device(kind, number)
     return torch.device("cpu")
+
+
+def _sees_its_own(number: int) -> bool:
+    """Whether worker `number` is a task of srun, which gave each task of the host a GPU that no other one sees."""
+    given = "SLURM_GPUS_PER_TASK" in os.environ or "gpu" in os.environ.get("SLURM_TRES_PER_TASK", "")
+    return given and os.environ.get("SLURM_LOCALID") == str(number)
 
 
 def backend_for(device: torch.device) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from manyhosts.cluster.place import Place
 from manyhosts.communication.comm_queue import CommQueue, QueuedExchange
 from manyhosts.communication.world import World
 from manyhosts.data import steps
+from manyhosts.training import pace
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.xdist_group("stand-in")]
 
@@ -53,6 +55,59 @@ class Quiet:
             self.forbidden.__exit__(None, None, None)
 
 
+class Stopwatch:
+    """The wall's time at which the end of each step was known."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.seconds: list[float] = []
+
+    def __call__(self, event: object) -> None:
+        """Told of every step when the device has done it."""
+        if isinstance(event, mh.events.StepDone):
+            self.times.append(time.perf_counter())
+            self.seconds.append(event.timing.total)
+            parts = event.timing
+            assert min(parts.compute, parts.communication_exposed, parts.data_wait, parts.snapshot_stall) >= 0
+            assert parts.compute + parts.communication_exposed + parts.data_wait + parts.other == pytest.approx(
+                parts.total - parts.snapshot_stall
+            )
+
+    def deviation(self) -> float:
+        """By how much the times told depart from the wall's, in that stretch of steps where it is least.
+
+        A busy machine may stop between the end of a step and its news; at the end of an epoch several come at once.
+        """
+        stretches = [(first, last) for first in range(3, 9) for last in range(12, 17)]
+        return min(
+            abs(sum(self.seconds[first + 1 : last + 1]) / (self.times[last] - self.times[first]) - 1)
+            for first, last in stretches
+        )
+
+
+class Resident(torch.utils.data.Dataset[Any]):
+    """Samples that lie on the device."""
+
+    def __init__(self) -> None:
+        device = torch.device(tensor.NAME, 0)
+        self.inputs = torch.randn(160, 100, generator=torch.Generator().manual_seed(1)).to(device)
+        self.labels = torch.arange(160).remainder(5).to(device)
+
+    def __len__(self) -> int:
+        return 160
+
+    def __getitem__(self, index: int) -> Any:
+        return self.inputs[index], self.labels[index]
+
+
+class Flow(torch.utils.data.IterableDataset[Any]):
+    """A stream, whose samples nobody has pinned. A batch of them is larger than what is sent without a wait."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in range(400):
+            yield torch.full((3, 6, 6), index / 80), torch.tensor(index % 5)
+
+
 class Curious(nn.CrossEntropyLoss):
     """A loss that wants to know its value at once."""
 
@@ -75,7 +130,9 @@ def model() -> nn.Module:
     ).to(memory_format=torch.channels_last)
 
 
-def train(folder: Path, way: dict[str, Any], *, quiet: bool = False, loss: nn.Module | None = None) -> tuple[Any, ...]:
+def train(
+    folder: Path, way: dict[str, Any], *, quiet: bool = False, loss: nn.Module | None = None, stream: bool = False
+) -> tuple[Any, ...]:
     """What a run gave: its losses, its weights, and all that its snapshots hold."""
     inputs = torch.randn(80, 3, 6, 6, generator=torch.Generator().manual_seed(1))
     labels = torch.randint(0, 5, (80,), generator=torch.Generator().manual_seed(2))
@@ -84,7 +141,7 @@ def train(folder: Path, way: dict[str, Any], *, quiet: bool = False, loss: nn.Mo
         model=model(),
         loss=loss or nn.CrossEntropyLoss(),
         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True),
-        data=mh.Data(train=data, validation=None if quiet else data, batch_size=16),
+        data=mh.Data(train=Flow() if stream else data, validation=None if quiet else data, batch_size=16),
         snapshots=mh.Snapshots(every="1000 steps" if quiet else "4 steps"),
         listeners=[Quiet()] if quiet else [],
         run_dir=folder,
@@ -117,8 +174,12 @@ def every_way_on_device(rank: int, folder: Path) -> dict[str, tuple[Any, ...]]:
 
 def without_waiting(rank: int, folder: Path) -> None:
     tensor.install()
+    pace.EVERY_S = 1e9  # what workers tell each other every few seconds is waited for
     for name in QUIET:
         train(folder / name.replace(" ", "-"), WAYS[name], quiet=True)
+    train(folder / "stream", {}, quiet=True, stream=True)
+    assert torch.are_deterministic_algorithms_enabled(), "by virtual workers"
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def looking_at_the_loss(rank: int, folder: Path) -> None:
@@ -130,6 +191,26 @@ def test_host_never_waits_for_the_device_in_a_step(tmp_path: Path) -> None:
     run_ranks(2, without_waiting, tmp_path)
     with pytest.raises(AssertionError, match=r"HiddenSynchronisation: item\(\)"):
         run_ranks(1, looking_at_the_loss, tmp_path / "curious")
+
+
+def timed(rank: int, folder: Path) -> None:
+    tensor.install()
+    watch = Stopwatch()
+    trainer = mh.Trainer(
+        model=nn.Sequential(nn.Linear(100, 1200), nn.Linear(1200, 1200), nn.Linear(1200, 5)),
+        loss=nn.CrossEntropyLoss(),
+        optimizer=lambda params: torch.optim.SGD(params, lr=1e-3),
+        data=mh.Data(train=Resident(), validation=Resident(), batch_size=8),
+        snapshots=mh.Snapshots(every="1000 steps"),
+        listeners=[watch],
+        run_dir=folder,
+    )
+    trainer.fit("1 epoch")
+    assert watch.deviation() < 0.02
+
+
+def test_steps_take_as_long_as_by_the_wall_and_samples_may_be_on_the_device_already(tmp_path: Path) -> None:
+    run_ranks(1, timed, tmp_path)
 
 
 def not_on_side_streams(real: Any) -> Any:
@@ -208,6 +289,8 @@ def unnoticed_in_exchanges(rank: int) -> list[str]:
     world = World(Place.from_environment())
     comm_queue = CommQueue(world)
     right = exchanged(world, comm_queue)
+    with streams.no_synchronisation(), pytest.raises(streams.HiddenSynchronisation):
+        world.barrier()
     assert right == [3.0] * 8
     same = []
     for name, fault in IN_EXCHANGES.items():

@@ -89,8 +89,11 @@ class Event:
         """Behind what was launched so far on `stream`, or on the current one."""
         self.stream = stream or current_stream()
         self.time = 0.0
+        is_idle = self.stream.done == self.stream.launched
         self.stream.launch(self._pass)
         self.position = self.stream.launched
+        if is_idle:
+            self.stream.run_until(self.position)  # as on a GPU that has nothing to do
 
     def _pass(self) -> None:
         self.time = time.perf_counter()

@@ -75,7 +75,7 @@ class Bucket:
             self.used.fill_(1)
         else:
             torch._foreach_zero_(absent)
-            self.used.copy_(torch.tensor(used))
+            self.used.copy_(torch.tensor(used), non_blocking=True)
 
 
 class GradientBuckets:

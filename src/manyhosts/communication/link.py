@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from manyhosts.communication import volume
+from manyhosts.communication.world import gather_rows
 
 
 class Link:
@@ -37,7 +38,8 @@ class Link:
             return tensor[None]
         self.bytes_sent += volume.all_gather_bytes(volume.size_of(tensor), self.size)
         stacked = tensor.new_empty((self.size, *tensor.shape))
-        dist.all_gather(list(stacked.unbind(0)), tensor.contiguous(), group=self.group)
+        if (work := gather_rows(stacked, tensor.contiguous(), self.group)) is not None:
+            work.wait()
         return stacked
 
     def all_to_all(self, parts: Tensor) -> Tensor:

@@ -44,6 +44,18 @@ _GRACE_S = 3.0
 _NEWS_OF_A_BREAK = re.compile(r"gloo|nccl|connection (was )?(closed|reset|refused)|broken pipe", re.IGNORECASE)
 
 
+def gather_rows(rows: Tensor, own: Tensor, group: dist.ProcessGroup | None = None) -> Work:
+    """Begin to fill `rows`, shape (workers, …), with what every worker of `group` has in `own`; both contiguous."""
+    work: Work
+    if rows.is_cpu:  # Gloo wants each row by itself
+        work = dist.all_gather(list(rows.unbind(0)), own, group=group, async_op=True)
+        return work
+    # A list would be filled by way of a copy. PyTorch 2.13 has given the function another name.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work = gather(rows.view(-1), own.view(-1), group=group, async_op=True)
+    return work
+
+
 class World:
     """`size` workers, of which this is number `rank`. With one worker nothing is sent and no group is made."""
 
@@ -301,8 +313,7 @@ class World:
     def start_gather(self, rows: Tensor, own: Tensor) -> Work:
         """Begin to fill `rows` with what every worker has in `own`, by rank in the first dim."""
         self.bytes_sent += own.numel() * own.element_size()
-        work: Work = dist.all_gather(list(rows.unbind(0)), own, async_op=True)
-        return work
+        return gather_rows(rows, own)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Replace `tensor` on every worker by that of `source`, and give it back."""
@@ -333,9 +344,10 @@ class World:
         return work
 
     def barrier(self) -> None:
-        """Wait until every worker is here."""
+        """Wait until every worker is here. The host waits, too, since what it does next is seldom work of a GPU."""
         if self.size > 1:
             self.all_reduce(torch.zeros(1, device=self.device))
+            device.wait_for(self.device)
 
     def agree(self, value: float) -> float:
         """The leader's `value`, on every worker: for decisions that must fall alike, such as a limit on time."""
@@ -355,7 +367,7 @@ class World:
             return tensor[None]
         self.bytes_sent += volume.all_gather_bytes(volume.size_of(tensor), self.size)
         stacked = tensor.new_empty((self.size, *tensor.shape))
-        self.wait(dist.all_gather(list(stacked.unbind(0)), tensor.contiguous(), async_op=True))
+        self.wait(gather_rows(stacked, tensor.contiguous()))
         return stacked
 
     def gather(self, tensor: Tensor) -> list[Tensor]:

@@ -297,8 +297,13 @@ def _only(batches: list[Any]) -> Any:
 
 
 def pinned(batch: Any) -> Any:
-    """`batch` in page-locked memory, from which copies to a GPU need not be waited for."""
-    return mapped(batch, lambda tensor: tensor.pin_memory())
+    """`batch` in page-locked memory, from which copies to a GPU need not be waited for. What is there is left there."""
+    return mapped(batch, lambda tensor: tensor.pin_memory() if tensor.is_cpu else tensor)
+
+
+def on_device(batch: Any, device: torch.device) -> Any:
+    """`batch` on an accelerator, later: nothing waits for the copy. Samples of a stream are pinned here."""
+    return mapped(pinned(batch), lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def mapped(batch: Any, change: Any) -> Any:

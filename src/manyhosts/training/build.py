@@ -190,7 +190,7 @@ def choose_kernels(settings: Settings, world: World) -> None:
     if exact and is_asynchronous(world.device):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what PyTorch says cuBLAS needs
         torch.backends.cudnn.benchmark = False  # it would choose by the clock
-        torch.use_deterministic_algorithms(True, warn_only=settings.audit is None)  # no honest worker is accused
+        torch.use_deterministic_algorithms(True)  # an operation that cannot keep the promise of bits raises
 
 
 def make_model(model: ModelOrMaker, settings: Settings) -> nn.Module:
@@ -354,7 +354,9 @@ def make_optimizer(
     for group in made.param_groups:
         group["lr"] = (group["lr"] if settings.lr is None else settings.lr) * factor
         # PyTorch's fused kernels do a step in one pass over the memory of a GPU; others are as the user made them.
-        if is_asynchronous(world.device) and "fused" in group and group["fused"] is None and not group.get("foreach"):
+        real = all(parameter.is_floating_point() for parameter in group["params"])
+        asked = "fused" in group and (group["fused"] is not None or group.get("foreach"))
+        if is_asynchronous(world.device) and "fused" in group and real and not asked:
             group["fused"] = True
     return made
 

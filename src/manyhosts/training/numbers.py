@@ -2,13 +2,17 @@
 
 On a CPU they are there at once. On a GPU the copy to the host is queued behind the step, and the numbers are read two
 steps later. The lag is fixed, so whatever is decided by them is decided after the same step on every worker.
+
+How long a step took is told by the clock that it ran by: on a GPU by events on its stream, since the host, which only
+queues the work, is done with a step long before the GPU is.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,7 +27,7 @@ LAG_ON_GPU = 2
 
 @dataclass(slots=True)
 class HostTiming:
-    """What the host's clock says of a step, in seconds."""
+    """What the host's clock says of a step, in seconds; once its numbers are known, the clock of its device."""
 
     total: float
     data_wait: float
@@ -73,7 +77,12 @@ class _Pending:
     has_norm: bool
     packed: Tensor
     settle: Callable[[], Mapping[str, Tensor]] | None
-    event: Event | None
+    event: Event
+    """Behind the step and the copy of its numbers."""
+    began: Event
+    """Behind the step before, where that was still under way."""
+    data_waits: Sequence[tuple[Event, Event]]
+    """Between the two of each pair the host waited for data, so that the device may have had nothing to do."""
     waits: Sequence[tuple[Event, Event]]
 
 
@@ -84,6 +93,26 @@ class Numbers:
         self.device = device
         self.lag = LAG_ON_GPU if is_asynchronous(device) else 0
         self.pending: deque[_Pending | StepNumbers] = deque()
+        self._began: Event | None = None
+        self._data_waits: list[tuple[Event, Event]] = []
+
+    def begin(self) -> None:
+        """A step of an asynchronous device begins: its time runs from here, or from the end of the one under way."""
+        last = self.pending[-1] if self.pending else None
+        self._began = last.event if isinstance(last, _Pending) else self._event()
+        self._data_waits = []
+
+    @contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        """Within, the host waits for data that the step needs."""
+        before = self._event()
+        yield
+        self._data_waits.append((before, self._event()))
+
+    def _event(self) -> Event:
+        event = module(self.device).Event(enable_timing=True)
+        event.record()
+        return event
 
     def add(
         self,
@@ -108,9 +137,12 @@ class Numbers:
         parts += [value.double().reshape(1) for value in values.values()]
         parts += [] if norm is None else [norm.double().reshape(1)]
         packed = torch.cat([*parts, on_device.to(self.device, non_blocking=True)]).to("cpu", non_blocking=True)
-        event = module(self.device).current_stream(self.device).record_event()
+        assert self._began is not None, "begin() comes before add()"
         settle = None if unsettled is None else unsettled.settle
-        self.pending.append(_Pending(facts, list(values), norm is not None, packed, settle, event, waits))
+        names, data_waits = list(values), self._data_waits
+        self.pending.append(
+            _Pending(facts, names, norm is not None, packed, settle, self._event(), self._began, data_waits, waits)
+        )
 
     def lengthen(
         self,
@@ -141,8 +173,8 @@ class Numbers:
         if isinstance(last, StepNumbers):
             self.pending.append(replace(last, facts=facts, exposed=last.exposed + exposed_s))
         else:
-            event = module(self.device).current_stream(self.device).record_event()  # behind the new waits
-            self.pending.append(replace(last, facts=facts, waits=[*last.waits, *waits], event=event))
+            waits = [*last.waits, *waits]
+            self.pending.append(replace(last, facts=facts, waits=waits, event=self._event()))  # behind the new waits
 
     def read(self, *, all_of_them: bool = False) -> list[StepNumbers]:
         """The steps that are old enough to be read, or all."""
@@ -155,8 +187,7 @@ class Numbers:
 def _known(pending: _Pending | StepNumbers) -> StepNumbers:
     if isinstance(pending, StepNumbers):
         return pending
-    if pending.event is not None:
-        pending.event.synchronize()
+    pending.event.synchronize()
     numbers = pending.packed.tolist()
     flag = 0.0 if pending.settle is None else numbers.pop(0)
     values = dict(zip(pending.names, numbers, strict=False))
@@ -165,5 +196,20 @@ def _known(pending: _Pending | StepNumbers) -> StepNumbers:
     if pending.settle is not None and flag:
         # Every worker reads this step at the same place, so all of them are here.
         values |= {name: value.item() for name, value in pending.settle().items()}
-    exposed = sum(before.elapsed_time(after) for before, after in pending.waits) / 1000
-    return StepNumbers(pending.facts, values, norm, left, exposed)
+    timing = _by_device(pending)
+    return StepNumbers(replace(pending.facts, timing=timing), values, norm, left, timing.exposed)
+
+
+def _by_device(pending: _Pending) -> HostTiming:
+    """The time of a step that is over, by the clock of its device. What the host waited for counts as far as that had
+    nothing to do meanwhile."""
+    host = pending.facts.timing
+    left = total = pending.began.elapsed_time(pending.event) / 1000
+    left -= (data_wait := min(left, host.data_wait, _between(pending.data_waits)))
+    left -= (stall := min(left, host.snapshot_stall))
+    return HostTiming(total, data_wait, min(left, _between(pending.waits)), stall, left)
+
+
+def _between(pairs: Sequence[tuple[Event, Event]]) -> float:
+    """The seconds from the first to the second of each pair of events."""
+    return sum(before.elapsed_time(after) for before, after in pairs) / 1000

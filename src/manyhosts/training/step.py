@@ -62,7 +62,7 @@ class Stepper:
             schedule,
         )
         self.note_samples = note_samples
-        self.transfers = Transfers(parts.world.device)
+        self.transfers = Transfers(parts.world.device, numbers)
         self.clock = StepClock(parts.world, snapshot_schedule, self.transfers)
         self.counting = Counting(parts, settings, state)
         self.first_steps = FirstSteps(parts)
@@ -118,7 +118,7 @@ class Stepper:
     def next_of(self, steps: Iterator[Step]) -> tuple[Step, Step, float | None]:
         """The next step; the same with what each piece counts; and what its batch counts (None: its samples)."""
         self.at.since = time.time()
-        step = next(steps)
+        step = self.transfers.next_of(steps)
         if self.watcher is not None:
             step = self.watcher.reads(step)
         weighed, weight = self.counting.of(step)  # before the step is under way: workers may be lost here, too

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from manyhosts.data.steps import DuePiece, LoadedPiece, mapped
+from manyhosts.data.steps import DuePiece, LoadedPiece, Step, on_device
 from manyhosts.strategies.strategy import Piece
+from manyhosts.training.numbers import Numbers
 
 
 class Transfers:
     """Those of one loop."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._on_cpu = device, device.type == "cpu"
+    def __init__(self, device: torch.device, numbers: Numbers) -> None:
+        """`numbers` tell, of a device that is not the CPU, how long it had nothing to do meanwhile."""
+        self._device, self._on_cpu, self._numbers = device, device.type == "cpu", numbers
         self.waited_s = 0.0
         """Seconds that this worker has waited for batches in the midst of steps."""
+
+    def next_of(self, steps: Iterator[Step]) -> Step:
+        """The next step. Its time begins here; to wait for it is to wait for data."""
+        if self._on_cpu:
+            return next(steps)
+        self._numbers.begin()
+        with self._numbers.waiting_for_data():
+            return next(steps)
 
     def pieces(self, step: int, due: Sequence[LoadedPiece | DuePiece]) -> list[Piece]:
         """Pieces of the step after `step` steps. Each batch comes when it is asked for: so few are in memory."""
@@ -36,8 +46,11 @@ class Transfers:
     def _bring(self, piece: LoadedPiece | DuePiece) -> Any:
         """The batch of a piece, on this worker's device. To wait for it is to wait for data."""
         begin = time.perf_counter()
-        batch = piece.batch
-        if not self._on_cpu:
-            batch = mapped(batch, lambda tensor: tensor.to(self._device, non_blocking=True))
+        if self._on_cpu:
+            batch = piece.batch
+        else:
+            with self._numbers.waiting_for_data():
+                batch = piece.batch
+            batch = on_device(batch, self._device)
         self.waited_s += time.perf_counter() - begin
         return batch

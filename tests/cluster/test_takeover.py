@@ -131,7 +131,7 @@ def test_run_of_hosts_that_may_go_and_reach_the_head_through_ssh_alone_is_taken_
     """Its command is killed before any worker has started, and again when they train; then a host is lost, too."""
     hosts = make_lab(3, prefix="over")
     hosts.desk.run(["nft", CLOSED])
-    training = Training(hosts, tmp_path, 80)
+    training = Training(hosts, tmp_path, 600)
     training.options += ["--nodes", "2:3"]
     try:
         first = training.type()

@@ -178,7 +178,7 @@ def test_token_is_in_no_command_line_no_log_and_no_record(four: Lab, tmp_path: P
 
 ROWS = {
     r"^manyhosts run ": "the head",
-    r"^manyhosts store": "the store of the workers",
+    r"^manyhosts store": "a TCPStore of the workers",
     r"^manyhosts rank ": "Gloo, in each worker",
     r" -c import sys; code": "the program that ssh has started",
 }
@@ -233,7 +233,7 @@ def test_every_port_of_a_run_is_in_the_table_and_in_the_range(four: Lab, tmp_pat
             counts[name, row] += 1
     each = {"Gloo, in each worker": 2, "the program that ssh has started": 1}
     wanted = {(name, row): count for name in ("lab1", "lab2") for row, count in each.items()}
-    assert counts == {**wanted, ("lab1", "the store of the workers"): 1, ("desk", "the head"): 1}
+    assert counts == {**wanted, ("lab1", "a TCPStore of the workers"): 1, ("desk", "the head"): 1}
 
 
 def test_dry_run_touches_no_host(four: Lab, tmp_path: Path) -> None:

@@ -91,9 +91,9 @@ fit(step=mixed)
     ),
     "random numbers of the update without an address": Fault(
         text="""
-from manyhosts.training import loop
+from manyhosts.training import step
 
-loop.may_draw = lambda _: False
+step.may_draw = lambda _: False
 
 
 class Langevin(torch.optim.SGD):

@@ -1,7 +1,7 @@
-"""A training script for tests whose first worker of rank 1 dies at a certain call of a certain function.
+"""A training script for tests, one of whose first workers dies at a certain call of a certain function.
 
-`DIES_AT` names it: `module:function:call:before` or `…:after`. In the folder `PIDS` each worker that comes to the end
-leaves the hash of its weights.
+`DIES_AT` names it: `module:function:call:before` or `…:after`, and `DYING` the worker's rank (1). In the folder `PIDS`
+each worker that comes to the end leaves the hash of its weights.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def dies_at(place: str) -> None:
 if __name__ == "__main__":
     own = Path(os.environ["PIDS"], f"{os.environ['RANK']}-{os.getpid()}")
     own.touch()
-    if os.environ.get("DIES_AT") and os.environ["RANK"] == "1" and not os.environ.get(JOINS):
+    if os.environ.get("DIES_AT") and os.environ["RANK"] == os.environ.get("DYING", "1") and not os.environ.get(JOINS):
         dies_at(os.environ["DIES_AT"])
     recipe = recipe_in_environment()
     own.write_text(make_trainer(recipe, Path("run")).fit(recipe.duration).weights_sha256)

@@ -15,11 +15,13 @@ import psutil
 import pytest
 from commands import alive_workers, finish, kill_all, start, steps_done, summary, wait_for_step
 from launching import run, wait_until
-from runs import CHANCY, Recipe, samples_by_step, step_lines, trained
+from runs import CHANCY, Recipe, restarts, samples_by_step, step_lines, trained
 
 from manyhosts.cluster.ports import Range, needed
+from manyhosts.records.manifest import read
 
 pytestmark = pytest.mark.multiprocess
+STORE = "manyhosts.snapshot.store"
 STEPS = 120
 RECIPE = replace(CHANCY, duration=f"{STEPS} steps", schedule=True, accuracy=False)
 
@@ -200,3 +202,21 @@ def test_script_that_knows_nothing_of_us_is_started_again_as_under_torchrun(tmp_
     """
     ended = run(tmp_path, source, "--workers", "2", "--restarts", "1")
     assert (ended.code, ended.out.count("done in start 1")) == (0, 2)
+
+
+def test_best_model_whose_writer_dies_is_written_again_or_its_loss_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 dies when all parts of the first best model are there and it is about to give it its name."""
+    monkeypatch.setenv("DYING", "0")
+    busy = replace(RECIPE, duration="40 steps", accuracy=True, trainer={"validate_every": "7 steps"})
+    first_is_best = ["--set", "early_stopping.metric=loss", "--set", "early_stopping.mode=max"]
+    first_is_best += ["--set", "early_stopping.patience=1000"]
+    dies_at = f"{STORE}:put_in_place:1:before"
+    process = start(3, tmp_path / "run", busy, first_is_best, pids=tmp_path / "pids", dies_at=dies_at)
+    output = finish(process)
+    assert process.returncode == 0, output
+    [restart] = restarts(tmp_path / "run")
+    best = summary(tmp_path / "run")["best"]["step"]
+    is_told = f"the model of step {best}" in restart["lost"]
+    assert is_told or read(tmp_path / "run" / "best").facts.step == best, output

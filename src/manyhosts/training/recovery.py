@@ -135,8 +135,21 @@ class SharedTraining:
         if snapshot_lost:
             self.snapshot_schedule.saved_at = NOWHERE
         loop.go_on(save_again=snapshot_lost)
+        self._see_to_best()
         self.records.open_samples()
         self.size = world.size
+
+    def _see_to_best(self) -> None:
+        """Write the best model once more where those that wrote it are gone, or say so if training went on since."""
+        run, schedule, world = self.run, self.snapshot_schedule, self.parts.world
+        if run.best_step < 0 or not world.any(schedule.lacks_best(run)):
+            return
+        if run.validated_at == run.step == run.best_step:
+            schedule.best_saved_at = NOWHERE
+            self.loop.duties.keep_best()
+        else:
+            lost = f"the model of step {run.best_step}, the best so far, which was being written"
+            self.lost = "; ".join(filter(None, [self.lost, lost]))
 
     # State from one to the other.
 

@@ -143,7 +143,7 @@ def trainer(run_dir: Path, **more: Any) -> mh.Trainer:
 def test_what_a_new_worker_is_given_has_the_loss(tmp_path: Path) -> None:
     giver, taker = (trainer(tmp_path / name, loss=CosineHead()) for name in ("giver", "taker"))
     giver.fit("3 steps")
-    taker._holder.take_up(giver._holder.everything() | {"run": None})
+    taker._provider.take_up(giver._provider.everything() | {"run": None})
     for one, other in zip(giver.parts.trained.parameters(), taker.parts.trained.parameters(), strict=True):
         assert torch.equal(one, other)
 

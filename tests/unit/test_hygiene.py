@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,12 @@ LEAKS = {
         "    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)"
     ),
 }
+
+
+@pytest.fixture(autouse=True)
+def _finds_what_lies_beside_conftest(monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [str(CONFTEST.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
 
 
 @pytest.mark.parametrize("leak", LEAKS)

@@ -15,6 +15,8 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from manyhosts.cluster.membership import Group
 from manyhosts.elastic.work import NOWHERE, WorkerProgress
 from manyhosts.events import Event, RunStarted
@@ -131,25 +133,30 @@ class SharedTraining:
         gone = max(0, self.size - (group.size - len(group.newcomers)))
         lost_now = self.provider.meet(source, new=new, gone=gone)
         self.lost = "; ".join(dict.fromkeys(filter(None, [self.lost, lost_now])))
-        snapshot_lost = any(each.lost_snapshot for each in progress)
-        if snapshot_lost:
-            self.snapshot_schedule.saved_at = NOWHERE
+        snapshot_lost = self._see_to_saved(any(each.lost_snapshot for each in progress))
         loop.go_on(save_again=snapshot_lost)
-        self._see_to_best()
         self.records.open_samples()
         self.size = world.size
 
-    def _see_to_best(self) -> None:
-        """Write the best model once more where those that wrote it are gone, or say so if training went on since."""
+    def _see_to_saved(self, snapshot_lost: bool) -> bool:
+        """Have all workers agree on what is on the disk, and write a lost best model once more.
+
+        Training may have gone on since: then its loss is told. Returns whether a snapshot is lost: also where only some
+        workers had begun it, who would not begin it again while the others do.
+        """
         run, schedule, world = self.run, self.snapshot_schedule, self.parts.world
-        if run.best_step < 0 or not world.any(schedule.lacks_best(run)):
-            return
+        own = [schedule.saved_at, schedule.best_saved_at, int(schedule.lacks_best(run))]
+        saved_at, best_saved_at, lacks_best = world.stack(torch.tensor(own, device=world.device)).T.tolist()
+        if snapshot_lost := snapshot_lost or len(set(saved_at)) > 1:
+            schedule.saved_at = NOWHERE
         if run.validated_at == run.step == run.best_step:
-            schedule.best_saved_at = NOWHERE
-            self.loop.duties.keep_best()
-        else:
+            if any(lacks_best) or len(set(best_saved_at)) > 1:
+                schedule.best_saved_at = NOWHERE
+                self.loop.duties.keep_best()
+        elif any(lacks_best):
             lost = f"the model of step {run.best_step}, the best so far, which was being written"
             self.lost = "; ".join(filter(None, [self.lost, lost]))
+        return snapshot_lost
 
     # State from one to the other.
 

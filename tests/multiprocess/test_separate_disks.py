@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ from safetensors.torch import load_file
 
 import manyhosts as mh
 from manyhosts.cluster.place import Place
+from manyhosts.communication import transfer
 from manyhosts.communication.world import World
 from manyhosts.records import run_directory
 from manyhosts.records.manifest import Facts
+from manyhosts.snapshot import store as store_module
 from manyhosts.snapshot.store import Store
 
 pytestmark = pytest.mark.multiprocess
@@ -80,8 +83,8 @@ def save_much(rank: int, folder: Path) -> tuple[int, bool]:
     world, own = store._world, {"residual": torch.full((OWN_BYTES // 4,), float(rank))}
     before = world.bytes_sent
     store.save(STATE, facts(3), own=own if rank != 1 else None)
-    sent = world.bytes_sent - before
     store.wait()
+    sent = world.bytes_sent - before
     world.barrier()
     if rank > 1:
         return sent, not (folder / f"disk{rank}").exists()
@@ -95,6 +98,57 @@ def test_what_a_worker_keeps_for_itself_is_sent_to_the_two_that_write_it(tmp_pat
     assert all(is_right for _, is_right in found)
     in_own_bytes = [round(sent / OWN_BYTES, 1) for sent, _ in found]
     assert in_own_bytes == [1, 0, 2, 2], "rank 1 has nothing of its own"
+
+
+def save_while_one_sends_nothing(rank: int, folder: Path) -> tuple[bool, list[str]]:
+    """Whether a snapshot is still under way when all have gone on, and what was written in the end."""
+    goes_on, give = threading.Event(), transfer.give
+
+    def give_late(*values: Any) -> None:
+        assert goes_on.wait(30), "training waits for what is sent"
+        give(*values)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transfer, "give", give_late)
+        store = store_of(rank, folder)
+        store.save(STATE, facts(3), own={"number": 10 + rank})
+        is_under_way = store.under_way is not None
+        goes_on.set()
+        store.wait()
+    store._world.barrier()
+    return is_under_way, sorted(path.name for path in (folder / f"disk{rank}").rglob("own-*"))
+
+
+def test_training_goes_on_while_what_each_worker_keeps_is_on_its_way(tmp_path: Path) -> None:
+    found = run_ranks(3, save_while_one_sends_nothing, tmp_path)
+    assert [is_under_way for is_under_way, _ in found] == [True] * 3
+    assert (
+        found[0][1]
+        == found[1][1]
+        == [f"own-{rank:05d}.{kind}" for rank in range(3) for kind in ("json", "safetensors")]
+    )
+
+
+def save_while_one_is_lost(rank: int, folder: Path) -> list[tuple[str, str]]:
+    """What became of a snapshot whose exchange worker 2 does not live to see."""
+    store = store_of(rank, folder)
+
+    def be_lost(*_: Any) -> None:
+        store._world.abort()
+        raise RuntimeError("gone")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 2:
+            patch.setattr(store_module, "send_own", be_lost)
+        store.save(STATE, facts(3), own={"number": 10 + rank})
+        store.wait()
+    assert not [path for path in (folder / f"disk{rank}").rglob("*") if path.is_file()], "nothing half written stays"
+    return [(type(news).__name__, getattr(news, "reason", "")) for news in store.finished()]
+
+
+def test_snapshot_is_skipped_where_a_worker_is_lost_while_it_is_sent(tmp_path: Path) -> None:
+    found = run_ranks(3, save_while_one_is_lost, tmp_path)
+    assert found == [[("SnapshotSkipped", "the workers changed while it was being written")]] * 3
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])

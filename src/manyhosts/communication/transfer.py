@@ -5,14 +5,25 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from manyhosts.communication.world import World
+
+class Connections(Protocol):
+    """Connections to the other workers: a `World`, or a `SideGroup`."""
+
+    device: torch.device
+
+    def send(self, tensor: Tensor, rank: int) -> None:
+        """Send `tensor` to one worker, who must `receive` one of its shape and dtype."""
+
+    def receive(self, tensor: Tensor, rank: int) -> Tensor:
+        """Fill `tensor` with what worker `rank` sends, and give it back."""
 
 
-def give(world: World, rank: int, text: str, tensors: Mapping[str, Tensor]) -> None:
+def give(world: Connections, rank: int, text: str, tensors: Mapping[str, Tensor]) -> None:
     """Send `text` and `tensors` to worker `rank`, who must `take` them."""
     shapes = {name: [str(t.dtype).removeprefix("torch."), *t.shape] for name, t in tensors.items()}
     head = json.dumps({"text": text, "tensors": shapes}).encode()
@@ -23,7 +34,7 @@ def give(world: World, rank: int, text: str, tensors: Mapping[str, Tensor]) -> N
             world.send(_bytes(tensor).to(world.device), rank)
 
 
-def take(world: World, rank: int) -> tuple[str, dict[str, Tensor]]:
+def take(world: Connections, rank: int) -> tuple[str, dict[str, Tensor]]:
     """What worker `rank` gives, on the CPU."""
     [length] = world.receive(torch.zeros(1, dtype=torch.int64, device=world.device), rank).tolist()
     head = world.receive(torch.zeros(int(length), dtype=torch.uint8, device=world.device), rank)

@@ -216,11 +216,18 @@ class World:
         line = store_line.StoreLine(address, start=start, group=number)
         return ChannelStore(line, timedelta(seconds=self.timeout_s))
 
-    def new_group(self, ranks: Sequence[int] | None = None) -> dist.ProcessGroup | None:
+    @property
+    def group(self) -> object:
+        """What is another object whenever the workers have changed."""
+        return dist.group.WORLD if self.size > 1 else self
+
+    def new_group(self, ranks: Sequence[int] | None = None, *, backend: str = "") -> dist.ProcessGroup | None:
         """A further group, of some of the workers or all; made by all together, and gone with the group of all."""
         with self._sockets.opened(too=True):
             group: dist.ProcessGroup | None = dist.new_group(
-                None if ranks is None else list(ranks), timeout=timedelta(seconds=self.timeout_s), backend=self.backend
+                None if ranks is None else list(ranks),
+                timeout=timedelta(seconds=self.timeout_s),
+                backend=backend or self.backend,
             )
         return group
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from manyhosts.communication import transfer
 from manyhosts.communication.gathering import gather_lists, gather_words
+from manyhosts.communication.side_group import SideGroup
 from manyhosts.communication.world import World
 from manyhosts.records import run_directory
 from manyhosts.records.manifest import NAME, read
@@ -46,28 +47,28 @@ def gather_own(own: Mapping[str, Any] | None, world: World) -> dict[int, tuple[s
 
 
 def send_own(
-    own: Mapping[str, Any] | None, world: World, to: Sequence[int]
-) -> dict[int, tuple[str, dict[str, Tensor]]] | None:
-    """What each worker keeps for itself, as text and tensors, by rank, on the workers `to`; None on all others.
+    nodes: Any, tensors: Mapping[str, Tensor], group: SideGroup, to: Sequence[int]
+) -> dict[int, tuple[str, Mapping[str, Tensor]]]:
+    """What each worker keeps for itself, as text and tensors, by rank, on the workers `to`; nothing on all others.
 
-    Every worker calls this. They send one after another, and those that receive take it in the same order: no two wait
-    for each other.
+    `nodes`, `tensors`: this worker's, flattened; None and nothing where it keeps nothing. Every worker calls this. They
+    send one after another, and those that receive take it in the same order: no two wait for each other.
+
+    Raises:
+        RuntimeError: a worker is lost.
     """
-    apart = flatten(own) if own else None
-    found: dict[int, tuple[str, dict[str, Tensor]]] = {}
-    for source in range(world.size):
-        if source == world.rank:
-            text, tensors = json.dumps(apart and apart.nodes, allow_nan=False), dict(apart.tensors) if apart else {}
+    found: dict[int, tuple[str, Mapping[str, Tensor]]] = {}
+    for source in range(group.size):
+        if source == group.rank:
+            text, held = json.dumps(nodes, allow_nan=False), tensors
             for rank in to:
                 if rank != source:
-                    transfer.give(world, rank, text, tensors)
-        elif world.rank in to:
-            text, tensors = transfer.take(world, source)
-        else:
-            continue
-        if (nodes := json.loads(text)) is not None:
-            found[source] = (_text(nodes), tensors)
-    return found if world.rank in to else None
+                    transfer.give(group, rank, text, held)
+        elif group.rank in to:
+            text, held = transfer.take(group, source)
+        if group.rank in to and (told := json.loads(text)) is not None:
+            found[source] = (_text(told), held)
+    return found
 
 
 def _text(nodes: Any) -> str:

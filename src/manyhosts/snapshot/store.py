@@ -17,12 +17,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from manyhosts.cluster.place import Place
+from manyhosts.communication.side_group import SideGroup
 from manyhosts.communication.world import World
 from manyhosts.errors import SnapshotError
 from manyhosts.events import SnapshotSaved, SnapshotSkipped
@@ -32,13 +34,17 @@ from manyhosts.snapshot import tensors as tensor_files
 from manyhosts.snapshot.commit import Part, discard, hear, put_in_place, remove_halves, remove_words, tell
 from manyhosts.snapshot.copy import Copying, CopySpace
 from manyhosts.snapshot.disk import Disk
-from manyhosts.snapshot.flatten import flatten
+from manyhosts.snapshot.flatten import FlatState, flatten
 from manyhosts.snapshot.load import Fits, Loaded, everything_fits, newest, newest_whole
 from manyhosts.snapshot.prune import surplus
 from manyhosts.snapshot.separate_disks import bring_best, bring_newest, first_of_disk, keepers, keeps, send_own
 from manyhosts.snapshot.share import share_out
 
 __all__ = ["Facts", "Loaded", "Store"]
+
+
+_Owns = Mapping[int, tuple[str, Mapping[str, Tensor]]]
+"""What workers keep for themselves: rank → text, and tensors by name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +64,8 @@ class _Task:
     writers: Sequence[int]
     """The workers that write a part."""
     begin: float
+    exchange: Callable[[Mapping[str, Tensor]], _Owns] | None = None
+    """Where hosts share no disk: given the copies, tells what of all workers' own this one is to write."""
 
 
 class Store:
@@ -94,6 +102,7 @@ class Store:
         """Whether the last snapshot is on this worker's disk, as far as it was told."""
         self._space = CopySpace(self._world.device)
         self._copying: Copying | None = None
+        self._side: SideGroup | None = None
         self._thread: threading.Thread | None = None
         self._path: Path | None = None
         self._stall_s = 0.0  # of the snapshot under way
@@ -155,25 +164,23 @@ class Store:
             files[file] = {name: f"{prefix}{name}" for name in kept}
             originals.update({f"{prefix}{name}": tensor for name, tensor in kept.items()})
 
-        shared = flatten(state)
+        shared, own_state = flatten(state), flatten(own) if own else None
         rank, writers = world.rank, range(world.size)
+        exchange: Callable[[Mapping[str, Tensor]], _Owns] | None = None
         if self.apart:
-            sent = send_own(own, world, keepers(world))
-            self.is_writer = sent is not None
-            if sent is None:
-                self._count_stall(begin)
-                return
-            owns = sent
+            to = keepers(world)
+            self.is_writer = rank in to
+            originals.update({f"own:{name}": tensor for name, tensor in own_state.tensors.items()} if own_state else {})
+            exchange = partial(_sent, own_state, self._side_group(), to)
             rank, writers = 0, range(1)  # the only one, as far as its disk goes
-        else:
-            owns = {world.rank: (_json(apart.nodes), apart.tensors)} if own and (apart := flatten(own)) else {}
+        elif own_state is not None:
+            texts[f"own-{rank:05d}.json"] = _json(own_state.nodes)
+            add(f"own:{rank}:", own_state.tensors, f"own-{rank:05d}.safetensors")
         if rank == 0:
             texts["state.json"] = _json(shared.nodes)
-        mine = share_out(shared.tensors, len(writers))[rank]
-        add("state:", mine, f"tensors-{rank:05d}-of-{len(writers):05d}.safetensors")
-        for whose, (nodes, kept) in owns.items():
-            texts[f"own-{whose:05d}.json"] = nodes
-            add(f"own:{whose}:", kept, f"own-{whose:05d}.safetensors")
+        if not self.apart or self.is_writer:
+            mine = share_out(shared.tensors, len(writers))[rank]
+            add("state:", mine, f"tensors-{rank:05d}-of-{len(writers):05d}.safetensors")
         self._copying = self._space.begin(originals, unchanged_until_update)
         task = _Task(
             path=path,
@@ -186,6 +193,7 @@ class Store:
             size=world.size,
             writers=writers,
             begin=begin,
+            exchange=exchange,
         )
         self._gave_up = ""
         self._stall_s = 0.0
@@ -193,6 +201,12 @@ class Store:
         self._thread = threading.Thread(target=self._run, args=(task,), name="manyhosts-snapshot", daemon=True)
         self._thread.start()
         self._count_stall(begin)
+
+    def _side_group(self) -> SideGroup | None:
+        """The connections that a snapshot travels over, made anew where the workers have changed. All call this."""
+        if self._world.size > 1 and (self._side is None or not self._side.is_of(self._world)):
+            self._side = SideGroup(self._world)
+        return self._side
 
     def save_alone(self, path: Path, state: Mapping[str, Any], facts: Facts) -> bool:
         """Write `state`, all of it, as the snapshot in `path`, without any other worker, before this returns.
@@ -249,12 +263,17 @@ class Store:
         self._stall_s += seconds
         self.stalled_s += seconds
 
+    def _count_sent(self) -> None:
+        if self._side is not None:
+            self._world.bytes_sent += self._side.uncounted()
+
     def finished(self) -> list[SnapshotSaved | SnapshotSkipped]:
         """What became of the snapshots whose writing ended since the last call. Never waits.
 
         The leader hears of each; another worker only of those in which its own part failed.
         """
         self._raise_crash()
+        self._count_sent()
         return [self._news.popleft() for _ in range(len(self._news))]
 
     def wait(self) -> None:
@@ -263,6 +282,7 @@ class Store:
             self._thread.join()
             self._thread = None
         self._copying = None
+        self._count_sent()
         self._raise_crash()
 
     @property
@@ -337,7 +357,9 @@ class Store:
     def _run(self, task: _Task) -> None:
         try:
             task.copying.finish()
-            self._write(task)
+            owns = {} if task.exchange is None else task.exchange(task.copying.copies)
+            if task.tensors:
+                self._write(task, owns)
         except (OSError, SnapshotError) as trouble:
             news = SnapshotSkipped(step=task.facts.step, path=task.path, reason=_sentence(trouble), time=time.time())
             self._failed = True
@@ -345,27 +367,31 @@ class Store:
         except BaseException as crash:  # a fault of ours: raised again where training sees it
             self._crash = crash
 
-    def _write(self, task: _Task) -> None:
+    def _write(self, task: _Task, owns: _Owns) -> None:
         leads = task.rank == 0
         try:
             if leads:
                 with suppress(OSError):  # what clings to the disk takes room, and no more
                     remove_halves(task.path.parent, self._disk, but=task.half)
             self._disk.make_folder(task.half)
-            tell(task.half, task.rank, Part(self._write_files(task)), self._disk)
+            tell(task.half, task.rank, Part(self._write_files(task, owns)), self._disk)
             if leads:
                 self._commit(task)
         except Exception as trouble:
             self._clean_up(task, trouble)
             raise
 
-    def _write_files(self, task: _Task) -> dict[str, FileRecord]:
+    def _write_files(self, task: _Task, owns: _Owns) -> dict[str, FileRecord]:
         records = {}
         for name, parts in task.tensors.items():
             copies = {inside: task.copying.copies[copy] for inside, copy in parts.items()}
             records[name] = tensor_files.write(task.half / name, copies, self._disk)
         for name, text in task.texts.items():
             records[name] = tensor_files.write_text(task.half / name, text, self._disk)
+        for whose, (text, kept) in owns.items():
+            name = f"own-{whose:05d}"
+            records[f"{name}.json"] = tensor_files.write_text(task.half / f"{name}.json", text, self._disk)
+            records[f"{name}.safetensors"] = tensor_files.write(task.half / f"{name}.safetensors", kept, self._disk)
         return records
 
     def _commit(self, task: _Task) -> None:
@@ -417,3 +443,20 @@ def _sentence(trouble: Exception) -> str:
         return trouble.what if isinstance(trouble, SnapshotError) else f"{type(trouble).__name__}: {trouble}"
     words = trouble.strerror or str(trouble) or type(trouble).__name__
     return f"{words}: {Path(trouble.filename).name}" if isinstance(trouble.filename, str | Path) else words
+
+
+def _sent(
+    own: FlatState | None, group: SideGroup | None, to: Sequence[int], copies: Mapping[str, Tensor]
+) -> Mapping[int, tuple[str, Mapping[str, Tensor]]]:
+    """What all workers keep for themselves, as far as this one writes it.
+
+    Raises:
+        SnapshotError: a worker is lost.
+    """
+    tensors = {name: copies[f"own:{name}"] for name in own.tensors} if own else {}
+    if group is None:
+        return {0: (_json(own.nodes), tensors)} if own else {}
+    try:
+        return send_own(own and own.nodes, tensors, group, to)
+    except RuntimeError as lost:
+        raise SnapshotError("the workers changed while it was being written") from lost

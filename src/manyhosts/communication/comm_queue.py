@@ -14,7 +14,6 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 import torch
-import torch.distributed as dist
 
 from manyhosts import device
 from manyhosts.communication.link import Link
@@ -67,12 +66,11 @@ class CommQueue:
     def ready(self) -> None:
         """Called by all workers before a step's first job: makes the queues, anew where the world has changed."""
         world = self.world
-        base = dist.group.WORLD if world.size > 1 else self
         self._next = 0
-        if self._made_for is base:
+        if self._made_for is world.group:
             return
         self.close()
-        self._made_for = base
+        self._made_for = world.group
         levels = find_levels(world) if self.by_node else None
         if device.is_asynchronous(world.device):
             self._stream = device.module(world.device).Stream(world.device)

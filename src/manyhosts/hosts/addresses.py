@@ -15,17 +15,6 @@ LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915
 
 
-def way_to(address: str) -> str:
-    """The address that this machine sends from when it talks to `address`; empty without a route. Sends nothing."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as asking:
-        try:
-            asking.connect((address, 9))
-        except OSError:
-            return ""
-        return str(asking.getsockname()[0])
-
-
 def listen(address: str, port: int, *, backlog: int) -> socket.socket:
     """A socket that listens at `address`, which may be one of IPv6. Port 0 is any free one.
 
@@ -42,7 +31,7 @@ def towards(hosts: Sequence[str]) -> str:
     Raises:
         LaunchError: a name does not resolve.
     """
-    ways = Counter(way_to(_resolved(host)) for host in hosts)
+    ways = Counter(remote_probe.way_to(_resolved(host)) for host in hosts)
     for way in [way for way, _ in ways.most_common() if way and not way.startswith("127.")]:
         return way
     return LOOPBACK

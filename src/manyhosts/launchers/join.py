@@ -184,7 +184,7 @@ def _own_address(option: str) -> str:
     Raises:
         ConfigError: it has none.
     """
-    found = addresses.way_to(_FAR)
+    found = remote_probe.way_to(_FAR)
     if not found:
         raise ConfigError(
             "this machine has no route to other networks, so it does not know at which of its addresses hosts reach it",

@@ -445,9 +445,7 @@ def _sentence(trouble: Exception) -> str:
     return f"{words}: {Path(trouble.filename).name}" if isinstance(trouble.filename, str | Path) else words
 
 
-def _sent(
-    own: FlatState | None, group: SideGroup | None, to: Sequence[int], copies: Mapping[str, Tensor]
-) -> Mapping[int, tuple[str, Mapping[str, Tensor]]]:
+def _sent(own: FlatState | None, group: SideGroup | None, to: Sequence[int], copies: Mapping[str, Tensor]) -> _Owns:
     """What all workers keep for themselves, as far as this one writes it.
 
     Raises:

@@ -18,7 +18,7 @@ from fnmatch import fnmatchcase
 from manyhosts.control.agent import agent
 from manyhosts.control.agent.enrolling import enrol
 from manyhosts.errors import ConfigError, LaunchError, ManyhostsError
-from manyhosts.hosts import addresses
+from manyhosts.hosts import addresses, remote_probe
 
 
 def number_in(name: str, variables: Mapping[str, str]) -> int:
@@ -56,7 +56,7 @@ def use_interface(head: str, variables: MutableMapping[str, str]) -> str:
             where=f"host {socket.gethostname()}",
             fix="see that the name server of this host knows it",
         ) from cause
-    address = addresses.way_to(there)
+    address = remote_probe.way_to(there)
     if not address:
         raise LaunchError(
             f"this host has no route to the head at {there}",

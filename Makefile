@@ -5,10 +5,8 @@ BIN := .venv/bin
 SOURCES := src tests examples benchmarks
 AT_ONCE ?= 2
 PYTEST := $(BIN)/python -m pytest
-# What failed while others ran is run once more, alone, and named: these tests start processes and hosts on machines that are
-# busy with other things. Only code 1, "tests failed", is followed up; see docs/decisions/0013-once-more-alone.md.
-tests = $(PYTEST) -n $(AT_ONCE) --durations=15 $(1) || { test $$? -eq 1 && echo "=== once more, alone: what failed beside others ===" \
-	&& $(PYTEST) -n 1 -v --last-failed --last-failed-no-failures none $(1); }
+# Compiled once, also where Python is told to write no such files: every run that a test starts would compile all it loads.
+tests = $(BIN)/python -m compileall -q src tests && $(PYTEST) -n $(AT_ONCE) --dist loadgroup --durations=15
 
 .PHONY: train test test-all testbed-packages check format clean
 
@@ -16,10 +14,10 @@ train: .venv/runtime-installed ## train the digits example with two workers
 	$(BIN)/manyhosts run --workers 2 examples/digits.py
 
 test: .venv/dev-installed .venv/objects-installed .venv/plots-installed testbed-packages ## run the tests
-	$(call tests,--dist loadgroup -m "not slow")
+	$(tests) -m "not slow"
 
-test-all: .venv/dev-installed .venv/objects-installed .venv/plots-installed testbed-packages ## run the tests, the slow ones too
-	$(call tests,--dist loadgroup)
+test-all: .venv/dev-installed .venv/objects-installed .venv/plots-installed testbed-packages ## run the tests, the slow ones too, with examples not tried before
+	$(tests) --hypothesis-profile=explore
 
 testbed-packages: ## install the Debian packages that tests/cluster starts, where that is allowed
 	@.ci/testbed-packages

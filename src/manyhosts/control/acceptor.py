@@ -6,15 +6,15 @@ Nothing that a stranger sends ends more than its own connection, and no number o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from manyhosts.cluster.ports import Range
 from manyhosts.control import tls
+from manyhosts.control.handshake import FROM_CALLER, Ask, Call, Enrol, FromCalled, Hello, Offer, Prove, Secret
 from manyhosts.control.loop import Channel, Loop, Message, notice_loss
 from manyhosts.control.proof import Answerer
-from manyhosts.control.protocol import HELLO, fault_in
+from manyhosts.control.wire_format import content_of, read
 from manyhosts.hosts import addresses
 from manyhosts.hosts.ports import listen
 
@@ -47,14 +47,14 @@ class Acceptor:
         loop: Loop,
         address: tuple[str, int],
         token: str,
-        admit: Callable[[Channel, Message, int], None],
+        admit: Callable[[Channel, Hello, int], None],
         *,
         ports: Range | None = None,
         identity: tls.Identity | None = None,
-        enrols: Callable[[object], bool] | None = None,
-        answer: Callable[[Message], Mapping[str, Any]] | None = None,
+        enrols: Callable[[str], bool] | None = None,
+        answer: Callable[[Ask], Offer] | None = None,
     ) -> None:
-        """`admit` is given the connection of one that knows `token`, its `hello` and which version it speaks.
+        """`admit` is given the connection of one that knows `token`, its `Hello` and which version it speaks.
 
         It listens at `address`; where the port there is 0, at one of `ports`, or at any free one.
         `enrols` says whether one that sends a key is given `token`; nobody is where it is None.
@@ -133,29 +133,28 @@ class Acceptor:
         self._strangers.pop(channel, None)
         channel.close()
 
-    def _hear(self, channel: Channel, message: Message) -> None:
+    def _hear(self, channel: Channel, found: Message) -> None:
         """It calls, and is told that we know the token; then it shows that it does, or is not heard any further."""
-        proof, answer = self._strangers[channel].proof, None
-        if message.get("message") == "call":
-            answer = proof.prove(message)
-        elif message.get("message") == "enrol" and self._enrols is not None and self._enrols(message.get("key")):
-            channel.send("secret", token=self._token)  # it calls on another connection
+        answer: FromCalled | None = None
+        proof = self._strangers[channel].proof
+        try:
+            message = read(found, FROM_CALLER)
+        except ValueError:
+            self._turn_away(channel)
             return
-        elif message.get("message") == "ask" and self._answer is not None and proof.is_proven_by(message):
-            channel.send("offer", **self._answer(message))
-            return  # it says goodbye itself, or is turned away in a while
-        elif message.get("message") == "hello" and proof.is_proven_by(message):
-            self._let_in(channel, message, proof.protocol)
-            return
+        match message:
+            case Call() if (proven := proof.prove(content_of(message))) is not None:
+                answer = Prove(**proven)
+            case Enrol() if self._enrols is not None and self._enrols(message.key):
+                answer = Secret(token=self._token)  # it calls on another connection
+            case Ask() if self._answer is not None and proof.is_proven_by(message.proof):
+                answer = self._answer(message)  # it says goodbye itself, or is turned away in a while
+            case Hello() if proof.is_proven_by(message.proof):
+                self._strangers.pop(channel)
+                channel.longest_line = Channel.LONGEST_LINE
+                self._admit(channel, message, proof.protocol)
+                return
         if answer is None:
             self._turn_away(channel)
         else:
-            channel.send("prove", **answer)
-
-    def _let_in(self, channel: Channel, hello: Message, protocol: int) -> None:
-        if fault_in(hello, HELLO):
-            self._turn_away(channel)
-            return
-        self._strangers.pop(channel, None)
-        channel.longest_line = Channel.LONGEST_LINE
-        self._admit(channel, hello, protocol)
+            channel.say(answer)

@@ -53,6 +53,6 @@ class Enrolment:
             self._announced.add(found[1])
         return found is not None
 
-    def admits(self, key: object) -> bool:
+    def admits(self, key: str) -> bool:
         """Whether an agent has announced `key`."""
-        return isinstance(key, str) and _hash(key) in self._announced
+        return _hash(key) in self._announced

@@ -16,13 +16,12 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import FrameType
 
 from manyhosts.control.agent import agent, head_connection
 from manyhosts.control.display import PlainDisplay
 from manyhosts.control.head.agents import StartHere
-from manyhosts.control.head.placement import AgentProcess, ExternalAgent, HeadEndpoint
 from manyhosts.control.head.run import Head
+from manyhosts.control.head.state import AgentProcess, ExternalAgent, HeadEndpoint
 from manyhosts.control.job import Job
 from manyhosts.control.screen import Screen
 from manyhosts.errors import LaunchError, ManyhostsError
@@ -57,8 +56,7 @@ def run(job: Job, node_info: NodeInfo, *, patience_s: float = PATIENCE_S) -> int
         ManyhostsError: nodes did not come, or workers failed (told on the first node).
     """
     if name := addresses.interface_of(node_info.address):
-        for variable in interfaces.VARIABLES:
-            os.environ.setdefault(variable, name)
+        interfaces.use(name, os.environ)
     if job.in_place:
         return int(importlib.import_module(job.in_place).be_node(job, node_info, patience_s))
     if node_info.number > 0:
@@ -71,7 +69,7 @@ def run(job: Job, node_info: NodeInfo, *, patience_s: float = PATIENCE_S) -> int
         head = Head(
             job,
             node_info.hosts,
-            _start_elsewhere,
+            lambda number, head, token: ExternalAgent(),
             display,
             address=node_info.address,
             endpoint=endpoint,
@@ -82,10 +80,6 @@ def run(job: Job, node_info: NodeInfo, *, patience_s: float = PATIENCE_S) -> int
             display.warn("manyhosts: this node was asked to end; started again, the run goes on from its last snapshot")
             return AGAIN
         return code
-
-
-def _start_elsewhere(number: int, head: str, token: str) -> AgentProcess:
-    return ExternalAgent()
 
 
 def _starter(node_info: NodeInfo) -> StartHere:
@@ -111,7 +105,7 @@ def _starter(node_info: NodeInfo) -> StartHere:
 
 
 def _be_agent(node_info: NodeInfo, patience_s: float) -> int:
-    before = signal.signal(signal.SIGTERM, _end_at_once)  # until there is an agent, which does better
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(AGAIN))  # until there is an agent, which does better
     try:
         connection = call(node_info.head, patience_s)
     finally:
@@ -121,10 +115,6 @@ def _be_agent(node_info: NodeInfo, patience_s: float) -> int:
     )
     verdict = own.verdict
     return AGAIN if verdict is None or verdict >= 128 else verdict
-
-
-def _end_at_once(number: int, frame: FrameType | None) -> None:
-    sys.exit(AGAIN)
 
 
 def call(head: str, patience_s: float) -> socket.socket:

@@ -55,12 +55,16 @@ class Job:
     """Whether a line that is shown begins with its rank, where there are several."""
     log_bytes: int = 1 << 30
     """How large the log of a worker grows before another one is begun in its place; 0: as it likes."""
+    warm_s: float = 0.0
+    """How long what workers are forked from waits for another run when this one is over; 0: not at all."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that the workers get beside those of their host."""
     hidden: tuple[str, ...] = ()
     """Those of these variables whose values are shown nowhere: what the user has given may be a secret."""
     overrides: Mapping[str, str] = field(default_factory=dict)
     """What `--set` asked for; already part of `environment`, kept to notice that nobody heard it."""
+    for_trainer: tuple[str, ...] = ()
+    """Other options that only mh.Trainer obeys; part of `environment`, too."""
     preload: tuple[str, ...] = ()
     """Modules that a host imports once, before its workers are forked."""
     uses_manyhosts: bool = False

@@ -54,11 +54,6 @@ def values_of(job: Job) -> dict[str, str]:
     return {**words, **{f"variable {name}": value for name, value in hidden(job).items()}}
 
 
-def write(job: Job, path: Path) -> None:
-    """Write `job` where nobody else may read it."""
-    write_hidden(text_of(job), path)
-
-
 def write_hidden(text: str, path: Path) -> None:
     """Write `text` where nobody else may read it."""
     with os.fdopen(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w") as file:
@@ -90,7 +85,7 @@ def of_text(text: str, *, where: str) -> Job:
             found[name] = Path(found[name])
         for name in ("arguments", "preload", "hosts", "show"):
             found[name] = tuple(found[name])
-        for name in ("words", "hidden", "bring"):
+        for name in ("words", "hidden", "bring", "for_trainer"):
             found[name] = tuple(found.get(name, ()))
         found["workers_of"] = {int(node): count for node, count in found["workers_of"].items()}
         return Job(**found)

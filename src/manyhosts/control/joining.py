@@ -10,18 +10,17 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from manyhosts.control.agent import agent, head_connection
 from manyhosts.control.agent.agent import Origin
 from manyhosts.control.agent.head_client import HeadClient
-from manyhosts.control.head.agents import ANY_NODE
-from manyhosts.control.head.placement import PORT
+from manyhosts.control.handshake import ANY_NODE, Ask, Call, Offer, Prove
+from manyhosts.control.head.state import PORT
 from manyhosts.control.join_secret import FINGERPRINT_BYTES, JoinSecret
 from manyhosts.control.proof import PROTOCOL, Caller
+from manyhosts.control.wire_format import content_of
 from manyhosts.errors import ConfigError, LaunchError
 from manyhosts.hosts import contents, hostfile, interfaces, remote_probe, version_check
 
@@ -60,9 +59,9 @@ def join(wish: Wish) -> int:
     with _connect(wish.place) as connection:
         offer = _ask(connection, wish)
         address = wish.address or str(connection.getsockname()[0])
-    if offer["refused"]:
+    if offer.refused:
         raise LaunchError(
-            f"the head of {offer['run']} has no place for this host: {offer['refused']}",
+            f"the head of {offer.run} has no place for this host: {offer.refused}",
             where=wish.place,
             fix="start the run with more --nodes; with MIN:MAX hosts come while it goes on",
         )
@@ -75,13 +74,12 @@ def join(wish: Wish) -> int:
             where="--address",
             fix="see `ip address` for those that it has",
         )
-    for variable, name in interfaces.variables(found).items():
-        os.environ.setdefault(variable, name)
+    interfaces.use(found.name, os.environ)
     return _serve(_connect(wish.place), wish, offer, address)
 
 
-def _serve(connection: socket.socket, wish: Wish, offer: Mapping[str, Any], address: str) -> int:
-    run_dir = Path(os.path.normpath(wish.folder / offer["run_dir"]))
+def _serve(connection: socket.socket, wish: Wish, offer: Offer, address: str) -> int:
+    run_dir = Path(os.path.normpath(wish.folder / offer.run_dir))
     if not run_dir.is_relative_to(wish.folder):
         run_dir = wish.folder / "runs" / run_dir.name
     mark = f"{remote_probe.MARK_OF_DISK}{secrets.token_hex(4)}-join"
@@ -131,7 +129,7 @@ def _connect(place: str) -> socket.socket:
         ) from cause
 
 
-def _ask(connection: socket.socket, wish: Wish) -> dict[str, Any]:
+def _ask(connection: socket.socket, wish: Wish) -> Offer:
     """What the head says that a host needs.
 
     Raises:
@@ -139,15 +137,15 @@ def _ask(connection: socket.socket, wish: Wish) -> dict[str, Any]:
     """
     client = HeadClient(connection, wish.place)
     caller = Caller(wish.secret.token)
-    client.say("call", **caller.call())
-    prove = client.hear()
+    client.say(Call(**caller.call()))
+    prove = client.hear(Prove)
     if client.fingerprint()[:FINGERPRINT_BYTES] != wish.secret.fingerprint:
         raise LaunchError(
             f"what listens at {wish.place} is not the run that this secret is of: it shows another certificate",
             where=wish.place,
             fix="give the secret that this run has shown, for each has its own; if that was it, somebody is in between",
         )
-    proof = caller.proof_for(prove, client.fingerprint())
+    proof = caller.proof_for(content_of(prove), client.fingerprint())
     if not proof:
         raise LaunchError(
             f"what listens at {wish.place} does not know the secret",
@@ -160,16 +158,12 @@ def _ask(connection: socket.socket, wish: Wish) -> dict[str, Any]:
             where=wish.place,
             fix="install the same manyhosts there and here",
         )
-    client.say("ask", proof=proof, machine=remote_probe.machine())
-    offer = client.hear()
-    wanted = {"run": str, "run_dir": str, "files": dict, "versions": dict, "refused": str, "script": str, "host": str}
-    if offer.get("message") != "offer" or any(not isinstance(offer.get(key), kind) for key, kind in wanted.items()):
-        raise client.trouble("it has said nothing that this version understands")
-    return offer
+    client.say(Ask(proof=proof, machine=remote_probe.machine()))
+    return client.hear(Offer)
 
 
-def _see_versions(offer: Mapping[str, Any], place: str) -> None:
-    here, there = version_check.here(_own_version()), offer["versions"]
+def _see_versions(offer: Offer, place: str) -> None:
+    here, there = version_check.here(_own_version()), offer.versions
     for package in ("python", "manyhosts", "torch"):
         wanted = there.get(package, "")
         if wanted and version_check.counts(package, here[package]) != version_check.counts(package, wanted):
@@ -187,7 +181,7 @@ def _own_version() -> str:
     return __version__
 
 
-def _see_files(offer: Mapping[str, Any], folder: Path) -> None:
+def _see_files(offer: Offer, folder: Path) -> None:
     """See that the code and the settings of the project are here what they are at the head.
 
     Raises:
@@ -195,7 +189,7 @@ def _see_files(offer: Mapping[str, Any], folder: Path) -> None:
     """
     hashes = contents.Hashes()
     missing, others = [], []
-    for path, digest in offer["files"].items():
+    for path, digest in offer.files.items():
         try:
             if hashes.of(folder / path) != digest:
                 others.append(path)
@@ -212,7 +206,7 @@ def _see_files(offer: Mapping[str, Any], folder: Path) -> None:
                 f"{named} {what.replace('are', 'is').replace('differ ', 'differs ') if len(paths) == 1 else what}"
             )
     raise ConfigError(
-        f"this is not the project as {offer['host']} has it: {'; '.join(found)} {offer['folder']} there",
+        f"this is not the project as {offer.host} has it: {'; '.join(found)} {offer.folder} there",
         where=str(folder),
         fix="bring the same files here (git pull, or rsync), or change into the folder that has them: --folder DIR",
     )

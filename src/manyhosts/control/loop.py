@@ -15,10 +15,17 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from manyhosts.control.wire_format import WireMessage, content_of
 from manyhosts.records.json_text import parsed
 
+if TYPE_CHECKING:
+    from _typeshed import FileDescriptorLike
+
+    from manyhosts.control.tls import Tls  # loads OpenSSL, which few runs need
+
+T = TypeVar("T")
 Message = dict[str, Any]
 """One JSON object on one line; `message` says which kind."""
 
@@ -41,34 +48,6 @@ def notice_loss(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-class Readable(Protocol):
-    """A socket, a pipe: anything that the system can wait for."""
-
-    def fileno(self) -> int:
-        """The number that the system knows it by."""
-
-
-class Cipher(Protocol):
-    """One end of an encrypted connection, apart from what carries it: `control.tls.Tls` is one."""
-
-    @property
-    def fingerprint(self) -> bytes:
-        """SHA-256 of the other side's certificate; empty where it has shown none."""
-
-    def send(self, words: bytes) -> None:
-        """Encrypt `words`, for `take`."""
-
-    def take(self) -> bytes:
-        """What is to be carried to the other side."""
-
-    def receive(self, came: bytes) -> bytes:
-        """What the other side says in bytes that came from it.
-
-        Raises:
-            OSError: they are not its own, or it has ended the connection.
-        """
-
-
 class Loop:
     """Calls whoever waits for something that has come."""
 
@@ -81,17 +60,17 @@ class Loop:
         self.before_waiting: Callable[[], None] | None = None
         """Called whenever all that has come was seen to, before the next wait."""
 
-    def watch(self, source: Readable | int, on_readable: Callable[[], object]) -> None:
+    def watch(self, source: FileDescriptorLike, on_readable: Callable[[], object]) -> None:
         """Call `on_readable` whenever `source` has something to read, or has ended."""
         self._selector.register(source, selectors.EVENT_READ, (on_readable, None))
 
-    def watch_writing(self, source: Readable | int, on_writable: Callable[[], None] | None) -> None:
+    def watch_writing(self, source: FileDescriptorLike, on_writable: Callable[[], None] | None) -> None:
         """Call `on_writable` too whenever `source`, which is watched already, takes bytes again; None ends it."""
         on_readable, _ = self._selector.get_key(source).data
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if on_writable else 0)
         self._selector.modify(source, events, (on_readable, on_writable))
 
-    def unwatch(self, source: Readable | int) -> None:
+    def unwatch(self, source: FileDescriptorLike) -> None:
         """Wait for `source` no longer. It may be unknown or closed already."""
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(source)
@@ -147,6 +126,23 @@ class Loop:
 
         self._undo.append(undo)
 
+    def beside(self, work: Callable[[], T], then: Callable[[T], object]) -> None:
+        """Do `work` on a thread of its own, for it may take long; the loop then calls `then` with what it gave."""
+        reading, writing = os.pipe()
+        found: list[T] = []
+
+        def act() -> None:
+            found.append(work())
+            os.close(writing)
+
+        def take() -> None:
+            self.unwatch(reading)
+            os.close(reading)
+            then(found[0])
+
+        self.watch(reading, take)
+        threading.Thread(target=act, daemon=True).start()
+
     def run(self, until: Callable[[], bool]) -> None:
         """Call back until `until()` is true."""
         while not until():
@@ -198,7 +194,7 @@ class Channel:
         on_message: Callable[[Message], None],
         on_end: Callable[[], None],
         *,
-        tls: Cipher | None = None,
+        tls: Tls | None = None,
     ) -> None:
         """Read `connection` from now on; `on_end` is called once when the other side is gone or speaks nonsense.
 
@@ -229,6 +225,11 @@ class Channel:
         return len(self._unsent)
 
     @property
+    def is_open(self) -> bool:
+        """Whether nothing is known of its end."""
+        return self._open
+
+    @property
     def is_cut(self) -> bool:
         """Whether it has ended because the way to the other side is broken, and not because that side ended it."""
         return self.trouble is not None and not isinstance(self.trouble, ConnectionError)  # ETIMEDOUT, EHOSTUNREACH
@@ -245,6 +246,10 @@ class Channel:
     def send(self, kind: str, /, **fields: Any) -> None:
         """Send one message. After the end of the channel it is dropped."""
         self.send_words(json.dumps({"message": kind, **fields}).encode() + b"\n")
+
+    def say(self, message: WireMessage) -> None:
+        """Send one message that has a class."""
+        self.send(message.NAME, **content_of(message))
 
     def send_words(self, words: bytes) -> None:
         """Send a line, or several."""

@@ -7,6 +7,9 @@
 A proof is an HMAC of both nonces, both versions and the fingerprint of the certificate that the answering side uses: a
 third one that sits between the two has another certificate, and what it passes on proves nothing. So the secret alone
 has to reach a host on a trusted way, and no fingerprint beside it.
+
+The messages have no classes here (`control.handshake` has them): the doctor brings this file to hosts that have no more
+than Python 3.8.
 """
 
 from __future__ import annotations
@@ -66,9 +69,8 @@ class Answerer:
         proof = _proof(self._token, "answers", self._fingerprint, *self._said)
         return {"protocol": PROTOCOL, "nonce": nonce, "proof": proof}
 
-    def is_proven_by(self, hello: Mapping[str, Any]) -> bool:
-        """Whether the other side knows the secret, too."""
-        shown = hello.get("proof")
+    def is_proven_by(self, shown: object) -> bool:
+        """Whether the other side, which has sent that as its proof, knows the secret, too."""
         if self._said is None or not isinstance(shown, str):
             return False
         return _same(shown, _proof(self._token, "calls", self._fingerprint, *self._said))

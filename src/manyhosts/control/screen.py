@@ -15,7 +15,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
 from typing import TextIO, cast
 
 MOST_WAITING_BYTES = 8 << 20
@@ -62,9 +61,7 @@ class Screen:
     def __enter__(self) -> Screen:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def put(self, stream: Stream, text: str) -> None:

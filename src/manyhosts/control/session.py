@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from manyhosts.control.loop import Channel, Message
+from manyhosts.control.wire_format import WireMessage, content_of
 
 _ANSWER_S = 0.02
 """So soon what has come is answered for; until then the other side keeps it."""
@@ -83,12 +84,12 @@ class Session:
             self.channel.close()
         self.channel = None
 
-    def send(self, kind: str, /, **fields: Any) -> None:
+    def say(self, message: WireMessage) -> None:
         """Send one message, now or as soon as there is a connection. After the end it is dropped."""
         if not self._is_open:
             return
         self._sent += 1
-        words = json.dumps({"message": kind, "n": self._sent, **fields}).encode() + b"\n"
+        words = json.dumps({"message": message.NAME, "n": self._sent, **content_of(message)}).encode() + b"\n"
         self._kept.append((self._sent, words))
         self._kept_bytes += len(words)
         if not self._holds_back:
@@ -100,11 +101,6 @@ class Session:
         if self.channel is not None:
             for place in range(-held, 0):  # the last ones, of perhaps many that were not heard yet
                 self.channel.send_words(self._kept[place][1])
-
-    def hint(self, kind: str, /, **fields: Any) -> None:
-        """Send one message if there is a connection, and never again."""
-        if self.channel is not None:
-            self.channel.send(kind, **fields)
 
     def flush(self, timeout_s: float) -> None:
         """Wait until everything is on its way, for at most `timeout_s` seconds: before a process ends."""
@@ -142,7 +138,8 @@ class Session:
 
     def _answer(self) -> None:
         self._will_answer = False
-        self.hint("heard", count=self.heard)
+        if self.channel is not None:
+            self.channel.send("heard", count=self.heard)
 
     def _forget(self, heard: int) -> None:
         while self._kept and self._kept[0][0] <= heard:

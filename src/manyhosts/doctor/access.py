@@ -13,11 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from manyhosts.cluster.findings import Finding
 from manyhosts.control import proof, tls
 from manyhosts.control.agent import host_state
+from manyhosts.control.display import PlainDisplay
 from manyhosts.control.job import Job
 from manyhosts.doctor import channel, checksum, fabric, graphics, host_probe, wires
 from manyhosts.doctor.probe_server import LATE_S, ProbeServer, Reached, unreachable
@@ -154,8 +155,8 @@ class _Waiting:
             self._error = error
 
 
-class _Quiet:
-    """A display that keeps the last words, in case they say why a host did not come."""
+class _Quiet(PlainDisplay):
+    """Shows nothing, and keeps the last words, in case they say why a host did not come."""
 
     def __init__(self) -> None:
         self.last: deque[str] = deque(maxlen=3)
@@ -164,14 +165,5 @@ class _Quiet:
         if is_error and text.strip():
             self.last.append(text.strip())
 
-    def progress(self, fields: Mapping[str, Any]) -> None:
-        pass
-
-    def say(self, text: str) -> None:
-        pass
-
-    def warn(self, text: str) -> None:
-        pass
-
-    def close(self) -> None:
+    def _print(self, stream: TextIO, text: str) -> None:
         pass

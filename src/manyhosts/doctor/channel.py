@@ -114,7 +114,7 @@ def answer(connection: socket.socket, identity: tls.Identity, token: str, within
     if prove is None:
         return None
     found.write(json.dumps(prove) + "\n")
-    if not answerer.is_proven_by(_said(found, deadline)):
+    if not answerer.is_proven_by(_said(found, deadline).get("proof")):
         return None
     found.trust()
     return found

@@ -18,7 +18,10 @@ def findings(hosts: Sequence[Facts]) -> Iterator[Finding]:
     for host in seen:
         yield from _of_ports(host)
     with_gpus = [host for host in seen if host["graphics"]["gpus"]]
-    kinds = {host["name"]: _kinds(host) for host in with_gpus}
+    kinds = {
+        host["name"]: tuple(sorted({port["kind"] for port in host["fabric"]["rdma"] if port["state"] == _UP}))
+        for host in with_gpus
+    }
     if len(set(kinds.values())) > 1:
         told = "; ".join(f"{name}: {' and '.join(kind) or 'none'}" for name, kind in kinds.items())
         yield Finding(
@@ -71,10 +74,6 @@ def _of_nvlinks(hosts: Sequence[Facts]) -> Iterator[Finding]:
                 where=f"host {host['name']}",
                 fix="`nvidia-smi nvlink --status` and `--errorcounters` there say which are down",
             )
-
-
-def _kinds(host: Facts) -> tuple[str, ...]:
-    return tuple(sorted({port["kind"] for port in host["fabric"]["rdma"] if port["state"] == _UP}))
 
 
 def in_words(ports: Sequence[Facts]) -> str:

@@ -48,14 +48,10 @@ class HostProbe:
         self._marks: list[_Mark] = []
         self._exercise: _Exercise | None = None
 
-    def answer(self, question: str, details: dict[str, Any]) -> Any:
-        """What `question` asks for.
-
-        Raises:
-            OSError: this host refused.
-            ValueError: there is no such question.
-        """
-        deeds: dict[str, Callable[..., Any]] = {
+    @property
+    def deeds(self) -> dict[str, Callable[..., Any]]:
+        """By what is asked: what gives the answer."""
+        return {
             "look": _look,
             "time": time.time,
             "way": remote_probe.way_to,
@@ -72,9 +68,6 @@ class HostProbe:
             "exercise": self._do_exercise,
             "loop": _loop,
         }
-        if question not in deeds:
-            raise ValueError(f"nobody here knows what {question!r} is")
-        return deeds[question](**details)
 
     def close(self) -> None:
         """Leave everything as it was."""
@@ -276,45 +269,7 @@ def _see_mark(folder: str, name: str) -> str:
 def serve(coming: Iterable[str], going: TextIO | channel.Channel) -> None:
     """Say hello on `going`, then answer what comes until nothing does."""
     host_probe = HostProbe()
-    heard = [time.monotonic()]
-    questions: queue.Queue[str] = queue.Queue()
-    threading.Thread(target=_read, args=(coming, questions, heard), daemon=True).start()
-    threading.Thread(target=_watch, args=(heard, host_probe), daemon=True).start()
-
-    def say(content: dict[str, Any]) -> None:
-        going.write(remote_probe.MARK + json.dumps(content) + "\n")
-        going.flush()
-
-    try:
-        say(hello())
-        while line := questions.get():
-            asked = json.loads(line)
-            try:
-                say({"answer": host_probe.answer(asked.pop("ask"), asked)})
-            except (OSError, ValueError, TypeError, subprocess.SubprocessError) as error:
-                say({"trouble": str(error) or type(error).__name__})
-    except OSError:
-        pass  # the doctor is gone
-    finally:
-        host_probe.close()
-
-
-def _read(coming: Iterable[str], questions: queue.Queue[str], heard: list[float]) -> None:
-    """Take what comes while an answer is worked at, so that signs of life are heard."""
-    with contextlib.suppress(OSError, ValueError):
-        for line in coming:
-            heard[0] = time.monotonic()
-            if line.strip():
-                questions.put(line)
-    questions.put("")
-
-
-def _watch(heard: list[float], host_probe: HostProbe) -> None:
-    """Leave when the doctor is gone without a word. It gives a sign of life every other second."""
-    while time.monotonic() - heard[0] < remote_probe.SILENCE_S:
-        time.sleep(1)
-    host_probe.close()
-    remote_probe.hang_up()
+    remote_probe.serve(coming, going, hello(), host_probe.deeds, host_probe.close)
 
 
 def main() -> None:

@@ -43,7 +43,8 @@ def findings(
         clock = host.get("clock", {"offset_s": 0, "unsure_s": 0})
         found += checks.host_findings(host["name"], told, offset_s=clock["offset_s"], unsure_s=clock["unsure_s"])
         found += [*_of_graphics(host), *_of_quota(host)]
-    found += [finding for host in _one_of_each_machine(hosts) for finding in _of_load(host)]
+    machines = {host["machine"]: host for host in reversed(hosts) if "machine" in host}  # hosts of a lab share one
+    found += [finding for host in reversed(machines.values()) for finding in _of_load(host)]
     found += [*_of_graphics_together(hosts), *fast_links.findings(hosts)]
     found += _of_run_dir(hosts, shares_disk=shares_disk)
     found += _of_script(hosts, shares_disk=shares_disk)
@@ -93,11 +94,6 @@ def _of_versions(hosts: Sequence[Facts], mine: Mapping[str, str]) -> Iterator[Fi
                 where=f"host {host['name']}, {host['executable']}",
                 fix=f"see what `{host['executable']} -c 'import torch'` says there",
             )
-
-
-def _one_of_each_machine(hosts: Sequence[Facts]) -> list[Facts]:
-    """Hosts that are one machine in truth, as those of a lab are, share its processor."""
-    return list({host["machine"]: host for host in reversed(hosts) if "machine" in host}.values())[::-1]
 
 
 def _of_quota(host: Facts) -> Iterator[Finding]:

@@ -17,7 +17,7 @@ from typing import Any
 from manyhosts.cluster.findings import Finding
 from manyhosts.control import first_node
 from manyhosts.control.first_node import NodeInfo
-from manyhosts.control.head.placement import PORT
+from manyhosts.control.head.state import PORT
 from manyhosts.control.job import Job
 from manyhosts.doctor import host_probe as doctor_station
 from manyhosts.doctor.examination import Request, examine

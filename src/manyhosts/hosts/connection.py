@@ -34,6 +34,8 @@ _OPTIONS = (
     *("-o", "ServerAliveCountMax=3"),
 )
 
+_FAILED, _GIVEN_UP = 255, " not responding."
+"""How ssh ends where it failed itself, and what it says, if anything, where the host did not answer for 15 s."""
 _CLOSED, _SILENT = (
     r"port (?P<port>\d+): Connection refused",
     r"timed out|No route to host|Network is unreachable|Host is down",
@@ -93,6 +95,9 @@ class Connection:
 
         `program` takes the remote probe's place there, and speaks as it does. In `container`, where there is one, all
         Python runs.
+
+        Raises:
+            LaunchError: this machine has no ssh.
         """
         self.host, self._folder, self._pythons, self._program = host, folder, pythons, program
         self.container = container
@@ -101,14 +106,7 @@ class Connection:
         self._path = folder / f"{abs(hash(host)):x}"
         self._lines: queue.Queue[str | None] = queue.Queue()
         words = self.inside(["sh", "-c", _CHOOSE, _START, *pythons])
-        self._outpost = subprocess.Popen(
-            self.command(words, *("-o", "ControlMaster=yes", "-o", "ControlPersist=no")),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**os.environ, "LC_ALL": "C"},  # its sentences are read
-            start_new_session=True,  # Ctrl-C is for the head alone
-        )
+        self._outpost = _started(self.command(words, *("-o", "ControlMaster=yes", "-o", "ControlPersist=no")))
         self._errors: list[str] = []
         self._writing = threading.Lock()
         self._readers = [
@@ -124,6 +122,10 @@ class Connection:
     def is_open(self) -> bool:
         """Whether nothing is known of its end."""
         return self._outpost.poll() is None
+
+    def wait_for_end(self) -> None:
+        """Return when ssh has ended: the host has not answered for 15 s, or has ended the connection."""
+        self._outpost.wait()
 
     def again(self) -> Connection:
         """Another try to reach the same host."""
@@ -273,4 +275,31 @@ def trouble(host: str, code: int, said: str, pythons: Sequence[str], container: 
             kind = Unreachable if pattern in _MAY_PASS else LaunchError
             return kind(what.format(**words), where=where, fix=fix.format(**words))
     last = next((line for line in reversed(said.splitlines()) if line), f"exit code {code}")
+    if code == _FAILED and (not said.strip() or _GIVEN_UP in last):
+        return LaunchError(
+            f"host {host} was reached, and does not answer any more: it is off, or cut off",
+            where=where,
+            fix="see that it is on and that its cable is in, and start the run again",
+        )
     return LaunchError(f"ssh to host {host} failed: {last}", where=where, fix=f"see what `ssh {host}` says")
+
+
+def _started(words: Sequence[str]) -> subprocess.Popen[bytes]:
+    """ssh, with all of its ends in our hands.
+
+    Raises:
+        LaunchError: this machine has none.
+    """
+    try:
+        return subprocess.Popen(
+            words,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "LC_ALL": "C"},  # its sentences are read
+            start_new_session=True,  # Ctrl-C is for the head alone
+        )
+    except FileNotFoundError as cause:
+        raise LaunchError(
+            f"there is no {words[0]} on this machine", where="PATH", fix="install OpenSSH's client, or add it to PATH"
+        ) from cause

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
 from manyhosts.errors import ConfigError
@@ -29,9 +29,10 @@ def with_address(interfaces: Sequence[Mapping[str, str]], address: str) -> Inter
     return None
 
 
-def variables(interface: Interface) -> dict[str, str]:
-    """What makes Gloo and NCCL use `interface`."""
-    return dict.fromkeys(VARIABLES, interface.name)
+def use(name: str, variables: MutableMapping[str, str]) -> None:
+    """Have Gloo and NCCL use the interface of that name, where `variables` do not say another."""
+    for variable in VARIABLES:
+        variables.setdefault(variable, name)
 
 
 def require_encryption(chosen: Mapping[str, Interface]) -> None:

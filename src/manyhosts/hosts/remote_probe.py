@@ -1,7 +1,8 @@
 """The eye and hand of the ssh launcher on one host: a program that is sent through ssh, and needs Python alone.
 
 It prints what it finds on lines that begin with `manyhosts-probe `, each a JSON object, and takes questions as JSON
-objects on its standard input, one on each line. It ends when its input does: when the launcher is gone.
+objects on its standard input, one on each line. It ends when its input does: when the launcher is gone. The standard
+library of Python 3.8 is enough for it: hosts with an old one are told of. The doctor's probe uses `serve`, too.
 """
 
 from __future__ import annotations
@@ -10,24 +11,26 @@ import contextlib
 import errno
 import fcntl
 import fnmatch
-import importlib.metadata
 import importlib.util
 import json
 import os
 import platform
+import queue
 import signal
 import socket
 import struct
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 MARK = "manyhosts-probe "
 _SIOCGIFADDR = 0x8915
 _HERE_S = 4.0
 """How long a host of the same cluster may take to take a connection."""
+_TUNNEL_S = 12.0
+"""The same through a tunnel, which its first packet makes: WireGuard repeats a lost handshake after 5 s and 10 s."""
 SILENCE_S = 20.0
 """How long the launcher may be silent before it counts as gone. It says something every `PULSE_S`."""
 PULSE_S = 2.0
@@ -110,7 +113,7 @@ def try_all_connections(places: list[list[Any]]) -> list[str]:
 
     def ask(index: int) -> None:
         address, port = places[index]
-        answers[index] = try_connections(address, port, _HERE_S) if address else ""
+        answers[index] = try_connections(address, port, _patience_s(address)) if address else ""
 
     asking = [threading.Thread(target=ask, args=(index,)) for index in range(len(places))]
     for thread in asking:
@@ -118,6 +121,18 @@ def try_all_connections(places: list[list[Any]]) -> list[str]:
     for thread in asking:
         thread.join()
     return answers
+
+
+def _patience_s(address: str) -> float:
+    """How long a connection to `address` may take to be opened."""
+    own = way_to(address)
+    tunnelled = any(each["address"] == own and _is_tunnel(each["name"]) for each in interfaces())
+    return _TUNNEL_S if tunnelled else _HERE_S
+
+
+def _is_tunnel(name: str) -> bool:
+    """Whether what is sent over an interface is packed anew: WireGuard, and what a program does as Tailscale."""
+    return _kind(name) == "wireguard" or os.path.exists(f"/sys/class/net/{name}/tun_flags")
 
 
 def _kind(name: str) -> str:
@@ -132,8 +147,10 @@ def version(package: str) -> str:
     """The version that is installed; empty where there is none."""
     if importlib.util.find_spec(package) is None:
         return ""
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(package)
+    from importlib import metadata  # it loads much, and agents have no use for it
+
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
     return "unknown"
 
 
@@ -225,16 +242,7 @@ def _is_one_of(name: str, patterns: list[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-_OF_FOLDERS: dict[str, Callable[..., Any]] = {
-    "mark": write_marker,
-    "marks": find_markers,
-    "unmark": remove_marker,
-    "network": is_on_a_network,
-    "files": files_below,
-}
-
-
-def _listen(address: str, ports: list[int] | None, listening: list[socket.socket]) -> int:
+def listen(address: str, ports: list[int] | None, listening: list[socket.socket]) -> int:
     """Listen at a free port from the first to the last of `ports`, or at any. Returns it; 0 where none is free."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     for port in [0] if ports is None else range(ports[0], ports[1] + 1):
@@ -248,59 +256,98 @@ def _listen(address: str, ports: list[int] | None, listening: list[socket.socket
     return 0
 
 
-def _answer(question: dict[str, Any], listening: list[socket.socket]) -> Any:
-    if question["ask"] in _OF_FOLDERS:
-        return _OF_FOLDERS[question.pop("ask")](**question)
-    match question["ask"]:
-        case "listen":
-            return _listen(question["address"], question["ports"], listening)
-        case "try_connections":
-            return try_all_connections(question["places"])
-        case "way":
-            return way_to(question["address"])
-        case "make":
-            os.makedirs(question["path"], exist_ok=True)
-            return os.access(question["path"], os.W_OK)
-        case "differing":
-            return differing(question["folder"], question["files"])
-        case "exists":
-            return os.path.exists(question["path"])
-    return None
+def make(path: str) -> bool:
+    """Make a folder. Returns whether it can be written to."""
+    os.makedirs(path, exist_ok=True)
+    return os.access(path, os.W_OK)
+
+
+DEEDS: Mapping[str, Callable[..., Any]] = {
+    "mark": write_marker,
+    "marks": find_markers,
+    "unmark": remove_marker,
+    "network": is_on_a_network,
+    "files": files_below,
+    "differing": differing,
+    "exists": os.path.exists,
+    "make": make,
+    "way": way_to,
+    "try_connections": try_all_connections,
+}
+"""By what is asked: what gives the answer."""
 
 
 def main() -> None:
     """Say what this host is, then answer until nobody asks any more."""
-    try:
-        _serve()
-    finally:
-        _remove_markers()
+    held: list[socket.socket] = []
+    deeds = {**DEEDS, "listen": lambda address, ports: listen(address, ports, held)}
+    serve(sys.stdin, sys.stdout, facts(), deeds, remove_markers)
 
 
-def _remove_markers() -> None:
+def remove_markers() -> None:
+    """Take away all that `write_marker` has left here."""
     for path in list(_left):
         with contextlib.suppress(OSError):
             os.unlink(path)
 
 
-def _serve() -> None:
-    _say(facts())
-    listening: list[socket.socket] = []
+def serve(
+    coming: Iterable[str],
+    going: Any,
+    hello: Mapping[str, Any],
+    deeds: Mapping[str, Callable[..., Any]],
+    close: Callable[[], None],
+) -> None:
+    """Say `hello` on `going`, a stream of text, then answer what comes until nothing does; `close` leaves nothing here.
+
+    Questions are taken while an answer is worked at, so that signs of life (empty lines) are heard.
+    """
     heard = [time.monotonic()]
-    threading.Thread(target=_watch, args=(heard,), daemon=True).start()
-    for line in sys.stdin:
-        heard[0] = time.monotonic()
-        if not line.strip():
-            continue  # a sign of life
-        try:
-            _say({"answer": _answer(json.loads(line), listening)})
-        except OSError as error:
-            _say({"trouble": f"{error.strerror}: {error.filename}" if error.filename else str(error)})
+    questions: queue.Queue[str] = queue.Queue()
+    threading.Thread(target=_read, args=(coming, questions, heard), daemon=True).start()
+    threading.Thread(target=_watch, args=(heard, close), daemon=True).start()
+
+    def say(content: Mapping[str, Any]) -> None:
+        going.write(MARK + json.dumps(content) + "\n")
+        going.flush()
+
+    try:
+        say(hello)
+        while line := questions.get():
+            asked = json.loads(line)
+            question = asked.pop("ask")
+            try:
+                if question not in deeds:
+                    raise ValueError(f"nobody here knows what {question!r} is")
+                say({"answer": deeds[question](**asked)})
+            except Exception as error:
+                say({"trouble": _in_words(error)})
+    except OSError:
+        pass  # whoever asked is gone
+    finally:
+        close()
 
 
-def _watch(heard: list[float]) -> None:
-    """End this host's side of the connection when the launcher is gone without a word, as with a cut cable."""
+def _read(coming: Iterable[str], questions: queue.Queue[str], heard: list[float]) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        for line in coming:
+            heard[0] = time.monotonic()
+            if line.strip():
+                questions.put(line)
+    questions.put("")
+
+
+def _in_words(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.strerror}: {error.filename}"
+    return str(error) or type(error).__name__
+
+
+def _watch(heard: list[float], close: Callable[[], None]) -> None:
+    """End this host's side of the connection when the other is gone without a word, as with a cut cable."""
     while time.monotonic() - heard[0] < SILENCE_S:
         time.sleep(1)
+    close()
     hang_up()
 
 
@@ -311,13 +358,7 @@ def hang_up() -> None:
         with open(f"/proc/{parent}/comm") as name:
             if name.read().startswith("sshd"):  # or it would wait for the other side for a quarter of an hour
                 os.kill(parent, signal.SIGTERM)
-    _remove_markers()
     os._exit(1)
-
-
-def _say(content: dict[str, Any]) -> None:
-    sys.stdout.write(MARK + json.dumps(content) + "\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ class Background:
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
             folder.mkdir(mode=0o700, exist_ok=True)
-            job_file.write(plan.job, folder / "job.json")
+            job_file.write_hidden(job_file.text_of(plan.job), folder / "job.json")
         except OSError as cause:
             raise ConfigError(
                 f"cannot write to the run directory: {cause.strerror}",

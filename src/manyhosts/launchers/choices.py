@@ -34,7 +34,8 @@ def check(target: str, job: Job, known: Mapping[str, str], *, encrypts: bool = F
                 fix=f"{nearest(key, known)}known here: {listed}; `manyhosts run --on {target} --help` explains them",
             )
         if not value or not value.isprintable():
-            raise ConfigError(f"the option {key!r} has no value", where=f"-o {key}", fix=f"write it as -o {key}=VALUE")
+            trouble = "has no value" if not value else f"has the value {value!r}, which is more than a line of text"
+            raise ConfigError(f"the option {key!r} {trouble}", where=f"-o {key}", fix=f"write it as -o {key}=VALUE")
 
 
 def yes(given: Mapping[str, str], key: str, *, default: bool) -> bool:

@@ -11,22 +11,21 @@ import errno
 import os
 import secrets
 import socket
-import subprocess
 import sys
-import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any, ClassVar
+from typing import ClassVar
 
 from manyhosts import __version__
 from manyhosts.cluster.ports import Range
-from manyhosts.control import variables
+from manyhosts.control import job_file, variables
 from manyhosts.control.display import Display
+from manyhosts.control.handshake import Offer
 from manyhosts.control.head import takeover
 from manyhosts.control.head.agents import StartAgent
-from manyhosts.control.head.placement import PORT, AgentProcess, ExternalAgent, HeadEndpoint, port_of
 from manyhosts.control.head.run import Head
+from manyhosts.control.head.state import PORT, AgentProcess, ExternalAgent, HeadEndpoint, port_of
 from manyhosts.control.job import Job
 from manyhosts.control.join_secret import FINGERPRINT_BYTES, JoinSecret
 from manyhosts.control.plan import HEAD, Later, Plan, filled
@@ -35,6 +34,7 @@ from manyhosts.hosts import addresses, contents, hostfile, interfaces, ports, re
 from manyhosts.hosts.files import Files
 from manyhosts.launchers import choices
 from manyhosts.launchers.engine import Engine
+from manyhosts.launchers.ssh import remote_agent
 from manyhosts.records import run_directory, run_lock
 
 _PATIENCE_S = 3600.0
@@ -104,7 +104,7 @@ class Join(Engine):
 
 
 def _run(plan: Plan, display: Display, left: takeover.Handover | None) -> int:
-    from manyhosts.control.head.placement import Joining  # here, for it loads OpenSSL
+    from manyhosts.control.head.state import Joining  # here, for it loads OpenSSL
     from manyhosts.control.tls import Identity
 
     job, known = plan.job, {} if left is None else left.launcher
@@ -198,7 +198,7 @@ def _is_any(address: str) -> bool:
     return address in ("0.0.0.0", "::")  # noqa: S104  # asked for by the user
 
 
-def _offer(job: Job) -> dict[str, Any]:
+def _offer(job: Job) -> Offer:
     """What hosts must have to be of use: the same files and versions."""
     needed = job.program if job.kind == "script" else ""
     files = Files.to_bring(job.folder, leave_out=[job.run_dir], needed=needed)
@@ -206,15 +206,15 @@ def _offer(job: Job) -> dict[str, Any]:
     deciding = {*files.stamps, *({needed} & set(files.paths))}
     told = {path: hashes.of(job.folder / path) for path in sorted(deciding) if (job.folder / path).is_file()}
     hashes.keep()
-    return {
-        "run": job.run_id,
-        "script": job.program,
-        "folder": str(job.folder),
-        "run_dir": os.path.relpath(job.run_dir, job.folder),
-        "files": told if job.sync else {},
-        "versions": version_check.here(__version__),
-        "host": _name_here(),
-    }
+    return Offer(
+        run=job.run_id,
+        script=job.program,
+        folder=str(job.folder),
+        run_dir=os.path.relpath(job.run_dir, job.folder),
+        files=told if job.sync else {},
+        versions=version_check.here(__version__),
+        host=_name_here(),
+    )
 
 
 def _tell_how(job: Job, endpoint: HeadEndpoint, address: str, port: int, display: Display) -> None:
@@ -233,9 +233,7 @@ def _tell_how(job: Job, endpoint: HeadEndpoint, address: str, port: int, display
         return
     path = Path(job.options["secret-file"])
     try:
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            os.fchmod(file.fileno(), 0o600)
-            file.write(f"{secret}\n")
+        job_file.write_hidden(f"{secret}\n", path)
     except OSError as cause:
         raise ConfigError(
             f"the secret cannot be written to {path}: {cause.strerror}", where="-o secret-file", fix="name another file"
@@ -269,29 +267,10 @@ def _starter(plan: Plan, address: str, display: Display) -> StartAgent:
         host, port = addresses.address_and_port(head)
         if _is_any(host):
             head = addresses.place("::1" if ":" in host else addresses.LOOPBACK, port)
-        # No stream of ours: this process may be killed and its terminal closed, and the agent goes on.
-        process = subprocess.Popen(
-            filled(plan.agents[0], {HEAD.name: head, "address": address, "interface": found.name}),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C reaches the head alone, which then asks the workers
-        )
-        assert process.stdin is not None, "it was asked for as a pipe"
-        assert process.stderr is not None, "it was asked for as a pipe"
-        threading.Thread(target=_pass_on, args=(process.stderr, display), daemon=True).start()
-        with contextlib.suppress(OSError):  # it has ended already; the head hears of that
-            process.stdin.write(f"{token}\n".encode())
-            process.stdin.close()
-        return process
+        values = {HEAD.name: head, "address": address, "interface": found.name}
+        return remote_agent.start(filled(plan.agents[0], values), token, display, again=False)
 
     return start
-
-
-def _pass_on(words: IO[bytes], display: Display) -> None:
-    with words, contextlib.suppress(OSError, ValueError):
-        for line in words:
-            display.line(line.decode(errors="replace").rstrip("\n"), "", is_error=True)
 
 
 def _name_here() -> str:

@@ -11,8 +11,8 @@ from manyhosts.cluster.ports import Range, needed
 from manyhosts.control import variables
 from manyhosts.control.agent.head_connection import inherited
 from manyhosts.control.display import Display
-from manyhosts.control.head.placement import AgentProcess
 from manyhosts.control.head.run import Head
+from manyhosts.control.head.state import AgentProcess
 from manyhosts.control.job import Job
 from manyhosts.control.plan import Later, Plan, filled
 from manyhosts.errors import ConfigError

@@ -17,8 +17,8 @@ from typing import IO, Any
 from manyhosts.control.display import Display
 from manyhosts.control.enrolment import Enrolment
 from manyhosts.control.head import takeover
-from manyhosts.control.head.placement import HeadEndpoint, Placement
 from manyhosts.control.head.run import Head
+from manyhosts.control.head.state import AgentProcess, HeadEndpoint
 from manyhosts.control.job import Job
 from manyhosts.control.plan import CERTIFICATE, HEAD, Plan, filled
 from manyhosts.hosts import containers
@@ -27,6 +27,8 @@ from manyhosts.records import run_lock
 _NEEDED = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "LANG", "PYTHONPATH", "LD_LIBRARY_PATH")
 """What programs of an engine look at themselves; of `--env NAME` the value of anything else is kept from them."""
 _OF_ENGINES = ("SLURM_", "OMPI_", "PMIX_", "PRTE_", "LSB_", "LSF_", "CUDA_")
+
+_END_S = 3.0
 
 CommandFor = Callable[[Sequence[int]], Sequence[str]]
 """What starts the agents of some nodes."""
@@ -112,6 +114,81 @@ class _Commands:
         own = [[each.pid, run_lock.began(each.pid)] for each in self._begun if each.poll() is None]
         inherited = self._left.launcher["processes"] if self._left is not None else []
         return {"inside": self._inside, "processes": [*inherited, *own]}
+
+
+Start = Callable[[Sequence[int], str], subprocess.Popen[bytes]]
+"""Starts the agents of some nodes by one command, given the head's address (host:port)."""
+
+
+class Placement:
+    """Starts the agents of all nodes by one command, and the agent of a node that was lost by one of its own."""
+
+    def __init__(self, nodes: int, start: Start, *, together: bool = True, are_placed: bool = False) -> None:
+        """`together`: whether one command starts them all; else each is started by its own from the beginning.
+
+        `are_placed`: another process has started the agents of all nodes.
+        """
+        self._nodes, self._start, self._is_together = nodes, start, together
+        self._together: _Together | None = None
+        self._placed = set(range(nodes)) if are_placed else set()
+
+    def start_agent(self, node: int, head: str, token: str) -> AgentProcess:
+        """What the head calls, once for every node and again for one that was lost.
+
+        No engine is given the token: see `control.enrolment`.
+        """
+        if not self._is_together or node in self._placed:
+            return _NodeAgent(_Together(self._start([node], head), 1))
+        if self._together is None:
+            self._together = _Together(self._start(range(self._nodes), head), self._nodes)
+        self._placed.add(node)
+        return _NodeAgent(self._together)
+
+
+class _Together:
+    """The one process behind the agents of all nodes."""
+
+    def __init__(self, process: subprocess.Popen[bytes], nodes: int) -> None:
+        self.process, self.wanted_by, self.patience_is_over = process, nodes, False
+
+    def end(self) -> None:
+        """Have the engine end what it has started; one that does not in time is killed."""
+        self.process.terminate()
+        try:
+            self.process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+
+class _NodeAgent:
+    """One node's part of it. The process is ended when no node wants it any more."""
+
+    def __init__(self, together: _Together) -> None:
+        self._together, self._given_up = together, False
+
+    def poll(self) -> int | None:
+        return self._together.process.poll()
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self._given_up and self._together.wanted_by:
+            return 0  # the others' agents go on
+        if self._together.patience_is_over and self._together.wanted_by:
+            timeout = 0
+        try:
+            return self._together.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self._together.patience_is_over = True  # it was waited for once; no second time for every other node
+            raise
+
+    def terminate(self) -> None:
+        """Left to the agents: they end when the head has gone. srun, asked to end, kills those that still tidy up."""
+
+    def kill(self) -> None:
+        if not self._given_up:
+            self._given_up = True
+            self._together.wanted_by -= 1
+        if not self._together.wanted_by:
+            self._together.end()
 
 
 def _shown(job: Job, variables: Mapping[str, str]) -> dict[str, str]:

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 from manyhosts.control import variables
 from manyhosts.control.display import Display
 from manyhosts.control.enrolment import Enrolment
-from manyhosts.control.head.placement import HeadEndpoint
 from manyhosts.control.head.run import Head
+from manyhosts.control.head.state import HeadEndpoint
 from manyhosts.control.job import Job
 from manyhosts.control.plan import CERTIFICATE, HEAD, Plan, filled
 from manyhosts.errors import ConfigError, LaunchError

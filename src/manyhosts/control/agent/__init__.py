@@ -1,1 +1,1 @@
-"""What runs on every host of a run: the agent, its template, its workers."""
+"""What runs on every host of a run: the agent, its fork server, its workers."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import platform
+import secrets
 import signal
 import socket
 import sys
@@ -27,36 +27,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from manyhosts import __version__
 from manyhosts.cluster.ports import VARIABLE, Range, needed
 from manyhosts.control import protocol, titles, variables
-from manyhosts.control.agent import host_state, standby
+from manyhosts.control.agent import host_state, standby, warm
 from manyhosts.control.agent.connectivity import ConnectivityCheck
 from manyhosts.control.agent.head_connection import HeadConnection, Heartbeat, connect
 from manyhosts.control.agent.processes import adopt_orphans
-from manyhosts.control.agent.workers import FAREWELL_S, LocalWorkers, WorkerSetup, version
+from manyhosts.control.agent.workers import FAREWELL_S, LocalWorkers, WorkerSetup
+from manyhosts.control.handshake import Hello
 from manyhosts.control.loop import Loop, Message
-from manyhosts.control.protocol import (
-    Alive,
-    AnswerStore,
-    Asked,
-    CloseStore,
-    End,
-    FromHead,
-    Kill,
-    Leave,
-    Look,
-    OpenDoor,
-    OpenStore,
-    Prepare,
-    Seen,
-    Signal,
-    Start,
-    Tell,
-    Trouble,
-    TryConnections,
-)
 from manyhosts.control.screen import Screen
+from manyhosts.control.wire_format import read
 from manyhosts.errors import LaunchError
 from manyhosts.hosts import interfaces, ports
 from manyhosts.records import run_lock
@@ -119,7 +100,7 @@ class Agent:
             connection,
             head=head,
             token=token,
-            hello=self._facts(),
+            hello=self._hello(),
             on_message=self._obey,
             on_end=self._lose_head,
             tell=self._words.err.write,
@@ -128,20 +109,18 @@ class Agent:
         self._connectivity = ConnectivityCheck(loop, self._head, self._address)
         self._heartbeat = Heartbeat(loop, self._head)
 
-    def _facts(self) -> dict[str, Any]:
-        """What the head is told of this host when it says hello."""
-        return {
-            "node": self._node,
-            "host": socket.gethostname(),
-            "address": self._address,
-            "process": os.getpid(),
-            "cores": host_state.cores(),
-            "gpus": host_state.count(os.environ),
-            "python": platform.python_version(),
-            "torch": version("torch"),
-            "manyhosts": __version__,
+    def _hello(self) -> Hello:
+        return Hello(
+            session=secrets.token_hex(8),
+            heard=0,
+            node=self._node,
+            host=socket.gethostname(),
+            address=self._address,
+            process=os.getpid(),
+            cores=host_state.cores(),
+            gpus=host_state.count(os.environ),
             **(self._origin.joins or {}),
-        }
+        )
 
     @property
     def was_taken_in(self) -> bool:
@@ -151,29 +130,29 @@ class Agent:
     # What the head says.
 
     def _obey(self, found: Message) -> None:
-        if found["message"] == Alive.NAME:
+        if found["message"] == protocol.Alive.NAME:
             return
         self._known = True
         try:
-            message = protocol.from_head(found)
+            message = read(found, protocol.FROM_HEAD)
         except ValueError as fault:
             self._words.err.write(f"manyhosts: the head has sent a message that cannot be read: {fault}\n")
             self.leave()
             return
         match message:
-            case Prepare():
+            case protocol.Prepare():
                 self._prepare(message)
-            case OpenStore() if self._fit:
+            case protocol.OpenStore() if self._fit:
                 self._open_store(message)
-            case Start() if self._fit:
+            case protocol.Start() if self._fit:
                 self._start(message)
-            case End():
+            case protocol.End():
                 self._workers.signal(message.generation, signal.SIGTERM, group=True)
                 self._workers.kill_later(message.generation, message.grace_s)
-            case Signal():
+            case protocol.Signal():
                 self._workers.ask_to_stop(message.generation, message.signal, message.cause)
                 self._workers.kill_later(message.generation, message.farewell_s)
-            case Leave():
+            case protocol.Leave():
                 self.verdict = message.code
                 if message.why:
                     self._words.err.write(f"manyhosts: the run goes on without this host: {message.why}\n")
@@ -181,25 +160,25 @@ class Agent:
             case _:
                 self._obey_about_others(message)
 
-    def _obey_about_others(self, message: FromHead) -> None:
+    def _obey_about_others(self, message: protocol.FromHead) -> None:
         match message:
-            case Tell():
+            case protocol.Tell():
                 self._workers.tell(message.member, message.content)
-            case Kill():
+            case protocol.Kill():
                 self._workers.kill(message.member)
-            case CloseStore():
+            case protocol.CloseStore():
                 self._workers.close_store()
-            case AnswerStore():
+            case protocol.AnswerStore():
                 self._workers.store_lines.answer(message)
-            case TryConnections():
+            case protocol.TryConnections():
                 self._connectivity.try_connections(message.places)
-            case OpenDoor():
+            case protocol.OpenDoor():
                 self._connectivity.tell_port(self._ports)
-            case Look():
+            case protocol.Look():
                 number = message.round
-                self._workers.look(lambda seen: self._head.say(Seen(round=number, workers=seen)))
+                self._workers.look(lambda seen: self._head.say(protocol.Seen(round=number, workers=seen)))
 
-    def _prepare(self, message: Prepare) -> None:
+    def _prepare(self, message: protocol.Prepare) -> None:
         """See that this host can start the workers, and have all be loaded that they need."""
         command, origin = message.command, self._origin
         self._head.patience_s = message.head_timeout_s
@@ -230,7 +209,11 @@ class Agent:
             return
         environment = {**os.environ, **message.environment}
         environment |= variables.of_host(environment, cores=host_state.cores(), workers=message.workers)
-        folder, stdin, may_be_found = command["folder"], origin.stdin, bool(origin.launcher and self._run_token)
+        folder, stdin, name = command["folder"], origin.stdin, ""
+        if origin.launcher and message.warm_s:
+            name = warm.name_for(self._node, environment, message.preload, folder)
+        elif origin.launcher and self._run_token:
+            name = standby.name_for(self._node, self._run_token, environment, folder, stdin=stdin)
         setup = WorkerSetup(
             host=host,
             command=command,
@@ -238,9 +221,8 @@ class Agent:
             environment=environment,
             logs=logs,
             log_bytes=message.log_bytes,
-            fork_server=standby.name_for(self._node, self._run_token, environment, folder, stdin=stdin)
-            if may_be_found
-            else "",
+            fork_server=name,
+            stays_s=message.warm_s if name else 0.0,
             launcher=origin.launcher,
             stdin=stdin,
         )
@@ -250,16 +232,16 @@ class Agent:
 
     def _tell_unfit(self, text: str, where: str) -> None:
         """This host can start no worker, and has started none."""
-        self._head.say(Trouble(text=text, where=where, early=True))
+        self._head.say(protocol.Trouble(text=text, where=where, early=True))
         self._fit = False
 
-    def _open_store(self, message: OpenStore) -> None:
+    def _open_store(self, message: protocol.OpenStore) -> None:
         try:
             self._workers.open_store(message.generation, message.address, self._ports, listens=message.listens)
         except LaunchError as error:
             self._tell_unfit(error.what, error.where)
 
-    def _start(self, message: Start) -> None:
+    def _start(self, message: protocol.Start) -> None:
         if self._can_be_taken_over and not self._head.waits_for_another:
             self._head.waits_for_another = True
             self._loop.every(run_lock.BEAT_S, self._see_directory)
@@ -285,7 +267,7 @@ class Agent:
         if self._asked and time.monotonic() > self._asked + _ONE_WISH_S:
             self.leave()
         self._asked = self._asked or time.monotonic()
-        self._head.say(Asked(signal=int(number)))
+        self._head.say(protocol.Asked(signal=int(number)))
 
     def _lose_head(self) -> None:
         """The head is gone: workers that have a Trainer may save what they hold before everything is ended."""
@@ -313,7 +295,7 @@ class Agent:
         if self.done:
             return
         self.done = True
-        self._workers.close(is_well=self.verdict == 0)
+        self._workers.close(is_well=self.verdict == 0, is_over=self.verdict is not None)
         self._heartbeat.close()
         self._head.close()
         self._until_left.close()
@@ -345,8 +327,8 @@ def main(words: list[str] | None = None, token: str = "") -> int:
     parser.add_argument("--launcher", type=int, default=0, help="a process of this host that ends with the launcher")
     parser.add_argument("--interface", default="", help="the interface that has that address")
     asked = parser.parse_args(words)
-    for name in interfaces.VARIABLES if asked.interface else ():
-        os.environ.setdefault(name, asked.interface)
+    if asked.interface:
+        interfaces.use(asked.interface, os.environ)
     born_with_it = asked.head.startswith("fd:")
     token = "" if born_with_it else token or sys.stdin.readline().strip()
     if not (token or born_with_it):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -42,17 +39,8 @@ class ConnectivityCheck:
         return int(listening.getsockname()[1])
 
     def try_connections(self, places: Sequence[Any]) -> None:
-        """Try to reach other hosts, on a thread of its own: a firewall may keep it waiting for seconds."""
-        reading, writing = os.pipe()
-
-        def try_all() -> None:
-            os.write(writing, json.dumps(remote_probe.try_all_connections(list(places))).encode())
-            os.close(writing)
-
-        def tell() -> None:
-            self._loop.unwatch(reading)
-            with os.fdopen(reading) as answers:
-                self._head.say(ConnectionsTried(answers=json.loads(answers.read())))
-
-        self._loop.watch(reading, tell)
-        threading.Thread(target=try_all, daemon=True).start()
+        """Try to reach other hosts: a firewall may keep that waiting for seconds."""
+        self._loop.beside(
+            lambda: remote_probe.try_all_connections(list(places)),
+            lambda answers: self._head.say(ConnectionsTried(answers=answers)),
+        )

@@ -8,6 +8,7 @@ import time
 from manyhosts.control import enrolment
 from manyhosts.control.agent import head_connection
 from manyhosts.control.agent.head_client import HeadClient
+from manyhosts.control.handshake import Enrol, Secret
 from manyhosts.errors import LaunchError
 
 _PATIENCE_S = 60.0
@@ -54,11 +55,10 @@ def _ask(head: str, certificate: str, key: str) -> str:
                 fix="see who has that address and port",
             )
         try:
-            client.say("enrol", key=key)
-            answer = client.hear()
+            client.say(Enrol(key=key))
+            token = client.hear(Secret).token
         except LaunchError as error:
             raise _NotKnownYet(error.what, where=head, fix="") from error
-    token = answer.get("token")
-    if answer.get("message") != "secret" or not isinstance(token, str) or not token:
+    if not token:
         raise _NotKnownYet(f"the head at {head} did not know this agent in time", where=head, fix="")
     return token

@@ -9,6 +9,7 @@ it over a socket, one JSON line per request, with the descriptors that a request
     warm      load what a worker has imported, as far as that may be done for all (`agent.import_preloader`)
     spare     leave alone what workers have left behind: all of them have ended well
 
+    rest      end every worker, and wait for the agent of another run (`agent.warm`)
     end       end, and with it every worker
 
 and hears `ready`, once, then `started` and `ended` of each fork, and `warm` with what was loaded. When the agent is
@@ -31,45 +32,50 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from manyhosts.control import titles
-from manyhosts.control.agent import import_preloader, standby, worker
+from manyhosts.control.agent import import_preloader, standby, warm, worker
 from manyhosts.control.agent.processes import adopt_orphans, die_with_parent, kill_descendants, kill_group
 
-_DESCRIPTORS = {"worker": 4, "store": 1, "signal": 0, "warm": 0, "spare": 0, "end": 0}
+_DESCRIPTORS = {"worker": 4, "store": 1, "signal": 0, "warm": 0, "spare": 0, "rest": 0, "end": 0}
 _QUIET = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""The agent alone decides when the template ends."""
+"""The agent alone decides when the fork server ends."""
 _BURIAL_S = 5.0
 """How long processes that were killed may take to end: the kernel holds some of them."""
+_REST_S = 1.0
+"""The same at the end of a run. Where the script has left something behind that goes on, no other run is waited for."""
 
 
 def main() -> None:
     """Load what `sys.argv` names, then fork on request until the agent is gone."""
-    titles.set_title("manyhosts template of the workers")
+    titles.set_title("manyhosts fork server of the workers")
     die_with_parent(signal.SIGKILL)
     adopt_orphans()
-    agent = socket.socket(fileno=int(sys.argv[1]))
+    agent, began = socket.socket(fileno=int(sys.argv[1])), time.time()
     _load(json.loads(sys.argv[2]))
     die_with_parent(0)  # from here on the end of the agent is noticed, and the workers' children are ended too
-    scratch, name, launcher = sys.argv[3:]
+    scratch, name, launcher, stays_s = sys.argv[3:]
     waiting = None
     with contextlib.suppress(OSError):
         waiting = standby.Waiting(name, int(launcher)) if name else None
-    template = ForkServerProcess(agent, waiting)
+    fork_server = ForkServerProcess(agent, waiting)
     while True:
         try:
-            template.serve()
+            fork_server.serve()
         finally:
-            template.end_all()
-            if not template.dismissed:
+            fork_server.end_all()
+            if not (fork_server.dismissed or fork_server.rests):
                 shutil.rmtree(scratch, ignore_errors=True)  # that of an agent that was killed
-        if template.dismissed or waiting is None or not template.bury_all():
+        may_stay = float(stays_s) > 0 or not fork_server.rests
+        if fork_server.dismissed or waiting is None or not may_stay or not fork_server.bury_all():
             return
-        following = waiting.next_agent()
-        if following is None:
+        if fork_server.rests:
+            fork_server.detach()
+        following = waiting.next_agent(float(stays_s) if fork_server.rests else 0.0)
+        if following is None or (fork_server.rests and warm.changed_since(began)):
             return
         with contextlib.suppress(OSError, ValueError):
-            modules, scratch = standby.take_over(following)
+            modules, scratch = standby.take_over(following, waiting)
             _load(modules)
-        template.attach(following)
+        fork_server.attach(following)
 
 
 def _load(modules: list[str]) -> None:
@@ -86,6 +92,8 @@ class ForkServerProcess:
         self._agent, self._waiting = agent, waiting
         self.dismissed = False
         """Whether the agent has no use for it any more; else it was killed."""
+        self.rests = False
+        """Whether the agent's run is over, and that of another may come."""
         self._process = os.getpid()
         self._came = bytearray()
         self._descriptors: list[int] = []
@@ -125,7 +133,7 @@ class ForkServerProcess:
 
     def bury_all(self) -> bool:
         """See every process end that was killed. Whether none is left."""
-        deadline = time.monotonic() + _BURIAL_S
+        deadline = time.monotonic() + (_REST_S if self.rests else _BURIAL_S)
         while time.monotonic() < deadline:
             self._reap()
             try:
@@ -135,9 +143,23 @@ class ForkServerProcess:
             time.sleep(0.005)
         return False
 
+    def detach(self) -> None:
+        """Hold nothing of the run that is over: its terminal, its folder, its agent."""
+        titles.set_title("manyhosts fork server of the workers, kept for the next run")
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nobody is hurt by its end now
+        os.chdir("/")
+        with contextlib.suppress(OSError):
+            os.setsid()
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for target in (0, 1, 2):
+            os.dup2(nothing, target)
+        os.close(nothing)
+        self._agent.close()
+
     def attach(self, agent: socket.socket) -> None:
         """Serve another agent."""
         self._agent.close()
+        self.rests = False
         self._agent = agent
         self._came.clear()
         for descriptor in self._descriptors:
@@ -164,7 +186,7 @@ class ForkServerProcess:
         is_there = self._agent.fileno() not in readable or self._listen()
         if self._waiting and self._waiting.fileno() in readable and is_there:
             self._waiting.refuse()
-        return is_there and not self.dismissed
+        return is_there and not self.dismissed and not self.rests
 
     def _listen(self) -> bool:
         try:
@@ -192,11 +214,10 @@ class ForkServerProcess:
                 elif name == request["name"]:
                     os.kill(process, request["signal"])
             return
-        if request["do"] == "spare":
-            self._spares = True
-            return
-        if request["do"] == "end":
-            self.dismissed = True
+        if request["do"] in ("spare", "rest", "end"):
+            self._spares = self._spares or request["do"] == "spare"
+            self.rests = self.rests or request["do"] == "rest"
+            self.dismissed = self.dismissed or request["do"] == "end"
             return
         if request["do"] == "warm":
             self._try_out(request["modules"])
@@ -221,7 +242,7 @@ class ForkServerProcess:
         return process
 
     def _become(self, act: Callable[[], int]) -> NoReturn:
-        """In the child: forget the template and be what `act` is."""
+        """In the child: forget the fork server and be what `act` is."""
         status = 70
         try:
             signal.set_wakeup_fd(-1)
@@ -236,7 +257,7 @@ class ForkServerProcess:
                 self._waiting.close()
             os.close(self._wake)
             os.close(self._woken)
-            if os.getppid() == self._process:  # else the template ended before that could be noticed
+            if os.getppid() == self._process:  # else the fork server ended before that could be noticed
                 gc.enable()
                 status = act()
         finally:

@@ -6,14 +6,19 @@ import json
 import socket
 import ssl
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 from manyhosts.control import tls
+from manyhosts.control.handshake import FromCalled, FromCaller
+from manyhosts.control.wire_format import by_name, content_of, read
 from manyhosts.errors import LaunchError
 from manyhosts.records.json_text import parsed
 
 ANSWER_S = 20.0
 """How long a head may take to answer: it may be busy with the start of others."""
+
+
+Answer = TypeVar("Answer", bound=FromCalled)
 
 
 class HeadClient:
@@ -35,31 +40,29 @@ class HeadClient:
         self._take(until=lambda: self._tls.is_up)
         return self._tls.fingerprint
 
-    def say(self, kind: str, **fields: Any) -> None:
+    def say(self, message: FromCaller) -> None:
         """Send a message.
 
         Raises:
             LaunchError: the other side is gone.
         """
-        self._tls.send(json.dumps({"message": kind, **fields}).encode() + b"\n")
+        self._tls.send(json.dumps({"message": message.NAME, **content_of(message)}).encode() + b"\n")
         self._carry()
 
-    def hear(self) -> dict[str, Any]:
-        """The next message.
+    def hear(self, kind: type[Answer]) -> Answer:
+        """The next message, which is of this `kind`.
 
         Raises:
-            LaunchError: none came.
+            LaunchError: none came, or another one.
         """
         self._take(until=lambda: b"\n" in self._came)
         first, _, rest = bytes(self._came).partition(b"\n")
         self._came = bytearray(rest)
         try:
             found = parsed(first)
-        except ValueError:
-            found = None
-        if not isinstance(found, dict):
-            raise self.trouble("it has said nothing that can be read")
-        return found
+            return read(found if isinstance(found, dict) else {}, by_name(kind))
+        except ValueError as cause:
+            raise self.trouble("it has said nothing that this version understands") from cause
 
     def _take(self, until: Callable[[], bool]) -> None:
         while not until():

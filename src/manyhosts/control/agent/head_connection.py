@@ -8,19 +8,19 @@ are left out, and the head is told how many; the logs have them all.
 from __future__ import annotations
 
 import json
-import os
-import secrets
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
 
+from manyhosts.control.handshake import FROM_CALLED, Call, FromCalled, Hello, Prove, Welcome
 from manyhosts.control.loop import Channel, Loop, Message, notice_loss
 from manyhosts.control.proof import PROTOCOL, Caller
-from manyhosts.control.protocol import FromAgent, Output, Unshown, content_of
+from manyhosts.control.protocol import FromAgent, Output, Unshown
 from manyhosts.control.session import Session
+from manyhosts.control.wire_format import content_of, read
 from manyhosts.hosts import addresses
 
 _INHERITED = "fd:"
@@ -67,19 +67,20 @@ class HeadConnection:
         *,
         head: str,
         token: str,
-        hello: Mapping[str, Any],
+        hello: Hello,
         on_message: Callable[[Message], None],
         on_end: Callable[[], None],
         tell: Callable[[str], object],
     ) -> None:
         """Say `hello` over `connection`, which leads to `head`, to whoever proves to know `token`.
 
+        Its `proof` and `heard` are filled in.
+
         Without a token the connection is one that this process was born with: it needs no proof, and when it ends, so
         has the head. `tell` is given lines for people.
         """
         self._loop, self._head, self._token, self._tell = loop, head, token, tell
-        self._hello = {**hello, "session": secrets.token_hex(8)}
-        self._on_end = on_end
+        self._hello, self._on_end = hello, on_end
         self._session = Session(loop.after, on_message)
         self.patience_s = 0.0
         """How long the head is called again that was lost. The head says it."""
@@ -110,13 +111,9 @@ class HeadConnection:
         """What the head has not heard yet."""
         return self._session.backlog_bytes
 
-    def send(self, kind: str, /, **fields: Any) -> None:
-        """Send one message, now or when the head is there again; after the end it is dropped."""
-        self._session.send(kind, **fields)
-
     def say(self, message: FromAgent) -> None:
-        """Send one message of the protocol."""
-        self.send(message.NAME, **content_of(message))
+        """Send one message, now or when the head is there again; after the end it is dropped."""
+        self._session.say(message)
 
     def give_sign_of_life(self, held_s: float) -> None:
         """From another thread: let the head see that this host lives. Its loop has been held up for `held_s` seconds.
@@ -142,7 +139,7 @@ class HeadConnection:
     def _open(self, connection: socket.socket) -> Channel:
         if not self._token:
             channel = Channel(self._loop, connection, lambda _: None, lambda: self._lose(channel))
-            channel.send("hello", **self._hello, heard=0)
+            channel.say(self._hello)
             self._session.attach(channel)
             return channel
         from manyhosts.control import tls  # here, for an agent of the head's own machine need not load OpenSSL
@@ -156,13 +153,14 @@ class HeadConnection:
             tls=tls.call(),
         )
         channel.longest_line = 1 << 14
-        channel.send("call", **caller.call())
+        channel.say(Call(**caller.call()))
         self._loop.after(_PROOF_S, lambda: self._hang_up_unproven(channel))
         return channel
 
-    def _see(self, channel: Channel, caller: Caller, message: Message) -> None:
+    def _see(self, channel: Channel, caller: Caller, found: Message) -> None:
         """Whoever answers is to prove that it is the head, before it is told anything or obeyed."""
-        proof = caller.proof_for(message, channel.fingerprint) if message.get("message") == "prove" else ""
+        answer = _answer(found)
+        proof = caller.proof_for(content_of(answer), channel.fingerprint) if isinstance(answer, Prove) else ""
         if not proof:
             self._tell(
                 f"manyhosts: what answers at {self._head} does not know the secret of this run; it is told nothing\n"
@@ -171,24 +169,24 @@ class HeadConnection:
             return
         channel.longest_line = Channel.LONGEST_LINE
         channel.on_message = lambda message: self._be_welcomed(channel, message)
-        channel.send("hello", proof=proof, **self._hello, heard=self._session.heard)
+        channel.say(replace(self._hello, proof=proof, heard=self._session.heard))
         if caller.protocol != PROTOCOL:  # the head, which has heard ours, ends the run
             self._tell(f"manyhosts: {mismatch(caller.protocol, PROTOCOL)}\n")
             self._end()
 
     def _be_welcomed(self, channel: Channel, message: Message) -> None:
         """The head says how far it has heard, or that it has no use for this agent."""
-        heard = message.get("heard")
-        if message.get("message") != "welcome" or not isinstance(heard, int):
+        welcome = _answer(message)
+        if not isinstance(welcome, Welcome):
             self._end()
             return
         if self._session.heard:
             self._tell("manyhosts: the head is there again\n")
         self._refused, self._hung_up, self._pause_s = 0.0, 0.0, _PAUSE_S
-        self._session.attach(channel, heard)
+        self._session.attach(channel, welcome.heard)
 
     def _hang_up_unproven(self, channel: Channel) -> None:
-        if channel is self._channel and self._session.channel is not channel:
+        if channel.is_open and self._session.channel is not channel:  # else the head was lost, and is being called
             channel.close()
             self._lose(channel)
 
@@ -223,26 +221,16 @@ class HeadConnection:
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
     def _call(self) -> None:
-        """Open another connection, on a thread: the head may not answer for long."""
-        if not self._is_open:
-            return
-        reading, writing = os.pipe()
-        found: list[socket.socket | OSError] = []
+        """Open another connection: the head may not answer for long."""
 
-        def call() -> None:
+        def call() -> socket.socket | OSError:
             try:
-                found.append(connect(self._head))
+                return connect(self._head)
             except OSError as error:
-                found.append(error)
-            os.close(writing)
+                return error
 
-        def take() -> None:
-            self._loop.unwatch(reading)
-            os.close(reading)
-            self._take(found[0])
-
-        self._loop.watch(reading, take)
-        threading.Thread(target=call, daemon=True).start()
+        if self._is_open:
+            self._loop.beside(call, self._take)
 
     def _take(self, found: socket.socket | OSError) -> None:
         if isinstance(found, OSError):
@@ -254,6 +242,13 @@ class HeadConnection:
             self._channel = self._open(found)
         else:
             found.close()
+
+
+def _answer(found: Message) -> FromCalled | None:
+    try:
+        return read(found, FROM_CALLED)
+    except ValueError:
+        return None
 
 
 def mismatch(head: int, agent: int) -> str:

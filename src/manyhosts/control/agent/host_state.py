@@ -148,7 +148,8 @@ def count(environment: Mapping[str, str], root: Path = Path("/")) -> int:
         return named(environment[CHOSEN])
     if found := len(list((root / "proc/driver/nvidia/gpus").glob("*"))):
         return found
-    return _by_nvidia_smi(environment) or len([path for path in (root / "dev").glob("nvidia*") if _is_gpu(path.name)])
+    nodes = [path for path in (root / "dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
+    return _by_nvidia_smi(environment) or len(nodes)
 
 
 def named(devices: str) -> int:
@@ -167,15 +168,11 @@ def _by_nvidia_smi(environment: Mapping[str, str]) -> int:
     return len(re.findall(r"^GPU \d+:", done.stdout, re.MULTILINE)) if done.returncode == 0 else 0
 
 
-def _is_gpu(name: str) -> bool:
-    return re.fullmatch(r"nvidia\d+", name) is not None
-
-
 _MOUNT = Path("/sys/fs/cgroup")
 _PROCESS = Path("/proc")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, which Python 3.8 does not know
 class Kills:
     """How many processes the kernel has ended for want of memory."""
 
@@ -205,6 +202,29 @@ def limit_bytes(mount: Path = _MOUNT, proc: Path = _PROCESS) -> tuple[int, bool]
     total = (_entry(proc / "meminfo", "MemTotal:") or 0) * 1024
     least = min((limit for limit in limits if limit is not None), default=total)
     return (least, True) if 0 < least < (total or least + 1) else (total, False)
+
+
+def memory_left(share: int = 1, mount: Path = _MOUNT, proc: Path = _PROCESS) -> int | None:
+    """Bytes that one of `share` processes like this one may still take; None where nobody says.
+
+    The least of what the machine has, what its cgroups allow, and what this process may have by its own limits. What a
+    cgroup keeps of files that were read counts as free: the kernel lets go of it.
+    """
+    available = _entry(proc / "meminfo", "MemAvailable:")
+    together = [] if available is None else [available * 1024]
+    for folder, is_v2 in _folders(mount, proc):
+        most = _number(folder / ("memory.max" if is_v2 else "memory.limit_in_bytes"))
+        used = _number(folder / ("memory.current" if is_v2 else "memory.usage_in_bytes"))
+        if most is not None and used is not None:
+            files = _entry(folder / "memory.stat", "inactive_file" if is_v2 else "total_inactive_file") or 0
+            together.append(max(0, most - used + files))
+    alone = []
+    for limit, name in ((resource.RLIMIT_AS, "VmSize:"), (resource.RLIMIT_DATA, "VmData:")):
+        soft, _ = resource.getrlimit(limit)
+        used = _entry(proc / "self" / "status", name)
+        if soft != resource.RLIM_INFINITY and used is not None:
+            alone.append(max(0, soft - used * 1024))
+    return min([*(each // share for each in together), *alone], default=None)
 
 
 def _folders(mount: Path, proc: Path) -> list[tuple[Path, bool]]:

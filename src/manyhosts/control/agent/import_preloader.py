@@ -1,6 +1,6 @@
-"""What a worker's script has imported, and whether a template may load it for the workers to come.
+"""What a worker's script has imported, and whether a fork server may load it for the workers to come.
 
-A replacement runs the script anew, and most of that time goes into imports. A template that has loaded the same
+A replacement runs the script anew, and most of that time goes into imports. A fork server that has loaded the same
 packages takes it away. But what it has, every worker has: so a child of it tries first, as a worker would, and what
 starts a thread, opens something that stays open, makes a temporary file or asks which worker it is, is left to the
 script.
@@ -86,7 +86,7 @@ class Assessment:
 
 
 def try_out(names: Sequence[str], private: Collection[str], report: int) -> None:
-    """In a child of the template: import `names` until one leaves a trace, and write that one's place to `report`.
+    """In a child of the fork server: import `names` until one leaves a trace, and write that one's place to `report`.
 
     `private` are the variables in which workers differ.
     """

@@ -55,14 +55,14 @@ class Look:
         `desk` is the socket where they hand in their reports.
         """
         self._desk = desk
-        self._workers, self._then = [worker for worker in workers if worker.process and not worker.ended], then
+        self._workers = [worker for worker in workers if worker.process and not worker.ended]
         self._first = {worker.worker_id.member: _sample(worker.process) for worker in self._workers}
         self._stacks: dict[int, str] = {}
         for worker in self._workers:
             worker.take_stack()  # what is left of the last time
             _ask(worker.process)
         loop.after(self.TAKES_S / 2, self._ask_loaders)
-        loop.after(self.TAKES_S, self._end)
+        loop.after(self.TAKES_S, lambda: then([self._seen(worker) for worker in self._workers]))
 
     def _ask_loaders(self) -> None:
         """Ask the processes that workers have started: one of them may keep its worker waiting."""
@@ -71,9 +71,6 @@ class Look:
             children = sorted(descendants(worker.process), key=lambda child: _sample(child).state != "R")
             for child in children[:_MOST_LOADERS]:  # first those that compute
                 _ask(child)
-
-    def _end(self) -> None:
-        self._then([self._seen(worker) for worker in self._workers])
 
     def _seen(self, worker: WatchedWorker) -> SeenWorker:
         first, last = self._first[worker.worker_id.member], _sample(worker.process)

@@ -18,7 +18,7 @@ from fnmatch import fnmatchcase
 from manyhosts.control.agent import agent
 from manyhosts.control.agent.enrolling import enrol
 from manyhosts.errors import ConfigError, LaunchError, ManyhostsError
-from manyhosts.hosts import addresses, remote_probe
+from manyhosts.hosts import addresses, interfaces, remote_probe
 
 
 def number_in(name: str, variables: Mapping[str, str]) -> int:
@@ -64,8 +64,7 @@ def use_interface(head: str, variables: MutableMapping[str, str]) -> str:
             fix="see that all hosts are on one network",
         )
     if name := addresses.interface_of(address):
-        variables.setdefault("GLOO_SOCKET_IFNAME", name)
-        variables.setdefault("NCCL_SOCKET_IFNAME", name)
+        interfaces.use(name, variables)
     return address
 
 

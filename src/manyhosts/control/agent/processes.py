@@ -7,6 +7,7 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Set
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -46,9 +47,9 @@ def command_of(process: int) -> str:
         return ""
 
 
-def kill_descendants(of: int | None = None) -> None:
-    """End whatever process `of`, by itself this one, has started and not seen end, by SIGKILL."""
-    for process in descendants(os.getpid() if of is None else of):
+def kill_descendants(of: int | None = None, but: Set[int] = frozenset()) -> None:
+    """End whatever process `of`, by itself this one, has started and not seen end, by SIGKILL; all `but` these."""
+    for process in set(descendants(os.getpid() if of is None else of)) - but:
         with contextlib.suppress(OSError):
             os.kill(process, signal.SIGKILL)
 

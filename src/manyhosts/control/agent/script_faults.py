@@ -182,7 +182,7 @@ class ScriptFaults:
     def watch_files(self, serialization: Any) -> None:
         """Note which files `torch.save` writes and `torch.load` reads."""
         torch: Any = sys.modules["torch"]
-        for name, note in (("save", self._note_saved), ("load", self._note_loaded)):
+        for name, note in (("save", self._note_saved), ("load", self._loaded.append)):
             wrapped = _noting(getattr(serialization, name), note, place=1 if name == "save" else 0)
             setattr(serialization, name, wrapped)
             if hasattr(torch, name):  # else it is being loaded, and takes it from there
@@ -258,9 +258,6 @@ class ScriptFaults:
         if path not in self._files and len(self._files) < _MOST_FILES:
             self._files.add(path)
             self._tell("file", path=path)
-
-    def _note_loaded(self, path: str) -> None:
-        self._loaded.append(path)
 
     def _tell(self, fault: str, **fields: object) -> None:
         if not self.is_off:

@@ -1,4 +1,4 @@
-"""A template outlives an agent that was killed, and serves the next one: what it has loaded need not be loaded again.
+"""A fork server outlives an agent that was killed, and serves the next one: what it has loaded is not loaded again.
 
 It can be found by a name that only the agents of one host in one run know how to make, and whoever answers to it, or
 asks for it, must be the same user. It waits for `PATIENCE_S`, and no longer than the launcher lives.
@@ -30,7 +30,7 @@ _OF_A_LOGIN = ("SSH_CLIENT", "SSH_CONNECTION", "SSH_TTY", "XDG_SESSION_ID", "SHL
 
 
 def name_for(node: int, run: str, environment: Mapping[str, str], folder: str, *, stdin: bool) -> str:
-    """What a template is known by that an agent of node `node` can use, in the start `run`.
+    """What a fork server is known by that an agent of node `node` can use, in the start `run`.
 
     Empty where the system cannot do this.
     """
@@ -42,7 +42,7 @@ def name_for(node: int, run: str, environment: Mapping[str, str], folder: str, *
 
 
 class Waiting:
-    """In the template: where the next agent connects. There is none while the first one lives."""
+    """In the fork server: where the next agent connects. There is none while the first one lives."""
 
     def __init__(self, name: str, launcher: int) -> None:
         """`launcher` is a process of this host that ends with the launcher.
@@ -63,14 +63,27 @@ class Waiting:
         """Send somebody away: there is an agent."""
         self._listening.accept()[0].close()
 
-    def next_agent(self) -> socket.socket | None:
-        """The connection to the next agent; None where none comes."""
-        while self.fileno() in select.select([self.fileno(), self._launcher], [], [], PATIENCE_S)[0]:
+    def next_agent(self, stays_s: float = 0.0) -> socket.socket | None:
+        """The connection to the next agent; None where none comes.
+
+        `stays_s`: wait so long, also behind the end of the launcher.
+        """
+        others = [] if stays_s else [self._launcher]
+        while self.fileno() in select.select([self.fileno(), *others], [], [], stays_s or PATIENCE_S)[0]:
             connection, _ = self._listening.accept()
             if _other_side(connection)[1] == os.getuid():
                 return connection
             connection.close()
         return None
+
+    def follow(self, launcher: int) -> None:
+        """End with this process of the host from now on.
+
+        Raises:
+            OSError: it has ended already.
+        """
+        os.close(self._launcher)
+        self._launcher = os.pidfd_open(launcher)
 
     def close(self) -> None:
         """For a process that is forked: it is not the one that waits."""
@@ -79,7 +92,7 @@ class Waiting:
 
 
 class Adopted:
-    """In an agent: a template of an agent before it, as `subprocess.Popen` shows one that was started."""
+    """In an agent: a fork server of an agent before it, as `subprocess.Popen` shows one that was started."""
 
     def __init__(self, connection: socket.socket, pid: int, stderr: IO[bytes]) -> None:
         self.socket, self.pid, self.stderr = connection, pid, stderr
@@ -92,7 +105,7 @@ class Adopted:
             subprocess.TimeoutExpired: it still runs after `timeout` seconds.
         """
         if not select.select([self._process], [], [], timeout)[0]:
-            raise subprocess.TimeoutExpired("template", timeout or 0)
+            raise subprocess.TimeoutExpired("fork server", timeout or 0)
         return 0
 
     def send_signal(self, number: int) -> None:
@@ -101,18 +114,31 @@ class Adopted:
             signal.pidfd_send_signal(self._process, number)
 
 
-def adopt(name: str, environment: Mapping[str, str], preload: Sequence[str], scratch: Path) -> Adopted | None:
-    """The template that waits under `name`, made ready for this agent; None where there is none."""
+def adopt(
+    name: str,
+    environment: Mapping[str, str],
+    preload: Sequence[str],
+    scratch: Path,
+    *,
+    launcher: int = 0,
+    stdin: bool = False,
+) -> Adopted | None:
+    """The fork server that waits under `name`, made ready for this agent; None where there is none.
+
+    `launcher` is the process that it is to end with, where that may be another one than before.
+    `stdin`: its workers may read what comes on the standard input of this process.
+    """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(_ANSWER_S)
     reading, writing = os.pipe()
     words: dict[str, Any] = {"environment": dict(environment), "preload": list(preload), "scratch": str(scratch)}
+    words["launcher"], nothing = launcher, os.open(os.devnull, os.O_RDONLY)
     try:
         connection.connect(f"\0{name}")
         pid, user, _ = _other_side(connection)
         if user == os.getuid():
             line = json.dumps(words).encode() + b"\n"
-            sent = socket.send_fds(connection, [line], [writing])
+            sent = socket.send_fds(connection, [line], [writing, 0 if stdin else nothing])
             connection.sendall(line[sent:])
             if connection.recv(1):
                 connection.settimeout(None)
@@ -121,13 +147,14 @@ def adopt(name: str, environment: Mapping[str, str], preload: Sequence[str], scr
         pass
     finally:
         os.close(writing)
+        os.close(nothing)
     connection.close()
     os.close(reading)
     return None
 
 
-def take_over(connection: socket.socket) -> tuple[list[str], str]:
-    """In the template: be as the next agent's own would be. Returns what it is to load, and its scratch folder.
+def take_over(connection: socket.socket, waiting: Waiting) -> tuple[list[str], str]:
+    """In the fork server: be as the next agent's own would be. Returns what it is to load, and its scratch folder.
 
     Raises:
         OSError, ValueError: that agent has gone again.
@@ -135,16 +162,19 @@ def take_over(connection: socket.socket) -> tuple[list[str], str]:
     connection.settimeout(_ANSWER_S)
     came, descriptors = b"", []
     while not came.endswith(b"\n"):
-        chunk, found, _, _ = socket.recv_fds(connection, 1 << 16, 1)
+        chunk, found, _, _ = socket.recv_fds(connection, 1 << 16, 2)
         if not chunk:
             raise ConnectionResetError
         came += chunk
         descriptors += found
     connection.settimeout(None)
     words = json.loads(came)
-    [stderr] = descriptors
-    os.dup2(stderr, 2)
-    os.close(stderr)
+    stderr, stdin = descriptors
+    for source, target in ((stderr, 2), (stdin, 0)):
+        os.dup2(source, target)
+        os.close(source)
+    if words["launcher"]:
+        waiting.follow(words["launcher"])
     os.environ.clear()
     os.environ.update(words["environment"])
     connection.sendall(b"!")

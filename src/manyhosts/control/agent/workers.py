@@ -1,21 +1,15 @@
 """The workers of one host: started by its fork server, told and asked, signalled, ended.
 
-The fork server is a process that has loaded what the script needs (`agent.fork_server_process`). `ForkServer` is the
-agent's view of it; `LocalWorkers` starts workers by it, and the process that keeps a store for them to meet at.
+The same fork server starts the process that keeps a store for them to meet at.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import importlib.util
-import json
 import os
 import shutil
 import signal
-import socket
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -24,29 +18,19 @@ from typing import Any
 
 from manyhosts.cluster import reports
 from manyhosts.cluster.ports import Range
-from manyhosts.control.agent import standby
+from manyhosts.control.agent.fork_server import ForkServer
 from manyhosts.control.agent.head_connection import HeadConnection, Outbox
 from manyhosts.control.agent.inspection import Look
 from manyhosts.control.agent.processes import command_of, descendants, kill_descendants
 from manyhosts.control.agent.store_lines import StoreLines, TcpStore
-from manyhosts.control.agent.watched_worker import Lines, ReportServer, WatchedWorker, WorkerId
+from manyhosts.control.agent.watched_worker import ReportServer, WatchedWorker, WorkerId
 from manyhosts.control.loop import Loop, Message
 from manyhosts.control.protocol import FromAgent, MemberSays, NewWorker, Report, SeenWorker, StoreOpened, Trouble, Warm
-from manyhosts.control.tracebacks import is_idle_notice
 
 FAREWELL_S = 30.0
 """How long workers have, where nobody goes on, to save what they hold and end."""
 _LONGEST_FOLDER = 80  # the name of a Unix socket has at most 107 characters, on macOS 103
 _WAY_OUT_S = 3.0
-_START = (
-    "import sys; sys.flags.safe_path or sys.path.pop(0);"
-    " from manyhosts.control.agent.fork_server_process import main; main()"
-)
-"""Python's argument for `-c`: the folder of the script takes the place in `sys.path` that is freed here."""
-
-
-_SETTLED_S = 5.0
-"""So long must workers have trained before it is worth loading anything for those that may follow them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,134 +49,12 @@ class WorkerSetup:
     """How large a log grows before another one is begun; 0: as it likes."""
     fork_server: str
     """What the fork server is known by for the next agent; empty where none may find it."""
+    stays_s: float
+    """How long the fork server waits for another run when this one is over; 0: not at all."""
     launcher: int
     """A process of this host that ends with the launcher; 0 where there is none."""
     stdin: bool
     """Whether the first worker reads what comes on the standard input of this process."""
-
-
-class ForkServer:
-    """The fork server of one host."""
-
-    def __init__(  # noqa: PLR0913  # each is a fact of its own
-        self,
-        loop: Loop,
-        *,
-        preload: Sequence[str],
-        environment: Mapping[str, str],
-        folder: str,
-        scratch: Path,
-        stdin: bool,
-        name: str = "",
-        launcher: int = 0,
-        on_event: Callable[[dict[str, Any]], None],
-        on_warm: Callable[[list[str]], None],
-        on_end: Callable[[], None],
-        on_words: Callable[[str], object],
-    ) -> None:
-        """Start it, or take over that of an agent before. Requests wait while it loads `preload`; `on_end` is called if
-        it ends unasked.
-
-        `name` is what it is known by for the next agent (`agent.standby`), which may find it while `launcher` lives, a
-        process of this host; empty where none may.
-
-        `stdin`: workers may read what comes on the standard input of this process.
-        `on_warm` hears what it has loaded beside that, because workers have imported it; `on_words` what it and the
-        store print.
-        """
-        self._loop, self._on_event, self._on_warm, self._on_end = loop, on_event, on_warm, on_end
-        self._on_words = on_words
-        self._is_warming = False
-        self._came = bytearray()
-        self.ready = False
-        """Whether it has loaded what it was to load."""
-        self._process: subprocess.Popen[bytes] | standby.Adopted
-        if name and (adopted := standby.adopt(name, environment, preload, scratch)) is not None:
-            self._process, self._socket = adopted, adopted.socket
-        else:
-            self._socket, theirs = socket.socketpair()
-            words = [str(theirs.fileno()), json.dumps(list(preload)), str(scratch), name, str(launcher)]
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _START, *words],
-                pass_fds=[theirs.fileno()],
-                env=dict(environment),
-                cwd=folder,
-                stdin=None if stdin else subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-            )
-            theirs.close()
-        loop.watch(self._socket, self._read)
-        assert self._process.stderr is not None, "it was asked for as a pipe"
-        self._words, self._lines = self._process.stderr, Lines()
-        loop.watch(self._words, self._pass_on)
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid
-
-    def ask(self, do: str, descriptors: Sequence[int] = (), **fields: Any) -> None:
-        """Send one request, with the descriptors it needs. They stay open here."""
-        line = json.dumps({"do": do, **fields}).encode() + b"\n"
-        with contextlib.suppress(OSError):  # its end is noticed when we read
-            sent = socket.send_fds(self._socket, [line], list(descriptors)) if descriptors else 0
-            self._socket.sendall(line[sent:])
-
-    def warm(self, modules: Sequence[str]) -> None:
-        """Have it load what a worker has imported, for those to come. Once: all run the same program."""
-        if modules and not self._is_warming:
-            self._is_warming = True
-            self._loop.after(_SETTLED_S, lambda: self.ask("warm", modules=list(modules)))
-
-    def close(self, *, spare: bool = False) -> None:
-        """End it, and with it every worker. `spare`: what workers that ended well have left behind goes on."""
-        if spare:
-            self.ask("spare")
-        self.ask("end")
-        self._loop.unwatch(self._socket)
-        self._socket.close()
-        try:
-            self._process.wait(timeout=2 if self.ready else 0)  # while it loads, it has nobody to end
-        except subprocess.TimeoutExpired:
-            self._process.send_signal(signal.SIGKILL)
-            self._process.wait()
-        self._forget_words()
-
-    def _pass_on(self) -> None:
-        """What the template and the store have to say goes where this agent's own words go, but for idle notices."""
-        chunk = os.read(self._words.fileno(), 1 << 16)
-        lines = self._lines.feed(chunk) if chunk else self._lines.end()
-        self._on_words("".join(f"{line}\n" for line in lines if not is_idle_notice(line)))
-        if not chunk:
-            self._forget_words()
-
-    def _forget_words(self) -> None:
-        self._loop.unwatch(self._words)
-        self._words.close()
-
-    def _read(self) -> None:
-        try:
-            chunk = os.read(self._socket.fileno(), 1 << 16)
-        except OSError:
-            chunk = b""
-        self._came += chunk
-        *lines, rest = self._came.split(b"\n")
-        self._came = bytearray(rest)
-        for line in lines:
-            event = json.loads(line)
-            if event["event"] == "ready":
-                self.ready = True
-            elif event["event"] == "warm":
-                self._on_warm(event["modules"])
-            else:
-                self._on_event(event)
-        if not chunk:
-            self._loop.unwatch(self._socket)
-            self._process.send_signal(signal.SIGKILL)
-            self._process.wait()
-            self._forget_words()
-            self._on_end()
 
 
 class LocalWorkers:
@@ -236,6 +98,7 @@ class LocalWorkers:
                 stdin=setup.stdin,
                 name=setup.fork_server,
                 launcher=setup.launcher,
+                stays_s=setup.stays_s,
                 on_event=self._hear_of_process,
                 on_warm=lambda modules: self._head.say(Warm(modules=modules)),
                 on_end=self._lose_fork_server,
@@ -262,7 +125,7 @@ class LocalWorkers:
         Raises:
             LaunchError: none of them is free.
         """
-        shared = bool(version("torch"))
+        shared = importlib.util.find_spec("torch") is not None
         listens = listens or not shared
         port = self._tcp_store.open(address, allowed, listens=listens)
         self._head.say(StoreOpened(generation=generation, port=port, shared=shared, listens=listens))
@@ -320,6 +183,8 @@ class LocalWorkers:
 
     def _warm(self, modules: list[str]) -> None:
         """A worker has imported `modules`: those to come are to find them loaded."""
+        if self._setup.stays_s:
+            return  # the next run may be that of another script
         if self._fork_server is not None and self._setup.preload:  # else each is to load everything by itself
             self._fork_server.warm(modules)
 
@@ -414,32 +279,29 @@ class LocalWorkers:
             else:
                 self._kill(worker)
 
-    def close(self, *, is_well: bool) -> None:
-        """End everything. `is_well`: what workers that ended well have left behind goes on, as under torchrun."""
+    def close(self, *, is_well: bool, is_over: bool = False) -> None:
+        """End everything. `is_well`: what workers that ended well have left behind goes on, as under torchrun.
+
+        `is_over`: the run has come to its end, so that a fork server which is to stay does so.
+        """
+        kept = set[int]()
         if self._fork_server is not None:
-            self._fork_server.close(spare=is_well)
+            if is_over and self._setup.stays_s and self._fork_server.rest(spare=is_well):
+                kept = {self._fork_server.pid}
+            else:
+                self._fork_server.close(spare=is_well)
         if is_well:
-            self._tell_of_those_left()
+            self._tell_of_those_left(kept)
         else:
-            kill_descendants()
+            kill_descendants(but=kept)
         self._reports.close()
         shutil.rmtree(self._scratch, ignore_errors=True)
 
-    def _tell_of_those_left(self) -> None:
+    def _tell_of_those_left(self, kept: Set[int]) -> None:
         """Name what workers have started and left behind."""
-        keepers = {keeper for worker in self._watched.values() for keeper in worker.keepers}
+        keepers = {keeper for worker in self._watched.values() for keeper in worker.keepers} | kept
         left = [process for process in descendants(os.getpid()) if process not in keepers]
         below = {process for parent in left for process in descendants(parent)}
         for process in [process for process in left if process not in below]:
             if words := command_of(process):
                 self._say(f"manyhosts: {words} (process {process}) was left behind by the script, and goes on\n")
-
-
-def version(package: str) -> str | None:
-    """The version of `package` on this host, without importing it."""
-    if importlib.util.find_spec(package) is None:
-        return None
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"

@@ -9,31 +9,32 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from manyhosts.cluster.ports import Range
+from manyhosts.control.handshake import ANY_NODE, Hello, Welcome
 from manyhosts.control.head import failures
-from manyhosts.control.head.placement import AgentProcess, ExternalAgent, HeadEndpoint, Node
-from manyhosts.control.head.state import Course
+from manyhosts.control.head.state import AgentProcess, ExternalAgent, HeadEndpoint, HeadState, Node, is_connected
 from manyhosts.control.loop import Channel, Message
 from manyhosts.control.proof import PROTOCOL
-from manyhosts.control.protocol import HELLO, Alive, FromAgent, FromHead, Leave, content_of, fault_in, from_agent
+from manyhosts.control.protocol import FROM_AGENT, Alive, FromAgent, FromHead, Leave
 from manyhosts.control.session import Session
+from manyhosts.control.wire_format import by_name, read
 from manyhosts.errors import LaunchError, ManyhostsError
 from manyhosts.hosts import addresses
 
 SEE_ABOVE = "mend that on this host, or run without it; what was printed above may say more"
 
-_GATHER_S = 15.0
-"""How long a run that may begin with fewer nodes waits for the others."""
 _CALL_AGAIN_S = 2.0
 _LONGEST_CALL_AGAIN_S = 10.0
 _GOODBYE_LIMIT_S = 5.0
 _LOOK_S = 0.2
 _COMES_BACK_S = 2.0
 """How long an agent whose connection was ended, and not cut, has to call again: one that is alive does so at once."""
+_SILENT_S = 2.25
+"""An agent that was not heard for so long when its connection was ended was cut off before that."""
+_FINDS_BACK_S = 10.0
+"""How long that one has to call again: a call that was begun while the way was broken may take so long to fail."""
 
 StartAgent = Callable[[int, str, str], AgentProcess]
 """Starts the agent of a node, given the head's address (host:port) and the run's token."""
-ANY_NODE = -1
-"""What an agent says in place of its number, when it is for the head to say which node it is."""
 StartHere = Callable[[int, socket.socket], AgentProcess | None]
 """Starts the agent of a node on this machine with one end of a pair of sockets; None for a node that is elsewhere."""
 
@@ -56,7 +57,7 @@ class Agents:
 
     def __init__(
         self,
-        course: Course,
+        state: HeadState,
         hosts: Sequence[str],
         start_agent: StartAgent,
         address: str,
@@ -73,12 +74,10 @@ class Agents:
         Raises:
             LaunchError: they call a place that this machine cannot listen at.
         """
-        self._course, self._start_agent, self._owner, self.address = course, start_agent, owner, address
+        self._state, self._start_agent, self._owner, self.address = state, start_agent, owner, address
         self._start_here = start_here
-        self._endpoint = endpoint or HeadEndpoint()
+        self.endpoint = endpoint or HeadEndpoint()
         self._acceptor: Any = None
-        self._goes_without = False
-        """Whether the run begins without those that are not here."""
         self._unheard: set[Channel] = set()
         """The connections of agents of this machine that have not said a word yet."""
         if inherits:
@@ -98,13 +97,13 @@ class Agents:
     @property
     def are_enough(self) -> bool:
         """Whether a run whose nodes may go can go on with those whose agents are here."""
-        return len(self.present()) >= (self._course.job.least_nodes or 0)
+        return len(self.present()) >= (self._state.job.least_nodes or 0)
 
     def tell(self, nodes: Sequence[Node], message: FromHead) -> None:
         """Say something to the agents of `nodes`; those that are away do not hear it."""
         for node in nodes:
             if node.channel is not None:
-                node.channel.send(message.NAME, **content_of(message))
+                node.channel.say(message)
 
     def tell_all(self, message: FromHead) -> None:
         """Say something to all agents that are here."""
@@ -116,23 +115,23 @@ class Agents:
         if self._start_here is not None and (started := self._begin_here(self._start_here, number)) is not None:
             return started
         self._listen()
-        return self._start_agent(number, self._acceptor.place, self._endpoint.token)
+        return self._start_agent(number, self._acceptor.place, self.endpoint.token)
 
     def _listen(self) -> None:
         if self._acceptor is not None:
             return
         from manyhosts.control.acceptor import Acceptor  # here, for it loads OpenSSL, which few runs need
 
-        address, port, joining = self.address, self._endpoint.port, self._endpoint.joining
-        enrolment = self._endpoint.enrolment
+        address, port, joining = self.address, self.endpoint.port, self.endpoint.joining
+        enrolment = self.endpoint.enrolment
         try:
             self._acceptor = Acceptor(
-                self._course.loop,
+                self._state.loop,
                 (address, port),
-                self._endpoint.token,
+                self.endpoint.token,
                 self._admit,
-                ports=Range.of(self._course.job.ports),
-                identity=self._endpoint.identity,
+                ports=Range.of(self._state.job.ports),
+                identity=self.endpoint.identity,
                 enrols=None if enrolment is None else enrolment.admits,
                 answer=None if joining is None else lambda asking: joining.answer(asking, self.nodes),
             )
@@ -142,7 +141,7 @@ class Agents:
             raise LaunchError(
                 f"the hosts of this run call its head at {address} port {port}, and this machine cannot listen there:"
                 f" {cause.strerror}",
-                where=str(self._course.job.run_dir),
+                where=str(self._state.job.run_dir),
                 fix="see that this is the machine, with the address, that the run was started from, and that no other"
                 " program has that port",
             ) from cause
@@ -156,60 +155,67 @@ class Agents:
             ours.close()
             return None
 
-        def admit(hello: Message) -> None:
+        def admit(found: Message) -> None:
             self._unheard.discard(channel)
-            self._admit(channel, hello, PROTOCOL, is_beside=True)
+            try:
+                hello = read(found, by_name(Hello))
+            except ValueError:
+                channel.close()
+            else:
+                self._admit(channel, hello, PROTOCOL, is_beside=True)
 
-        channel = Channel(self._course.loop, ours, admit, lambda: self._unheard.discard(channel))
+        channel = Channel(self._state.loop, ours, admit, lambda: self._unheard.discard(channel))
         self._unheard.add(channel)
         return started
 
-    def _admit(self, channel: Channel, hello: Message, protocol: int, *, is_beside: bool = False) -> None:
+    def _admit(self, channel: Channel, hello: Hello, protocol: int, *, is_beside: bool = False) -> None:
         """One that belongs to the run says which node it is."""
-        number = hello.get("node")
-        if fault_in(hello, HELLO) or not isinstance(number, int):
-            channel.close()
-            return
-        node = self.nodes[number] if 0 <= number < len(self.nodes) else None
-        if number == ANY_NODE and self._endpoint.joining is not None:
-            node = self._endpoint.joining.place_for(hello, self.nodes)
+        node = self.nodes[hello.node] if 0 <= hello.node < len(self.nodes) else None
+        if hello.node == ANY_NODE and self.endpoint.joining is not None:
+            node = self.endpoint.joining.place_for(hello, self.nodes)
         if node is not None and protocol != PROTOCOL:
             channel.close()
             self._refuse_version(node, protocol)
         elif node is None or not self._has_place_for(node, hello):
-            channel.send(Leave.NAME, **content_of(Leave(code=None)))
+            channel.say(Leave(code=None))
             channel.close()
         else:
             self._take_in(node, channel, hello, is_beside=is_beside)
 
-    def _has_place_for(self, node: Node, hello: Message) -> bool:
+    def _has_place_for(self, node: Node, hello: Hello) -> bool:
         if node.channel is None:
-            return not hello["heard"]  # or it is one that was given up, and whose workers are lost
-        if node.session == hello["session"]:
-            return node.channel.has_sent(hello["heard"])  # else it was told things that the last head has not written
-        if node.channel.channel is None and not hello["heard"]:
+            return not hello.heard  # or it is one that was given up, and whose workers are lost
+        if node.session == hello.session:
+            return node.channel.has_sent(hello.heard)  # else it was told things that the last head has not written
+        if node.channel.channel is None and not hello.heard:
             self._lose(node, "its agent is gone, and another has come in its place")
         return node.channel is None
 
-    def _take_in(self, node: Node, channel: Channel, hello: Message, *, is_beside: bool) -> None:
+    def _take_in(self, node: Node, channel: Channel, hello: Hello, *, is_beside: bool) -> None:
         is_new = node.channel is None
         if node.channel is None:
             node.channel = self.session_with(node)
-            node.facts, node.session, node.is_beside = hello, hello["session"], is_beside
-            if hello["node"] == ANY_NODE and self._endpoint.joining is not None:
-                self._endpoint.joining.take_in(node, self.nodes)
+            node.facts, node.session, node.is_beside = hello, hello.session, is_beside
+            if hello.node == ANY_NODE and self.endpoint.joining is not None:
+                self.endpoint.joining.take_in(node, self.nodes)
         node.heard, node.held_s = time.monotonic(), 0.0
         channel.on_end = lambda: self._lose_connection(node, channel)
         if not is_beside:
-            channel.send("welcome", heard=node.channel.heard, node=node.number)
-        node.channel.attach(channel, hello["heard"])
+            channel.say(Welcome(heard=node.channel.heard, node=node.number))
+        node.channel.attach(channel, hello.heard)
+        self._see_what_started(node)
         if is_new:
             self._owner.welcome(node)
 
+    def _see_what_started(self, node: Node) -> None:
+        """ssh may have given the host up while the way was broken; an agent that is heard is no part of it any more."""
+        if is_connected(node) and node.agent.poll() is not None:
+            node.agent = ExternalAgent()
+
     def session_with(self, node: Node) -> Session:
         """A conversation with a node's agent that has yet to begin, or to go on."""
-        recorded = self._course.can_be_taken_over
-        return Session(self._course.loop.after, lambda message: self._hear(node, message), holds_back=recorded)
+        recorded = self._state.can_be_taken_over
+        return Session(self._state.loop.after, lambda message: self._hear(node, message), holds_back=recorded)
 
     @property
     def hold_something_back(self) -> bool:
@@ -230,7 +236,7 @@ class Agents:
     @property
     def token(self) -> str:
         """The secret by which they know this head."""
-        return self._endpoint.token
+        return self.endpoint.token
 
     @property
     def nobody_has_called(self) -> bool:
@@ -244,15 +250,15 @@ class Agents:
             where=f"host {node.name}",
             fix="install the same manyhosts there and here",
         )
-        if self._course.running:
-            self._course.display.warn(f"manyhosts: {error}\nmanyhosts: the run goes on without host {node.name}")
+        if self._state.running:
+            self._state.display.warn(f"manyhosts: {error}\nmanyhosts: the run goes on without host {node.name}")
         else:
-            self._course.result = error
+            self._state.result = error
 
     def _hear(self, node: Node, message: Message) -> None:
         node.heard = time.monotonic()
         try:
-            said = from_agent(message)
+            said = read(message, FROM_AGENT)
         except ValueError as fault:
             self.give_up(
                 node, f"its agent has sent a message ({message.get('message')!r}) that cannot be read: {fault}"
@@ -270,96 +276,47 @@ class Agents:
                 fix="see that manyhosts is the same there and here; --trace shows where it went wrong",
             )
             error.__cause__ = cause
-            self._course.result = error
-
-    @property
-    def have_gathered(self) -> bool:
-        """Whether the workers can start: all agents are here, or enough where the others may come later."""
-        return self.all_here or self._goes_without
-
-    def expect(self) -> None:
-        """Look now and then whether the agents that have not said hello are still on their way."""
-        self._goes_without = False
-        self._look_for_missing(0)
-
-    def _look_for_missing(self, waited_s: float) -> None:
-        course = self._course
-        missing = [node for node in self.nodes if node.channel is None]
-        if not missing or course.is_over:
-            return
-        dead = [node for node in missing if node.agent.poll() is not None]
-        if course.job.is_elastic:
-            if (len(dead) == len(missing) or waited_s > _GATHER_S) and self._begin_without(missing, waited_s):
-                return
-        elif dead or waited_s > self._endpoint.patience_s:
-            course.result = self._not_here(missing, dead)
-        course.loop.after(_LOOK_S, lambda: self._look_for_missing(waited_s + _LOOK_S))
-
-    def _not_here(self, missing: Sequence[Node], dead: Sequence[Node]) -> LaunchError:
-        """Why the run does not begin."""
-        if self._endpoint.joining is not None and not dead:
-            return LaunchError(
-                f"{len(missing)} of {len(self.nodes)} hosts have not joined within {self._endpoint.patience_s:.0f} s",
-                where="--on join",
-                fix="type the line shown above on each; -o wait=8h waits longer, and with --nodes MIN:MAX the run"
-                " begins without the others",
-            )
-        why = "ended before it said a word" if dead else f"did not report within {self._endpoint.patience_s:.0f} s"
-        return LaunchError(
-            f"the agent {why}",
-            where="host " + ", ".join(node.name for node in dead or missing),
-            fix=f"see what it printed above, and that it can open a connection to {self.address}",
-        )
-
-    def _begin_without(self, missing: Sequence[Node], waited_s: float) -> bool:
-        """Begin with the nodes that are here, if they are enough; the others may come later."""
-        present, least = len(self.present()), self._course.job.least_nodes
-        if present < (least or len(self.nodes)):
-            if waited_s > self._endpoint.patience_s or all(node.agent.poll() is not None for node in missing):
-                names = ", ".join(node.name for node in missing)
-                self._course.result = LaunchError(
-                    f"only {present} of at least {least} nodes are here",
-                    where=f"not here: {names}",
-                    fix="see what their agents printed above",
-                )
-            return False
-        self._goes_without = True
-        for node in missing:
-            self.call_again(node)
-        return True
+            self._state.result = error
 
     # They go, and are called back.
 
     def may_come_back(self, node: Node) -> bool:
         """Whether an agent that is not heard may call again."""
-        return not node.is_beside and self._course.job.head_timeout_s > 0
+        return not node.is_beside and self._state.job.head_timeout_s > 0
 
     def _lose_connection(self, node: Node, channel: Channel) -> None:
-        """A connection has ended; its agent may be gone, or call again at once, or be out of reach for a while."""
-        session, until = node.channel, time.monotonic() + _COMES_BACK_S
+        """A connection has ended; its agent may be gone, or call again at once, or be out of reach for a while.
+
+        Where it was silent before, what had started it (ssh) may have ended for that alone, which says nothing of it.
+        """
+        session, now = node.channel, time.monotonic()
         if session is None or session.channel is not channel:
             return
+        was_silent = now - node.heard > _SILENT_S
         session.detach()
         if not self.may_come_back(node):
-            self._lose(node, failures.why_connection_ended(node.agent, channel))
+            self._lose(node, failures.why_connection_ended(node.agent, channel.trouble))
             return
 
-        def look() -> None:
+        def look(until: float) -> None:
             if node.channel is not session or session.channel is not None:
                 return
-            if node.agent.poll() is not None or time.monotonic() > until:
-                self._lose(node, failures.why_connection_ended(node.agent, channel))
+            now, has_ended = time.monotonic(), node.agent.poll() is not None
+            if was_silent and not has_ended:
+                until = now + _FINDS_BACK_S  # how long it is silent says what is to be done, until it can be reached
+            if (has_ended and not was_silent) or now > until:
+                self._lose(node, failures.why_connection_ended(node.agent, channel.trouble))
             else:
-                self._course.loop.after(_COMES_BACK_S / 40, look)
+                self._state.loop.after(_COMES_BACK_S / 40, lambda: look(until))
 
         if not channel.is_cut:  # else how long it is silent says what is to be done
-            look()
+            look(now + (_FINDS_BACK_S if was_silent else _COMES_BACK_S))
 
     def _lose(self, node: Node, why: str) -> None:
         if node.channel is not None:
             node.channel.close()
         node.channel = None
-        if not node.leaving and not self._course.is_over:
+        if not node.leaving and not self._state.is_over:
             self._owner.lose(node, why)
 
     def give_up(self, node: Node, why: str) -> None:
@@ -390,17 +347,17 @@ class Agents:
 
     def call_again(self, node: Node, pause_s: float = _CALL_AGAIN_S) -> None:
         """Try now and then to start the agent of a node that is away, so that it can come back."""
-        course, generation = self._course, self._course.generation
+        state, generation = self._state, self._state.generation
 
         def call() -> None:
-            if course.is_over or generation != course.generation or node.channel is not None:
+            if state.is_over or generation != state.generation or node.channel is not None:
                 return
             if node.agent.poll() is not None:
                 node.agent.wait()
                 node.agent = self._begin(node.number)
             self.call_again(node, min(2 * pause_s, _LONGEST_CALL_AGAIN_S))
 
-        course.loop.after(pause_s, call)
+        state.loop.after(pause_s, call)
 
     def begin_missing_again(self) -> None:
         """Start another agent in place of each that is gone."""
@@ -421,22 +378,23 @@ class Agents:
     def call_back(self, node: Node, on_failure: Callable[[], None]) -> None:
         """Try to start the agent of a host that is away; `on_failure` is called where it does not come in time."""
         self.bring_back(node)
-        self._expect_back(node, self._course.generation, on_failure, time.monotonic() + self._endpoint.patience_s)
+        self._expect_back(node, self._state.generation, on_failure, time.monotonic() + self.endpoint.patience_s)
 
     def _expect_back(self, node: Node, generation: int, on_failure: Callable[[], None], until: float) -> None:
-        course = self._course
-        if node.channel is not None or course.is_over or generation != course.generation:
+        state = self._state
+        if node.channel is not None or state.is_over or generation != state.generation:
             return
         if time.monotonic() > until:
             on_failure()
             return
-        course.loop.after(_LOOK_S, lambda: self._expect_back(node, generation, on_failure, until))
+        state.loop.after(_LOOK_S, lambda: self._expect_back(node, generation, on_failure, until))
 
     def say_goodbye(self) -> None:
         """Have every agent end what is left, and see that it has gone."""
         for node in self.nodes:
             node.leaving = True
-        result = self._course.result
+            self._see_what_started(node)
+        result = self._state.result
         code = result.exit_code if isinstance(result, ManyhostsError) else result
         self.tell_all(Leave(code=1 if code is None else code))
         if self._acceptor is not None:
@@ -461,4 +419,4 @@ class Agents:
                     # the system take back what it was told last, and it would not know that all is over.
                     node.channel.wait_for_end(until - time.monotonic())
                 node.channel.close()
-        self._course.loop.close()
+        self._state.loop.close()

@@ -14,8 +14,7 @@ from typing import Any
 
 from manyhosts.cluster.findings import Finding, Level, worst_first
 from manyhosts.control.head.agents import Agents
-from manyhosts.control.head.placement import Node
-from manyhosts.control.head.state import Course
+from manyhosts.control.head.state import HeadState, Node
 from manyhosts.control.protocol import Condition, ConnectionsTried, Connectivity, OpenDoor, TryConnections
 from manyhosts.errors import CommunicationError, LaunchError
 from manyhosts.hosts.ways import Place, Ways
@@ -159,20 +158,23 @@ def _of_interfaces(
             yield finding("error" if told["has_gpus"] else "warning", what, fix)
 
 
-_LIMIT_S = 10.0
-"""How long a host may take to tell. One that takes longer is not waited for: its workers may fare as badly."""
+_LIMIT_S = 20.0
+"""How long a host may take to tell, longer than a connection that nobody answers.
+
+One that takes longer is not waited for: its workers may fare as badly.
+"""
 
 
 class Precheck:
     """Looked through once, before the first workers start."""
 
-    def __init__(self, course: Course, agents: Agents, *, ways: bool, one_way: bool = False) -> None:
+    def __init__(self, state: HeadState, agents: Agents, *, ways: bool, one_way: bool = False) -> None:
         """`ways`: whether hosts try to reach each other, too; ssh has had them do so already.
 
         `one_way`: see `hosts.ways`.
         """
-        self._course, self._agents = course, agents
-        self.is_over = not course.job.check
+        self._state, self._agents = state, agents
+        self.is_over = not state.job.check
         """Whether everything is looked through."""
         self._ways = ways and len(agents.nodes) > 1
         self._asked: dict[int, float] = {}
@@ -191,7 +193,7 @@ class Precheck:
         """All agents are here: look through what they tell."""
         if not self.is_over:
             self._has_begun = True
-            self._course.loop.after(_LIMIT_S, self._conclude)
+            self._state.loop.after(_LIMIT_S, self._conclude)
             self._go_on()
 
     def hear(self, node: Node, message: Condition | ConnectionsTried | Connectivity) -> None:
@@ -230,42 +232,44 @@ class Precheck:
             self._conclude()
 
     def _conclude(self) -> None:
-        if self.is_over or self._course.is_over:
+        if self.is_over or self._state.is_over:
             return
         self.is_over = True
         findings = [*self._findings, *self._found.findings()]
         errors = [finding for finding in findings if finding.level == "error"]
         for finding in worst_first(findings):
             if finding.level == "warning":
-                self._course.display.warn(f"manyhosts: warning: {finding.what} ({finding.fix})")
+                self._state.display.warn(f"manyhosts: warning: {finding.what} ({finding.fix})")
         if not errors:
             return
         first, more = errors[0], len(errors) - 1
         kind = CommunicationError if first.kind == "network" else LaunchError
         rest = f" (and {more} more: `manyhosts doctor` lists all)" if more else ""
-        self._course.result = kind(f"{first.what}{rest}", where=first.where, fix=first.fix)
+        self._state.result = kind(f"{first.what}{rest}", where=first.where, fix=first.fix)
 
 
 def place_of(node: Node, port: int) -> Place:
     """Where the host of a node can be connected to. Workers meet at a store on the first one."""
+    facts = node.facts
+    assert facts is not None, "its agent has come"
     return Place(
         name=node.name,
-        address=str(node.facts["address"]),
+        address=facts.address,
         port=port,
-        gpus=int(node.facts.get("gpus", 0)),
+        gpus=facts.gpus,
         keeps_store=node.number == 0,
     )
 
 
-_NEWCOMER_LIMIT_S = 15.0
+_NEWCOMER_LIMIT_S = 20.0
 """How long this may take. A host that does not answer is not waited for: its connection is looked after elsewhere."""
 
 
 class Newcomers:
     """They are received one after another: all agents listen, then the newcomer and the others try each other."""
 
-    def __init__(self, course: Course, agents: Agents) -> None:
-        self._course, self._agents = course, agents
+    def __init__(self, state: HeadState, agents: Agents) -> None:
+        self._state, self._agents = state, agents
         self._waiting: deque[tuple[Node, Callable[[], None]]] = deque()
         """The first of them is being received."""
         self._turn = 0
@@ -313,7 +317,7 @@ class Newcomers:
             if self._waiting and turn == self._turn:
                 self._conclude()
 
-        self._course.loop.after(_NEWCOMER_LIMIT_S, look)
+        self._state.loop.after(_NEWCOMER_LIMIT_S, look)
 
     def _go_on(self, node: Node) -> None:
         self._awaited.discard(node.number)
@@ -339,7 +343,7 @@ class Newcomers:
         if not found:
             self._end(then)
             return
-        self._course.display.warn(
+        self._state.display.warn(
             f"manyhosts: {found[0].what} ({found[0].fix})\nmanyhosts: the run goes on without host {node.name}"
         )
         self._end(lambda: self._agents.turn_away(node, f"{found[0].what} ({found[0].fix})"))

@@ -11,10 +11,9 @@ from typing import Any
 from manyhosts.control.head.agents import SEE_ABOVE, Agents
 from manyhosts.control.head.diagnosis import Diagnosis
 from manyhosts.control.head.failures import Failure, first, signal_name
-from manyhosts.control.head.membership import MOST_WITHOUT_PROGRESS
+from manyhosts.control.head.group_state import MOST_WITHOUT_PROGRESS
 from manyhosts.control.head.output import News
-from manyhosts.control.head.placement import Node
-from manyhosts.control.head.state import Course
+from manyhosts.control.head.state import HeadState, Node
 from manyhosts.control.head.workers import WorkerGroup
 from manyhosts.control.protocol import End, Ended, Signal, Trouble
 from manyhosts.errors import LaunchError
@@ -29,9 +28,9 @@ _ONE_WISH_S = 0.3
 class FailurePolicy:
     """Notes how workers end, and brings the run to its result."""
 
-    def __init__(self, course: Course, agents: Agents, news: News) -> None:
-        self._course, self._agents, self._news = course, agents, news
-        self._worker_group = WorkerGroup(course, agents, self.note_failures)
+    def __init__(self, state: HeadState, agents: Agents, news: News) -> None:
+        self._state, self._agents, self._news = state, agents, news
+        self._worker_group = WorkerGroup(state, agents, self.note_failures)
         self._failures: list[Failure] = []
         self._went_on: list[Failure] = []
         """Losses since the workers last formed a group, which the others go on without."""
@@ -106,18 +105,18 @@ class FailurePolicy:
         where = ", ".join(part for part in (f"host {node.name}", message.where) if part)
         error = LaunchError(text, where=where, fix=SEE_ABOVE)
         if not self._worker_group.do_without(node):
-            self._course.result = error
+            self._state.result = error
         elif text != told:
-            self._course.display.warn(f"manyhosts: {error}\nmanyhosts: the run goes on without host {node.name}")
+            self._state.display.warn(f"manyhosts: {error}\nmanyhosts: the run goes on without host {node.name}")
 
     def note_end(self, node: Node, message: Ended) -> None:
         """A worker has ended, in one way or another."""
-        course = self._course
+        state = self._state
         if message.member in self._given_up:
             return
-        course.running.discard(message.member)
+        state.running.discard(message.member)
         code, number = message.code, message.signal
-        asked = course.trainer_seen and code in _ASKED_TO_STOP
+        asked = state.trainer_seen and code in _ASKED_TO_STOP
         if asked:
             self._exit_code = code  # the workers have agreed to stop and saved what they have: nothing has failed
         if message.finished or (code == 0 and number == 0) or asked:
@@ -125,8 +124,8 @@ class FailurePolicy:
             self.ended_well.append(f"rank {self._worker_group.rank(message)} on host {node.name}")
             self._exchanges_of_ended.append(message.exchanges)
             self._worker_group.drop(message.member)
-            if not course.running and not self._failures:
-                course.result = 130 if course.interrupted else self._exit_code
+            if not state.running and not self._failures:
+                state.result = 130 if state.interrupted else self._exit_code
             else:
                 self._consider()
             return
@@ -140,15 +139,15 @@ class FailurePolicy:
             memory=message.memory,
             last_words=message.last_words,
             lost=self._trouble.get(node.name, ""),
-            log=str(course.job.run_dir / "logs" / f"{node.name}-{message.rank}.log"),
+            log=str(state.job.run_dir / "logs" / f"{node.name}-{message.rank}.log"),
         )
         self.note_failures({message.member: failure})
 
     def note_verdict(self, diagnosis: Diagnosis) -> None:
         """Workers get no further: those that are to blame are killed, and count as failed; else the run ends."""
-        worker_group, running = self._worker_group, self._course.running
+        worker_group, running = self._worker_group, self._state.running
         members = worker_group.regroup.group_state.members
-        log = self._course.job.run_dir / "logs"
+        log = self._state.job.run_dir / "logs"
         guilty = [members[number] for number in diagnosis.guilty if number in members and number in running]
         failures = {}
         for member in guilty:
@@ -172,19 +171,19 @@ class FailurePolicy:
                 Failure(rank=0, host="", hang=diagnosis.what, remedy=diagnosis.fix, stack=diagnosis.stack, log=str(log))
             )
             worker_group.regroup.refuse()
-            self._end_workers(self._course.generation)
+            self._end_workers(self._state.generation)
 
     def take_accusation(self, fields: Mapping[str, Any]) -> None:
         """Workers have found one of them to compute wrongly; each that is right says so, and the first one is heard.
 
         It is left out, and so are all others on its host, unless the run has no other host.
         """
-        worker_group, course = self._worker_group, self._course
+        worker_group, state = self._worker_group, self._state
         group_state = worker_group.regroup.group_state
         if int(fields["group"]) != group_state.group or int(fields["rank"]) >= len(group_state.order):
             return
         wrong = group_state.members.get(group_state.order[int(fields["rank"])])
-        if wrong is None or wrong.number not in course.running:
+        if wrong is None or wrong.number not in state.running:
             return
         name = self._agents.nodes[wrong.node].name
         others = [member for member in worker_group.of_node(self._agents.nodes[wrong.node]) if member is not wrong]
@@ -200,11 +199,11 @@ class FailurePolicy:
         for member in [wrong, *others]:
             worker_group.leave_out(member)
             self._given_up.add(member.number)
-            course.running.discard(member.number)
+            state.running.discard(member.number)
         self.note_failures(failures)
 
     def _log_of(self, host: str, rank: int) -> str:
-        return str(self._course.job.run_dir / "logs" / f"{host}-{rank}.log")
+        return str(self._state.job.run_dir / "logs" / f"{host}-{rank}.log")
 
     def note_failures(self, failures: Mapping[int, Failure]) -> None:
         """Workers, by number, have failed or are lost: the others go on, or the run ends or starts again."""
@@ -222,15 +221,15 @@ class FailurePolicy:
             self._consider()
 
     def _goes_on_without(self, number: int, failure: Failure) -> bool:
-        if self._course.interrupted or self._culprit or self._failures or not failure.is_loss:
+        if self._state.interrupted or self._culprit or self._failures or not failure.is_loss:
             return False
-        if self._course.job.is_elastic and not self._agents.are_enough:
+        if self._state.job.is_elastic and not self._agents.are_enough:
             return False
         regroup = self._worker_group.regroup
         hosts_left = {
-            member.node for member in regroup.group_state.members.values() if member.number in self._course.running
+            member.node for member in regroup.group_state.members.values() if member.number in self._state.running
         }
-        if failure.wrong and len(hosts_left) < (self._course.job.least_nodes or 1):
+        if failure.wrong and len(hosts_left) < (self._state.job.least_nodes or 1):
             return False
         if regroup.goes_on_without(number, failure.told(0).what, replace=self._worker_group.successor):
             return True
@@ -240,70 +239,70 @@ class FailurePolicy:
 
     def _consider(self) -> None:
         """A worker has ended in one way or another while something is wrong: decide what comes next."""
-        course = self._course
-        if course.interrupted or self._culprit or not self._failures:
-            self.all_ended = not course.running
+        state = self._state
+        if state.interrupted or self._culprit or not self._failures:
+            self.all_ended = not state.running
             return
-        if first(self._failures).may_be_consequence and course.running:
-            generation = course.generation
-            course.loop.after(_FIRST_CAUSE_S, lambda: self._end_workers(generation))
+        if first(self._failures).may_be_consequence and state.running:
+            generation = state.generation
+            state.loop.after(_FIRST_CAUSE_S, lambda: self._end_workers(generation))
             return
-        self._end_workers(course.generation)
+        self._end_workers(state.generation)
 
     def _end_workers(self, generation: int) -> None:
         """End the workers that are left after a failure."""
-        course = self._course
-        if self._culprit or generation != course.generation or course.is_over:
+        state = self._state
+        if self._culprit or generation != state.generation or state.is_over:
             return
         self._culprit = first(self._failures)
         if self.ended_well and self._culprit.may_be_consequence:
             self._culprit = self._culprit.caused_by_end_of(self.ended_well[0], self._exchanges_of_ended[0])
-        self._others_ended = len(course.running) + len(self._failures) - 1
-        self._agents.tell_all(End(generation=generation, grace_s=course.job.grace_s))
-        self.all_ended = not course.running
+        self._others_ended = len(state.running) + len(self._failures) - 1
+        self._agents.tell_all(End(generation=generation, grace_s=state.job.grace_s))
+        self.all_ended = not state.running
 
     def conclude(self) -> None:
         """All workers have ended, and not all well: what has failed is the run's result, or they start again."""
-        course, failure = self._course, self._culprit
+        state, failure = self._state, self._culprit
         self.all_ended = False
-        if course.interrupted or failure is None:
-            course.result = 130
+        if state.interrupted or failure is None:
+            state.result = 130
             return
         error = failure.told(self._others_ended)
         self._news.show_traceback(failure.traceback)
         wrong_request = error.exit_code == 2  # starting again would not change it
         recurs = failure.recurring is not None and failure.recurring == self._recurring
         self._recurring = failure.recurring
-        if course.generation >= course.job.restarts or wrong_request or recurs:
-            if recurs and course.generation < course.job.restarts:
-                course.display.warn("manyhosts: the same error at the same step as before: no restart would change it")
-            course.result = error
+        if state.generation >= state.job.restarts or wrong_request or recurs:
+            if recurs and state.generation < state.job.restarts:
+                state.display.warn("manyhosts: the same error at the same step as before: no restart would change it")
+            state.result = error
             return
-        course.generation += 1
-        course.display.warn(
+        state.generation += 1
+        state.display.warn(
             f"manyhosts: {error.what}\nmanyhosts: starting all workers again"
-            f" (restart {course.generation} of {course.job.restarts})"
+            f" (restart {state.generation} of {state.job.restarts})"
         )
         self._agents.begin_missing_again()
 
     def interrupt(self, number: signal.Signals) -> None:
         """Ctrl-C and the like: the first asks workers to end, the second does not ask."""
-        course = self._course
-        if course.interrupted:
+        state = self._state
+        if state.interrupted:
             # Many send a signal to a process and then to its group (`timeout` does): that is one wish, not two.
-            if time.monotonic() > course.interrupted + _ONE_WISH_S:
-                course.result = 130
+            if time.monotonic() > state.interrupted + _ONE_WISH_S:
+                state.result = 130
             return
-        course.interrupted = time.monotonic()
-        if not course.running:
-            course.result = 130
+        state.interrupted = time.monotonic()
+        if not state.running:
+            state.result = 130
             return
-        course.display.warn(f"manyhosts: {signal_name(number)}: the workers are ending; once more ends them at once")
+        state.display.warn(f"manyhosts: {signal_name(number)}: the workers are ending; once more ends them at once")
         self._agents.tell_all(
             Signal(
-                generation=course.generation,
+                generation=state.generation,
                 signal=int(signal.SIGTERM),  # what torchrun sends: scripts that know nothing of us end in silence
                 cause=int(number),
-                farewell_s=course.job.farewell_s,
+                farewell_s=state.job.farewell_s,
             )
         )

@@ -12,7 +12,7 @@ from typing import Any
 
 from manyhosts import errors
 from manyhosts.control.head.diagnosis import EVERY_RANK
-from manyhosts.control.head.placement import AgentProcess
+from manyhosts.control.head.state import AgentProcess
 from manyhosts.control.loop import Channel
 from manyhosts.errors import CommunicationError, DataError, ManyhostsError, RankLost, ScriptError, TrainingError
 from manyhosts.units import bytes_in_words
@@ -141,7 +141,7 @@ class Failure:
                 fix="see whether that host is up, reachable and has memory left; then start the same command again",
             )
         if self.error is not None and (words := self.error.get("words")):
-            return self._with_place(_rebuilt(words))
+            return self._with_place(rebuilt(words))
         if self.error is not None:
             summary = str(self.error.get("summary", "an error"))
             if self.memory.get("killed"):
@@ -192,7 +192,7 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _rebuilt(words: Mapping[str, Any]) -> ManyhostsError:
+def rebuilt(words: Mapping[str, Any]) -> ManyhostsError:
     """An error that a worker raised on purpose, as it was, with its own exit code."""
     kind = getattr(errors, str(words["type"]), None)
     if not (isinstance(kind, type) and issubclass(kind, ManyhostsError)):
@@ -212,9 +212,8 @@ _ANSWERS_S = 6.0
 """A system that is asked every 2 s whether it is there has answered within that time, if it is."""
 
 
-def why_connection_ended(agent: AgentProcess, channel: Channel) -> str:
-    """Why a connection may have ended that nobody had closed here."""
-    trouble = channel.trouble
+def why_connection_ended(agent: AgentProcess, trouble: OSError | None) -> str:
+    """Why a connection may have ended that nobody had closed here. `trouble` is what the system said of it."""
     if trouble is not None and trouble.errno in _NO_ANSWER:
         return "there is no answer from its host: it is switched off, or cut off"
     code = agent.poll()

@@ -1,19 +1,12 @@
 """Notices that a run gets no further, and finds out who is to blame: a host that is silent, a worker that hangs.
 
-Agents give signs of life. A host on a quiet network is heard every half second; one that is overloaded, or behind a bad
-link, now and then has silences of seconds. What counts is the longest of them, for what comes through such a network
-has a long tail: no variance describes it, and an average forgets it. A silence is told that is longer than three times
-all others of ten minutes, so that ever longer ones are told ever more rarely: of silences up to T s, at most
-1 + log3(T / LEAST_S) are. Much later the host is given up.
-
-Workers report their steps; where one has not got further for too long, all agents look at their workers, and
-`diagnosis` judges. The head's own clock counts: what it slept itself is nobody's fault.
+`silences` says how hosts are heard. Workers report their steps; where one has not got further for too long, all agents
+look at their workers, and `diagnosis` judges. The head's own clock counts: what it slept itself is nobody's fault.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,137 +14,10 @@ from typing import Any
 from manyhosts.control.head import diagnosis
 from manyhosts.control.head.agents import Agents
 from manyhosts.control.head.diagnosis import Diagnosis, Sight, diagnose
-from manyhosts.control.head.placement import Node
-from manyhosts.control.head.state import Course
+from manyhosts.control.head.silences import GIVEN_UP_S, Silences
+from manyhosts.control.head.state import HeadState, Node
 from manyhosts.control.head.workers import WorkerGroup
 from manyhosts.control.protocol import Look, Seen, SeenWorker
-from manyhosts.control.session import Session
-
-LEAST_S = 2.25
-"""No silence shorter than this is worth a word."""
-_TIMES = 3.0
-"""So many times the longest silence that was usual is not."""
-_SPAN_S = 30.0
-_SPANS = 20
-
-
-class Rhythm:
-    """The silences of one host."""
-
-    def __init__(self) -> None:
-        self._longest: deque[tuple[float, float]] = deque()
-        """When each span of 30 s began, and the longest silence that ended in it."""
-
-    def note(self, now: float, silence_s: float) -> None:
-        """A silence has ended. `now` never goes back."""
-        while self._longest and now - self._longest[0][0] > _SPAN_S * _SPANS:
-            self._longest.popleft()
-        if self._longest and now - self._longest[-1][0] < _SPAN_S:
-            began, longest = self._longest[-1]
-            self._longest[-1] = began, max(longest, silence_s)
-        else:
-            self._longest.append((now, silence_s))
-
-    @property
-    def overdue_s(self) -> float:
-        """From when on a silence is worth a word, in seconds."""
-        return max(LEAST_S, _TIMES * max((longest for _, longest in self._longest), default=0.0))
-
-
-GIVEN_UP_S = 10.0
-"""How long an agent may give no sign of life, at least.
-
-A link that is down for 5 s is heard again after up to 7 s: what was sent meanwhile is sent again after ever longer
-pauses.
-"""
-LEAST_GIVEN_UP_S = 3.0
-"""The same, where the user is less patient."""
-_GIVEN_UP_TIMES = 4.0
-"""So many times longer than what is worth a word may a silence last."""
-MOST_GIVEN_UP_S = 30.0
-"""After so long a host is given up whatever else is known."""
-HELD_S = 5.0
-"""From when on it is worth a word that an agent lives and does nothing: its log is on a disk that hangs, say."""
-HELD_GIVEN_UP_S = 600.0
-"""After so long it is given up, where no worker gets on and the user has not said how patient he is."""
-_STILL_S = 3.0
-"""What workers report so long after a host was heard last, they have done while it was silent."""
-
-
-@dataclass(slots=True)
-class _Ear:
-    """What is known of how a host is heard."""
-
-    rhythm: Rhythm = field(default_factory=Rhythm)
-    channel: Session | None = None
-    heard: float = 0.0
-    """When it was heard last, as far as that was looked at."""
-    is_named: bool = False
-    held_s: float = 0.0
-    """For how long its agent was held up when that was told last; 0 where it is not."""
-
-
-class Silences:
-    """Looks at when each host was heard last, several times a second."""
-
-    def __init__(self, tell: Callable[[str], None], on_silence: Callable[[Node, float], None]) -> None:
-        """`tell` hears what the user is to know; `on_silence` of a host that is given up, with the seconds."""
-        self._tell, self._on_silence = tell, on_silence
-        self._ears: dict[int, _Ear] = {}
-
-    def look(self, node: Node, now: float, impatience_s: float | None, progress: float) -> None:
-        """See how long `node` has been silent. `impatience_s`: a run that gets no further for so long is to end.
-
-        `progress` is when a worker reported a step last. Workers wait for one another: where the others go on, those of
-        the silent host do, too, and its agent waits for a slow disk, say.
-        """
-        ear = self._ears.setdefault(node.number, _Ear())
-        if node.channel is None or node.channel is not ear.channel:
-            ear.channel, ear.heard, ear.is_named = node.channel, node.heard, False
-        if node.channel is None:
-            return
-        if node.heard > ear.heard:
-            self._note_sign(node, ear, now)
-        self._look_at_held(node, ear, now, impatience_s, progress)
-        silence_s = now - node.heard
-        limit_s = MOST_GIVEN_UP_S if progress > node.heard + _STILL_S else self._limit_s(ear)
-        if silence_s > (min(limit_s, max(LEAST_GIVEN_UP_S, impatience_s)) if impatience_s else limit_s):
-            self._on_silence(node, silence_s)
-        elif silence_s > ear.rhythm.overdue_s and not ear.is_named:
-            ear.is_named = True
-            self._tell(f"manyhosts: host {node.name} has not been heard from for {silence_s:.1f} s")
-
-    def forgive(self, node: Node, now: float, seconds: float) -> None:
-        """Nobody could be heard for so long."""
-        node.heard = min(now, node.heard + seconds)
-        if (ear := self._ears.get(node.number)) is not None:
-            ear.heard = min(node.heard, ear.heard + seconds)
-
-    def _note_sign(self, node: Node, ear: _Ear, now: float) -> None:
-        silence_s = node.heard - ear.heard
-        ear.heard = node.heard
-        ear.rhythm.note(now, silence_s)
-        if ear.is_named:
-            ear.is_named = False
-            self._tell(f"manyhosts: host {node.name} is back after {silence_s:.1f} s")
-
-    def _look_at_held(self, node: Node, ear: _Ear, now: float, impatience_s: float | None, progress: float) -> None:
-        """An agent that waits for its own system is no host that is gone: disks come back, and its workers go on."""
-        limit_s = HELD_GIVEN_UP_S if impatience_s is None else impatience_s
-        if limit_s and min(node.held_s, now - progress) > limit_s:
-            self._on_silence(node, node.held_s)
-        elif node.held_s > HELD_S:
-            if not ear.held_s:
-                what = f"has waited for a disk or the like for {node.held_s:.0f} s; its workers go on if they can"
-                self._tell(f"manyhosts: host {node.name} is there, but its agent {what}")
-            ear.held_s = node.held_s
-        elif ear.held_s:
-            self._tell(f"manyhosts: the agent of host {node.name} goes on after {ear.held_s:.0f} s")
-            ear.held_s = 0.0
-
-    def _limit_s(self, ear: _Ear) -> float:
-        return min(MOST_GIVEN_UP_S, max(GIVEN_UP_S, _GIVEN_UP_TIMES * ear.rhythm.overdue_s))
-
 
 PATIENCE_S = 600.0
 """How long a Trainer may get no further, where the user has not said it."""
@@ -208,7 +74,7 @@ class HangMonitor:
 
     def __init__(
         self,
-        course: Course,
+        state: HeadState,
         agents: Agents,
         worker_group: WorkerGroup,
         *,
@@ -221,10 +87,10 @@ class HangMonitor:
         `on_verdict` hears of workers; `gone` says which have come to their end.
         """
         self._gone = gone
-        self._course, self._agents, self._worker_group = course, agents, worker_group
-        self._silences = Silences(course.display.warn, on_silence)
+        self._state, self._agents, self._worker_group = state, agents, worker_group
+        self._silences = Silences(state.display.warn, on_silence)
         self._on_verdict = on_verdict
-        self._asked_for = course.job.hang_timeout_s
+        self._asked_for = state.job.hang_timeout_s
         self._paces: dict[int, _Pace] = {}
         self._waits: dict[int, _Wait] = {}
         self._round: _Round | None = None
@@ -233,9 +99,11 @@ class HangMonitor:
         """When a worker reported a step last."""
         self._waited_for: dict[int, float] = {}
         """By node that is silent: when it was heard last, once it was told that it is waited for."""
+        self._alone = 0.0
+        """When no host was heard last."""
         self._looked = time.monotonic()
         self._next_round = 0.0
-        course.loop.after(_LOOK_S, self._look)
+        state.loop.after(_LOOK_S, self._look)
 
     @property
     def limit_s(self) -> float:
@@ -245,19 +113,22 @@ class HangMonitor:
     def waits_for(self, node: Node, seconds: float) -> bool:
         """Whether a host that has been silent for so long is to be kept: its workers may be well.
 
-        They are where the workers of other hosts get on. Where nobody is heard, it is this machine that is cut off.
+        They are where the workers of other hosts get on. Where nobody is heard, it is this machine that is cut off, and
+        when the first host is back, the others have as long to come back as a host may be silent.
         """
-        limit_s = self._course.job.head_timeout_s
+        limit_s = self._state.job.head_timeout_s
         if seconds > (min(limit_s, self._asked_for) if self._asked_for else limit_s):
             return False
         now = time.monotonic()
         others = [other for other in self._agents.nodes if other is not node and other.channel is not None]
         alone = all(now - other.heard > _UNHEARD_S for other in others)
-        waits = alone or self._get_on_beside(node, now)
+        if alone:
+            self._alone = now
+        waits = (node.heard < self._alone and now - self._alone < GIVEN_UP_S) or self._get_on_beside(node, now)
         if waits and self._waited_for.get(node.number) != node.heard:
             self._waited_for[node.number] = node.heard
             why = "no host is heard from: this machine may be cut off" if alone else "the workers of others get on"
-            self._course.display.warn(
+            self._state.display.warn(
                 f"manyhosts: host {node.name} is silent, and {why}; it is waited for until {limit_s:.0f} s are over"
             )
         return waits
@@ -268,7 +139,7 @@ class HangMonitor:
         others = [
             pace.at
             for number, pace in self._paces.items()
-            if number in self._course.running and number in members and members[number].node != node.number
+            if number in self._state.running and number in members and members[number].node != node.number
         ]
         latest = max(others, default=0.0)
         return latest > node.heard + _UNHEARD_S and now - latest < _UNHEARD_S
@@ -279,7 +150,7 @@ class HangMonitor:
             "paces": [
                 [number, pace.step, bool(pace.at), pace.tells]
                 for number, pace in self._paces.items()
-                if number in self._course.running
+                if number in self._state.running
             ]
         }
 
@@ -311,7 +182,7 @@ class HangMonitor:
             return
         now = time.monotonic()
         for seen in message.workers:
-            if seen.member in self._course.running:
+            if seen.member in self._state.running:
                 this.sights.append(self._sight(node, seen, now))
         this.missing.discard(node.number)
 
@@ -345,7 +216,7 @@ class HangMonitor:
 
     def _look(self) -> None:
         """Look at all clocks, again and again."""
-        if self._course.is_over:
+        if self._state.is_over:
             return
         now = time.monotonic()
         slept = now - self._looked - _LOOK_S
@@ -358,7 +229,7 @@ class HangMonitor:
         for node in self._agents.nodes:
             self._silences.look(node, now, self._asked_for, self._progress)
         self._look_at_workers(now)
-        self._course.loop.after(_LOOK_S, self._look)
+        self._state.loop.after(_LOOK_S, self._look)
 
     def _forgive(self, slept_s: float) -> None:
         """The head itself was away: nobody could be heard meanwhile."""
@@ -368,7 +239,7 @@ class HangMonitor:
         self._round = None
 
     def _look_at_workers(self, now: float) -> None:
-        if not self.limit_s or self._course.interrupted or not self._course.running:
+        if not self.limit_s or self._state.interrupted or not self._state.running:
             return
         if self._worker_group.regroup.is_forming:
             self._start_afresh(now + _MEETING * self.limit_s)  # who waits for others to come does not hang
@@ -384,11 +255,11 @@ class HangMonitor:
         """Whether somebody is so late that it is worth a look."""
         if self._latest(now) > self.limit_s - min(_HEADWAY_S, self.limit_s / 4):
             return True
-        return bool(self._asked_for) and all(self._is_unknown(number) for number in self._course.running)
+        return bool(self._asked_for) and all(self._is_unknown(number) for number in self._state.running)
 
     def _latest(self, now: float) -> float:
         """For how long the one of whom nothing new was heard for the longest time has got no further, in seconds."""
-        paces = [pace for number, pace in self._paces.items() if number in self._course.running and pace.at]
+        paces = [pace for number, pace in self._paces.items() if number in self._state.running and pace.at]
         return max((now - pace.at for pace in paces if self._asked_for is not None or pace.tells), default=0.0)
 
     def _is_unknown(self, number: int) -> bool:
@@ -404,7 +275,7 @@ class HangMonitor:
 
     def _consider(self, this: _Round, now: float) -> None:
         """All agents have looked, or had the time to: judge, if the time of the workers is over, too."""
-        running = self._course.running
+        running = self._state.running
         seen = [sight for sight in this.sights if sight.member in running]
         late = self._latest(now)
         waits = [self._waits.get(number) for number in running]

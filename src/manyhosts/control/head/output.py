@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhosts.control.display import Display
-from manyhosts.control.head.placement import Node
-from manyhosts.control.head.state import Course
+from manyhosts.control.head.state import HeadState, Node
 from manyhosts.control.tracebacks import is_idle_notice, is_native_frame, may_hold_noise, without_native_frames
 
 _TICK_S = 1.0
@@ -304,27 +303,27 @@ def idle(accounts: list[Account]) -> str:
 class News:
     """Passes on to the display what workers say."""
 
-    def __init__(self, course: Course, nodes: int) -> None:
+    def __init__(self, state: HeadState, nodes: int) -> None:
         """`nodes` is the number of hosts: a prefix names the host only where there are several."""
-        self._course, self._nodes = course, nodes
-        self._notices = Notices(course.display.warn)
-        self._faults = ScriptFaults(course.display.warn)
-        self.beginning = Beginning(course.display, course.loop.after)
+        self._state, self._nodes = state, nodes
+        self._notices = Notices(state.display.warn)
+        self._faults = ScriptFaults(state.display.warn)
+        self.beginning = Beginning(state.display, state.loop.after)
 
     def show(self, node: Node, rank: int, lines: list[str], *, is_error: bool) -> None:
         """Lines that a worker has printed."""
         self.beginning.end()
-        if self._course.job.show and rank not in self._course.job.show:
+        if self._state.job.show and rank not in self._state.job.show:
             return
         text = "\n".join(lines)
         if may_hold_noise(text):
             lines = [line for line in lines if not is_native_frame(line) and not is_idle_notice(line)]
             text = "\n".join(lines)
         if lines:
-            self._course.display.line(text, self._prefix(node, rank), is_error)
+            self._state.display.line(text, self._prefix(node, rank), is_error)
 
     def _prefix(self, node: Node, rank: int) -> str:
-        job = self._course.job
+        job = self._state.job
         if job.workers == 1 or not job.prefix:
             return ""
         return f"[{rank}] " if self._nodes == 1 else f"[{node.name} {rank}] "
@@ -334,35 +333,37 @@ class News:
         if kind in ("progress", "say"):
             self.beginning.end()
         if kind == "progress" and rank == 0:
-            self._course.display.progress(fields)
+            self._state.display.progress(fields)
         elif kind == "say":
-            self._course.display.say(str(fields.get("text", "")))
+            self._state.display.say(str(fields.get("text", "")))
         elif kind == "trainer":
-            self._course.trainer_seen = True
+            self._state.trainer_seen = True
         elif kind == "directory":
-            self._course.directories.add(Path(str(fields["path"])))
+            self._state.directories.add(Path(str(fields["path"])))
         elif kind == "fault":
-            self._faults.hear(self._course.generation, rank, fields)
+            self._faults.hear(self._state.generation, rank, fields)
         elif kind == "script_probe":
-            self._notices.hear(self._course.generation, rank, fields)
+            self._notices.hear(self._state.generation, rank, fields)
 
     def tell_end(self) -> None:
         """The run has ended well: what is to be told of it?"""
         self._notices.tell_end()
-        if self._course.job.overrides and not self._course.trainer_seen:
-            self._course.display.warn("manyhosts: --set had no effect, because the script made no mh.Trainer")
+        job = self._state.job
+        for option in (*(["--set"] if job.overrides else []), *job.for_trainer):
+            if not self._state.trainer_seen:
+                self._state.display.warn(f"manyhosts: {option} had no effect, because the script made no mh.Trainer")
 
     def tell_of_gaps(self, node: Node, rank: int, why: str) -> None:
         """The log of a worker cannot be written. What it prints is shown all the same."""
-        self._course.display.warn(f"manyhosts: the log of rank {rank} on host {node.name} is not whole: {why}")
+        self._state.display.warn(f"manyhosts: the log of rank {rank} on host {node.name} is not whole: {why}")
 
     def tell_of_unshown(self, node: Node, rank: int, lines: int) -> None:
         """A worker has printed more than is passed on."""
         which = f"{lines} line{'s' if lines > 1 else ''} of rank {rank} on host {node.name}"
         why = "printed faster than they could be passed on; its log has them"
-        self._course.display.warn(f"manyhosts: {which} are not shown here: {why}")
+        self._state.display.warn(f"manyhosts: {which} are not shown here: {why}")
 
     def show_traceback(self, text: str) -> None:
         """The traceback of the worker that failed first."""
         for line in without_native_frames(text).splitlines():
-            self._course.display.line(line, "", is_error=True)
+            self._state.display.line(line, "", is_error=True)

@@ -11,49 +11,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from manyhosts.cluster import ports
-from manyhosts.control import variables
+from manyhosts.control import protocol, variables
 from manyhosts.control.agent import host_state
 from manyhosts.control.display import Display
+from manyhosts.control.head import takeover
 from manyhosts.control.head.agents import SEE_ABOVE, Agents, StartAgent, StartHere
 from manyhosts.control.head.checks import Newcomers, Precheck
 from manyhosts.control.head.failure_policy import FailurePolicy
 from manyhosts.control.head.failures import Failure
+from manyhosts.control.head.gathering import Gathering
 from manyhosts.control.head.hang_monitor import HangMonitor
 from manyhosts.control.head.output import News
-from manyhosts.control.head.placement import HeadEndpoint, Node
-from manyhosts.control.head.state import Course, Hold, write_failed_summary
-from manyhosts.control.head.takeover import (
-    CALLERS_S,
-    Handover,
-    NobodyCame,
-    Record,
-    Succession,
-    fingerprint,
-    go_on_with,
-    nobody,
-    written_down,
-)
+from manyhosts.control.head.state import HeadEndpoint, HeadState, Node
 from manyhosts.control.job import Job
-from manyhosts.control.protocol import (
-    Asked,
-    AskStore,
-    Condition,
-    ConnectionsTried,
-    Connectivity,
-    Ended,
-    FromAgent,
-    MemberSays,
-    OfWorker,
-    Output,
-    Prepare,
-    Report,
-    Seen,
-    StoreOpened,
-    Trouble,
-    Unlogged,
-    Unshown,
-    Warm,
-)
 from manyhosts.errors import LaunchError, ManyhostsError
 from manyhosts.records import run_directory, run_lock
 
@@ -79,7 +49,7 @@ class Head:
         endpoint: HeadEndpoint | None = None,
         start_here: StartHere | None = None,
         ways_are_known: bool = False,
-        succession: Succession | None = None,
+        succession: takeover.Succession | None = None,
     ) -> None:
         """`hosts` are the names of the nodes in order; `address` is where agents can reach this process.
 
@@ -92,15 +62,15 @@ class Head:
             ConfigError: another run has taken the run directory, or the head of this one lives.
             LaunchError: this machine cannot listen where the agents of another head call.
         """
-        self._course = Course(job, display, can_be_taken_over=succession is not None and job.head_timeout_s > 0)
+        self._state = HeadState(job, display, can_be_taken_over=succession is not None and job.head_timeout_s > 0)
         self._succession, left = succession, None if succession is None else succession.left
         if left is not None:
             address, endpoint = left.address, replace(endpoint or HeadEndpoint(), token=left.token, port=left.port)
-        self._hold = Hold(self._course, "" if left is None else left.start)
-        self._record = Record(job.run_dir, self._gather)
+        self._hold = takeover.Hold(self._state, "" if left is None else left.start)
+        self._record = takeover.Record(job.run_dir, self._gather)
         try:
             inherits = left is not None
-            agents = Agents(self._course, hosts, start_agent, address, self, endpoint, start_here, inherits=inherits)
+            agents = Agents(self._state, hosts, start_agent, address, self, endpoint, start_here, inherits=inherits)
             joined = endpoint is not None and endpoint.joining is not None
             self._begin(agents, ways_are_known=ways_are_known, joined=joined)
             if left is not None:
@@ -111,19 +81,19 @@ class Head:
 
     def _begin(self, agents: Agents, *, ways_are_known: bool, joined: bool) -> None:
         self._agents, self._present = agents, agents.present()
-        self._news = News(self._course, len(agents.nodes))
-        self._failure_policy = FailurePolicy(self._course, self._agents, self._news)
+        self._news = News(self._state, len(agents.nodes))
+        self._failure_policy = FailurePolicy(self._state, self._agents, self._news)
         self._worker_group = self._failure_policy.worker_group
         self._hang_monitor = HangMonitor(
-            self._course,
+            self._state,
             self._agents,
             self._worker_group,
             on_silence=self._lose_silent,
             on_verdict=self._failure_policy.note_verdict,
             gone=lambda: self._failure_policy.ended_well,
         )
-        self._precheck = Precheck(self._course, self._agents, ways=not ways_are_known, one_way=joined)
-        self._newcomers = Newcomers(self._course, self._agents) if joined and self._course.job.check else None
+        self._precheck = Precheck(self._state, self._agents, ways=not ways_are_known, one_way=joined)
+        self._newcomers = Newcomers(self._state, self._agents) if joined and self._state.job.check else None
 
     def run(self) -> int:
         """Returns 0, 130 if it was interrupted, or 128 + the signal that asked a worker to stop.
@@ -136,7 +106,7 @@ class Head:
         self._listen_to_clocks_and_signals()
         try:
             with contextlib.suppress(_Over):
-                while not self._course.is_over:
+                while not self._state.is_over:
                     if not self._has_workers:  # else another head has started them
                         self._wait_for_agents()
                         self._check_hosts()
@@ -154,31 +124,36 @@ class Head:
         Raises:
             _Over: the run has its result.
         """
-        self._course.loop.run(until=lambda: self._course.is_over or until())
-        if self._course.is_over:
+        self._state.loop.run(until=lambda: self._state.is_over or until())
+        if self._state.is_over:
             raise _Over
 
     @property
     def _has_workers(self) -> bool:
         """Whether workers run, or have ended in a way that is yet to be handled."""
-        return bool(self._course.running) or self._failure_policy.all_ended
+        return bool(self._state.running) or self._failure_policy.all_ended
 
     def _wait_for_agents(self) -> None:
-        self._agents.expect()
+        gathering = Gathering(self._state, self._agents)
         self._tell_who_is_awaited()
-        self._wait(lambda: self._agents.have_gathered)
+        self._wait(lambda: gathering.is_over)
 
     def _check_hosts(self) -> None:
         self._tell_of_ports()
-        self._news.beginning.await_workers(self._course.job.on(self._agents.present()).workers)
+        self._news.beginning.await_workers(self._state.job.on(self._agents.present()).workers)
         self._precheck.begin()
         self._wait(lambda: self._precheck.is_over)
 
     def _tell_of_ports(self) -> None:
         """NCCL has no setting for its ports, and opens them inside its own library."""
-        chosen, nodes = self._course.job.ports, self._agents.nodes
-        if chosen and len(nodes) > 1 and not self._course.generation and any(node.facts.get("gpus") for node in nodes):
-            self._course.display.warn(
+        chosen, nodes = self._state.job.ports, self._agents.nodes
+        if (
+            chosen
+            and len(nodes) > 1
+            and not self._state.generation
+            and any(node.facts and node.facts.gpus for node in nodes)
+        ):
+            self._state.display.warn(
                 f"manyhosts: NCCL takes ports that the system chooses, not those of --ports {chosen}: have firewalls"
                 " let all TCP pass between the hosts, or narrow net.ipv4.ip_local_port_range on each"
             )
@@ -188,7 +163,7 @@ class Head:
 
         Those of a Trainer meet through the channel, and take a port for it only.
         """
-        store, listens = self._worker_group.store, not self._course.job.uses_manyhosts
+        store, listens = self._worker_group.store, not self._state.job.uses_manyhosts
         store.close()
         store.open(lambda *_: None, listens=listens)
         self._wait(lambda: store.place is not None and (store.listens or not listens))
@@ -207,52 +182,52 @@ class Head:
 
     def _end(self) -> None:
         """Have every agent end, and leave the run directory to others."""
-        nobody_hears = bool(self._course.interrupted) and self._agents.nobody_has_called
+        nobody_hears = bool(self._state.interrupted) and self._agents.nobody_has_called
         self._agents.say_goodbye()
         if self._succession is not None and not self._hold.is_lost and not nobody_hears:
             self._record.remove()
         self._hold.release()
 
     def _result(self) -> int:
-        course = self._course
-        if isinstance(course.result, NobodyCame):
-            raise course.result
-        if isinstance(course.result, ManyhostsError):
-            if course.result.exit_code != 2:
-                course.result.go_on = self._hold.command_to_go_on()
-            write_failed_summary(course.directories, course.result)
-            raise course.result
-        if course.result == 0:
+        state = self._state
+        if isinstance(state.result, takeover.NobodyCame):
+            raise state.result
+        if isinstance(state.result, ManyhostsError):
+            if state.result.exit_code != 2:
+                state.result.go_on = self._hold.command_to_go_on()
+            takeover.write_failed_summary(state.directories, state.result)
+            raise state.result
+        if state.result == 0:
             self._news.tell_end()
         elif command := self._hold.command_to_go_on():
-            course.display.warn(f"manyhosts: go on with: {command}")
-        return course.result or 0
+            state.display.warn(f"manyhosts: go on with: {command}")
+        return state.result or 0
 
     def _listen_to_clocks_and_signals(self) -> None:
-        loop = self._course.loop
+        loop = self._state.loop
         with contextlib.suppress(ValueError):  # outside the main thread whoever called this hears of signals
             loop.on_signals([signal.SIGINT, signal.SIGTERM, signal.SIGHUP], self._failure_policy.interrupt)
         loop.every(run_lock.BEAT_S, self._hold.check)
-        if self._course.can_be_taken_over:
+        if self._state.can_be_taken_over:
             loop.every(run_lock.BEAT_S, self._record.beat)
             loop.before_waiting = self._commit
 
     # Where this head is killed, another one goes on.
 
-    def _gather(self) -> Handover:
+    def _gather(self) -> takeover.Handover:
         succession, (address, port) = self._succession, self._agents.place
         assert succession is not None, "it was seen that there is one"
-        return Handover(
+        return takeover.Handover(
             token=self._agents.token,
             start=self._hold.token,
             address=address,
             port=port,
-            asked=fingerprint(succession.job, self._agents.token),
-            unasked=run_directory.UNASKED in self._course.job.environment,
+            asked=takeover.fingerprint(succession.job, self._agents.token),
+            unasked=run_directory.UNASKED in self._state.job.environment,
             launcher=succession.facts(),
             state={
-                "course": self._course.written_down(),
-                "agents": written_down(self._agents.nodes),
+                "head": self._state.written_down(),
+                "agents": takeover.written_down(self._agents.nodes),
                 "worker_group": self._worker_group.written_down(),
                 "ending": self._failure_policy.written_down(),
                 "hang_monitor": self._hang_monitor.written_down(),
@@ -261,58 +236,59 @@ class Head:
 
     def _commit(self) -> None:
         """Write down what has changed, and only then let go what follows from it."""
-        record, course = self._record, self._course
+        record, state = self._record, self._state
         present = self._agents.present()
         record.is_needed |= self._agents.hold_something_back or present != self._present
-        if record.is_needed and self._worker_group.has_begun and not course.is_over and course.can_be_taken_over:
+        if record.is_needed and self._worker_group.has_begun and not state.is_over and state.can_be_taken_over:
             self._present = present
             try:
                 record.write()
             except OSError as error:
-                course.can_be_taken_over = False
-                why = f"{error.strerror}: {course.job.run_dir}"
-                course.display.warn(f"manyhosts: if this command is killed, no other can take the run over: {why}")
+                state.can_be_taken_over = False
+                why = f"{error.strerror}: {state.job.run_dir}"
+                state.display.warn(f"manyhosts: if this command is killed, no other can take the run over: {why}")
         self._agents.release()
 
-    def _go_on_from(self, left: Handover) -> None:
+    def _go_on_from(self, left: takeover.Handover) -> None:
         state = left.state
         self._precheck.is_over = True
-        self._course.go_on_from(state["course"])
-        environment = dict(self._course.job.environment)
+        self._state.go_on_from(state["head"])
+        environment = dict(self._state.job.environment)
         environment.pop(run_directory.UNASKED, None)
         environment |= {run_directory.UNASKED: "1"} if left.unasked else {}
-        self._course.job = replace(self._course.job, environment=environment)
+        self._state.job = replace(self._state.job, environment=environment)
         assert self._succession is not None, "a run is taken over"
         self._succession.name(self._agents.nodes)
-        go_on_with(self._agents, state["agents"], self._preparation)
+        takeover.go_on_with(self._agents, state["agents"], self._preparation)
         self._hang_monitor.go_on_from(state["hang_monitor"])
         self._failure_policy.go_on_from(state["ending"], state["worker_group"])
         for node in self._agents.nodes:
-            if node.channel is None and self._course.job.is_elastic:
+            if node.channel is None and self._state.job.is_elastic:
                 self._agents.call_again(node)
         for number in self._succession.gone:
             self._agents.give_up(self._agents.nodes[number], "its agent is gone")
-        self._course.loop.after(CALLERS_S, self._see_who_has_called)
+        self._state.loop.after(takeover.CALLERS_S, self._see_who_has_called)
         if not self._has_workers:  # the last head was about to start them all again
             self._agents.begin_missing_again()
 
     def _see_who_has_called(self) -> None:
-        if self._agents.nobody_has_called and not self._course.is_over:
-            self._course.result = nobody(self._course.job.run_dir)
+        if self._agents.nobody_has_called and not self._state.is_over:
+            self._state.result = takeover.nobody(self._state.job.run_dir)
 
     # What agents ask of their owner.
 
     def welcome(self, node: Node) -> None:
         """An agent has come: it prepares, and its workers start with all others, or late."""
-        job = self._course.job
+        job = self._state.job
         if not job.workers_are_chosen:
             own = job.environment.get(host_state.CHOSEN)
-            count = node.facts.get("gpus", 0) if own is None else host_state.named(own)
-            self._course.job = job.with_workers(node.number, max(1, count))
+            gpus = 0 if node.facts is None else node.facts.gpus
+            count = gpus if own is None else host_state.named(own)
+            self._state.job = job.with_workers(node.number, max(1, count))
         self._prepare(node)
-        if self._course.running and self._newcomers is not None:
+        if self._state.running and self._newcomers is not None:
             self._newcomers.receive(node, lambda: self._worker_group.start_on(node))
-        elif self._course.running:
+        elif self._state.running:
             self._worker_group.start_on(node)
         else:
             self._tell_who_is_awaited()
@@ -325,11 +301,11 @@ class Head:
     def _prepare(self, node: Node) -> None:
         self._agents.tell([node], self._preparation(node))
 
-    def _preparation(self, node: Node) -> Prepare:
+    def _preparation(self, node: Node) -> protocol.Prepare:
         """What an agent is told before all else."""
-        job = self._course.job if node.place is None else node.place.job(self._course.job)
+        job = self._state.job if node.place is None else node.place.job(self._state.job)
         known = {variables.RUN_DIR: str(job.run_dir), ports.VARIABLE: job.ports}
-        return Prepare(
+        return protocol.Prepare(
             host=node.name,
             command={
                 "kind": job.kind,
@@ -337,12 +313,13 @@ class Head:
                 "arguments": job.arguments,
                 "folder": str(job.folder),
             },
-            preload=[*job.preload, *self._course.warm],
+            preload=[*job.preload, *self._state.warm],
             environment={**job.environment, **known, run_lock.VARIABLE: self._hold.token},
             run_dir=str(job.run_dir),
             log_bytes=job.log_bytes,
+            warm_s=job.warm_s,
             head_timeout_s=job.head_timeout_s,
-            can_be_taken_over=self._course.can_be_taken_over,
+            can_be_taken_over=self._state.can_be_taken_over,
             workers=job.workers_on(node.number),
             **self._precheck.requests(node),
         )
@@ -354,67 +331,67 @@ class Head:
 
     def lose(self, node: Node, why: str) -> None:
         """An agent is gone, and with it its workers."""
-        course = self._course
+        state = self._state
         if not self._has_workers:
-            course.result = LaunchError(f"{why}, before a worker was started", where=f"host {node.name}", fix=SEE_ABOVE)
+            state.result = LaunchError(f"{why}, before a worker was started", where=f"host {node.name}", fix=SEE_ABOVE)
         self._worker_group.store.lose(node)
         if self._newcomers is not None:
             self._newcomers.lose(node)
         gone = self._worker_group.of_node(node)
         for member in gone:
-            course.running.discard(member.number)
-        if course.job.is_elastic and self._agents.are_enough:
+            state.running.discard(member.number)
+        if state.job.is_elastic and self._agents.are_enough:
             self._agents.bring_back(node)
         self._failure_policy.note_failures(
             {each.number: Failure(rank=each.rank, host=node.name, lost=why) for each in gone}
         )
 
-    def hear(self, node: Node, message: FromAgent) -> None:
+    def hear(self, node: Node, message: protocol.FromAgent) -> None:
         """What an agent says."""
-        if getattr(message, "generation", self._course.generation) != self._course.generation:
+        if getattr(message, "generation", self._state.generation) != self._state.generation:
             return  # news of workers that were given up
-        if message.CHANGES_STATE and not (isinstance(message, Report) and message.kind in _STREAMS):
+        if message.CHANGES_STATE and not (isinstance(message, protocol.Report) and message.kind in _STREAMS):
             self._record.is_needed = True
         match message:
-            case StoreOpened():
+            case protocol.StoreOpened():
                 self._worker_group.store.take(node, message.port, shared=message.shared, listens=message.listens)
-            case AskStore():
+            case protocol.AskStore():
                 self._worker_group.take_question(node, message)
-            case Asked() if not self._course.interrupted:
+            case protocol.Asked() if not self._state.interrupted:
                 self._failure_policy.interrupt(signal.Signals(message.signal))
-            case Condition() | ConnectionsTried() | Connectivity():
+            case protocol.Condition() | protocol.ConnectionsTried() | protocol.Connectivity():
                 self._precheck.hear(node, message)
                 if self._newcomers is not None:
                     self._newcomers.hear(node, message)
-            case Warm():
-                self._course.warm = tuple(message.modules)
-            case Trouble():
+            case protocol.Warm():
+                self._state.warm = tuple(message.modules)
+            case protocol.Trouble():
                 self._failure_policy.take_trouble(node, message)
             case _:
                 self._hear_of_workers(node, message)
 
-    def _hear_of_workers(self, node: Node, message: FromAgent) -> None:
+    def _hear_of_workers(self, node: Node, message: protocol.FromAgent) -> None:
         match message:
-            case Seen():
+            case protocol.Seen():
                 self._hang_monitor.take_sights(node, message)
-            case MemberSays(kind="accuse"):
+            case protocol.MemberSays(kind="accuse"):
                 self._failure_policy.take_accusation(message.fields)
-            case MemberSays():
+            case protocol.MemberSays():
                 self._worker_group.regroup.hear(message.member, message.kind, message.fields)
-            case OfWorker():
+            case protocol.OfWorker():
                 self._hear_of_worker(node, message)
 
-    def _hear_of_worker(self, node: Node, message: OfWorker) -> None:
+    def _hear_of_worker(self, node: Node, message: protocol.OfWorker) -> None:
         rank = self._worker_group.rank(message)
         match message:
-            case Output():
+            case protocol.Output():
                 self._news.show(node, rank, message.lines, is_error=message.stream == "err")
-            case Report():
+            case protocol.Report():
                 self._hang_monitor.take_report(message.member, message.kind, message.fields)
                 self._news.take_report(rank, message.kind, message.fields)
-            case Unshown():
+            case protocol.Unshown():
                 self._news.tell_of_unshown(node, rank, message.lines)
-            case Unlogged():
+            case protocol.Unlogged():
                 self._news.tell_of_gaps(node, rank, message.why)
-            case Ended():
+            case protocol.Ended():
                 self._failure_policy.note_end(node, message)

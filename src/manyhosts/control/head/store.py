@@ -1,19 +1,150 @@
-"""The TCPStore of a run, for workers that do not meet through the channel: one at a time, kept by one of their hosts.
+"""Where workers meet: a small table that the head keeps, or a TCPStore that one of the hosts keeps.
 
-Its port is taken when workers start, because their variables name it. Where workers are expected to meet through the
-channel (`head.board`), nobody listens there before one of them asks for that.
+Before workers are connected they tell each other things through the table. Their questions come through agents
+(`cluster.store_line` lists them) and concern one group of workers, the newest. Where that has lost a worker, everybody
+who waits is told so, and whoever asks later. What stands there is written down for a head that takes over, with the
+questions that wait.
+
+The TCPStore is for workers that do not meet through the channel, one at a time. Its port is taken when workers start,
+because their variables name it. Where workers are expected to meet through the channel, nobody listens there before one
+of them asks for that.
 """
 
 from __future__ import annotations
 
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from manyhosts.control.head.agents import Agents
-from manyhosts.control.head.board import Answer, Asker
-from manyhosts.control.head.placement import Node
-from manyhosts.control.head.state import Course
+from manyhosts.control.head.state import HeadState, Node
 from manyhosts.control.protocol import CloseStore, OpenStore
+
+_MOST_BYTES = 16 << 20
+"""The table's limit: a head that takes over reads it from a file that is written again and again."""
+_BROKEN = "a worker of this group is lost"
+
+
+class Asker(NamedTuple):
+    """Who is to be answered."""
+
+    node: int
+    line: int
+    """A connection of a worker to its agent."""
+    id: int
+    """A question on it."""
+
+
+Answer = Callable[..., None]
+"""Is told the asker, and `value` or `error`."""
+
+
+class Board:
+    """The table of one group, and those who wait for something to be put there."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self._group = (-1, -1)
+        """The start of the job, and the group in it, that this is the table of."""
+        self._closed = (-1, -1)
+        """The last group that is no more."""
+        self._values: dict[str, str] = {}
+        self._bytes = 0
+        self._waiting: list[tuple[Asker, str, list[str]]] = []
+
+    def written_down(self) -> dict[str, Any]:
+        """All of it, for another head."""
+        return {
+            "group": self._group,
+            "closed": self._closed,
+            "values": self._values,
+            "waiting": [[list(asker), do, names] for asker, do, names in self._waiting],
+        }
+
+    def go_on_from(self, written: Mapping[str, Any]) -> None:
+        """Be as another head has left it."""
+        self._group, self._closed = _pair(written["group"]), _pair(written["closed"])
+        self._values = dict(written["values"])
+        self._bytes = sum(len(value) for value in self._values.values())
+        self._waiting = [(Asker(*asker), do, names) for asker, do, names in written["waiting"]]
+
+    def close(self, start: int, group: int) -> None:
+        """A worker of that group is lost: nobody waits in it any more, or meets in it from now on."""
+        self._closed = max(self._closed, (start, group))
+        if self._group <= self._closed:
+            self._clear()
+
+    def ask(self, asker: Asker, do: str, fields: Mapping[str, Any]) -> None:
+        """Answer a question, now or when there is what it waits for."""
+        try:
+            group = _pair(fields["group"])
+            if group <= self._closed or group < self._group:
+                self._answer(asker, error=_BROKEN)
+                return
+            if group > self._group:
+                self._clear()
+                self._group = group
+            if do in ("get", "wait"):
+                self._waiting.append((asker, do, [str(name) for name in fields["names"]]))
+            else:
+                self._answer(asker, value=self._change(do, fields))
+        except (KeyError, TypeError, ValueError, AttributeError) as cause:
+            self._answer(asker, error=f"the store could not do {do!r}: {cause}")
+        self._look()
+
+    def _change(self, do: str, fields: Mapping[str, Any]) -> Any:
+        if do == "set":
+            for name, value in dict(fields["values"]).items():
+                self._put(str(name), str(value))
+            return None
+        if do == "check":
+            return all(name in self._values for name in fields["names"])
+        if do == "names":
+            return list(self._values)
+        name = str(fields["name"])
+        now = self._values.get(name)
+        if do == "add":
+            total = int(b64decode(now or "") or b"0") + int(fields["amount"])
+            self._put(name, b64encode(str(total).encode()).decode())
+            return total
+        if do == "compare_set":
+            if now == fields["expected"] or (now is None and not fields["expected"]):
+                self._put(name, str(fields["desired"]))
+            return self._values.get(name, fields["expected"])
+        if do == "append":
+            self._put(name, b64encode(b64decode(now or "") + b64decode(fields["value"])).decode())
+            return None
+        if do == "delete":
+            self._bytes -= len(now or "")
+            return self._values.pop(name, None) is not None
+        raise ValueError("there is no such question")
+
+    def _put(self, name: str, value: str) -> None:
+        size = self._bytes + len(value) - len(self._values.get(name, ""))
+        if size > _MOST_BYTES:
+            raise ValueError(f"it holds at most {_MOST_BYTES >> 20} MB")
+        self._values[name], self._bytes = value, size
+
+    def _look(self) -> None:
+        """Answer those who have waited for what is there now."""
+        waiting, self._waiting = self._waiting, []
+        for asker, do, names in waiting:
+            if all(name in self._values for name in names):
+                self._answer(asker, value=[self._values[name] for name in names] if do == "get" else None)
+            else:
+                self._waiting.append((asker, do, names))
+
+    def _clear(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        self._values, self._bytes = {}, 0
+        for asker, _, _ in waiting:
+            self._answer(asker, error=_BROKEN)
+
+
+def _pair(group: Any) -> tuple[int, int]:
+    start, number = group
+    return int(start), int(number)
+
 
 Then = Callable[[str, int], None]
 """Is told the address and the port of a store."""
@@ -22,9 +153,9 @@ Then = Callable[[str, int], None]
 class Store:
     """Which host keeps it, and who waits for it."""
 
-    def __init__(self, course: Course, agents: Agents, answer: Answer) -> None:
+    def __init__(self, state: HeadState, agents: Agents, answer: Answer) -> None:
         """`answer` tells a worker that has asked for one that listens."""
-        self._course, self._agents, self._answer = course, agents, answer
+        self._state, self._agents, self._answer = state, agents, answer
         self._node: int | None = None
         """The host that keeps it, or was asked to; None where nobody does."""
         self._port = 0
@@ -49,7 +180,8 @@ class Store:
 
     def _address(self, node: int) -> str:
         """Where the other hosts reach this one."""
-        return str(self._agents.nodes[node].facts.get("address", self._agents.address))
+        facts = self._agents.nodes[node].facts
+        return self._agents.address if facts is None else facts.address
 
     def open(self, then: Then, *, best: Sequence[int] = (), listens: bool = True) -> None:
         """See that there is one, and call back. A new one is kept by the first node here, of `best`, then of all.
@@ -79,7 +211,7 @@ class Store:
             self._port = 0
         if self._node is not None:
             self._is_opening = listens
-            address, generation = self._address(self._node), self._course.generation
+            address, generation = self._address(self._node), self._state.generation
             node = self._agents.nodes[self._node]
             self._agents.tell([node], OpenStore(generation=generation, address=address, listens=listens))
 
@@ -126,7 +258,7 @@ class Store:
         """Have everybody who waits at the store, or for it, wait no more. A port that is only taken stays so."""
         askers, self._askers = self._askers, []
         for asker in askers:
-            self._answer(asker, error="a worker of this group is lost")
+            self._answer(asker, error=_BROKEN)
         if (self.listens or self._is_opening) and self._node is not None:
             self._agents.tell([self._agents.nodes[self._node]], CloseStore())
             self._node, self._port = None, 0

@@ -1,4 +1,4 @@
-"""What a head leaves to another one that takes its run over: `head.json` in the run directory, for its user alone.
+"""A head's hold on its run directory, and what it leaves there to another one: `head.json`, for its user alone.
 
 The file holds the run's secret, where the head listens, and all that the head alone knows. It is written anew, and on
 the disk, before anything leaves the head that follows from a change. So whoever takes over knows of everything that
@@ -14,24 +14,31 @@ import hashlib
 import hmac
 import json
 import os
+import shlex
 import stat
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from manyhosts import __version__
+from manyhosts.control.handshake import Hello
 from manyhosts.control.head.agents import Agents
-from manyhosts.control.head.placement import Node
+from manyhosts.control.head.state import HeadState, Node
 from manyhosts.control.job import Job
 from manyhosts.control.proof import PROTOCOL
-from manyhosts.control.protocol import Prepare, content_of
-from manyhosts.errors import ConfigError, LaunchError
-from manyhosts.records import run_directory
+from manyhosts.control.protocol import Prepare
+from manyhosts.control.wire_format import built, content_of
+from manyhosts.errors import ConfigError, LaunchError, ManyhostsError
+from manyhosts.records import run_directory, run_lock
 from manyhosts.records.json_text import parsed
+from manyhosts.records.metrics import stream
+from manyhosts.records.run_directory import RunDirectory
+from manyhosts.records.run_record import RunRecord
+from manyhosts.records.summary import summarise
 
-FORMAT = 2
+FORMAT = 3
 """The version of the file."""
 CALLERS_S = 15.0
 """How long agents have to call the head that takes over: one call to a machine that is off takes them 10 s."""
@@ -204,7 +211,7 @@ def left_for(job: Job) -> Handover | None:
             " command",
             where=str(path),
             fix="give the command that began it, with the same hosts, options, script and arguments; or wait until"
-            f" the hosts have ended: {_wait_s(job, silence_s)} s from now",
+            f" the hosts have ended: {max(1, round(job.head_timeout_s + _SLACK_S - silence_s))} s from now",
         )
     return left
 
@@ -219,10 +226,6 @@ def _refusal(path: Path, why: str, job: Job) -> ConfigError:
         where=str(path),
         fix=f"see that its hosts have ended ({job.head_timeout_s:.0f} s after the head), and remove that file",
     )
-
-
-def _wait_s(job: Job, silence_s: float) -> int:
-    return max(1, round(job.head_timeout_s + _SLACK_S - silence_s))
 
 
 def fingerprint(job: Job, token: str) -> str:
@@ -243,7 +246,8 @@ def written_down(nodes: Sequence[Node]) -> list[dict[str, Any]]:
         talk = None if node.channel is None else node.channel.written_down()
         if talk is not None:
             talk["kept"] = [[number, None if said.startswith(_PREPARE) else said] for number, said in talk["kept"]]
-        found.append({"session": node.session, "facts": node.facts, "talk": talk})
+        facts = {} if node.facts is None else content_of(node.facts)
+        found.append({"session": node.session, "facts": facts, "talk": talk})
     return found
 
 
@@ -254,7 +258,7 @@ def go_on_with(agents: Agents, written: Sequence[Mapping[str, Any]], prepare: Ca
     """
     for node, found in zip(agents.nodes, written, strict=True):
         if found["talk"] is not None:
-            node.session, node.facts = found["session"], found["facts"]
+            node.session, node.facts = found["session"], built(found["facts"], Hello)
             node.heard = time.monotonic() + CALLERS_S
             node.channel = agents.session_with(node)
             kept = [[n, said or _prepare(n, prepare(node))] for n, said in found["talk"]["kept"]]
@@ -263,3 +267,98 @@ def go_on_with(agents: Agents, written: Sequence[Mapping[str, Any]], prepare: Ca
 
 def _prepare(number: int, message: Prepare) -> str:
     return json.dumps({"message": message.NAME, "n": number, **content_of(message)}) + "\n"
+
+
+_OPTIONS = ("--run-dir", "--resume")
+
+
+class Hold:
+    """The one of this head."""
+
+    def __init__(self, state: HeadState, succeeds: str = "") -> None:
+        """Take the lock. `succeeds`: the token of the start whose last head is dead.
+
+        Raises:
+            ConfigError: another run is going on in the run directory, or that head lives.
+        """
+        self._state = state
+        run_dir = state.job.run_dir
+        self._made = not run_dir.exists()
+        before = run_lock.owner_of(run_dir)
+        self.token = succeeds or run_lock.new_token()
+        try:
+            self._lock = run_lock.take(run_dir, self.token, launches=True, succeeds=bool(succeeds))
+        except OSError:
+            # Perhaps only the hosts have that disk. There the leader takes the lock, and says where it cannot.
+            run_lock.see_that_free(run_dir)
+            self._lock = None
+        if before is not None and before.launches and before.token != self.token:  # else it would hold the lock
+            state.display.warn(
+                "manyhosts: the command that ran in this directory before was killed, and nothing of it goes on: this"
+                " run starts from its newest snapshot, where there is one"
+            )
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether another has the run directory."""
+        return self._lock is not None and self._lock.lost is not None
+
+    def check(self) -> None:
+        """End the run where another one has taken its directory."""
+        try:
+            if self._lock is not None:
+                self._lock.check()
+        except ManyhostsError as error:
+            self._state.result = error
+
+    def release(self) -> None:
+        """Let others run in the directory. Safe to call twice."""
+        if self._lock is not None:
+            self._lock.release()
+        if self._made:
+            with contextlib.suppress(OSError):  # it holds something, as a rule
+                self._state.job.run_dir.rmdir()
+
+    def command_to_go_on(self) -> str:
+        """What the user types to go on with this run; empty where there is nothing to go on with."""
+        job, begun = self._state.job, self._state.directories
+        if not job.words:
+            return ""
+        if job.run_dir_is_chosen or any(path.is_relative_to(job.run_dir) for path in begun):
+            return shlex.join(
+                ["manyhosts", *with_run_dir(job.words, len(job.arguments), _short(job.run_dir, job.folder))]
+            )
+        return shlex.join(["manyhosts", *job.words]) if begun else ""  # the script itself names its directory
+
+
+def with_run_dir(words: Sequence[str], arguments: int, run_dir: str) -> list[str]:
+    """`words`, of which the last are the script and its so many arguments, for a run in `run_dir`."""
+    end = len(words) - arguments - 1
+    own, script = list(words[:end]), words[end:]
+    kept: list[str] = []
+    while own:
+        word = own.pop(0)
+        if word in _OPTIONS:
+            own = own[1:]
+        elif not word.startswith(tuple(f"{option}=" for option in _OPTIONS)):
+            kept.append(word)
+    return [kept[0], "--run-dir", run_dir, *kept[1:], *script]
+
+
+def _short(run_dir: Path, folder: Path) -> str:
+    """`run_dir` as it is typed in `folder`."""
+    return str(run_dir.relative_to(folder) if run_dir.is_relative_to(folder) else run_dir)
+
+
+def write_failed_summary(run_dirs: Iterable[Path], error: ManyhostsError) -> None:
+    """Have each of `run_dirs` whose training has not come to its end say that it failed with `error`.
+
+    Those that this machine does not have are passed over: the record is where the leader was.
+    """
+    for directory in map(RunDirectory, run_dirs):
+        if not (directory.run_json.exists() and directory.metrics.exists()):
+            continue
+        with contextlib.suppress(OSError, ConfigError):  # the failure itself is told all the same
+            summary = summarise(stream(directory.metrics), RunRecord.read(directory.run_json), failure=error.what)
+            if summary.status == "failed":
+                summary.write(directory.summary)

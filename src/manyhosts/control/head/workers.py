@@ -7,12 +7,11 @@ from typing import Any
 
 from manyhosts.control import variables
 from manyhosts.control.head.agents import Agents
-from manyhosts.control.head.board import Asker, Board
 from manyhosts.control.head.failures import Failure
-from manyhosts.control.head.membership import Member, Regroup
-from manyhosts.control.head.placement import Node
-from manyhosts.control.head.state import Course
-from manyhosts.control.head.store import Store, Then
+from manyhosts.control.head.group_state import Member
+from manyhosts.control.head.membership import Regroup
+from manyhosts.control.head.state import HeadState, Node
+from manyhosts.control.head.store import Asker, Board, Store, Then
 from manyhosts.control.protocol import AnswerStore, AskStore, Kill, NewWorker, OfWorker, SeenWorker, Start, Tell
 
 NoteFailures = Callable[[Mapping[int, Failure]], None]
@@ -22,13 +21,13 @@ NoteFailures = Callable[[Mapping[int, Failure]], None]
 class WorkerGroup:
     """Who is which rank, where, and at which store they meet. What `regroup` needs of the hosts is here."""
 
-    def __init__(self, course: Course, agents: Agents, note_failures: NoteFailures) -> None:
-        self._course, self._agents, self._note_failures = course, agents, note_failures
+    def __init__(self, state: HeadState, agents: Agents, note_failures: NoteFailures) -> None:
+        self._state, self._agents, self._note_failures = state, agents, note_failures
         self._next_number = 0
         self.has_begun = False
         """Whether any worker was started."""
-        self.regroup = Regroup(course.loop, self, 0)
-        self.store = Store(course, agents, self._answer)
+        self.regroup = Regroup(state.loop, self, 0)
+        self.store = Store(state, agents, self._answer)
         self.board = Board(self._answer)
         self._late: dict[int, list[Member]] = {}
         """By node: workers to be started when its agent is back, to join those that train."""
@@ -66,7 +65,7 @@ class WorkerGroup:
         self._left_out = {(node, place) for node, place in written["left_out"]}
         self.store.go_on_from(written["store"])
         self.board.go_on_from(written["board"])
-        self.regroup = Regroup(self._course.loop, self, self._course.generation)
+        self.regroup = Regroup(self._state.loop, self, self._state.generation)
         self.regroup.go_on_from(written["regroup"])
         members = self.regroup.group_state.members
         for number, late in written["late"]:
@@ -78,10 +77,10 @@ class WorkerGroup:
     def start_all(self) -> None:
         """Start every worker of this generation, around the store that is open."""
         assert self.store.place is not None, "it was waited for"
-        self.regroup = Regroup(self._course.loop, self, self._course.generation)
+        self.regroup = Regroup(self._state.loop, self, self._state.generation)
         self.has_begun = True
         self._left_out.clear()
-        job = self._course.job.on(self._agents.present())
+        job = self._state.job.on(self._agents.present())
         for place, number in enumerate(self._agents.present()):
             members = []
             for local_rank in range(job.workers_on(place)):
@@ -97,7 +96,7 @@ class WorkerGroup:
             self.regroup.add_late(member)
 
     def _newcomers(self, number: int) -> list[Member]:
-        job = self._course.job
+        job = self._state.job
         return [
             Member(
                 number=self._number(),
@@ -113,9 +112,9 @@ class WorkerGroup:
     def _start(self, members: Sequence[Member], store: tuple[str, int], *, shared: bool = True) -> None:
         """Start workers that are all of one host."""
         workers = []
-        job, generation, present = self._course.job, self._course.generation, self._agents.present()
+        job, generation, present = self._state.job, self._state.generation, self._agents.present()
         for member in members:
-            self._course.running.add(member.number)
+            self._state.running.add(member.number)
             environment = variables.of_worker(
                 job if member.late else job.on(present),
                 node=member.node if member.late else present.index(member.node),
@@ -155,9 +154,9 @@ class WorkerGroup:
 
     def do_without(self, node: Node) -> bool:
         """A node that came to those that train can start no worker. Whether they go on without it."""
-        running, members = self._course.running, self.of_node(node)
+        running, members = self._state.running, self.of_node(node)
         others = running - {member.number for member in members}
-        if not self._course.job.is_elastic or not others or any(not member.late for member in members):
+        if not self._state.job.is_elastic or not others or any(not member.late for member in members):
             return False
         self._agents.send_home(node)
         for member in members:
@@ -175,7 +174,7 @@ class WorkerGroup:
         """Who takes the place of a worker; nobody where that was left out, or the run can do without its node."""
         if (lost.node, lost.local_rank) in self._left_out:
             return None
-        if self._course.job.is_elastic and self._agents.nodes[lost.node].channel is None:
+        if self._state.job.is_elastic and self._agents.nodes[lost.node].channel is None:
             return None
         return Member(number=self._number(), node=lost.node, local_rank=lost.local_rank, rank=lost.rank, late=True)
 
@@ -188,7 +187,7 @@ class WorkerGroup:
 
     def close_store(self) -> None:
         """Have everybody who waits for others of the present group wait no more."""
-        self.board.close(self._course.generation, self.regroup.group_state.group)
+        self.board.close(self._state.generation, self.regroup.group_state.group)
         self.store.close()
 
     def take_question(self, node: Node, message: AskStore) -> None:
@@ -224,6 +223,6 @@ class WorkerGroup:
         for member in list(group_state.members.values()):
             if self.regroup.goes_its_own_way(member):
                 continue
-            self._course.running.discard(member.number)
+            self._state.running.discard(member.number)
             self.regroup.drop(member.number)
             self.kill_member(member)

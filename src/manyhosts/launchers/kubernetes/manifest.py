@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from manyhosts.control import first_node, job_file
-from manyhosts.control.head.placement import port_of
+from manyhosts.control.head.state import port_of
 from manyhosts.control.job import Job
 from manyhosts.control.plan import Later
 from manyhosts.errors import ConfigError

@@ -13,7 +13,7 @@ from typing import Any
 
 from manyhosts.control import first_node, job_file
 from manyhosts.control.first_node import NodeInfo
-from manyhosts.control.head.placement import port_of
+from manyhosts.control.head.state import port_of
 from manyhosts.errors import ConfigError, ManyhostsError
 from manyhosts.hosts import addresses
 from manyhosts.launchers import packing

@@ -51,18 +51,14 @@ def main(words: list[str] | None = None) -> int:
         sys.stderr.write(f"manyhosts: {error}\n")
         return error.exit_code
     if warned and code != 0 and choices.yes(job.options, "requeue", default=True):
-        if _keeps_snapshots(job.run_dir) and _newest_snapshot(job.run_dir) == before:
+        # without a run.json it is no trainer of ours, and what another script keeps is not known
+        if RunDirectory(job.run_dir).run_json.exists() and _newest_snapshot(job.run_dir) == before:
             say_last(sys.stderr, _IN_VAIN)
             return code
         near = "manyhosts: the time limit is near: the job is queued again, and goes on from its last snapshot\n"
         say_last(sys.stderr, near)
         run_command(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]])
     return code
-
-
-def _keeps_snapshots(run_dir: Path) -> bool:
-    """Whether a trainer of ours has begun there. What another script keeps is not known."""
-    return RunDirectory(run_dir).run_json.exists()
 
 
 def _newest_snapshot(run_dir: Path) -> str:

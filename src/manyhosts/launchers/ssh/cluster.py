@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any
 
 from manyhosts import __version__
 from manyhosts.cluster.ports import Range
 from manyhosts.control.display import Display
-from manyhosts.control.head.placement import AgentProcess
+from manyhosts.control.head.state import AgentProcess
 from manyhosts.control.head.takeover import Handover
 from manyhosts.control.job import Job
 from manyhosts.control.plan import HEAD, Later, Shell, filled
@@ -34,57 +31,17 @@ from manyhosts.hosts import (
 from manyhosts.hosts.connection import Connection, Unreachable
 from manyhosts.hosts.containers import Container
 from manyhosts.hosts.data import Data
-from manyhosts.hosts.disks import HERE, Disks
+from manyhosts.hosts.disks import Disks
 from manyhosts.hosts.files import Files
-from manyhosts.hosts.interfaces import Interface
 from manyhosts.launchers import container_options
-from manyhosts.launchers.ssh.deferred_agent import DeferredAgent, NotThere
+from manyhosts.launchers.ssh import record, remote_agent, tunnels
+from manyhosts.launchers.ssh.host import Host, of_all
+from manyhosts.launchers.ssh.remote_agent import DeferredAgent, NotThere
+from manyhosts.launchers.ssh.tunnels import Tunnel, TunnelledAgent
 from manyhosts.records import run_directory
 from manyhosts.units import bytes_in_words
 
-T = TypeVar("T")
-_STILL_THERE_S = 8.0
-"""How long a host has at the end of a run to say that it is there: one that was lost is not waited for long."""
-_QUICKLY_S = 2.0
-"""How long a host that is well may take to say so."""
 _WORTH_A_WORD_BYTES = 10_000_000
-_IT_IS_AWAY = (b"mux_client_request_session: ", b"ssh: connect to host ")
-"""How ssh begins to say what is said already."""
-
-
-@dataclass(slots=True)
-class Host:
-    """One host, and what is known of it."""
-
-    node: int
-    connection: Connection
-    away: ManyhostsError | None = None
-    """Why it was not reached; a run whose nodes may come later begins without it."""
-    facts: dict[str, Any] = field(default_factory=dict)
-    interface: Interface | None = None
-    tunnelled: bool = False
-    """Whether it reaches this machine through ssh only."""
-    told: str = ""
-    """What was said last of why it is away."""
-    called: bool = False
-    """Whether its agent was to be started before."""
-    began: bool = False
-    """Whether an agent was started there."""
-    tunnel: int = 0
-    """The port on the host that a tunnel to this machine has; 0 where there is none."""
-    being_called: threading.Lock = field(default_factory=threading.Lock)
-    """Held by who reaches it: one that was given up may still be busy with it."""
-
-    @property
-    def name(self) -> str:
-        """As the user calls it."""
-        return self.connection.host
-
-    @property
-    def address(self) -> str:
-        """Where the other hosts reach it."""
-        assert self.interface is not None, "it was surveyed"
-        return self.interface.address
 
 
 class Cluster:
@@ -139,11 +96,11 @@ class Cluster:
         version_check.see_that_each_is_named_once(facts)
         self._see_that_they_agree(facts)
         targets = [here[1 if len(here) > 1 else 0], *([here[0]] * (len(here) - 1))]
-        _of_all(here, lambda host: _find_interface(host, targets[here.index(host)].facts["address"]))
+        of_all(here, lambda host: host.find_interface(targets[here.index(host)].facts["address"]))
         self._see_encryption(here)
         self._choose_head_address()
-        self._ports = dict(zip((host.node for host in here), _of_all(here, self._listen), strict=True))
-        answers = _of_all(here, lambda host: self._try_connections(host, here))
+        self._ports = dict(zip((host.node for host in here), of_all(here, self._listen), strict=True))
+        answers = of_all(here, lambda host: self._try_connections(host, here))
         places = [(host.address, self._ports[host.node]) for host in here]
         version_check.see_that_they_meet([host.name for host in here], places, answers)
 
@@ -161,7 +118,7 @@ class Cluster:
             except Unreachable as error:
                 host.away = error
 
-        _of_all(self._hosts, greet)
+        of_all(self._hosts, greet)
         away = [host.away for host in self._hosts if host.away is not None]
         enough = self._job.is_elastic and len(self._here) >= (self._job.least_nodes or 1)
         if away and not (enough or (self._may_be_away and self._here)):
@@ -240,8 +197,8 @@ class Cluster:
                 names, size = ", ".join(host.name for host in lacking), bytes_in_words(self._files.size)
                 words = f"manyhosts: {len(self._files.paths)} files, {size}: what {names} lack is brought there"
                 self._display.warn(words)
-        _of_all(lacking, self._bring)
-        self._see_script(here, _of_all(here, self._has_script))
+        of_all(lacking, self._bring)
+        self._see_script(here, of_all(here, self._has_script))
         disks = {self._disks.of(host.node) for host in here}
         self._apart = len(disks) > 1
         if len(here) == 1 < len(self._hosts):  # nothing tells what those will share that are away
@@ -277,7 +234,7 @@ class Cluster:
             return known and not there
 
         here = self._here
-        return [host.node for host, gone in zip(here, _of_all(here, is_gone), strict=True) if gone]
+        return [host.node for host, gone in zip(here, of_all(here, is_gone), strict=True) if gone]
 
     def go_on_from(self, left: Handover) -> None:
         """Go on with the hosts of another process, whose agents are there. Nothing is brought to those.
@@ -295,6 +252,7 @@ class Cluster:
             if host.tunnel and host.away is None:
                 with contextlib.suppress(LaunchError):  # the last one may be open still
                     host.connection.tunnel(left.address, left.port, host.tunnel)
+                tunnels.keep(host, self._connections, left.address, left.port)
 
     def begin_anew(self) -> None:
         """There is no run to be taken over: every agent is to be started.
@@ -349,10 +307,10 @@ class Cluster:
             host.told = host.away.what
             self._display.warn(f"manyhosts: {host.away}\nmanyhosts: {host.name} is called again now and then")
 
-        def come() -> subprocess.Popen[bytes]:
+        def come() -> AgentProcess:
             with host.being_called:
                 try:
-                    if host.away is not None or not _still_answers(host):
+                    if host.away is not None or host.was_cut_off or not host.still_answers():
                         self._receive(host)
                     host.away = None
                     return self._start_agent(host, head, token)
@@ -373,11 +331,10 @@ class Cluster:
             LaunchError: it is not there, or does not fit.
         """
         others = [other for other in self._hosts if other is not host and other.facts]
-        host.connection.close()
-        host.connection = self._connections[host.node] = host.connection.again()
-        host.facts = host.connection.facts()
+        host.connect_again(self._connections)
+        host.was_cut_off = False
         self._see_that_they_agree({each.name: each.facts for each in (*others, host)})
-        _find_interface(host, (others or [host])[0].facts["address"])
+        host.find_interface((others or [host])[0].facts["address"])
         self._see_encryption([host])
         # One that was there before has reached the others, and some of these may be away themselves now.
         met = [] if host.began else [other for other in others if other.away is None and other.connection.is_open]
@@ -404,11 +361,13 @@ class Cluster:
                 fix="start the run again while this host is there: it goes on from its newest snapshot",
             )
 
-    def _start_agent(self, host: Host, head: str, token: str) -> subprocess.Popen[bytes]:
-        """The token goes through ssh's standard input, where no other process sees it."""
+    def _start_agent(self, host: Host, head: str, token: str) -> AgentProcess:
         again, host.began = host.began, True
+        way: Tunnel | None = None
         if host.tunnelled:
-            host.tunnel = host.connection.tunnel(*addresses.address_and_port(head))
+            address, port = addresses.address_and_port(head)
+            host.tunnel = host.connection.tunnel(address, port)
+            way = tunnels.keep(host, self._connections, address, port)
             head = addresses.place("127.0.0.1", host.tunnel)
         assert host.interface is not None, "it was surveyed"
         values = {
@@ -421,92 +380,25 @@ class Cluster:
             "process": str(host.facts.get("process", 0)),
             containers.SCRIPT: containers.script(),
         }
-        # No stream of ours: ssh has writes to a pipe fail instead of wait, also ours, and lines would be lost.
-        pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
-        command = filled(self._agents[host.node], values)
-        agent = subprocess.Popen(command, stdin=pipe, stdout=nothing, stderr=pipe, start_new_session=True)
-        assert agent.stdin is not None, "it was asked for as a pipe"
-        assert agent.stderr is not None, "it was asked for as a pipe"
-        threading.Thread(target=_pass_on, args=(agent.stderr, again, self._display), daemon=True).start()
-        with contextlib.suppress(OSError):  # ssh has ended already; the head hears of that
-            agent.stdin.write(f"{token}\n".encode())
-            agent.stdin.close()
-        return agent
+        agent = remote_agent.start(filled(self._agents[host.node], values), token, self._display, again=again)
+        return agent if way is None else TunnelledAgent(agent, way)
 
     # The end.
 
+    def close_tunnels(self) -> None:
+        """Open none again: the agents have ended."""
+        for host in self._hosts:
+            for way in host.ways:
+                way.close()
+
     def fetch_record(self) -> None:
         """Bring the run directory of the host that led here, and the logs of the others: each disk's once."""
-        run_dir, here = self._job.run_dir, self._here
-        path = str(run_dir / "summary.json")
-        if not here:
-            return
-
-        def has(host: Host) -> bool | None:
-            with contextlib.suppress(LaunchError, OSError):
-                return bool(host.connection.ask("exists", path=path, timeout_s=_STILL_THERE_S))
-            return None
-
-        have = dict(zip((host.node for host in here), _of_all(here, has), strict=True))
-        # The first host; or, where the run went on without it and ended on another one's disk, that one.
-        led = self._disks.of(next((node for node, found in have.items() if found), here[0].node))
-        by_disk: dict[int, Host] = {}
-        for host in sorted(here, key=lambda host: have[host.node] is None):  # those that answer first
-            by_disk.setdefault(self._disks.of(host.node), host)
-        by_disk.pop(self._disks.of(HERE), None)
-
-        def fetch(host: Host) -> str:
-            stays = f"manyhosts: the record on {host.name} stays there, in {run_dir}"
-            if have[host.node] is None:
-                return f"{stays}: it does not answer"
-            only = "." if self._disks.of(host.node) == led else "logs"
-            try:
-                sync.fetch(host.connection, run_dir, only=only)
-            except (LaunchError, OSError) as trouble:
-                return f"{stays}: {trouble}".partition("\n")[0]
-            return ""
-
-        for words in filter(None, _of_all(list(by_disk.values()), fetch)):
+        for words in record.fetch(self._job.run_dir, self._here, self._disks, self._connections):
             self._display.warn(words)
 
     def forget(self) -> None:
         """Leave nothing here that only the hosts have looked for."""
         self._disks.forget()
-
-
-def _find_interface(host: Host, target: str) -> None:
-    """The interface that the routes of `host` to `target`, an address of another, lead through."""
-    way = host.connection.ask("way", address=target)
-    host.interface = interfaces.with_address(host.facts["interfaces"], way or host.facts["address"])
-    if host.interface is None:
-        raise LaunchError(
-            f"host {host.name} has no route to {target}, where the others are",
-            where=f"host {host.name}",
-            fix="name the hosts by addresses of one network that all of them are on",
-        )
-
-
-def _still_answers(host: Host) -> bool:
-    """Whether the connection to a host is one still: a host may have been switched off and on."""
-    try:
-        return host.connection.is_open and bool(host.connection.ask("way", address="127.0.0.1", timeout_s=_QUICKLY_S))
-    except (LaunchError, OSError):
-        return False
-
-
-def _of_all(hosts: Sequence[Host], ask: Callable[[Host], T]) -> list[T]:
-    """What `ask` gives for every host, all at the same time. The first trouble, by order of hosts, is raised."""
-    with ThreadPoolExecutor(max(1, len(hosts))) as pool:
-        return list(pool.map(ask, hosts))
-
-
-def _pass_on(words: IO[bytes], again: bool, display: Display) -> None:
-    """Show what ssh and an agent have to say, until they have ended; of a host that was lost, not that it is away."""
-    with words, contextlib.suppress(OSError, ValueError):
-        for line in words:
-            if again and line.startswith(_IT_IS_AWAY):
-                continue
-            display.line(line.decode(errors="replace").rstrip("\n"), "", is_error=True)
 
 
 def agent_command(host: str, node: int, python: str, container: Container | None = None) -> tuple[str, ...]:

@@ -113,6 +113,7 @@ def _run(
         nobody_came = True
         raise
     finally:
+        cluster.close_tunnels()
         try:
             if not nobody_came:
                 cluster.fetch_record()

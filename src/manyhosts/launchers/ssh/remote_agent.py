@@ -1,14 +1,47 @@
-"""Agents of hosts that were not there when the run began, as the head holds them."""
+"""An agent that is given its secret: of this machine, or of a host over ssh, at once or when that has been reached."""
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import IO
 
+from manyhosts.control.display import Display
+from manyhosts.control.head.state import AgentProcess
 from manyhosts.errors import ManyhostsError
 
+_IT_IS_AWAY = (b"mux_client_request_session: ", b"ssh: connect to host ")
+"""How ssh begins to say what is said already."""
 _FAILED = 1
+
+
+def start(words: Sequence[str], token: str, display: Display, *, again: bool) -> subprocess.Popen[bytes]:
+    """Start an agent by a command. The token goes through its standard input, where no other process sees it.
+
+    `again`: that its host is away is known.
+    """
+    # No stream of ours: ssh has writes to a pipe fail instead of wait, also ours, and lines would be lost. And this
+    # process may be killed and its terminal closed while the agent goes on. Ctrl-C is for the head alone.
+    pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+    agent = subprocess.Popen(words, stdin=pipe, stdout=nothing, stderr=pipe, start_new_session=True)
+    assert agent.stdin is not None, "it was asked for as a pipe"
+    assert agent.stderr is not None, "it was asked for as a pipe"
+    threading.Thread(target=_pass_on, args=(agent.stderr, again, display), daemon=True).start()
+    with contextlib.suppress(OSError):  # it has ended already; the head hears of that
+        agent.stdin.write(f"{token}\n".encode())
+        agent.stdin.close()
+    return agent
+
+
+def _pass_on(words: IO[bytes], again: bool, display: Display) -> None:
+    """Show what ssh and an agent have to say, until they have ended; of a host that was lost, not that it is away."""
+    with words, contextlib.suppress(OSError, ValueError):
+        for line in words:
+            if again and line.startswith(_IT_IS_AWAY):
+                continue
+            display.line(line.decode(errors="replace").rstrip("\n"), "", is_error=True)
 
 
 class NotThere:
@@ -32,10 +65,10 @@ class NotThere:
 class DeferredAgent:
     """An agent that a thread starts, when the host has been reached and has what it needs."""
 
-    def __init__(self, come: Callable[[], subprocess.Popen[bytes]], hang_up: Callable[[], None]) -> None:
+    def __init__(self, come: Callable[[], AgentProcess], hang_up: Callable[[], None]) -> None:
         """`come` starts it, or raises ManyhostsError; `hang_up`, from another thread, has it give up soon."""
         self._come, self._hang_up = come, hang_up
-        self._agent: subprocess.Popen[bytes] | None = None
+        self._agent: AgentProcess | None = None
         self._given_up = False
         self._lock = threading.Lock()
         self._coming = threading.Thread(target=self._try, name="deferred-agent", daemon=True)
@@ -72,13 +105,13 @@ class DeferredAgent:
 
     def terminate(self) -> None:
         """Ask it to end."""
-        self._end(subprocess.Popen.terminate)
+        self._end(lambda agent: agent.terminate())
 
     def kill(self) -> None:
         """End it."""
-        self._end(subprocess.Popen.kill)
+        self._end(lambda agent: agent.kill())
 
-    def _end(self, how: Callable[[subprocess.Popen[bytes]], None]) -> None:
+    def _end(self, how: Callable[[AgentProcess], None]) -> None:
         with self._lock:
             self._given_up = True
             if self._agent is not None:

@@ -1,0 +1,160 @@
+"""Who trains together: which workers there are, which go on when one is lost, and in which order.
+
+It decides and does nothing: `membership.Regroup` tells it what is heard and carries out what it says. The ranks of
+those that stay keep their order, so that the leader (rank 0) is always one that has trained before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+MOST_WITHOUT_PROGRESS = 3
+"""After so many failures in a row without one more finished step, going on makes no sense."""
+
+
+@dataclass(slots=True)
+class Member:
+    """A worker that was started."""
+
+    number: int
+    node: int
+    local_rank: int
+    rank: int
+    """In the present group; where it was started while others train, in the group that it will join."""
+    enrolled: bool = False
+    """Whether it trains, and can go on without the others."""
+    late: bool = False
+    """Whether it was started while others train, and has not joined them yet."""
+    asked: int | None = None
+    """How many steps it has finished, if it waits for a new group; a late one says -1."""
+    call: int = 0
+    """Which call of the script it waits in for a new group; see `cluster.membership`."""
+    resting: bool = False
+    """Whether it has finished a call and not begun the next: it does what the script does there, and takes its time."""
+    most: int = 0
+    """Any number of workers up to this gives the same bits, and there cannot be more; 0: each number its own bits."""
+
+
+@dataclass(slots=True)
+class GroupState:
+    """The workers of one start of the job."""
+
+    members: dict[int, Member] = field(default_factory=dict)
+    """By number, only those that run."""
+    order: list[int] = field(default_factory=list)
+    """The members of the present group, by rank."""
+    group: int = 0
+    broken: bool = False
+    """Whether the present group has lost somebody, or cannot reach one another."""
+    reason: str = ""
+    _best: tuple[int, int] = (0, -1)
+    """The call, and the step in it, that the farthest had come to when a group was formed."""
+    _without_progress: int = 0
+
+    def written_down(self) -> dict[str, Any]:
+        """All of it, for another head."""
+        return {**asdict(self), "members": [asdict(member) for member in self.members.values()]}
+
+    @classmethod
+    def of(cls, written: Mapping[str, Any]) -> GroupState:
+        """What another head has written down."""
+        members = {each["number"]: Member(**each) for each in written["members"]}
+        call, step = written["_best"]
+        return cls(**{**written, "members": members, "_best": (call, step)})
+
+    def add(self, member: Member) -> None:
+        """A worker was started."""
+        self.members[member.number] = member
+        if not member.late:
+            self.order.append(member.number)
+
+    def lose(self, number: int, reason: str) -> bool:
+        """A worker is gone. Returns whether the others can go on without it.
+
+        They can when each of them trains, and some progress was made since they last had to.
+        """
+        member = self.members.pop(number)
+        if member.late or not self.broken:  # a host takes all its workers with it, and is one failure
+            self._without_progress += 1
+        if not member.late:
+            self.broken = True
+            self.reason = self.reason or reason
+        return bool(self.trained()) and self._without_progress <= MOST_WITHOUT_PROGRESS and self.all_train()
+
+    @property
+    def makes_no_progress(self) -> bool:
+        """Whether the last failures came one upon the other."""
+        return self._without_progress > MOST_WITHOUT_PROGRESS
+
+    def all_train(self) -> bool:
+        """Whether nobody stands at a point of its script from which it could not go on."""
+        return all(member.enrolled or member.late for member in self.members.values())
+
+    def trained(self) -> list[Member]:
+        """Those of the present group that are left, by rank."""
+        return [self.members[number] for number in self.order if number in self.members]
+
+    def ask(self, number: int, step: int, *, group: int, call: int = 1) -> None:
+        """A worker waits for a new group; one that has finished `step` steps (-1: it was started late) of a call."""
+        member = self.members[number]
+        member.asked, member.call, member.resting = step, call, False
+        if not member.late and group == self.group and not self.wants_change():
+            self.broken = True  # nobody is known to be gone, but they cannot reach one another
+
+    def wants_change(self) -> bool:
+        """Whether a worker that was started late is ready to join, and there is room for it."""
+        return bool(self._joining())
+
+    def _joining(self) -> list[Member]:
+        """Those that were started late and are ready, host by host; as many as there is room for."""
+        ready = [member for member in self.members.values() if member.late and member.asked is not None]
+        most = max((member.most for member in self.members.values()), default=0)
+        room = max(0, most - len(self.trained())) if most else len(ready)
+        return sorted(ready, key=lambda member: (member.node, member.local_rank))[:room]
+
+    def waited_for(self) -> list[Member]:
+        """Those that a new group needs and that have not asked for it yet."""
+        waiting = [member for member in self.trained() if member.asked is None]
+        if self.broken and not all(member.most for member in self.trained()):
+            # The bits depend on how many there are: wait for those that take the places of the lost.
+            waiting += [member for member in self.members.values() if member.late and member.asked is None]
+        return waiting
+
+    @property
+    def due(self) -> bool:
+        """Whether a new group can and must be formed now."""
+        return (self.broken or self.wants_change()) and bool(self.trained()) and not self.waited_for()
+
+    def form(self) -> list[Member]:
+        """The members of the new group, by rank. Those that were not in the last one stand behind, host by host."""
+        stayed = self.trained()
+        best = max(((member.call, member.asked or 0) for member in stayed), default=(0, 0))
+        if best > self._best:
+            self._best, self._without_progress = best, 0
+        elif self.broken and not self.reason:
+            self._without_progress += 1  # nobody is gone: what breaks the group may be in the step itself
+        joining = self._joining()
+        nodes = list(dict.fromkeys(member.node for member in [*stayed, *joining]))
+        formed = [member for node in nodes for member in [*stayed, *joining] if member.node == node]
+        for rank, member in enumerate(formed):
+            member.rank, member.asked, member.late, member.enrolled, member.resting = rank, None, False, True, False
+        self.order = [member.number for member in formed]
+        self.group += 1
+        self.broken, self.reason = False, ""
+        return formed
+
+
+def places(formed: Iterable[Member]) -> list[tuple[int, int, int]]:
+    """For each member by rank: its number among those of its host, how many they are, and the number of its host."""
+    found = list(formed)
+    nodes = list(dict.fromkeys(member.node for member in found))
+    return [
+        (
+            member.local_rank,
+            sum(other.node == member.node for other in found),
+            nodes.index(member.node),
+        )
+        for member in found
+    ]

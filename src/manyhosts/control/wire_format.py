@@ -1,0 +1,127 @@
+"""How messages of head and agents stand on the wire: one JSON object on one line for each.
+
+`message` names the class (`ask_store` is an `AskStore`), beside it are the fields. Whatever comes is checked against
+the class before anybody looks at it: a field that is missing, or of another type, is refused in a sentence.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import types
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WireMessage:
+    """What one side says to the other."""
+
+    NAME: ClassVar[str]
+    """What it is called on the wire."""
+
+    def __init_subclass__(cls) -> None:
+        """It is called as its class is, unless that says another name."""
+        if "NAME" not in vars(cls):
+            cls.NAME = re.sub(r"\B(?=[A-Z])", "_", cls.__name__).lower()
+
+
+Kind = TypeVar("Kind", bound=WireMessage)
+
+
+def by_name(*kinds: type[Kind]) -> dict[str, type[Kind]]:
+    """Classes of messages by their names on the wire."""
+    return {kind.NAME: kind for kind in kinds}
+
+
+def content_of(message: WireMessage) -> dict[str, Any]:
+    """The fields of a message, as JSON can have them."""
+    return {entry.name: _plain(getattr(message, entry.name)) for entry in fields(message)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list) and value and is_dataclass(value[0]):
+        return [{entry.name: getattr(each, entry.name) for entry in fields(each)} for each in value]
+    return value
+
+
+@functools.cache
+def _hints(kind: Any) -> dict[str, tuple[Any, bool]]:
+    """By field of a class: its type, and whether it may be absent."""
+    hints = get_type_hints(kind)
+    return {
+        entry.name: (hints[entry.name], entry.default is not MISSING or entry.default_factory is not MISSING)
+        for entry in fields(kind)
+    }
+
+
+def read(found: Mapping[str, Any], kinds: Mapping[str, type[Kind]]) -> Kind:
+    """What was said, if it is one of `kinds`, by their names on the wire.
+
+    Raises:
+        ValueError: it is no message that is known. The text ends a sentence.
+    """
+    name = found.get("message")
+    if not isinstance(name, str) or name not in kinds:
+        raise ValueError(f"it is of the kind {_short(name)}, which this version does not know")
+    message: Kind = built(found, kinds[name])
+    return message
+
+
+def built(found: Mapping[str, Any], kind: Any) -> Any:
+    """An object of the dataclass `kind`. What it has no field for is not looked at.
+
+    Raises:
+        ValueError: it lacks a field, or has one of another type. The text ends a sentence.
+    """
+    hints = _hints(kind).items()
+    return kind(
+        **{name: _field(found, name, hint) for name, (hint, optional) in hints if name in found or not optional}
+    )
+
+
+def _field(found: Mapping[str, Any], name: str, hint: Any) -> Any:
+    if name not in found:
+        raise ValueError(f"it has no {name!r}")
+    try:
+        return _fitted(found[name], hint)
+    except ValueError:
+        raise ValueError(f"its {name!r} is {_short(found[name])}") from None
+
+
+def _fitted(value: Any, hint: Any) -> Any:
+    """`value` as a field of type `hint` has it.
+
+    Raises:
+        ValueError: it is of another type.
+    """
+    if hint is Any:
+        return value
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        fits = any(value is None if option is type(None) else _is(value, option) for option in get_args(hint))
+    elif origin is list and isinstance(value, list):
+        [kind] = get_args(hint)
+        if kind is not str:
+            return [_fitted(each, kind) for each in value]
+        fits = all(isinstance(each, str) for each in value)  # lines of workers: there may be many
+    elif is_dataclass(hint) and isinstance(value, dict):
+        return built(value, hint)
+    else:
+        fits = _is(value, hint)
+    if not fits:
+        raise ValueError
+    return value
+
+
+def _is(value: Any, hint: Any) -> bool:
+    kind = get_origin(hint) or hint
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, (int, float) if kind is float else kind)
+
+
+def _short(value: Any) -> str:
+    text = ascii(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -129,7 +129,7 @@ class Rendezvous:
         world.enter(group)
         own = work.progress()
         own = replace(own, new=int(self.calls.new), lost_snapshot=int(lost or own.lost_snapshot))
-        rows = world.stack(torch.tensor(astuple(own), dtype=torch.int64)).tolist()
+        rows = world.stack(torch.tensor(astuple(own), dtype=torch.int64, device=world.device)).tolist()
         progress = [WorkerProgress(*row) for row in rows]
         work.compare(progress)
         source = most_advanced(progress)

@@ -49,23 +49,29 @@ class CollectiveCalls:
         if membership is None or self.over:
             return False
         if not survives:
-            self.fail()
+            self._withdraw()
             return False
         if not membership.joins:
             membership.begin(self.number, most=most)
+        self.world.confirms = True
         return True
 
     def done(self, outcome: Any) -> None:
         """The call is over on every worker, and this is what came out, in plain values."""
+        self.world.in_doubt = False
         membership = self.world.membership
         if membership is not None and not self.over and not membership.joins:
             membership.done(self.number, outcome)
 
     def fail(self) -> None:
         """The call ended in a way that others know nothing of: nobody can find its place in this script any more."""
+        self.world.in_doubt = True
+        self._withdraw()
+
+    def _withdraw(self) -> None:
         if not self.over and self.world.membership is not None:
             self.world.membership.withdraw()
-        self.over = True
+        self.over, self.world.confirms = True, False
 
     # What a new worker is given.
 

@@ -1,14 +1,17 @@
-"""State from one worker to those that lack it: nested values whose leaves are tensors and what JSON can hold."""
+"""State from one worker to those that lack it, and of each to all: nested values, of tensors and what JSON can hold."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from manyhosts.communication import transfer
+from manyhosts.communication.collectives import Collectives
+from manyhosts.communication.gathering import gather_lists, gather_plain
 from manyhosts.communication.world import World
-from manyhosts.snapshot.flatten import flatten, unflatten
+from manyhosts.errors import SnapshotError
+from manyhosts.snapshot.flatten import FlatState, flatten, unflatten
 
 
 def pass_on(
@@ -22,3 +25,23 @@ def pass_on(
     elif world.rank in takers:
         text, tensors = transfer.take(world, giver)
         take(unflatten(json.loads(text), tensors))
+
+
+def gather(world: Collectives, own: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What every worker has, by rank, on every worker.
+
+    Raises:
+        SnapshotError: on all workers alike: one of them has something that cannot travel; `where` names its rank.
+    """
+    if world.size == 1:
+        return [dict(own)]
+    apart, error = FlatState(None, {}, {}), None
+    try:
+        apart = flatten(own)
+    except SnapshotError as found:
+        error = SnapshotError(found.what, where=f"rank {world.rank}", fix=found.fix)
+    told = gather_plain(world, [apart.nodes, list(apart.tensors)], error)
+    rows = gather_lists(world, list(apart.tensors.values()))
+    return [
+        unflatten(nodes, dict(zip(names, row, strict=True))) for (nodes, names), row in zip(told, rows, strict=True)
+    ]

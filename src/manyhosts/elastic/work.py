@@ -77,9 +77,12 @@ class StateProvider(Protocol):
 
 
 class Work(Protocol):
-    """What workers do together in one call, and go on with when some of them are lost."""
+    """What workers do together in one call, and go on with when some of them are lost.
 
-    lost: str
+    What is written here is that of a call with no progress of its own: all stand at its beginning.
+    """
+
+    lost: str = ""
     """What went with those that are gone, in words."""
 
     @property
@@ -89,6 +92,7 @@ class Work(Protocol):
     @property
     def provider(self) -> StateProvider | None:
         """Whose state this is, so that it is not given twice."""
+        return None
 
     @property
     def records(self) -> Records | None:
@@ -101,46 +105,57 @@ class Work(Protocol):
     @property
     def done(self) -> int:
         """How much of the call is done that is not done again."""
+        return 0
 
     def stand_nowhere(self) -> None:
         """What this worker has of this call is of no use to others."""
+        return
 
     def let_go(self) -> bool:
         """Have nothing under way in the group that is left. Whether a snapshot is lost by it."""
+        return False
 
     def progress(self) -> WorkerProgress:
         """How far this worker is. Called when it has entered the new group."""
+        return WorkerProgress()
 
     def compare(self, progress: Sequence[WorkerProgress]) -> None:
         """Know how far each worker is, by rank."""
+        return
 
     def begin(self) -> None:
         """Nobody has come to the first step: begin, all together."""
+        return
 
     def settle(self, *, finished: bool) -> None:
         """End the step that broke off. `finished`: another has done it, so this worker's part counts."""
+        return
 
     def state(self) -> dict[str, Any]:
         """All that a worker behind this one lacks."""
+        return {}
 
     def take_state(self, given: Mapping[str, Any]) -> None:
         """Be where the worker is that gave `state`."""
+        return
 
     def met(self, group: Group, source: int, progress: Sequence[WorkerProgress]) -> None:
         """All are as far as worker `source`: agree on what else must be alike, among the workers of now."""
+        return
 
 
-class Repeated:
+class Repeated(Work):
     """A call that is made again from its beginning: what was held before it is held still."""
-
-    lost = ""
-    done = 0
 
     def __init__(self, teller: Callable[[], StateProvider | None]) -> None:
         """`teller`: whose records tell of a loss, asked when there is one."""
         self._teller = teller
-        self.since = time.time()
-        self.provider: StateProvider | None = None
+        self._since = time.time()
+
+    @property
+    def since(self) -> float:
+        """When it was begun first."""
+        return self._since
 
     @property
     def records(self) -> Records | None:
@@ -153,33 +168,3 @@ class Repeated:
         """Where the run stands that tells of it."""
         teller = self._teller()
         return 0 if teller is None else max(0, teller.step)
-
-    def stand_nowhere(self) -> None:
-        """There is nothing of its own to forget."""
-
-    def let_go(self) -> bool:
-        """Nothing is under way."""
-        return False
-
-    def progress(self) -> WorkerProgress:
-        """At the beginning."""
-        return WorkerProgress()
-
-    def compare(self, progress: Sequence[WorkerProgress]) -> None:
-        """All stand at the beginning."""
-
-    def begin(self) -> None:
-        """Nothing: everybody stands at the beginning."""
-
-    def settle(self, *, finished: bool) -> None:
-        """Nothing was begun that counts."""
-
-    def state(self) -> dict[str, Any]:
-        """Nothing: nobody is behind."""
-        return {}
-
-    def take_state(self, given: Mapping[str, Any]) -> None:
-        """Nothing to take."""
-
-    def met(self, group: Group, source: int, progress: Sequence[WorkerProgress]) -> None:
-        """The trainers' strategies meet the workers of now in the next training."""

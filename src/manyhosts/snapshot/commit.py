@@ -10,15 +10,18 @@ the order of the training's own. Names of a folder on its way:
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from manyhosts.errors import SnapshotError
 from manyhosts.records.manifest import FileRecord, found_in
+from manyhosts.records.tensor_parts import TensorRecord, dtype_and_shape, first_flaw, joined
 from manyhosts.snapshot.disk import Disk
 
 _LOOK_EVERY_S = 0.02
@@ -29,6 +32,8 @@ class Part:
     """What one worker has written, or why it could not."""
 
     files: Mapping[str, FileRecord] = field(default_factory=dict)
+    tensors: Mapping[str, TensorRecord] = field(default_factory=dict)
+    """What of the state's tensors is in these files, by their names."""
     failure: str = ""
 
 
@@ -41,7 +46,8 @@ def tell(half: Path, rank: int, part: Part, disk: Disk) -> None:
     unready = half / f"part-{rank:05d}.unready"  # nobody may read half a word
     if not part.failure:
         files = {name: {"bytes": file.bytes, "sha256": file.sha256} for name, file in part.files.items()}
-        disk.write_file(unready, [json.dumps(files).encode()])
+        tensors = {name: str(record) for name, record in part.tensors.items()}
+        disk.write_file(unready, [json.dumps({"files": files, "tensors": tensors}).encode()])
         disk.rename(unready, half / _record_name(rank))
         return
     try:
@@ -83,11 +89,42 @@ def hear(half: Path, ranks: Sequence[int], patience_s: float, gave_up: Callable[
 
 def _word_of(half: Path, rank: int) -> Part | None:
     with suppress(FileNotFoundError):
-        return Part(failure=(half / _failure_name(rank)).read_text(errors="replace") or "its disk is full")
+        return Part(failure=(half / _failure_name(rank)).read_text(errors="replace") or os.strerror(errno.ENOSPC))
     with suppress(FileNotFoundError):
-        files = json.loads((half / _record_name(rank)).read_text())
-        return Part({name: FileRecord(**file) for name, file in files.items()})
+        told = json.loads((half / _record_name(rank)).read_text())
+        return Part(
+            {name: FileRecord(**file) for name, file in told["files"].items()},
+            {name: TensorRecord.from_text(record) for name, record in told["tensors"].items()},
+        )
     return None
+
+
+def tensors_told(
+    told: Iterable[Part], wanted: Mapping[str, tuple[str, tuple[int, ...]]], where: str
+) -> dict[str, TensorRecord]:
+    """Where the tensors of a state are, as those say who wrote them. `wanted`: name → (dtype, shape) of each.
+
+    Raises:
+        SnapshotError: the parts of one are not just that tensor, or are of none of these.
+    """
+    try:
+        found = joined(part.tensors for part in told)
+    except ValueError as cause:
+        raise SnapshotError(f"the workers do not hold the same state: {cause}", where=where) from cause
+    for name in sorted(found.keys() | wanted.keys()):
+        here = found.get(name)
+        if here is None and 0 in wanted[name][1]:
+            found[name] = TensorRecord(*wanted[name], {})
+        elif here is None or name not in wanted or (here.dtype, here.shape) != wanted[name]:
+            words = [
+                dtype_and_shape(*each) if each else "missing"
+                for each in (wanted.get(name), here and (here.dtype, here.shape))
+            ]
+            what = f"{name} is {words[0]} on worker 0 and {words[1]} on others"
+            raise SnapshotError(f"the workers do not hold the same state: {what}", where=where)
+    if reason := first_flaw(found):
+        raise SnapshotError(f"the workers do not hold all of the state: {reason}", where=where)
+    return found
 
 
 def remove_words(half: Path, ranks: Sequence[int], disk: Disk) -> None:

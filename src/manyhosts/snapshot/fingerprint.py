@@ -10,6 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
+from manyhosts.communication.holding import WHOLE, Holding
 from manyhosts.snapshot.tensors import bytes_of, dtype_name
 
 Fingerprint = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -46,16 +47,20 @@ def _words(dtype: str, shape: tuple[int, ...]) -> str:
     return f"{dtype} of shape ({', '.join(str(side) for side in shape)})"
 
 
-def weights_sha256(model: nn.Module) -> str:
-    """The sha256 of all parameters and persistent buffers in name order: equal hash, equal bits. Pass the bare one."""
-    return tensors_sha256(_tensors(model))
+def weights_sha256(model: nn.Module, holding: Holding = WHOLE) -> str:
+    """The sha256 of all parameters and persistent buffers in name order: equal hash, equal bits. Pass the bare one.
+
+    `holding`: what this worker holds of them. Where that is not all, every worker calls this, and one whole tensor
+    after another is on each of them.
+    """
+    return tensors_sha256(_tensors(model), holding)
 
 
-def tensors_sha256(tensors: Mapping[str, Tensor]) -> str:
+def tensors_sha256(tensors: Mapping[str, Tensor], holding: Holding = WHOLE) -> str:
     """The sha256 over name, dtype, shape and bytes of each tensor, in name order, wherever they are kept."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
-        tensor = tensors[name].detach().cpu().resolve_conj().resolve_neg().contiguous()
+        tensor = holding.whole(tensors[name]).detach().cpu().resolve_conj().resolve_neg().contiguous()
         digest.update(f"{name}\0{dtype_name(tensor.dtype)}\0{tuple(tensor.shape)}\0".encode())
         digest.update(bytes_of(tensor))
     return digest.hexdigest()

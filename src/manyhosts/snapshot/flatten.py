@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from manyhosts.communication.parts import TensorPart
 from manyhosts.errors import SnapshotError
 from manyhosts.snapshot.tensors import can_keep, dtype_name
 
@@ -34,6 +35,8 @@ class FlatState:
     """The plain values, as JSON can hold them."""
     tensors: dict[str, Tensor]
     """By name, in the order of the state. A tensor that stands in several places is here once."""
+    parts: dict[str, TensorPart]
+    """Likewise, those tensors of which other workers hold the rest."""
 
 
 def flatten(state: Mapping[str, Any]) -> FlatState:
@@ -49,12 +52,13 @@ def flatten(state: Mapping[str, Any]) -> FlatState:
         raise SnapshotError(
             "the state is nested too deep, or contains itself", where="state", fix="keep it as flat lists and dicts"
         ) from None
-    return FlatState(nodes, apart.tensors)
+    whole = {name: held for name, held in apart.held.items() if isinstance(held, Tensor)}
+    return FlatState(nodes, whole, {name: held for name, held in apart.held.items() if isinstance(held, TensorPart)})
 
 
 @dataclass(slots=True)
 class _Apart:
-    tensors: dict[str, Tensor] = field(default_factory=dict)
+    held: dict[str, Tensor | TensorPart] = field(default_factory=dict)
     names: dict[tuple[Any, ...], str] = field(default_factory=dict)
     """Which memory has a name already."""
 
@@ -73,6 +77,8 @@ class _Apart:
             return {"$tuple": [self.node(item, (*path, index)) for index, item in enumerate(value)]}
         if isinstance(value, Tensor):
             return {"$tensor": self.named(_plain_tensor(value, path), path)}
+        if isinstance(value, TensorPart):
+            return {"$tensor": self.named(replace(value, local=_plain_tensor(value.local, path)), path)}
         if isinstance(value, np.ndarray):
             return {"$array": self.named(_array_tensor(value, path), path)}
         raise _refusal(f"a value of type {type(value).__qualname__}", path)
@@ -87,17 +93,18 @@ class _Apart:
             pairs.append([self.node(key, path), self.node(item, (*path, key))])
         return {"$dict": pairs}
 
-    def named(self, tensor: Tensor, path: tuple[Any, ...]) -> str:
+    def named(self, held: Tensor | TensorPart, path: tuple[Any, ...]) -> str:
+        tensor = held if isinstance(held, Tensor) else held.local
         place = (tensor.data_ptr(), tensor.device, tensor.shape, tensor.stride())
         memory = (*place, tensor.dtype, tensor.is_conj(), tensor.is_neg())
         if tensor.numel() and memory in self.names:
             return self.names[memory]
         name = plain = ".".join(str(key) for key in path).encode("utf-8", "replace").decode()
         count = 1
-        while name in self.tensors or name == "__metadata__":  # the one name that a safetensors file keeps for itself
+        while name in self.held or name == "__metadata__":  # the one name that a safetensors file keeps for itself
             count += 1
             name = f"{plain}~{count}"
-        self.tensors[name] = tensor
+        self.held[name] = held
         self.names[memory] = name
         return name
 
@@ -143,6 +150,19 @@ def _array_tensor(array: np.ndarray[Any, Any], path: tuple[Any, ...]) -> Tensor:
 def _refusal(what: str, path: tuple[Any, ...]) -> SnapshotError:
     place = "".join(f"[{key!r}]" for key in path)
     return SnapshotError(f"{what} cannot be kept in a snapshot", where=f"state{place}", fix=f"keep it as {_KEPT}")
+
+
+def tensors_named(nodes: Any) -> Iterator[str]:
+    """The names of all tensors that `nodes` refer to, again and again where one stands in several places."""
+    if isinstance(nodes, dict):
+        for tag, content in nodes.items():
+            if tag in ("$tensor", "$array") and len(nodes) == 1:
+                yield content
+            else:
+                yield from tensors_named(content)
+    elif isinstance(nodes, list):
+        for node in nodes:
+            yield from tensors_named(node)
 
 
 def unflatten(nodes: Any, tensors: Mapping[str, Tensor]) -> Any:

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from manyhosts.communication.gathering import gather_words
+from manyhosts.communication.gathering import gather_plain, gather_words
 from manyhosts.communication.world import World
 from manyhosts.errors import SnapshotError
 from manyhosts.events import SnapshotSkipped
 from manyhosts.records.manifest import NAME, Facts, Found, Manifest, found_in, read, verify
-from manyhosts.snapshot import tensors as tensor_files
+from manyhosts.records.tensor_parts import TensorRecord
+from manyhosts.snapshot.entries import Entries
 from manyhosts.snapshot.fingerprint import Fingerprint, difference
-from manyhosts.snapshot.flatten import unflatten
-from manyhosts.snapshot.owns import Owns, readable
+from manyhosts.snapshot.owns import Owns
+from manyhosts.snapshot.slices import TensorReader, records_of
 
 Fits = Callable[[Manifest], str]
 """Why a run cannot go on from the snapshot with this manifest; nothing where it can."""
-
-_HOW: tuple[Literal["", "new", "old", "half"], ...] = ("", "new", "old", "half")
 
 
 def everything_fits(manifest: Manifest) -> str:
@@ -38,14 +36,16 @@ def same_model(wanted: Fingerprint) -> Fits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loaded:
-    """A snapshot that was read, whole."""
+    """A snapshot that was checked, whole. What it holds is on the disk, and read when it is asked for."""
 
     path: Path
     manifest: Manifest
-    state: Any
-    """What was given to `save`, with all tensors on the CPU."""
+    records: Mapping[str, TensorRecord]
+    """Every tensor of the state, by its name there, and where it is."""
+    state: Mapping[str, Any]
+    """What was given to `save`, value by value, with whole tensors on the CPU."""
     owns: Owns
-    """What each of the workers that saved it gave as its own, by rank: on the disk, read when it is asked for."""
+    """What each of the workers that saved it gave as its own, by rank."""
     skipped: list[SnapshotSkipped] = field(default_factory=list)
     """Newer ones that were passed over, newest first, each with its reason."""
 
@@ -53,6 +53,15 @@ class Loaded:
     def facts(self) -> Facts:
         """Where in the run it stands."""
         return self.manifest.facts
+
+    @property
+    def stored(self) -> Entries:
+        """The state with a `StoredTensor` in the place of each tensor, for who wants blocks of some."""
+        return Entries.in_file(self.path / "state.json", lambda: self.tensors().stored)
+
+    def tensors(self) -> TensorReader:
+        """What reads tensors of the state, or blocks of them, by name. It holds files open: let go of it."""
+        return TensorReader(self.path, self.records)
 
 
 def load(path: Path, fits: Fits = everything_fits, *, rank: int = 0, checkers: int = 1) -> Loaded:
@@ -69,13 +78,13 @@ def load(path: Path, fits: Fits = everything_fits, *, rank: int = 0, checkers: i
         raise SnapshotError(reason, where=str(path), fix="start in another --run-dir, or take back the change")
     others = [whose for whose in range(manifest.world_size) if whose % checkers != rank]
     verify(path, left_to_others={f"own-{whose:05d}.safetensors" for whose in others})
-    tensors: dict[str, Any] = {}
-    for name in manifest.files:
-        if name.startswith("tensors-"):
-            tensors |= tensor_files.read(path / name)
-    with readable(path / "state.json"):
-        state = unflatten(json.loads((path / "state.json").read_text(encoding="utf-8")), tensors)
-    return Loaded(path=path, manifest=manifest, state=state, owns=Owns(path, manifest.files, manifest.world_size))
+    records = records_of(path, manifest)
+    state = Entries.in_file(path / "state.json", lambda: TensorReader(path, records).whole)
+    if lost := sorted(state.tensors() ^ records.keys()):
+        where = "state.json names" if lost[0] not in records else "the files hold"
+        raise SnapshotError(f"only {where} {lost[0]}", where=str(path), fix="delete the folder")
+    owns = Owns(path, manifest.files, manifest.world_size)
+    return Loaded(path=path, manifest=manifest, records=records, state=state, owns=owns)
 
 
 def newest_whole(folder: Path, *, content: bool = True) -> Found | None:
@@ -138,10 +147,8 @@ def _reason(mine: str, world: World) -> str:
 
 def _agreed(folder: Path, mine: Found | None, world: World) -> Found | None:
     """What the leader has found, on every worker."""
-    if world.size == 1:
+    told = gather_plain(world, None if mine is None else [mine.step, mine.how])[0]
+    if told is None or mine is not None:
         return mine
-    step = int(world.agree(-1 if mine is None else mine.step))
-    how = _HOW[int(world.agree(0 if mine is None else _HOW.index(mine.how)))]
-    if step < 0 or mine is not None:
-        return mine
+    step, how = told
     return Found(path=folder / f"step-{step:08d}{'.' if how else ''}{how}", step=step, how=how)

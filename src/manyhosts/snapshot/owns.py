@@ -6,16 +6,13 @@ they would fill every worker's memory with the models of all.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, overload
 
-from manyhosts.errors import SnapshotError
-from manyhosts.snapshot import tensors as tensor_files
-from manyhosts.snapshot.flatten import unflatten
+from manyhosts.snapshot.entries import Entries
+from manyhosts.snapshot.tensors import TensorFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,56 +54,5 @@ class Owns(Sequence[Mapping[str, Any]]):
         text, tensors = self.folder / f"own-{rank:05d}.json", self.folder / f"own-{rank:05d}.safetensors"
         if text.name not in self.files:
             return {}
-        with readable(text):
-            nodes = json.loads(text.read_text(encoding="utf-8"))
-            return Own(text, tensors, _entries(_entries(nodes).get(self.key, {}) if self.key else nodes))
-
-
-@dataclass(frozen=True, slots=True)
-class Own(Mapping[str, Any]):
-    """What one worker gave: each value is read when it is asked for."""
-
-    text: Path
-    tensors: Path
-    nodes: Mapping[str, Any]
-
-    def __len__(self) -> int:
-        return len(self.nodes)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.nodes)
-
-    def __getitem__(self, key: str) -> Any:
-        """The value under `key`, with tensors of its own.
-
-        Raises:
-            KeyError: there is none.
-            SnapshotError: it cannot be read.
-        """
-        node = self.nodes[key]
-        with readable(self.text):
-            return unflatten(node, tensor_files.Asked(self.tensors))
-
-
-def _entries(nodes: dict[str, Any]) -> dict[str, Any]:
-    """Of a dict that was taken apart, the nodes of its values by their keys."""
-    if nodes.keys() != {"$dict"}:
-        return nodes
-    return {unflatten(key, {}): node for key, node in nodes["$dict"]}
-
-
-@contextmanager
-def readable(path: Path) -> Iterator[None]:
-    """Within, the file at `path` is read, and what was kept in it put together.
-
-    Raises:
-        SnapshotError: that failed.
-    """
-    try:
-        yield
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as cause:
-        raise SnapshotError(
-            f"{path.name} cannot be read: {type(cause).__name__}: {cause}",
-            where=str(path.parent),
-            fix="delete the folder",
-        ) from cause
+        own = Entries.in_file(text, lambda: TensorFile(tensors).read)
+        return own.under(self.key) if self.key else own

@@ -18,32 +18,17 @@ import torch
 from torch import Tensor
 
 from manyhosts.communication import transfer
-from manyhosts.communication.gathering import gather_lists, gather_words
+from manyhosts.communication.gathering import gather_plain, gather_words
 from manyhosts.communication.side_group import SideGroup
 from manyhosts.communication.world import World
 from manyhosts.records import run_directory
 from manyhosts.records.manifest import NAME, read
 from manyhosts.snapshot.disk import Disk
-from manyhosts.snapshot.flatten import flatten
 from manyhosts.snapshot.load import newest_whole
 
 COPIES = 2
 """Disks that keep each snapshot: the leader's and the next one."""
 _CHUNK_BYTES = 16 << 20
-
-
-def gather_own(own: Mapping[str, Any] | None, world: World) -> dict[int, tuple[str, dict[str, Tensor]]]:
-    """What each worker keeps for itself, as text and tensors, by rank, on every worker."""
-    apart = flatten(own) if own else None
-    names = list(apart.tensors) if apart else []
-    text = json.dumps({"nodes": apart.nodes, "names": names} if apart else None, allow_nan=False)
-    tensors = gather_lists(world, [apart.tensors[name] for name in names] if apart else [])
-    found = {}
-    for rank, word in enumerate(gather_words(world, text)):
-        told = json.loads(word)
-        if told is not None:
-            found[rank] = (_text(told["nodes"]), dict(zip(told["names"], tensors[rank], strict=True)))
-    return found
 
 
 def send_own(
@@ -85,11 +70,6 @@ def keepers(world: World) -> list[int]:
     """The workers that write a copy of each snapshot, one for each of `COPIES` disks. Every worker calls this."""
     disks = _disks(world)
     return [disks.index(disk) for disk in list(dict.fromkeys(disks))[:COPIES]]
-
-
-def keeps(world: World) -> bool:
-    """Whether this worker is one of the `keepers`. Every worker calls this."""
-    return world.rank in keepers(world)
 
 
 def _disks(world: World) -> list[int]:
@@ -145,8 +125,8 @@ def _bring(reading: Path | None, writing: Path | None, world: World, disk: Disk,
 
 def bring_files(reading: Path | None, writing: Path | None, names: Sequence[str], world: World, *, source: int) -> None:
     """Copy the files `names` of worker `source`, which has the folder `reading`, to all that have one to write to."""
-    listed = json.dumps([[name, _size(reading, name)] for name in names])
-    for name, size in json.loads(gather_words(world, listed)[source]):
+    listed = [[name, _size(reading, name)] for name in names]
+    for name, size in gather_plain(world, listed)[source]:
         place = reading / name if reading is not None else None
         _bring_file(place, writing / name if writing is not None else None, size, world, source)
 

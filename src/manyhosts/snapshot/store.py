@@ -9,14 +9,13 @@ store.finished()                  tells what became of it
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,43 +28,17 @@ from manyhosts.communication.world import World
 from manyhosts.errors import SnapshotError
 from manyhosts.events import SnapshotSaved, SnapshotSkipped
 from manyhosts.records import run_directory
-from manyhosts.records.manifest import NAME, Facts, FileRecord, Manifest, found_in
-from manyhosts.snapshot import tensors as tensor_files
-from manyhosts.snapshot.commit import Part, discard, hear, put_in_place, remove_halves, remove_words, tell
+from manyhosts.records.manifest import Facts, found_in
+from manyhosts.snapshot.commit import Part, discard, hear, remove_halves, tell
 from manyhosts.snapshot.copy import Copying, CopySpace
 from manyhosts.snapshot.disk import Disk
-from manyhosts.snapshot.flatten import FlatState, flatten
+from manyhosts.snapshot.flatten import flatten
 from manyhosts.snapshot.load import Fits, Loaded, everything_fits, newest, newest_whole
 from manyhosts.snapshot.prune import surplus
-from manyhosts.snapshot.separate_disks import bring_best, bring_newest, first_of_disk, keepers, keeps, send_own
-from manyhosts.snapshot.share import share_out
+from manyhosts.snapshot.separate_disks import bring_best, bring_newest, first_of_disk, keepers
+from manyhosts.snapshot.writing import Owns, Share, Task, seal, sent, sentence, share_of, write_files
 
 __all__ = ["Facts", "Loaded", "Store"]
-
-
-_Owns = Mapping[int, tuple[str, Mapping[str, Tensor]]]
-"""What workers keep for themselves: rank → text, and tensors by name."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Task:
-    """All that the writing thread needs; nothing in it changes any more when `copying` is done."""
-
-    path: Path
-    half: Path
-    facts: Facts
-    copying: Copying
-    texts: Mapping[str, str]
-    """Files that are text: name → content."""
-    tensors: Mapping[str, Mapping[str, str]]
-    """Files of tensors: file name → name of the tensor in the file → name of its copy."""
-    rank: int
-    size: int
-    writers: Sequence[int]
-    """The workers that write a part."""
-    begin: float
-    exchange: Callable[[Mapping[str, Tensor]], _Owns] | None = None
-    """Where hosts share no disk: given the copies, tells what of all workers' own this one is to write."""
 
 
 class Store:
@@ -122,11 +95,12 @@ class Store:
     ) -> None:
         """Begin to write `state` as the snapshot of `facts.step`. Every worker calls this, at the same step.
 
-        `state` is equal on all workers; each writes its share of the tensors, or one worker of two hosts all
-        of them where hosts share no disk. `own` is this worker's alone; those of
-        all workers are kept. What shares memory with one of the tensors `unchanged_until_update` (parameters,
-        optimizer state) is copied beside what comes next, and `before_update` must be called before it changes;
-        everything else is copied before this returns. Where a snapshot is still being written, this waits for it.
+        `state` is equal on all workers, but for tensors of which each gives what it holds, as a `TensorPart`. Each
+        writes its parts, and a share of the whole tensors; where hosts share no disk, one worker of two hosts all.
+        `own` is this worker's alone; those of all workers are kept. What shares memory with one of the tensors
+        `unchanged_until_update` (parameters, optimizer state) is copied beside what comes next, and `before_update`
+        must be called before it changes; everything else is copied before this returns. Where a snapshot is still being
+        written, this waits for it.
 
         What the disk refuses costs this snapshot and nothing else: `finished` tells it.
 
@@ -156,39 +130,24 @@ class Store:
         world = self._world
         # The leader draws a number for this try, so that nothing left over from another can get into it.
         token = f"{int(world.agree(float(int.from_bytes(os.urandom(6), 'big')))):012x}"
-        texts: dict[str, str] = {}
-        originals: dict[str, Tensor] = {}
-        files: dict[str, dict[str, str]] = {}
-
-        def add(prefix: str, kept: Mapping[str, Tensor], file: str) -> None:
-            files[file] = {name: f"{prefix}{name}" for name in kept}
-            originals.update({f"{prefix}{name}": tensor for name, tensor in kept.items()})
-
         shared, own_state = flatten(state), flatten(own) if own else None
-        rank, writers = world.rank, range(world.size)
-        exchange: Callable[[Mapping[str, Tensor]], _Owns] | None = None
+        rank, writers, exchange = world.rank, range(world.size), None
         if self.apart:
             to = keepers(world)
             self.is_writer = rank in to
-            originals.update({f"own:{name}": tensor for name, tensor in own_state.tensors.items()} if own_state else {})
-            exchange = partial(_sent, own_state, self._side_group(), to)
+            exchange = partial(sent, None if own_state is None else own_state.nodes, self._side_group(), to)
             rank, writers = 0, range(1)  # the only one, as far as its disk goes
-        elif own_state is not None:
-            texts[f"own-{rank:05d}.json"] = _json(own_state.nodes)
-            add(f"own:{rank}:", own_state.tensors, f"own-{rank:05d}.safetensors")
-        if rank == 0:
-            texts["state.json"] = _json(shared.nodes)
-        if not self.apart or self.is_writer:
-            mine = share_out(shared.tensors, len(writers))[rank]
-            add("state:", mine, f"tensors-{rank:05d}-of-{len(writers):05d}.safetensors")
-        self._copying = self._space.begin(originals, unchanged_until_update)
-        task = _Task(
+            share = share_of(shared, None, rank=0, writers=1) if self.is_writer else Share()
+            share = replace(share, own={} if own_state is None else own_state.tensors)
+        else:
+            share = share_of(shared, own_state, rank=rank, writers=world.size)
+        self._copying = self._space.begin(share.originals, unchanged_until_update)
+        task = Task(
             path=path,
             half=path.with_name(f"{path.name}.{token}.half"),
             facts=facts,
             copying=self._copying,
-            texts=texts,
-            tensors=files,
+            share=share.of(self._copying.copies),
             rank=rank,
             size=world.size,
             writers=writers,
@@ -217,16 +176,15 @@ class Store:
             SnapshotError: a value in `state` is of a kind that cannot be kept.
         """
         self.wait()
-        begin, shared = time.perf_counter(), flatten(state)
-        name = "tensors-00000-of-00001.safetensors"
+        begin, share = time.perf_counter(), share_of(flatten(state), None, rank=0, writers=1)
         self._failed, self._gave_up, self._stall_s = False, "", 0.0
-        task = _Task(
+        copying = self._space.begin(share.originals, ())
+        task = Task(
             path=path,
             half=path.with_name(f"{path.name}.{os.urandom(6).hex()}.half"),
             facts=facts,
-            copying=self._space.begin({f"state:{key}": tensor for key, tensor in shared.tensors.items()}, ()),
-            texts={"state.json": _json(shared.nodes)},
-            tensors={name: {key: f"state:{key}" for key in shared.tensors}},
+            copying=copying,
+            share=share.of(copying.copies),
             rank=0,
             size=self._world.size,
             writers=range(1),
@@ -300,7 +258,7 @@ class Store:
         The newest whole one stays, and what somebody still needs. Every worker calls this.
         """
         self.wait()
-        keeps_all = self.keeps_copy()
+        keeps_all = self.apart and self._world.rank in keepers(self._world)
         if not (self._world.is_leader or keeps_all):
             return None
         kept = newest_whole(self.folder)
@@ -343,10 +301,6 @@ class Store:
         """Whether this worker is the first of those that share its disk. Every worker calls this."""
         return first_of_disk(self._world) if self.apart else self._world.is_leader
 
-    def keeps_copy(self) -> bool:
-        """Whether hosts have disks of their own, and this worker's is one that keeps everything. All call this."""
-        return self.apart and keeps(self._world)
-
     def _raise_crash(self) -> None:
         if self._crash is not None:
             crash, self._crash = self._crash, None
@@ -354,54 +308,36 @@ class Store:
 
     # What follows runs on the writing thread.
 
-    def _run(self, task: _Task) -> None:
+    def _run(self, task: Task) -> None:
         try:
             task.copying.finish()
-            owns = {} if task.exchange is None else task.exchange(task.copying.copies)
-            if task.tensors:
+            owns = {} if task.exchange is None else task.exchange(task.share.own)
+            if task.share.file:
                 self._write(task, owns)
         except (OSError, SnapshotError) as trouble:
-            news = SnapshotSkipped(step=task.facts.step, path=task.path, reason=_sentence(trouble), time=time.time())
+            news = SnapshotSkipped(step=task.facts.step, path=task.path, reason=sentence(trouble), time=time.time())
             self._failed = True
             self._news.append(news)
         except BaseException as crash:  # a fault of ours: raised again where training sees it
             self._crash = crash
 
-    def _write(self, task: _Task, owns: _Owns) -> None:
+    def _write(self, task: Task, owns: Owns) -> None:
         leads = task.rank == 0
         try:
             if leads:
                 with suppress(OSError):  # what clings to the disk takes room, and no more
                     remove_halves(task.path.parent, self._disk, but=task.half)
             self._disk.make_folder(task.half)
-            tell(task.half, task.rank, Part(self._write_files(task, owns)), self._disk)
+            tell(task.half, task.rank, write_files(task, owns, self._disk), self._disk)
             if leads:
                 self._commit(task)
         except Exception as trouble:
             self._clean_up(task, trouble)
             raise
 
-    def _write_files(self, task: _Task, owns: _Owns) -> dict[str, FileRecord]:
-        records = {}
-        for name, parts in task.tensors.items():
-            copies = {inside: task.copying.copies[copy] for inside, copy in parts.items()}
-            records[name] = tensor_files.write(task.half / name, copies, self._disk)
-        for name, text in task.texts.items():
-            records[name] = tensor_files.write_text(task.half / name, text, self._disk)
-        for whose, (text, kept) in owns.items():
-            name = f"own-{whose:05d}"
-            records[f"{name}.json"] = tensor_files.write_text(task.half / f"{name}.json", text, self._disk)
-            records[f"{name}.safetensors"] = tensor_files.write(task.half / f"{name}.safetensors", kept, self._disk)
-        return records
-
-    def _commit(self, task: _Task) -> None:
-        ranks = task.writers
-        parts = hear(task.half, ranks, self._patience_s, lambda: self._gave_up)
-        files = {name: file for rank in ranks for name, file in sorted(parts[rank].files.items())}
-        manifest = Manifest(facts=task.facts, world_size=task.size, files=files, time=time.time())
-        remove_words(task.half, ranks, self._disk)
-        self._disk.write_file(task.half / NAME, [manifest.to_text().encode()])
-        put_in_place(task.half, task.path, self._disk)
+    def _commit(self, task: Task) -> None:
+        told = hear(task.half, task.writers, self._patience_s, lambda: self._gave_up)
+        manifest = seal(task, told, self._disk)
         self._news.append(
             SnapshotSaved(
                 step=task.facts.step,
@@ -419,42 +355,15 @@ class Store:
                     if not self._holds(path):
                         discard(path, self._disk)
 
-    def _clean_up(self, task: _Task, trouble: Exception) -> None:
+    def _clean_up(self, task: Task, trouble: Exception) -> None:
         """Leave nothing half behind. The disk is in trouble already, so more of it here is no news."""
         try:
             if task.rank == 0:
                 self._disk.remove_folder(task.half)
             else:
-                for name in (*task.tensors, *task.texts):  # makes room to say so
-                    if (task.half / name).exists():
+                for name in (task.share.file, task.share.own_file, *task.share.texts):  # makes room to say so
+                    if name and (task.half / name).exists():
                         self._disk.remove_file(task.half / name)
-                tell(task.half, task.rank, Part(failure=_sentence(trouble)), self._disk)
+                tell(task.half, task.rank, Part(failure=sentence(trouble)), self._disk)
         except OSError:
             return
-
-
-def _json(nodes: Any) -> str:
-    return json.dumps(nodes, indent=1, allow_nan=False) + "\n"
-
-
-def _sentence(trouble: Exception) -> str:
-    """`No space left on device: tensors-00000-of-00002.safetensors`."""
-    if not isinstance(trouble, OSError):
-        return trouble.what if isinstance(trouble, SnapshotError) else f"{type(trouble).__name__}: {trouble}"
-    words = trouble.strerror or str(trouble) or type(trouble).__name__
-    return f"{words}: {Path(trouble.filename).name}" if isinstance(trouble.filename, str | Path) else words
-
-
-def _sent(own: FlatState | None, group: SideGroup | None, to: Sequence[int], copies: Mapping[str, Tensor]) -> _Owns:
-    """What all workers keep for themselves, as far as this one writes it.
-
-    Raises:
-        SnapshotError: a worker is lost.
-    """
-    tensors = {name: copies[f"own:{name}"] for name in own.tensors} if own else {}
-    if group is None:
-        return {0: (_json(own.nodes), tensors)} if own else {}
-    try:
-        return send_own(own and own.nodes, tensors, group, to)
-    except RuntimeError as lost:
-        raise SnapshotError("the workers changed while it was being written") from lost

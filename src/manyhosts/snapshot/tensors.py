@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from manyhosts.communication.parts import TensorPart
 from manyhosts.errors import SnapshotError
 from manyhosts.records.manifest import FileRecord
+from manyhosts.records.tensor_parts import Box, TensorRecord
 from manyhosts.snapshot.disk import Disk
 
 _PIECE_BYTES = 8 << 20
@@ -45,6 +47,8 @@ _CODES = {
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
     torch.float8_e8m0fnu: "F8_E8M0",
 }
+_PLACES = "DCP_SHARDING_INFO"
+"""The key under which torch.distributed.checkpoint.HuggingFaceStorageReader looks for the places of parts."""
 
 
 def can_keep(dtype: torch.dtype) -> bool:
@@ -57,13 +61,32 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def write(path: Path, tensors: Mapping[str, Tensor], disk: Disk) -> FileRecord:
-    """Write contiguous CPU tensors as a new file, on the disk when this returns.
+_NAMES = {code: dtype_name(dtype) for dtype, code in _CODES.items()}
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """`torch.float32` for `float32`.
+
+    Raises:
+        KeyError: the format has no word for it.
+    """
+    return _DTYPES[name]
+
+
+_DTYPES = {dtype_name(dtype): dtype for dtype in _CODES}
+
+
+def write(path: Path, tensors: Mapping[str, Tensor | TensorPart], disk: Disk) -> FileRecord:
+    """Write contiguous CPU tensors, or parts of some, as a new file, on the disk when this returns.
 
     Raises:
         OSError: the disk would not have it.
     """
-    return _write_hashed(path, _pieces(tensors), disk)
+    return _write_hashed(path, _pieces({name: _part(each) for name, each in tensors.items()}), disk)
+
+
+def _part(held: Tensor | TensorPart) -> TensorPart:
+    return TensorPart.all_of(held) if isinstance(held, Tensor) else held
 
 
 def write_text(path: Path, text: str, disk: Disk) -> FileRecord:
@@ -85,13 +108,13 @@ def _write_hashed(path: Path, pieces: Iterable[memoryview | bytes], disk: Disk) 
     return FileRecord(bytes=size, sha256=digest.hexdigest())
 
 
-def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[memoryview | bytes]:
+def _pieces(parts: Mapping[str, TensorPart]) -> Iterator[memoryview | bytes]:
     # The widest first, so that every tensor begins where its dtype may be read in place.
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    order = sorted(parts, key=lambda name: (-parts[name].local.element_size(), name))
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **_places(parts)}}
     begin = 0
     for name in order:
-        tensor = tensors[name]
+        tensor = parts[name].local
         end = begin + tensor.nbytes
         header[name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
         begin = end
@@ -99,9 +122,22 @@ def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[memoryview | bytes]:
     text += b" " * (-len(text) % 8)
     yield struct.pack("<Q", len(text)) + text
     for name in order:
-        view = bytes_of(tensors[name])
+        view = bytes_of(parts[name].local)
         for start in range(0, len(view), _PIECE_BYTES):
             yield view[start : start + _PIECE_BYTES]
+
+
+def _places(parts: Mapping[str, TensorPart]) -> dict[str, str]:
+    """Where each tensor of a file begins in the whole one, as PyTorch's reader of such files wants it: of all or none.
+
+    It takes the whole to be as large as its parts reach, so ours says the shape, too.
+    """
+    if all(part.is_all for part in parts.values()):
+        return {}
+    places = {
+        name: {"saved_offsets": list(part.offset), "shape": list(part.shape)} for name, part in sorted(parts.items())
+    }
+    return {_PLACES: json.dumps(places, separators=(",", ":"))}
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -109,41 +145,67 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-class Asked(dict[str, Tensor]):
-    """Of a file's tensors those that were asked for: each is read when it is, once."""
+def record_of(part: TensorPart, file: str) -> TensorRecord:
+    """What a snapshot says of a tensor where `file` holds this of it."""
+    return TensorRecord(dtype_name(part.local.dtype), part.shape, {file: part.box})
+
+
+class TensorFile:
+    """One file, opened when something of it is first asked for."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__()
         self._path = path
         self._file: Any = None
 
-    def __missing__(self, name: str) -> Tensor:
-        """The tensor of this name, in memory of its own: the file may be removed while it is in use.
+    def read(self, name: str, place: tuple[slice, ...] | None = None) -> Tensor:
+        """The tensor of this name, or what stands at `place` in it, in memory of its own: the file may go meanwhile.
 
         Raises:
             SnapshotError: it cannot be read.
         """
         with _readable(self._path):
-            self._file = self._file or safe_open(self._path, framework="pt")
-            self[name] = self._file.get_tensor(name).clone()
+            file = self._opened()
+            found: Tensor = file.get_tensor(name) if place is None else file.get_slice(name)[place]
+            return found.clone()
+
+    def records(self) -> dict[str, TensorRecord]:
+        """What it says of each tensor in it.
+
+        Raises:
+            SnapshotError: it is no safetensors file.
+        """
+        with _readable(self._path):
+            file = self._opened()
+            places = json.loads((file.metadata() or {}).get(_PLACES, "{}"))
+            return {name: self._record(file.get_slice(name), places.get(name)) for name in file.keys()}  # noqa: SIM118 - it is no dict
+
+    def _record(self, entry: Any, place: Mapping[str, Any] | None) -> TensorRecord:
+        local = tuple(entry.get_shape())
+        offset, shape = (tuple(place["saved_offsets"]), tuple(place["shape"])) if place else ((0,) * len(local), local)
+        return TensorRecord(_NAMES[entry.get_dtype()], shape, {self._path.name: Box(offset, local)})
+
+    def _opened(self) -> Any:
+        self._file = self._file or safe_open(self._path, framework="pt")
+        return self._file
+
+
+class Asked(dict[str, Any]):
+    """Of many tensors those that were asked for: each is read when it is, once."""
+
+    def __init__(self, read: Callable[[str], Any]) -> None:
+        super().__init__()
+        self._read = read
+
+    def __missing__(self, name: str) -> Any:
+        self[name] = self._read(name)
         return self[name]
-
-
-def read(path: Path) -> dict[str, Tensor]:
-    """All tensors of a file, likewise.
-
-    Raises:
-        SnapshotError: it is no safetensors file.
-    """
-    with _readable(path), safe_open(path, framework="pt") as file:
-        return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - it is no dict
 
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
     try:
         yield
-    except (SafetensorError, OSError) as cause:
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as cause:
         raise SnapshotError(
             f"{path.name} cannot be read: {cause}", where=str(path.parent), fix="delete the folder"
         ) from cause

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from queue import Empty, SimpleQueue
 
 from manyhosts.errors import ManyhostsError, SnapshotError
 from manyhosts.events import Note, SnapshotCopied
@@ -36,7 +36,7 @@ class Copier:
         self._under_way: Path | None = None
         self._idle = threading.Event()
         self._idle.set()
-        self._news: SimpleQueue[SnapshotCopied | Note] = SimpleQueue()
+        self._news: deque[SnapshotCopied | Note] = deque()
         self._crash: BaseException | None = None
         self._has_told_of_old_ones = False
 
@@ -58,12 +58,7 @@ class Copier:
         if self._crash is not None:
             crash, self._crash = self._crash, None
             raise crash
-        news = []
-        while True:
-            try:
-                news.append(self._news.get_nowait())
-            except Empty:
-                return news
+        return [self._news.popleft() for _ in range(len(self._news))]
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until nothing is left to copy, `seconds` at most. Whether nothing is."""
@@ -101,7 +96,7 @@ class Copier:
         if added is None:
             return
         found, manifest = added
-        self._news.put(
+        self._news.append(
             SnapshotCopied(
                 step=manifest.facts.step,
                 address=self._location.files(found).where,
@@ -125,7 +120,7 @@ class Copier:
         step = -1
         with suppress(ValueError):
             step = int(path.name.removeprefix("step-"))
-        self._news.put(Note(text=text, step=max(step, 0), time=time.time()))
+        self._news.append(Note(text=text, step=max(step, 0), time=time.time()))
 
 
 _REST = {

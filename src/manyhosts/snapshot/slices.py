@@ -1,0 +1,121 @@
+"""Tensors of a snapshot by name, whole or a block of one, out of whichever files hold parts of it.
+
+A block is read part by part: no more memory is taken than it needs, however large the tensor is, and no file is opened
+that holds nothing of it. So what was saved by some workers, each its parts, is read by others that hold other parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manyhosts.errors import SnapshotError
+from manyhosts.records.manifest import Manifest
+from manyhosts.records.tensor_parts import Box, TensorRecord, joined
+from manyhosts.snapshot.tensors import TensorFile, dtype_of
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class StoredTensor:
+    """A tensor of a snapshot that is not read yet."""
+
+    name: str
+    reader: TensorReader
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return self.reader.records[self.name].shape
+
+    def whole(self) -> Tensor:
+        """See `TensorReader.whole`."""
+        return self.reader.whole(self.name)
+
+    def block(self, box: Box) -> Tensor:
+        """See `TensorReader.block`."""
+        return self.reader.block(self.name, box)
+
+    def numpy(self) -> Any:
+        """What was a numpy array."""
+        return self.whole().numpy()
+
+
+class TensorReader:
+    """Reads tensors of the snapshot in one folder, as `records` say where they are. Files stay open while it lives."""
+
+    def __init__(self, folder: Path, records: Mapping[str, TensorRecord]) -> None:
+        self.records = records
+        self._folder = folder
+        self._files: dict[str, TensorFile] = {}
+
+    def whole(self, name: str) -> Tensor:
+        """A tensor, in memory of its own.
+
+        Raises:
+            KeyError: there is none of that name.
+            SnapshotError: it cannot be read.
+        """
+        return self.block(name, Box.whole(self.records[name].shape))
+
+    def stored(self, name: str) -> StoredTensor:
+        """A tensor that is read when it is asked for it."""
+        return StoredTensor(name, self)
+
+    def block(self, name: str, box: Box) -> Tensor:
+        """The elements of a tensor that are in `box`, of the shape of `box`, in memory of its own.
+
+        Raises:
+            KeyError: there is no tensor of that name.
+            ValueError: `box` reaches beyond it.
+            SnapshotError: it cannot be read.
+        """
+        record = self.records[name]
+        if not _holds(Box.whole(record.shape), box):
+            raise ValueError(f"[{box}] reaches beyond {name}, whose shape is {record.shape}")
+        for file, part in record.parts.items():
+            if part == box:
+                return self._file(file).read(name)
+        block = torch.empty(box.shape, dtype=dtype_of(record.dtype))
+        for file, part in record.parts.items():
+            if (common := part.overlap(box)) is not None:
+                block[common.within(box)] = self._file(file).read(name, common.within(part))
+        return block
+
+    def _file(self, name: str) -> TensorFile:
+        return self._files.setdefault(name, TensorFile(self._folder / name))
+
+
+def _holds(outer: Box, box: Box) -> bool:
+    if len(outer.shape) != len(box.shape):
+        return False
+    return all(
+        0 <= begin <= begin + side <= end for begin, side, end in zip(box.offset, box.shape, outer.shape, strict=True)
+    )
+
+
+def records_of(folder: Path, manifest: Manifest) -> Mapping[str, TensorRecord]:
+    """Where each tensor of the state is: as the files say, and where the manifest says it, too, both the same.
+
+    Raises:
+        SnapshotError: they do not, or a file cannot be read.
+    """
+    names = [name for name in manifest.files if name.startswith("tensors-")]
+    try:
+        found = joined(TensorFile(folder / name).records() for name in names)
+    except ValueError as cause:
+        raise SnapshotError(str(cause), where=str(folder), fix="delete the folder") from cause
+    if not manifest.has_parts:
+        return found
+    for name in sorted(found.keys() | manifest.tensors.keys()):
+        if found.get(name) != manifest.tensors.get(name):
+            raise SnapshotError(
+                f"the files hold other parts of {name} than the manifest says",
+                where=str(folder),
+                fix="delete the folder",
+            )
+    return manifest.tensors

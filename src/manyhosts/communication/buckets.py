@@ -24,12 +24,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from manyhosts.communication.collectives import Work
 from manyhosts.communication.compression.feedback import Compressor
 from manyhosts.communication.gradient_hooks import came_late, check_dense, move, watch
 from manyhosts.communication.layout import gradient_view, real_dtype, real_numbers
 from manyhosts.communication.packed_metadata import elements_for, pack, unpack
 from manyhosts.communication.packing import Members, ReadyOrder, packed
-from manyhosts.communication.world import Work
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,6 +100,8 @@ class GradientBuckets:
         self.compressing = False
         """Whether this step's gradients go through the compressor."""
         self.armed = False
+        self.filling = False
+        """Whether a step is under way, whose gradients move in before the last backward pass, too."""
         self.packed_metadata: Tensor | None = None
         """What travels with the gradients of this step."""
         self.numbers_aboard = 0
@@ -114,6 +116,7 @@ class GradientBuckets:
     def _pack(self, order: Sequence[int]) -> None:
         """Make the buckets, for parameters in `order`."""
         self.packed_order = order
+        self.place_of: list[tuple[Bucket, Tensor]] = []  # the buckets before these are gone before there are new ones
         self.buckets: list[Bucket] = []
         place_of: dict[nn.Parameter, tuple[Bucket, Tensor]] = {}
         for group in packed(self.parameters, order, bucket_bytes=self.bucket_bytes):
@@ -162,14 +165,14 @@ class GradientBuckets:
 
     def rest(self) -> None:
         """A step has broken off: nothing is sent before the next `arm`."""
-        self.armed = False
+        self.armed = self.filling = False
 
     def begin(self, *, compressing: bool = True, scale: Tensor | None = None) -> None:
         """Forget the gradients of the last step.
 
         `scale`, shape (), is what the loss of this step is multiplied by; None for 1.
         """
-        self.armed = False
+        self.armed, self.filling = False, True
         for parameter in self.parameters:
             parameter.grad = None
         self.compressing = compressing and self.compressor is not None
@@ -198,19 +201,22 @@ class GradientBuckets:
 
     def ready(self, number: int, parameter: Tensor) -> None:
         """Called by autograd when there is a gradient of `parameter`, which has this number: mostly the whole one."""
-        if not self.armed:
+        if not self.filling:
             return
-        self.order.note(number)
         bucket, view = self.place_of[number]
-        if bucket.number < self.sent:
-            raise came_late(parameter)
+        if self.armed:
+            self.order.note(number)
+            if bucket.number < self.sent:
+                raise came_late(parameter)
         if self.moves_at_once and parameter.grad is not None and parameter.grad is not view:
             try:
                 view.copy_(parameter.grad)
             except RuntimeError:
                 check_dense(parameter.grad)
                 raise
-            parameter.grad = view
+            parameter.grad = view  # the gradients of further micro-batches are added to it there
+        if not self.armed:
+            return
         if self.order.seen is not None or number in self.order.in_parts:
             return  # it is not known to be whole before the pass is over
         bucket.missing -= 1
@@ -233,7 +239,7 @@ class GradientBuckets:
 
         Returns the sums of the packed metadata; None where none came aboard.
         """
-        self.armed = False
+        self.armed = self.filling = False
         while self.sent < len(self.buckets):
             self._send(self.buckets[self.sent])
         for bucket in self.buckets:
@@ -256,7 +262,10 @@ class GradientBuckets:
             parameter.grad = view if used else None
 
     def _pack_anew(self, order: Sequence[int]) -> None:
-        gradients = [None if parameter.grad is None else parameter.grad.clone() for parameter in self.parameters]
+        """Make the buckets once more, with the sums of this step in them; the ones before are gone then."""
+        gradients = [parameter.grad for parameter in self.parameters]
         self._pack(order)
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            parameter.grad = gradient
+        for parameter, gradient, (_, view) in zip(self.parameters, gradients, self.place_of, strict=True):
+            if gradient is not None:
+                view.copy_(gradient)
+                parameter.grad = view

@@ -1,9 +1,10 @@
 """Exchanges of several collectives, run beside the backward pass.
 
 An exchange that compresses, sends, adds, compresses again and sends again cannot be handed to the network in one call.
-It is a plain function, which a communication queue runs: on a CPU a thread with a process group of its own, so that
-the queue of every worker sends the same things in the same order whatever its main thread sends meanwhile; on a GPU a
-stream of its own. There are two queues, taken in turn: while one waits for the network, the other computes.
+It is a plain function, which a communication queue runs: on a CPU a thread, on a GPU a stream. Each has a process group
+of its own: the queue of every worker sends the same things in the same order whatever its main thread sends meanwhile,
+and what that one sends does not wait behind them. On a CPU there are two queues, taken in turn: while one waits for the
+network, the other computes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from manyhosts import device
 from manyhosts.communication.link import Link
 from manyhosts.communication.nodes import find_levels, make_link
 from manyhosts.communication.world import World
+from manyhosts.errors import CommunicationError
 
 LANES_ON_CPU = 2
 
@@ -61,6 +63,8 @@ class CommQueue:
         self._threads: list[threading.Thread] = []
         self._stream: device.Stream | None = None
         self._next = 0
+        self._under_way: list[QueuedExchange] = []
+        """On a GPU: what was not waited for yet."""
         self._made_for: object = None
 
     def ready(self) -> None:
@@ -74,7 +78,7 @@ class CommQueue:
         levels = find_levels(world) if self.by_node else None
         if device.is_asynchronous(world.device):
             self._stream = device.module(world.device).Stream(world.device)
-            self.links = [make_link(world, levels, groups_of_its_own=False)]
+            self.links = [make_link(world, levels)]
             return
         for _ in range(LANES_ON_CPU):
             self.links.append(make_link(world, levels))
@@ -101,11 +105,14 @@ class CommQueue:
             queued.bytes_sent = self.links[lane].bytes_sent - sent
             queued.event = self._stream.record_event()
         queued.done()
+        self._under_way.append(queued)
         return queued
 
     def wait(self, queued: QueuedExchange) -> None:
         """Wait for a job, and count what it sent."""
         self.world.wait(queued)
+        if queued in self._under_way:
+            self._under_way.remove(queued)
         self.world.bytes_sent += queued.bytes_sent
 
     def close(self) -> None:
@@ -121,6 +128,11 @@ class CommQueue:
         self._made_for = None
         for thread in threads:
             thread.join()
+        under_way, self._under_way = self._under_way, []
+        for queued in under_way if self.world.is_broken else ():  # it may have come to its end: nobody knows
+            queued.error = CommunicationError(
+                "an exchange was cut off", where="the group that broke", fix="see what was printed about the others"
+            )
 
 
 @torch.no_grad()

@@ -1,14 +1,17 @@
-"""Lists of tensors of any shape and dtype, from every worker to every worker, without pickle."""
+"""Tensors of any shape and dtype, words and plain values, from every worker to every worker, without pickle."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from manyhosts.communication.world import World
+from manyhosts import errors
+from manyhosts.communication.collectives import Collectives
 
 _DTYPES = (
     torch.float32,
@@ -30,7 +33,7 @@ def can_travel(tensor: Tensor) -> bool:
     return tensor.dim() <= _MOST_DIMS and tensor.dtype in _DTYPES and tensor.layout is torch.strided
 
 
-def gather_lists(world: World, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+def gather_lists(world: Collectives, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """The lists of all workers, by rank, on every worker. Lists may differ in length, and tensors in shape and dtype.
 
     Raises:
@@ -63,7 +66,23 @@ def _unpack(headers: list[list[int]], payload: Tensor) -> list[Tensor]:
     return tensors
 
 
-def gather_words(world: World, word: str) -> list[str]:
+def gather_words(world: Collectives, word: str) -> list[str]:
     """One word of every worker, by rank, on every worker."""
     own = torch.frombuffer(bytearray(word.encode() or b"\0"), dtype=torch.uint8)
     return [bytes(found[0].tolist()).decode().rstrip("\0") for found in gather_lists(world, [own])]
+
+
+def gather_plain(world: Collectives, own: Any, error: errors.ManyhostsError | None = None) -> list[Any]:
+    """What every worker tells, by rank, on every worker: plain values, as JSON has them.
+
+    Raises:
+        ManyhostsError: the first `error` that a worker tells in place of a value, on all workers alike.
+    """
+    told: list[Any] = [own]
+    if error is not None:
+        kind = next(each for each in type(error).__mro__ if each.__module__ == errors.__name__)
+        told = [kind.__name__, error.what, error.where, error.fix]
+    rows = [json.loads(word) for word in gather_words(world, json.dumps(told))]
+    for name, what, where, fix in (row for row in rows if len(row) > 1):
+        raise getattr(errors, name)(what, where=where, fix=fix)
+    return [value for (value,) in rows]

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from manyhosts.communication import volume
-from manyhosts.communication.world import gather_rows
+from manyhosts.communication.groups import gather_rows
 
 
 class Link:
@@ -38,8 +38,7 @@ class Link:
             return tensor[None]
         self.bytes_sent += volume.all_gather_bytes(volume.size_of(tensor), self.size)
         stacked = tensor.new_empty((self.size, *tensor.shape))
-        if (work := gather_rows(stacked, tensor.contiguous(), self.group)) is not None:
-            work.wait()
+        gather_rows(stacked, tensor.contiguous(), self.group).wait()
         return stacked
 
     def all_to_all(self, parts: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ for it. Where it is not, the workers tell each other the checksum of every buffe
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from manyhosts.communication.gathering import gather_words
+from manyhosts.communication.gathering import gather_plain
 from manyhosts.communication.layout import bytes_of, without_repeats
 from manyhosts.communication.world import World
 from manyhosts.device import LateNumbers
@@ -274,10 +273,7 @@ class Agreement:
         for place in places:
             place.take_checksum()
         found = {place.name: [place.checksum, place.persistent, _shape(place.tensor)] for place in places}
-        told = [
-            json.loads(each)
-            for each in gather_words(self.world, json.dumps([found, [name for name, _ in self.unfrozen()]]))
-        ]
+        told = gather_plain(self.world, [found, [name for name, _ in self.unfrozen()]])
         self._compare_trained([set(names) for _, names in told])
         self._compare_buffers([buffers for buffers, _ in told])
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from manyhosts.communication.link import Link
-from manyhosts.communication.world import Work, World
+from manyhosts.communication.mesh import Along
+from manyhosts.communication.world import World
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,54 +58,26 @@ def find_levels(world: World) -> Levels | None:
     return levels_of([int(node) for node in world.stack(own)[:, 0].tolist()])
 
 
-def make_link(world: World, levels: Levels | None, *, groups_of_its_own: bool = True) -> Link:
+def make_link(world: World, levels: Levels | None) -> Link:
     """A link of the whole world, in which that of this worker's node and that of its rail stand; called by all."""
-    link = Link(world.rank, world.size, world.new_group() if groups_of_its_own and world.size > 1 else None)
+    link = Link(world.rank, world.size, world.new_group() if world.size > 1 else None)
     if levels is not None:
         link.inside, link.across = (_link_among(world, parts) for parts in (levels.nodes, levels.rails))
     return link
 
 
 def _link_among(world: World, parts: tuple[tuple[int, ...], ...]) -> Link:
-    """The link of that part which this worker is in. Every worker makes the groups of all, in the same order."""
-    found = None
-    for ranks in parts:
-        group = world.new_group(ranks)
-        if world.rank in ranks:
-            found = Link(ranks.index(world.rank), len(ranks), group)
-    assert found is not None, f"worker {world.rank} is in one of {parts}"
-    return found
+    """The link of that part which this worker is in. All workers of `world` call this together."""
+    ranks, group = world.new_groups(parts)
+    return Link(ranks.index(world.rank), len(ranks), group)
 
 
-class Node:
-    """The workers of this worker's node, as somebody sees them who sums gradients over them alone."""
+class Node(Along):
+    """The workers of this worker's node. What they exchange goes over no cable between nodes."""
 
     def __init__(self, world: World, levels: Levels) -> None:
         """Called by all workers of `world` together."""
-        self.world, self.levels = world, levels
-        self.link = _link_among(world, levels.nodes)
-        self.device = world.device
+        super().__init__(world, *world.new_groups(levels.nodes))
 
-    @property
-    def rank(self) -> int:
-        """This worker's number in the node, from 0."""
-        return self.link.rank
-
-    @property
-    def size(self) -> int:
-        """Workers of this node."""
-        return self.link.size
-
-    def start_all_reduce(self, tensor: Tensor) -> Work:
-        """Begin to sum `tensor` over the node, in place. Nothing of it goes between nodes, so nothing is counted."""
-        work: Work = dist.all_reduce(tensor, group=self.link.group, async_op=True)
-        return work
-
-    def wait(self, work: Work) -> None:
-        """Wait for what `start_all_reduce` began."""
-        self.world.wait(work)
-
-    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """Replace `tensor` on every worker of the node by that of its worker `source`, and give it back."""
-        dist.broadcast(tensor, group=self.link.group, group_src=source)
-        return tensor
+    def count_sent(self, payload: int) -> None:
+        """Nothing is counted."""

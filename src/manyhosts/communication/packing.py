@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from manyhosts.communication.world import Work
+from manyhosts.communication.collectives import Work
 
 _Tensor = TypeVar("_Tensor", bound=Tensor)
 

@@ -68,32 +68,13 @@ def _computed_again() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-class SharedBatchNorm1d(_Shared, nn.BatchNorm1d):
-    """In place of `nn.BatchNorm1d`."""
-
-    plain = nn.BatchNorm1d
-
-
-class SharedBatchNorm2d(_Shared, nn.BatchNorm2d):
-    """In place of `nn.BatchNorm2d`."""
-
-    plain = nn.BatchNorm2d
-
-
-class SharedBatchNorm3d(_Shared, nn.BatchNorm3d):
-    """In place of `nn.BatchNorm3d`."""
-
-    plain = nn.BatchNorm3d
-
-
-class SharedSyncBatchNorm(_Shared, nn.SyncBatchNorm):
-    """In place of `nn.SyncBatchNorm`, which asks for a GPU."""
-
-    plain = nn.SyncBatchNorm
+def _in_place_of(kind: type[nn.Module], base: type[_Shared]) -> type[_Shared]:
+    return type(f"Shared{kind.__name__}", (base, kind), {"plain": kind, "__module__": __name__})
 
 
 _SHARED: dict[type[nn.Module], type[_Shared]] = {
-    kind.plain: kind for kind in (SharedBatchNorm1d, SharedBatchNorm2d, SharedBatchNorm3d, SharedSyncBatchNorm)
+    kind: _in_place_of(kind, _Shared)
+    for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)  # the last one asks for a GPU
 }
 
 

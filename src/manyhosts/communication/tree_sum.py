@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from manyhosts.communication.collectives import Work
 from manyhosts.communication.tree import Node, Subtrees, subtrees
-from manyhosts.communication.world import Work, World
+from manyhosts.communication.world import World
 
 _ROUND = 64
 """Chunks begin at multiples of so many elements, so that no sum begins in the middle of a cache line."""

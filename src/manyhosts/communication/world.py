@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,20 +23,13 @@ from manyhosts.cluster import reports, store_line
 from manyhosts.cluster.membership import Group, Membership
 from manyhosts.cluster.place import REHEARSING, Place
 from manyhosts.cluster.ports import VARIABLE
-from manyhosts.communication import sockets, volume
+from manyhosts.communication import sockets
 from manyhosts.communication.channel_store import ChannelStore
+from manyhosts.communication.collectives import Collectives, Waitable, Work
+from manyhosts.communication.groups import abort_groups, live_without_others
 from manyhosts.errors import CommunicationError, ConfigError, first_line
 from manyhosts.events import Event
 
-
-class Waitable(Protocol):
-    """Something under way."""
-
-    def wait(self) -> Any:
-        """Return when it is there, in the order of the current stream on a GPU."""
-
-
-Work = Waitable | None
 _GLANCE = timedelta(seconds=2)
 """How long a wait lasts before a look at whether the group is broken."""
 _GRACE_S = 3.0
@@ -44,19 +37,7 @@ _GRACE_S = 3.0
 _NEWS_OF_A_BREAK = re.compile(r"gloo|nccl|connection (was )?(closed|reset|refused)|broken pipe", re.IGNORECASE)
 
 
-def gather_rows(rows: Tensor, own: Tensor, group: dist.ProcessGroup | None = None) -> Work:
-    """Begin to fill `rows`, shape (workers, …), with what every worker of `group` has in `own`; both contiguous."""
-    work: Work
-    if rows.is_cpu:  # Gloo wants each row by itself
-        work = dist.all_gather(list(rows.unbind(0)), own, group=group, async_op=True)
-        return work
-    # A list would be filled by way of a copy. PyTorch 2.13 has given the function another name.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    work = gather(rows.view(-1), own.view(-1), group=group, async_op=True)
-    return work
-
-
-class World:
+class World(Collectives):
     """`size` workers, of which this is number `rank`. With one worker nothing is sent and no group is made."""
 
     def __init__(
@@ -103,6 +84,10 @@ class World:
         """Where the present group meets, and groups that are made of it; C++ has only half of it."""
         self._broken_at = 0.0
         """When the present group was aborted, by the monotonic clock; 0 where it was not."""
+        self.confirms = False
+        """Whether the host waits for every exchange of a GPU: see `confirm`."""
+        self.in_doubt = False
+        """Whether a call ended in a failure, so that exchanges may be under way to which others do not come."""
         if self.size > 1 and not dist.is_initialized():
             self._join()
         if membership is not None:
@@ -170,6 +155,8 @@ class World:
 
     def _form(self, *, init_method: str | None = None, group: Group | None = None) -> None:
         place, timeout = self.place, timedelta(seconds=self.timeout_s)
+        if self.membership is not None and device.is_asynchronous(self.device):
+            self.notes += filter(None, [live_without_others()])
         own = self._store = self._channel_store(group)
         store: Any = own
         if own is not None and self.membership is not None and self.membership.is_broken:
@@ -217,6 +204,15 @@ class World:
         return ChannelStore(line, timedelta(seconds=self.timeout_s))
 
     @property
+    def process_group(self) -> None:
+        """The default one."""
+        return
+
+    def count_sent(self, payload: int) -> None:
+        """Count so many bytes as put on the wire."""
+        self.bytes_sent += payload
+
+    @property
     def group(self) -> object:
         """What is another object whenever the workers have changed."""
         return dist.group.WORLD if self.size > 1 else self
@@ -231,37 +227,69 @@ class World:
             )
         return group
 
+    def new_groups(self, parts: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], dist.ProcessGroup | None]:
+        """A further group for each of `parts`, made by all together: the part that this worker is in, and its group."""
+        made = [(ranks, self.new_group(ranks)) for ranks in parts]
+        return next(own for own in made if self.rank in own[0])
+
     def abort(self) -> None:
         """Make every wait for the others fail at once, in this worker and in them. May be called from any thread."""
-        if self.backend == "nccl" and dist.is_initialized():
-            dist.distributed_c10d._abort_process_group()
+        self._broken_at = time.monotonic()  # first: see `confirm`
+        if device.is_asynchronous(self.device) and dist.is_initialized():
+            abort_groups(self.device)
         self._sockets.shut()
         if (store := self._store) is not None:
             store.close()
-        self._broken_at = time.monotonic()
 
     def leave(self) -> None:
         """Take the group down. Safe to call twice."""
-        if dist.is_initialized():
+        if not dist.is_initialized():
+            return
+        if device.is_asynchronous(self.device) and (self.is_broken or self.in_doubt):
+            # To destroy a group of NCCL is to wait for what is under way in it.
+            dist.distributed_c10d._abort_process_group()
+            device.wait_for(self.device)
+        else:
             dist.destroy_process_group()
 
-    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """Replace `tensor` on every worker by the sum (or what `op` says) over all, and give it back."""
-        if self.size > 1:
-            self.bytes_sent += volume.all_reduce_bytes(volume.size_of(tensor), self.size)
-            self.wait(dist.all_reduce(tensor, op=op, async_op=True))
-        return tensor
+    def confirm(self) -> None:
+        """See that all exchanges that were asked for so far came to their end, where others go on without a lost one.
 
-    def start_all_reduce(self, tensor: Tensor) -> Work:
-        """Begin to sum `tensor` over all workers, in place; `wait()` on what comes back before it is read."""
-        if self.size == 1:
-            return None
-        self.bytes_sent += volume.all_reduce_bytes(volume.size_of(tensor), self.size)
-        work: Work = dist.all_reduce(tensor, async_op=True)
-        return work
+        On a GPU an exchange that is cut off ends without a word, and leaves anything at all. So the host waits, and an
+        abort leaves its mark before it cuts anything off: where there is none behind the wait, all is whole.
 
-    def wait(self, work: Work) -> None:
-        """Wait for what `start_all_reduce` began. On a GPU it is the stream that waits, not this thread."""
+        Raises:
+            CommunicationError: the group is broken.
+        """
+        if not self.confirms or not device.is_asynchronous(self.device):
+            return
+        device.module(self.device).current_stream(self.device).record_event().synchronize()
+        if self.is_broken:
+            raise CommunicationError(
+                f"rank {self.rank} exchanged something with workers that are gone",
+                where="the group that broke",
+                fix="see what was printed about the others",
+            )
+
+    def comes_to_rest(self) -> bool:
+        """Whether this worker's device comes to the end of what it was asked for, and all of that is whole.
+
+        An exchange to which others do not come is cut off after some seconds.
+        """
+        if not device.is_asynchronous(self.device) or self.size == 1:
+            return True
+        event, end = device.module(self.device).current_stream(self.device).record_event(), time.monotonic() + _GRACE_S
+        while not (is_over := event.query()) and time.monotonic() < end:
+            time.sleep(0.01)
+        if not is_over:
+            self.abort()
+        return not self.is_broken
+
+    def wait(self, work: Work, *, confirmed: bool = True) -> None:
+        """Wait for what `start_all_reduce` began. On a GPU it is the stream that waits, not this thread.
+
+        `confirmed`: `confirm` it. What only goes into a later exchange, which is confirmed, need not be.
+        """
         if work is None:
             return
         if device.is_asynchronous(self.device):
@@ -271,6 +299,8 @@ class World:
             work.wait()
             after.record()
             self._waits.append((before, after))
+            if confirmed:
+                self.confirm()
             return
         begin = time.perf_counter()
         self._wait_on(work)
@@ -317,26 +347,16 @@ class World:
         work: Work = dist.all_to_all_single(received, sent, list(received_rows), list(sent_rows), async_op=True)
         return work
 
-    def start_gather(self, rows: Tensor, own: Tensor) -> Work:
-        """Begin to fill `rows` with what every worker has in `own`, by rank in the first dim."""
-        self.bytes_sent += own.numel() * own.element_size()
-        return gather_rows(rows, own)
-
-    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """Replace `tensor` on every worker by that of `source`, and give it back."""
-        if self.size > 1:
-            self.bytes_sent += volume.broadcast_bytes(volume.size_of(tensor), self.size)
-            dist.broadcast(tensor, src=source)
-        return tensor
-
     def send(self, tensor: Tensor, rank: int) -> None:
         """Send `tensor` to one worker, who must `receive` one of its shape and dtype."""
         self.bytes_sent += tensor.numel() * tensor.element_size()
         dist.send(tensor, dst=rank)
+        self.confirm()
 
     def receive(self, tensor: Tensor, rank: int) -> Tensor:
         """Fill `tensor` with what worker `rank` sends, and give it back."""
         dist.recv(tensor, src=rank)
+        self.confirm()
         return tensor
 
     def start_send(self, tensor: Tensor, rank: int) -> Work:
@@ -349,47 +369,6 @@ class World:
         """Begin to fill `tensor` with what worker `rank` sends."""
         work: Work = dist.irecv(tensor, src=rank)
         return work
-
-    def barrier(self) -> None:
-        """Wait until every worker is here. The host waits, too, since what it does next is seldom work of a GPU."""
-        if self.size > 1:
-            self.all_reduce(torch.zeros(1, device=self.device))
-            device.wait_for(self.device)
-
-    def agree(self, value: float) -> float:
-        """The leader's `value`, on every worker: for decisions that must fall alike, such as a limit on time."""
-        if self.size == 1:
-            return value
-        return float(self.broadcast(torch.tensor([value], dtype=torch.float64, device=self.device)).item())
-
-    def any(self, flag: bool) -> bool:
-        """Whether `flag` is true on at least one worker."""
-        if self.size == 1:
-            return flag
-        return bool(self.all_reduce(torch.tensor([float(flag)], device=self.device), dist.ReduceOp.MAX).item())
-
-    def stack(self, tensor: Tensor) -> Tensor:
-        """The tensors of all workers, of one shape and dtype, stacked by rank in a new first dim."""
-        if self.size == 1:
-            return tensor[None]
-        self.bytes_sent += volume.all_gather_bytes(volume.size_of(tensor), self.size)
-        stacked = tensor.new_empty((self.size, *tensor.shape))
-        self.wait(gather_rows(stacked, tensor.contiguous()))
-        return stacked
-
-    def gather(self, tensor: Tensor) -> list[Tensor]:
-        """The tensors of all workers by rank, on every worker. Shapes may differ in the first dim, the rest may not.
-
-        A worker without data gives a tensor with 0 rows, of the same dtype.
-        """
-        if self.size == 1:
-            return [tensor]
-        rows = torch.zeros(self.size, dtype=torch.int64, device=self.device)
-        rows[self.rank] = tensor.shape[0]
-        counts: Sequence[int] = self.all_reduce(rows).tolist()
-        padded = tensor.new_zeros((max(counts), *tensor.shape[1:]))
-        padded[: tensor.shape[0]] = tensor
-        return [part[:count] for part, count in zip(self.stack(padded), counts, strict=True)]
 
 
 def is_break(error: BaseException) -> bool:

@@ -8,6 +8,7 @@ for all workers of a host.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -46,17 +47,20 @@ class AuditPlan:
     rank: int
     """This worker."""
 
-    def of(self, position: Position, parts: int, samples: int) -> list[Audit]:
-        """The audits of the step of `samples` samples that begins at `position`."""
+    def of(self, position: Position, parts: int, samples: int, held: Sequence[range] = ()) -> list[Audit]:
+        """The audits of the step of `samples` samples that begins at `position`.
+
+        `held`: the parts of each worker, by rank; empty: neighbouring ones, as evenly as integers allow.
+        """
         size = len(self.hosts)
+        held = held or [range(*bounds(parts, size, rank)) for rank in range(size)]
         draw = self._draw(position) / _RANGE
-        if draw >= self.share * bounds(parts, size, 0)[1]:
+        if draw >= self.share * max(map(len, held)):
             return []
         pairs = _distances(self.hosts)
         auditor, third = pairs[self._draw(position, 1) % len(pairs)]
         found = []
-        for owner in range(size):
-            own = range(*bounds(parts, size, owner))
+        for owner, own in enumerate(held):
             # So many of its parts; what is left over is the chance of one more.
             whole, left = divmod(self.share * len(own), 1.0)
             chosen = sorted(own, key=lambda part: self._draw(position, 2, part))[: int(whole) + (draw < left)]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 Indices = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class Position:
     """How far the data was read: `sample` samples of epoch `epoch`, both counted from 0."""
 

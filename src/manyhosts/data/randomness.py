@@ -48,6 +48,10 @@ def _seed_host(seed: int) -> None:
     random.seed(seed)
 
 
+States = tuple[torch.Tensor, tuple[str, np.ndarray, int, int, float], tuple[object, ...]]
+"""Of the generators of torch (CPU), NumPy and Python."""
+
+
 @contextmanager
 def kept() -> Iterator[None]:
     """Give the generators of torch (CPU), NumPy and Python back as they were."""
@@ -55,9 +59,21 @@ def kept() -> Iterator[None]:
     try:
         yield
     finally:
-        torch.set_rng_state(before[0])
-        np.random.set_state(before[1])
-        random.setstate(before[2])
+        _set(before)
+
+
+@contextmanager
+def replayed(before: States) -> Iterator[None]:
+    """Within, the generators of torch (CPU), NumPy and Python draw what they drew after `before = states()`."""
+    with kept():
+        _set(before)
+        yield
+
+
+def _set(to: States) -> None:
+    torch.set_rng_state(to[0])
+    np.random.set_state(to[1])
+    random.setstate(to[2])
 
 
 @contextmanager
@@ -73,12 +89,12 @@ def undisturbed() -> Iterator[None]:
             module.set_rng_state(on_device)
 
 
-def states() -> tuple[torch.Tensor, tuple[str, np.ndarray, int, int, float], tuple[object, ...]]:
+def states() -> States:
     """The states of the generators of torch (CPU), NumPy and Python."""
     return torch.get_rng_state(), np.random.get_state(), random.getstate()  # type: ignore[return-value]  # legacy=True
 
 
-def drawn_since(before: tuple[torch.Tensor, tuple[str, np.ndarray, int, int, float], tuple[object, ...]]) -> bool:
+def drawn_since(before: States) -> bool:
     """Whether anybody drew a random number since `before = states()`."""
     torch_state, numpy_state, python_state = states()
     return not (

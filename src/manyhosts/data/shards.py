@@ -20,9 +20,10 @@ from typing import Any
 import numpy as np
 from torch.utils.data import IterableDataset
 
+from manyhosts.data.cut import Cut
 from manyhosts.data.one_pass import Pass
 from manyhosts.data.order import Indices, bounds
-from manyhosts.data.steps import Cut, LoadedPiece, PiecePlan, plan_pieces
+from manyhosts.data.steps import LoadedPiece, PiecePlan, plan_pieces
 from manyhosts.data.stream import Stream
 from manyhosts.errors import DataError
 

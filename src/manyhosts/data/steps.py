@@ -14,26 +14,12 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader
 
-from manyhosts.data.audits import Audit, AuditPlan
+from manyhosts.data.audits import Audit
+from manyhosts.data.cut import Cut, Cuts
 from manyhosts.data.fetch import Fetcher
 from manyhosts.data.measured import MEASURED, Timed, chosen_for
-from manyhosts.data.order import Indices, Order, Position, bounds
+from manyhosts.data.order import Indices, Order, Position
 from manyhosts.errors import ManyhostsError
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """Which parts of each global batch a worker computes: `first` up to, not including, `last`, of `parts`."""
-
-    parts: int
-    first: int
-    last: int
-    micro_batch: int | None
-    """Most samples in one piece; None: a part is one piece."""
-    level: bool = False
-    """Whether every part must have the same number of pieces, because collectives stand inside the model."""
-    audits: AuditPlan | None = None
-    """Which parts of others this worker computes again."""
 
 
 @dataclass(slots=True)
@@ -98,6 +84,8 @@ class Step:
     """Of the first step of a stream that every worker reads whole: what tells its samples from others."""
     audits: Sequence[LoadedAudit] = ()
     """The same ones on every worker."""
+    held: Sequence[range] = ()
+    """The parts that each worker computes, by rank; empty: neighbouring ones, as evenly as integers allow."""
 
     def fetched(self, most: int | None = None) -> list[LoadedPiece]:
         """The first `most` pieces, or all, with their batches. Whoever asks puts them in the place of those."""
@@ -112,14 +100,14 @@ def plan_pieces(indices: Indices, cut: Cut) -> list[PiecePlan]:
     count = len(indices)
     pieces = []
     for part in range(cut.first, cut.last):
-        begin, end = bounds(count, cut.parts, part)
+        begin, end = cut.bounds(count, part)
         most = cut.micro_batch or max(end - begin, 1)
         starts = range(begin, end, most)
         for micro, start in enumerate(starts):
             chosen = indices[start : min(start + most, end)]
             pieces.append(PiecePlan(part, micro, chosen, len(chosen) / count))
         if cut.level:
-            longest = bounds(count, cut.parts, 0)[1]  # part 0 is never smaller than another
+            longest = cut.longest(count)
             for micro in range(len(starts), -(-longest // (cut.micro_batch or longest))):
                 pieces.append(PiecePlan(part, micro, indices[:1], 0.0))
     return pieces
@@ -137,7 +125,7 @@ def plan_audits(indices: Indices, cut: Cut, position: Position) -> list[tuple[Au
             if rank in (audit.auditor, audit.third)
             else [],
         )
-        for audit in cut.audits.of(position, cut.parts, len(indices))
+        for audit in cut.audits.of(position, cut.parts, len(indices), cut.held)
     ]
 
 
@@ -192,20 +180,23 @@ class Loader:
                 raise batch.error
             yield batch
 
-    def steps(self, order: Order, cut: Cut, position: Position) -> Iterator[Step]:
+    def steps(self, order: Order, cuts: Cuts, position: Position) -> Iterator[Step]:
         """Every step from `position` on, epoch after epoch without end."""
+        cuts.begin(position)
         if not self.processes:
-            for plan in _walk(order, cut, position):
+            for plan in _walk(order, cuts, position):
                 yield plan.loaded(partial(self._fetch_piece, plan.epoch))
         # The plan is walked twice: once ahead, for the fetching, and once as steps are taken. So a step in which this
         # worker has no piece is taken without waiting for the first batch of a later one.
         batches = _InOrder(
             self.batches(
-                (plan.epoch, piece.indices) for plan in _walk(copy(order), cut, position) for piece in plan.all_pieces()
+                (plan.epoch, piece.indices)
+                for plan in _walk(copy(order), cuts, position)
+                for piece in plan.all_pieces()
             )
         )
         begun = 0
-        for plan in _walk(order, cut, position):
+        for plan in _walk(order, cuts, position):
             yield plan.loaded(partial(batches.get, begun))
             begun += len(plan.all_pieces())
 
@@ -226,6 +217,7 @@ class _StepPlan:
     after: Position
     pieces: list[PiecePlan]
     audits: list[tuple[Audit, list[PiecePlan]]]
+    held: Sequence[range]
 
     def all_pieces(self) -> list[PiecePlan]:
         """What is to be fetched, in the order in which `loaded` asks for it."""
@@ -243,16 +235,17 @@ class _StepPlan:
         ]
         own = [DuePiece(piece, fetch, next(numbers), piece) for piece in self.pieces]
         ends = self.after.epoch > self.epoch
-        return Step(self.epoch, len(self.taken), self.after, ends, own, self.taken, audits=audits)
+        return Step(self.epoch, len(self.taken), self.after, ends, own, self.taken, audits=audits, held=self.held)
 
 
-def _walk(order: Order, cut: Cut, position: Position) -> Iterator[_StepPlan]:
+def _walk(order: Order, cuts: Cuts, position: Position) -> Iterator[_StepPlan]:
     """Every step from `position` on."""
     while True:
         indices = order.at(position)
         after = order.after(position)
+        cut = cuts.plan(position, after)
         audits = plan_audits(indices, cut, position)
-        yield _StepPlan(position.epoch, indices, after, plan_pieces(indices, cut), audits)
+        yield _StepPlan(position.epoch, indices, after, plan_pieces(indices, cut), audits, cut.held)
         position = after
 
 

@@ -19,11 +19,12 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from manyhosts import refusals
 from manyhosts.data import randomness
+from manyhosts.data.cut import Cuts
 from manyhosts.data.fetch import Collate, collated
 from manyhosts.data.first_samples import numbers_of
 from manyhosts.data.one_pass import Pass
 from manyhosts.data.order import Indices, Position
-from manyhosts.data.steps import Cut, Failed, LoadedAudit, LoadedPiece, PiecePlan, Step, plan_audits, plan_pieces
+from manyhosts.data.steps import Failed, LoadedAudit, LoadedPiece, PiecePlan, Step, plan_audits, plan_pieces
 from manyhosts.errors import DataError, ManyhostsError
 
 Made = TypeVar("Made")
@@ -51,9 +52,9 @@ class Stream:
         self.drop_last = drop_last
         self.processes = min(processes, 1)  # a second process would read the same samples once more
 
-    def steps(self, cut: Cut, position: Position, state: Mapping[str, Any]) -> Iterator[Step]:
+    def steps(self, cuts: Cuts, position: Position, state: Mapping[str, Any]) -> Iterator[Step]:
         """Every step from `position` on; `state` is what the last step's `stream` held, empty at the beginning."""
-        return self.ahead(partial(self._steps, cut, position, state))
+        return self.ahead(partial(self._steps, cuts, position, state))
 
     def ahead(self, make: Callable[[], Iterator[Made]]) -> Iterator[Made]:
         """What `make` gives, made ahead of time in a loader process where that was asked for."""
@@ -79,18 +80,19 @@ class Stream:
             fix = "read the stream alone up to there to see the whole error"
             yield Failed(refusals.explained(cause) or DataError(what, where=place, fix=fix))
 
-    def _steps(self, cut: Cut, position: Position, state: Mapping[str, Any]) -> Iterator[Step]:
+    def _steps(self, cuts: Cuts, position: Position, state: Mapping[str, Any]) -> Iterator[Step]:
+        cuts.begin(position)
         epoch, first = position.epoch, True
         while True:
             empty = True
-            for step in self._epoch(cut, Position(epoch, position.sample), state, look=first):
+            for step in self._epoch(cuts, Position(epoch, position.sample), state, look=first):
                 yield step
                 empty = False
             if empty and not position.sample:
                 raise self.no_sample(epoch)
             epoch, position, state, first = epoch + 1, Position(epoch + 1), {}, False
 
-    def _epoch(self, cut: Cut, position: Position, state: Mapping[str, Any], *, look: bool) -> Iterator[Step]:
+    def _epoch(self, cuts: Cuts, position: Position, state: Mapping[str, Any], *, look: bool) -> Iterator[Step]:
         """The steps from `position` to the end of its epoch. Reads one step ahead, to know which one is the last.
 
         `look`: at the samples of the first one, so that they can be compared with those of other workers.
@@ -104,6 +106,7 @@ class Stream:
             ends = len(following) < (self.batch if self.drop_last else 1)
             after = Position(position.epoch + 1) if ends else Position(position.epoch, begin + len(samples))
             rows, at = np.arange(len(samples)), Position(position.epoch, begin)
+            cut = cuts.plan(at, after)
             pieces = self._loaded(plan_pieces(rows, cut), samples, at)
             audits = [
                 LoadedAudit(audit, self._loaded(plans, samples, at)) for audit, plans in plan_audits(rows, cut, at)
@@ -120,6 +123,7 @@ class Stream:
                 kept,
                 first_samples=seen,
                 audits=audits,
+                held=cut.held,
             )
             look = False
             begin, samples = begin + len(samples), following

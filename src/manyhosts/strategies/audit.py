@@ -175,7 +175,7 @@ class Auditor:
         name, make = processor()
         if device.is_asynchronous(world.device):
             name = device.module(world.device).get_device_name(world.device)
-            make = f"{name}, {torch.version.cuda}, {torch.backends.cudnn.version()}"
+            make = device.make(world.device)
         capability = torch.backends.cpu.get_cpu_capability()
         own = {
             "host": socket.gethostname(),

@@ -22,18 +22,22 @@ from manyhosts.communication.model_watch import Agreement
 from manyhosts.communication.world import World
 from manyhosts.config.strategies import DDP
 from manyhosts.events import CompressionChosen
-from manyhosts.strategies.auto import Stopwatch
-from manyhosts.strategies.strategy import Compute, Piece, Scale, Shard, StepOutcome, Steppable
+from manyhosts.strategies.measured_compression import Stopwatch
+from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome, Steppable
 from manyhosts.strategies.tally import Agreed, Tally
+from manyhosts.strategies.traits import TRAITS
+from manyhosts.strategies.whole_model import WholeModel
 
 
-class DataParallel:
+class DataParallel(WholeModel):
     """Sums the weighted gradients of all workers while the last backward pass runs."""
 
+    traits = TRAITS["ddp"]
+
     def __init__(self, config: DDP, world: World) -> None:
+        super().__init__(world)
         self.config = config
         self.asked = config.compression
-        self.world = world
         self.bucket_bytes = int(config.bucket_mb * 1e6)
         self.buckets: GradientBuckets | None = None
         self.agreed = Agreed()
@@ -49,10 +53,6 @@ class DataParallel:
         """The names of the parameters that are trained now and were not when the model was placed."""
         self.more: list[GradientBuckets] = []
         """Of those that were unfrozen since the buckets were made."""
-
-    def shard(self) -> Shard:
-        """One part for each worker."""
-        return Shard(self.world.rank, self.world.size)
 
     def place(self, model: nn.Module) -> nn.Module:
         """Move `model` to this worker's device and make it equal to the leader's."""
@@ -157,7 +157,7 @@ class DataParallel:
         watch = self.stopwatch
         tally = Tally(control_flags, self.agreed, self.world)
         for piece in pieces[:-1]:
-            scale(tally.add(compute(model, piece), piece.weight)).backward()
+            _backward(scale(tally.add(compute(model, piece), piece.weight)), buckets)
         last = scale(tally.add(compute(model, pieces[-1]), pieces[-1].weight)) if pieces else None
         if watch is not None:
             watch.backward()
@@ -277,10 +277,6 @@ class DataParallel:
         compressor = self._compressor(self.buckets.parameters)
         if compressor is not None:
             self.buckets.use(compressor)
-
-    def clip_gradients(self, model: nn.Module, max_norm: float) -> Tensor:
-        """Clip by the norm over all parameters; every worker has the same gradients, so the same norm."""
-        return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
     def update(self, model: nn.Module, optimizer: Steppable) -> None:
         """Step the optimizer; equal gradients keep the workers equal."""

@@ -27,6 +27,7 @@ from manyhosts.communication.world import World
 from manyhosts.config.local_steps import DiLoCo
 from manyhosts.config.strategies import DDP
 from manyhosts.strategies.local_stepping import LocalStepping
+from manyhosts.strategies.traits import TRAITS
 
 
 @dataclass(slots=True)
@@ -72,6 +73,7 @@ class Fragment:
 class OuterSteps(LocalStepping):
     """The strategy of `DiLoCo`."""
 
+    traits = TRAITS["diloco"]
     config: DiLoCo
 
     def __init__(self, config: DiLoCo, world: World) -> None:

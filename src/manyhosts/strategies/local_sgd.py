@@ -13,11 +13,13 @@ from torch import nn
 
 from manyhosts.config.local_steps import LocalSGD
 from manyhosts.strategies.local_stepping import LocalStepping
+from manyhosts.strategies.traits import TRAITS
 
 
 class LocalSteps(LocalStepping):
     """The strategy of `LocalSGD`."""
 
+    traits = TRAITS["local-sgd"]
     config: LocalSGD
 
     def exchange(self, model: nn.Module) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from manyhosts.communication.layout import spread
 from manyhosts.communication.nodes import Levels
@@ -17,7 +17,8 @@ from manyhosts.config.local_steps import DiLoCo, LocalSGD
 from manyhosts.strategies import local_rate
 from manyhosts.strategies.local_updates import LocalGradient, LocalState, local_tensors, weighted_mean
 from manyhosts.strategies.rounds import Rounds
-from manyhosts.strategies.strategy import Compute, Piece, Scale, Shard, StepOutcome, Steppable
+from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome, Steppable
+from manyhosts.strategies.whole_model import WholeModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +107,12 @@ def optimizers_from(local_progress: Sequence[LocalProgress], levels: Levels | No
     return givers
 
 
-class LocalStepping:
+class LocalStepping(WholeModel):
     """All of such a strategy but the exchange, which each adds."""
 
     def __init__(self, config: LocalSGD | DiLoCo, world: World) -> None:
-        self.config, self.world = config, world
+        super().__init__(world)
+        self.config = config
         self.alone, self.own = LocalGradient(world, by_node=config.inside_node == "exact"), LocalState(world)
         self.rounds = Rounds(config)
         self.model: nn.Module | None = None
@@ -124,10 +126,6 @@ class LocalStepping:
         self.is_new = self.in_doubt = False
         """Since a meeting began, until the next step: whether this worker had not trained before it, and whether its
         optimizer may be another than those of its node. A meeting may break off, and begin anew among others."""
-
-    def shard(self) -> Shard:
-        """One part for each worker."""
-        return Shard(self.world.rank, self.world.size)
 
     def place(self, model: nn.Module) -> nn.Module:
         """Move `model` to this worker's device and make it equal to the leader's."""
@@ -154,10 +152,6 @@ class LocalStepping:
     ) -> StepOutcome:
         """Fill the gradients with the mean over one's own samples: the worker's, or its node's."""
         return self.alone.forward_backward(model, pieces, compute, scale, control_flags)
-
-    def clip_gradients(self, model: nn.Module, max_norm: float) -> Tensor:
-        """Clip by the norm of one's own gradient: the worker's, or its node's."""
-        return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
     def update(self, model: nn.Module, optimizer: Steppable) -> None:
         """Step alone. What is exchanged comes behind it: see `exchange`."""
@@ -231,7 +225,7 @@ class LocalStepping:
         assert self.model is not None, "place() comes before meet()"
         alone, world = self.alone, self.world
         self.is_new = self.is_new or new
-        row = [-1 if self.is_new else alone.steps, alone.share, alone.number, self.in_doubt]
+        row = [-1 if self.is_new else alone.steps, float(alone.share), alone.number, self.in_doubt]
         self.in_doubt = True  # before anybody can be through with it
         rows = world.stack(torch.tensor(row, dtype=torch.float64, device=world.device)).tolist()
         local_progress = [

@@ -15,6 +15,7 @@ from manyhosts.communication.layout import as_real, without_repeats
 from manyhosts.communication.nodes import Levels, Node, find_levels
 from manyhosts.communication.packing import Members, packed
 from manyhosts.communication.world import World
+from manyhosts.device import is_asynchronous
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome, Steppable
 from manyhosts.strategies.tally import Agreed, Tally
@@ -74,7 +75,7 @@ def put(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 
 @torch.no_grad()
-def weighted_mean(tensors: Sequence[Tensor], weight: float, world: World) -> None:
+def weighted_mean(tensors: Sequence[Tensor], weight: float | Tensor, world: World) -> None:
     """Replace each tensor by the sum over the workers of `weight` times it; the weights of all sum to 1.
 
     Small tensors travel together: a message of few bytes costs as much as one of many. All of the tensors are replaced
@@ -117,13 +118,14 @@ class LocalGradient:
         """This worker's own among these."""
         self.later = 1
         """How many step alone behind an exact beginning, as far as was known when the run began."""
-        self.share = 0.0
-        """Samples since the last exchange, in batches: over all that step alone it sums to the steps."""
+        self.share: float | Tensor = 0.0
+        """Samples since the last exchange, in batches: over all that step alone it sums to the steps. Shape () on a GPU
+        where a node steps alone: its workers find their sum there, and it is read when the model is exchanged."""
         self.steps = 0
         """Since the last exchange."""
         self.whole = False
         """Whether the gradient of the step under way is here, and lacking is only the word that others have theirs."""
-        self._before = (0.0, 0)
+        self._before: tuple[float | Tensor, int] = (0.0, 0)
 
     def place(self, model: nn.Module, *, exact: bool) -> None:
         """Make ready to sum the gradients of `model` over those that step together. Called by all workers."""
@@ -166,7 +168,7 @@ class LocalGradient:
         self.number = self.node_of[self.world.rank]
 
     @property
-    def weight(self) -> float:
+    def weight(self) -> float | Tensor:
         """This worker's part of all samples since the last exchange; those of a node share it evenly."""
         if not self.steps:
             return 1 / self.world.size
@@ -191,19 +193,16 @@ class LocalGradient:
             parameter.grad = None
         tally = Tally(control_flags, self.agreed, self.world)
         self.whole, self._before = False, (self.share, self.steps)
-        own = sum(piece.weight for piece in pieces)
+        mine = sum(piece.weight for piece in pieces)
+        own: float | Tensor = mine
         if self.together is None or self.buckets is None:
             for piece in pieces:
                 tally.add(compute(model, piece), piece.weight).backward()
         else:
             self._backward_together(self.buckets, model, pieces, compute, tally)
-            own = self._share_of(self.together, own)
-        for parameter in model.parameters() if own != 1 else ():
-            if own == 0:
-                parameter.grad = None  # a ghost's gradient is none: this worker stands still in this step
-            elif parameter.grad is not None:
-                parameter.grad.div_(own)
-        self.share += own
+            own = self._share_of(self.together, mine)
+        self._divide_by(own)
+        self.share = self.share + own
         self.steps += 1
         self.whole = True
         self.world.wait(tally.start_sum())  # last: who has it knows that every worker has its gradient
@@ -213,13 +212,24 @@ class LocalGradient:
         """The step under way broke off, and will be done again."""
         self.whole, (self.share, self.steps) = False, self._before
 
-    def _share_of(self, together: Members, own: float) -> float:
+    def _share_of(self, together: Members, own: float) -> float | Tensor:
         """What those that step together have of the batch, of which this worker has `own`."""
         if together is self.world:
             return 1.0
-        shares = torch.tensor([own], dtype=torch.float64, device=self.world.device)
+        shares = torch.full((), own, dtype=torch.float64, device=self.world.device)
         together.wait(together.start_all_reduce(shares))
-        return float(shares)
+        # On a GPU to read it is to wait for it, and whoever has a sample knows what matters: that it is not zero.
+        return shares if own and is_asynchronous(self.world.device) else float(shares)
+
+    def _divide_by(self, own: float | Tensor) -> None:
+        """Have the mean over the samples of those that step together, who have `own` of the batch."""
+        if isinstance(own, float | int) and own in (0, 1):
+            for parameter in self.parameters if own == 0 else ():
+                parameter.grad = None  # a ghost's gradient is none: this worker stands still in this step
+            return
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad.div_(own)
 
     def _backward_together(
         self, buckets: GradientBuckets, model: nn.Module, pieces: Sequence[Piece], compute: Compute, tally: Tally
@@ -240,7 +250,7 @@ class LocalGradient:
 
     def state_dict(self) -> dict[str, Any]:
         """How far since the last exchange, and who steps alone."""
-        return {"share": self.share, "since": self.steps, "alone": self.number}
+        return {"share": float(self.share), "since": self.steps, "alone": self.number}
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Take up what `state_dict` gave; where those that step alone changed, all count alike."""

@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from manyhosts.communication.world import World
-from manyhosts.strategies.strategy import Compute, Piece, Scale, Shard, StepOutcome, Steppable
+from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome, Steppable
 from manyhosts.strategies.tally import Agreed, Tally
+from manyhosts.strategies.traits import TRAITS
+from manyhosts.strategies.whole_model import WholeModel
 
 
-class SingleProcess:
+class SingleProcess(WholeModel):
     """The plain strategy that every other one is compared with."""
 
+    traits = TRAITS["single"]
+
     def __init__(self, world: World) -> None:
-        self.world = world
+        super().__init__(world)
         self.parameters: list[nn.Parameter] = []
         self.agreed = Agreed()
-
-    def shard(self) -> Shard:
-        """Everything."""
-        return Shard(0, 1)
 
     def place(self, model: nn.Module) -> nn.Module:
         """Move `model` to this worker's device."""
@@ -40,10 +40,6 @@ class SingleProcess:
         for piece in pieces:
             scale(tally.add(compute(model, piece), piece.weight)).backward()
         return tally.outcome()
-
-    def clip_gradients(self, model: nn.Module, max_norm: float) -> Tensor:
-        """Clip by the norm over all parameters."""
-        return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
     def update(self, model: nn.Module, optimizer: Steppable) -> None:
         """Step the optimizer."""

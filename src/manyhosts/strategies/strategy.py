@@ -1,7 +1,7 @@
 """What every strategy can do. Read this file, then any one other in this folder.
 
 The trainer calls, once: `place`; and for each optimizer step: `forward_backward`, `clip_gradients`, `update`. Where the
-workers step alone there is one call more: see `alone.LocalUpdates`.
+workers step alone there is one call more: see `local_updates.LocalUpdates`.
 A strategy is told nothing of schedules, snapshots or logs.
 """
 
@@ -12,6 +12,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
+
+from manyhosts.communication.holding import Holding
+from manyhosts.communication.mesh import Mesh
+from manyhosts.communication.shared_norm import Batch
+from manyhosts.strategies.traits import Traits
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +125,34 @@ class Survivable(Protocol):
         """
 
 
+@runtime_checkable
+class FixedParts(Protocol):
+    """A strategy that cuts each batch into parts that do not depend on who computes them."""
+
+    statistics: Batch
+    """What BatchNorm layers take for their batch."""
+
+    def share_out(self, held: Sequence[range]) -> None:
+        """From the next step on each worker computes these parts, by rank; empty: neighbouring ones, evenly."""
+
+
 class Strategy(Protocol):
-    """One way to spread a step over the workers."""
+    """One way to spread a step over the workers.
+
+    Those that hold the whole model on each worker build on `WholeModel`, those that cut it on `CutModel`.
+    """
+
+    @property
+    def traits(self) -> Traits:
+        """What holds for every run of it; its row in the table of `traits.py`."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """How the workers are laid out."""
+
+    @property
+    def holding(self) -> Holding:
+        """What each worker holds of the tensors of the placed model and its optimizer."""
 
     def shard(self) -> Shard:
         """The part of the data that this process reads."""
@@ -129,7 +160,7 @@ class Strategy(Protocol):
     def place(self, model: nn.Module) -> nn.Module:
         """Move, wrap or cut `model`, the same on every worker.
 
-        Called before the optimizer is made, so parameters may be replaced.
+        Called before the optimizer is made, so parameters may be replaced, by DTensors too: see `holding`.
         """
 
     def forward_backward(
@@ -141,8 +172,14 @@ class Strategy(Protocol):
         gradients once, while the last piece's backward pass runs. `control_flags` are summed: see `StepOutcome`.
         """
 
+    def norm(self, model: nn.Module) -> Tensor:
+        """The norm of the gradient that the next step is made by, shape ().
+
+        All workers call this, and where they step together all get the same number.
+        """
+
     def clip_gradients(self, model: nn.Module, max_norm: float) -> Tensor:
-        """Scale the gradients to a global norm of at most `max_norm`. Returns the norm before, shape ()."""
+        """Scale the gradients to a norm of at most `max_norm`. Returns the norm before; see `norm`."""
 
     def update(self, model: nn.Module, optimizer: Steppable) -> None:
         """Change the parameters by one step; where workers step alone, an `exchange` follows (`LocalUpdates`)."""

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from manyhosts import device
+from manyhosts.communication.collectives import Work
 from manyhosts.communication.gathering import gather_words
 from manyhosts.communication.tree import Node, Subtrees
-from manyhosts.communication.world import Work, World
+from manyhosts.communication.world import World
 from manyhosts.strategies.strategy import StepOutcome, Unsettled
 
 
@@ -180,7 +181,11 @@ def outcome(
     flag: Tensor,
     settle: Callable[[], Mapping[str, Tensor]],
 ) -> StepOutcome:
-    """What was found, with the values settled where that is due; on a GPU the flag cannot be read without a wait."""
-    if device.is_asynchronous(world.device):
+    """What was found, with the values settled where that is due.
+
+    On a GPU the flag cannot be read without a wait. It is read later, unless workers may be lost meanwhile: all are
+    needed to settle values.
+    """
+    if device.is_asynchronous(world.device) and not world.confirms:
         return StepOutcome(known, control_flags, Unsettled(flag, settle))
     return StepOutcome(settle() if flag.item() else known, control_flags)

@@ -27,12 +27,16 @@ from manyhosts.data import randomness
 from manyhosts.data.order import bounds
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.audit import Auditor, Digest
-from manyhosts.strategies.strategy import Compute, Piece, Scale, Shard, StepOutcome, Steppable
+from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome, Steppable
 from manyhosts.strategies.tally import Agreed, Own, outcome, settled
+from manyhosts.strategies.traits import TRAITS
+from manyhosts.strategies.whole_model import WholeModel
 
 
-class VirtualWorkers:
+class VirtualWorkers(WholeModel):
     """`parts` virtual workers, shared out over the real ones."""
+
+    traits = TRAITS["virtual"]
 
     def __init__(self, parts: int, world: World, *, bucket_mb: float, auditor: Auditor | None = None) -> None:
         """Check that every worker has a part. `auditor`: what compares parts that others compute again.
@@ -46,7 +50,8 @@ class VirtualWorkers:
                 where="virtual_workers",
                 fix=f"start at most {parts} workers, or begin anew with virtual_workers={world.size} or more",
             )
-        self.parts, self.world, self.bucket_mb, self.auditor = parts, world, bucket_mb, auditor
+        super().__init__(world)
+        self.parts, self.bucket_mb, self.auditor = parts, bucket_mb, auditor
         self.exchange = Exchange(pace_on(world.device))
         self.gradients: TreeBuckets | None = None
         self.statistics = PartStatistics([])
@@ -58,10 +63,11 @@ class VirtualWorkers:
         """The names of the parameters that are trained now and were not when the model was placed."""
         self.changed: list[str] = []
         """The buffers that forward passes have changed, until all workers have been told."""
+        self._held: Sequence[range] = ()
 
-    def shard(self) -> Shard:
-        """Some neighbouring parts for each worker."""
-        return Shard(self.world.rank, self.world.size)
+    def share_out(self, held: Sequence[range]) -> None:
+        """From the next step on each worker computes these parts, by rank; empty: neighbouring ones, evenly."""
+        self._held = held
 
     def place(self, model: nn.Module) -> nn.Module:
         """Move `model` to this worker's device, make it equal to the leader's, let BatchNorm see parts."""
@@ -120,7 +126,7 @@ class VirtualWorkers:
         gradients, agreement = self.gradients, self.agreement
         assert gradients is not None, "place() comes before forward_backward()"
         assert agreement is not None, "place() comes before forward_backward()"
-        held = [range(*bounds(self.parts, self.world.size, rank)) for rank in range(self.world.size)]
+        held = self._held or [range(*bounds(self.parts, self.world.size, rank)) for rank in range(self.world.size)]
         own = held[self.world.rank]
         self.exchange.forget()
         agreement.watch.begin_step()  # what has changed between two steps was changed by what all share
@@ -231,10 +237,6 @@ class VirtualWorkers:
             assert self.gradients is not None, "place() comes before forward_backward()"
             self.exchange.send(self.news.total)
             self.gradients.arm(part)
-
-    def clip_gradients(self, model: nn.Module, max_norm: float) -> Tensor:
-        """Clip by the norm over all parameters; every worker has the same bits, so the same norm."""
-        return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
     def update(self, model: nn.Module, optimizer: Steppable) -> None:
         """Step the optimizer; equal gradients keep the workers equal."""

@@ -20,9 +20,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from manyhosts.errors import ConfigError
+from manyhosts.training.optimizer_kernels import KERNELS
 
-_ABOUT_SPEED = {"foreach", "fused", "capturable", "differentiable"}
-"""Options that choose a kernel. A snapshot brings its own."""
+_ABOUT_SPEED = {*KERNELS, "differentiable"}
+"""Options that change no number."""
 _COUNTS = {"base_lrs", "_last_lr", "last_epoch", "_step_count", "_is_initial", "_get_lr_called_within_step"}
 """What a schedule keeps beside its own parameters; its first rates follow from the optimizer's."""
 _PROGRESS = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch", "_last_lr")

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 
 from manyhosts.data.order import Indices
-from manyhosts.strategies.local_updates import LocalUpdates
 from manyhosts.training.buffers import BufferCopies
 from manyhosts.training.build import Parts
 from manyhosts.training.numbers import StepNumbers
@@ -43,7 +41,7 @@ class BadSteps:
         self.judges_norm = clips or self.rewinds
         """Whether every step has a norm; otherwise one in `SHOW_NORM_EVERY` has, which is looked at by people only."""
         self.on_cpu = parts.world.device.type == "cpu"
-        self.drifts = isinstance(parts.strategy, LocalUpdates)
+        self.drifts = not parts.strategy.traits.steps_together
         """Whether each worker has a gradient of its own, of which the others know nothing."""
         self.scaled = parts.precision.scaler is not None
         """Whether fp16's scaler looks for overflows, which are nothing unusual there, and leaves those steps out."""
@@ -53,7 +51,7 @@ class BadSteps:
 
     def watched(self, norm: Tensor | None) -> Tensor | None:
         """The norm of the gradient that this step is judged by; where nobody else wants it, found here."""
-        return _norm(self._gradients()) if self.rewinds and norm is None and not self.scaled else norm
+        return self._norm() if self.rewinds and norm is None and not self.scaled else norm
 
     def must_go(self, step: int, loss: Tensor, norm: Tensor | None) -> bool:
         """Whether `step`, just computed, must not change the model. Buffers are then as they were before it."""
@@ -62,7 +60,7 @@ class BadSteps:
             return self.on_cpu and not self.rewinds and not self._are_finite(loss, norm)
         good = bool(loss.isfinite())
         if good and not self.scaled:
-            found = _norm(self._gradients()) if norm is None else norm
+            found = self._norm() if norm is None else norm
             good = bool(found.isfinite())
             if not good:
                 self.bad_norms[step] = found.item()
@@ -74,19 +72,19 @@ class BadSteps:
         """The norm that is told of `step`, whose gradient is whole: now and then also where nobody clips by it."""
         if norm is not None or step % SHOW_NORM_EVERY != 1:
             return norm
-        gradients = self._gradients()
-        if any(each.is_sparse for each in gradients):
+        gradients = (parameter.grad for parameter in self.parts.trained.parameters())
+        if any(each is not None and each.is_sparse for each in gradients):
             return None
         self.parts.precision.unscale(self.parts.optimizer)
-        return _norm(gradients)
+        return self._norm()
 
     def _are_finite(self, loss: Tensor, norm: Tensor | None) -> bool:
         if norm is None or self.scaled or self.drifts:
             return math.isfinite(loss.item())
         return math.isfinite(loss.item()) and math.isfinite(norm.item())
 
-    def _gradients(self) -> list[Tensor]:
-        return [parameter.grad for parameter in self.parts.trained.parameters() if parameter.grad is not None]
+    def _norm(self) -> Tensor:
+        return self.parts.strategy.norm(self.parts.trained)
 
     def trouble(self, numbers: StepNumbers) -> str:
         """What is wrong with a step, in words; empty where nothing is."""
@@ -97,15 +95,6 @@ class BadSteps:
         if norm is not None and not math.isfinite(norm) and not self.scaled and not self.drifts:
             return f"the norm of the gradient is {norm}"
         return ""
-
-
-@torch.no_grad()
-def _norm(gradients: list[Tensor]) -> Tensor:
-    """That of all `gradients` together, shape (). What `get_total_norm` gives, in half its time for small models."""
-    if not gradients:
-        return torch.zeros(())
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-    return norm
 
 
 def named(indices: Indices, shards: int, most: int = 64) -> str:

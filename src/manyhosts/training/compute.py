@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,6 +13,7 @@ from manyhosts.communication.batch_norm import GlobalBatch
 from manyhosts.data import randomness
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.strategy import Piece
+from manyhosts.training.called_by_all import called_by_all
 from manyhosts.training.trained import model_of
 
 Loss = Callable[[Any, Any], Tensor]
@@ -60,7 +61,7 @@ class ForwardPass:
         *,
         seed: int,
         context: Callable[[], AbstractContextManager[Any]],
-        global_batch: GlobalBatch | None,
+        global_batch: GlobalBatch | None = None,
     ) -> None:
         self.loss = loss
         self.step = step
@@ -76,9 +77,11 @@ class ForwardPass:
             # In the backward pass, too, where a checkpoint computes again.
             self.global_batch.ghost = piece.weight == 0
         looks = piece.weight != 1 and piece.address[0] < _FIRST_STEPS
-        before = _gradients(module) if looks else []
+        # Those of now: where a strategy keeps parts, others stand in their place while the model is computed.
+        parameters = list(module.parameters()) if looks else []
+        before = _gradients(parameters)
         model = model_of(module)
-        with self.context():
+        with self.context(), called_by_all(model):
             if self.step is not None:
                 values = step_values(self.step(model, batch))
             else:
@@ -92,7 +95,7 @@ class ForwardPass:
                 fix="look for detach(), torch.no_grad(), .item() or argmax between the model and the loss, and return "
                 "the loss as it is computed: backward() is called by the trainer",
             )
-        if looks and _gradients(module) != before:
+        if looks and _gradients(parameters) != before:
             raise ConfigError(
                 "the step has changed gradients itself, and its batch is a piece of a larger one, whose mean they are "
                 "not",
@@ -111,9 +114,9 @@ class ForwardPass:
         return {"loss": one_number(self.loss(model(inputs), targets), where="mh.Trainer(loss=…)")}
 
 
-def _gradients(model: nn.Module) -> list[int]:
+def _gradients(parameters: Sequence[nn.Parameter]) -> list[int]:
     """What changes when somebody writes gradients."""
-    return [-1 if each.grad is None else each.grad._version for each in model.parameters()]
+    return [-1 if each.grad is None else each.grad._version for each in parameters]
 
 
 def _where(step: UserStep | None) -> str:

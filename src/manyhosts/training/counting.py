@@ -8,7 +8,8 @@ from dataclasses import replace
 from manyhosts.communication.batch_norm import GlobalBatch
 from manyhosts.config.local_steps import DiLoCo
 from manyhosts.config.settings import Settings
-from manyhosts.data.steps import DuePiece, LoadedPiece, Step
+from manyhosts.data.fetch import Fetcher
+from manyhosts.data.steps import DuePiece, LoadedPiece, PiecePlan, Step
 from manyhosts.training import first_look
 from manyhosts.training.build import Parts
 from manyhosts.training.means import LOOKED_FOR
@@ -70,18 +71,33 @@ class Counting:
         if weighing.knows and not mixes:
             return step
         most = None if weighing.must_look else 1 if known else first_look.MOST_PIECES
-        pieces = step.fetched(most)
-        step = replace(step, pieces=[*pieces, *step.pieces[len(pieces) :]])
         look = self.look_of(step)
+        if self.parts.strategy.traits.meets_in_forward:
+            pieces = self.alike(step, look.fetcher)
+        else:
+            pieces = step.fetched(most)
+            step = replace(step, pieces=[*pieces, *step.pieces[len(pieces) :]])
         if not weighing.knows:
             self.settle(pieces, look)
         if mixes:
             self.look_at_model(pieces[:1], look)
         return step
 
+    def alike(self, step: Step, fetcher: Fetcher | None) -> list[LoadedPiece]:
+        """A piece that is the same on every worker, for all make the same forward passes; none of a stream."""
+        if fetcher is None:
+            self.parts.world.notes.append(
+                "samples of a stream come once, so it was not tried whether the loss is a mean over them"
+            )
+            return []
+        own = -(-len(step.taken) // self.parts.strategy.mesh.size("replicate", "shard"))
+        indices = step.taken[: max(2, min(own, self.settings.micro_batch_size or own))]
+        return [LoadedPiece(PiecePlan(0, 0, indices, 1.0), fetcher(step.epoch, indices))]
+
     def _computed(self, pieces: Sequence[LoadedPiece | DuePiece]) -> Sequence[LoadedPiece | DuePiece]:
         """Those of `pieces` that must be computed: one that counts nothing only for a collective inside the model."""
-        if isinstance(self.parts.batch_norm, GlobalBatch) or self.settings.virtual_workers is not None:
+        traits = self.parts.strategy.traits
+        if isinstance(self.parts.batch_norm, GlobalBatch) or traits.computes_fixed_parts or traits.meets_in_forward:
             return pieces
         return [piece for piece in pieces if piece.plan.weight]
 
@@ -96,7 +112,14 @@ class Counting:
         """What is looked at before `step`."""
         parts, source = self.parts, self.parts.source
         fetcher = source.loader.fetcher if isinstance(source, IndexedSource) else None
-        return first_look.Look(parts.compute, parts.trained, parts.world.device, step.epoch, fetcher)
+        return first_look.Look(
+            parts.compute,
+            parts.trained,
+            parts.world.device,
+            step.epoch,
+            fetcher,
+            copies=not parts.strategy.traits.meets_in_forward,
+        )
 
     def settle(self, pieces: Sequence[LoadedPiece], look: first_look.Look) -> None:
         """Find the rule, where it does not follow from the script. All workers call this before the same step."""

@@ -50,7 +50,7 @@ class Duties:
         self.validation, self.pace, self.flush = validation, pace, flush
         self.validate_every = Duration.parse(settings.validate_every, where="validate_every")
         self.snapshot_every = Duration.parse(settings.snapshots.every, where="snapshots.every")
-        exchanges = isinstance(parts.strategy, LocalUpdates)
+        exchanges = not parts.strategy.traits.steps_together
         self.all: tuple[Callable[[], None], ...] = (
             *((self.exchange,) if exchanges else ()),
             self.end_epoch,
@@ -63,10 +63,10 @@ class Duties:
         at.first_duty = 0 if exchanges else self.all.index(self.compare_pace)
         at.before = self.now()
 
-    def do(self) -> None:
-        """Do what is due after the last step, each thing once, also where a failure came between."""
-        at = self.at
-        while at.duties_done < len(self.all):
+    def do(self, most: int | None = None) -> None:
+        """Do what is due after the last step, or the first `most` of it: each once, also behind a failure."""
+        at, most = self.at, len(self.all) if most is None else most
+        while at.duties_done < most:
             self.all[at.duties_done]()
             at.duties_done += 1
 
@@ -106,7 +106,7 @@ class Duties:
     def compare_pace(self) -> None:
         """Every few seconds: see whether a host or a link holds the others up."""
         if self.pace is not None and self.pace.is_due(self.at.before.seconds, self.state.seconds):
-            self.pace.compare(self.state.step, self.at.taken)
+            self.pace.compare(self.at.taken)
 
     # Validation.
 
@@ -206,8 +206,6 @@ class Duties:
     def leave_validation(self) -> None:
         """Do what is due after the last step and needs no other worker, and note whether a validation is left to do."""
         at, state, place = self.at, self.state, self.before_validation()
-        while at.duties_done < place:
-            self.all[at.duties_done]()
-            at.duties_done += 1
+        self.do(place)
         is_open = (at.duties_done == place and self.validation_is_due()) or self.is_at_end()
         state.validation_due = self.validation is not None and state.validated_at != state.step and is_open

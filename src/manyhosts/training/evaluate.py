@@ -1,44 +1,30 @@
 """Evaluation: each sample once, shared out over the workers, with the same bits on any number of them.
 
-The samples are cut into parts by a rule that knows only how many there are. Each part is evaluated alone, in the same
-forward passes whoever does it, and leaves its sum of losses and the states of the metrics (see `metrics`). Those are
-sent to every worker and merged in the order of the parts, so no bit depends on who computed what.
+Each part of the samples (see `passes`) leaves its sum of losses and the states of the metrics (see `metrics`). Those
+are sent to every worker and merged in the order of the parts, so no bit depends on who computed what.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any, Literal
+from contextlib import contextmanager, nullcontext, suppress
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from manyhosts.communication.gathering import gather_words
-from manyhosts.communication.world import World
+from manyhosts.communication.gathering import gather_plain
 from manyhosts.data import randomness
-from manyhosts.data.fetch import Fetcher
-from manyhosts.data.order import Indices, bounds
-from manyhosts.data.steps import Loader, mapped
-from manyhosts.device import is_asynchronous
+from manyhosts.data.order import Indices
 from manyhosts.errors import CommunicationError, ConfigError
 from manyhosts.training.compute import Loss, UserStep, one_number, pair, step_values
 from manyhosts.training.metrics import Metrics
+from manyhosts.training.passes import ForwardPasses, in_evaluation
 from manyhosts.training.weighing import Weighing
 
 if TYPE_CHECKING:  # it takes a second to load, so whoever has no metrics does without it
     from torchmetrics import Metric
-
-FEWEST_PARTS, MOST_PARTS = 16, 128
-"""A set is cut into at least 16 parts (or one per sample), so that up to 16 workers share even a small one."""
-
-
-def number_of_parts(samples: int, batch: int) -> int:
-    """Into how many parts an evaluation is cut; a pure function of the set and the batch."""
-    return min(samples, max(FEWEST_PARTS, min(-(-samples // batch), MOST_PARTS)))
 
 
 class CutOff(Exception):
@@ -53,29 +39,19 @@ class CutOff(Exception):
 class Evaluation:
     """Evaluates models on one dataset."""
 
-    def __init__(  # noqa: PLR0913  # made in one place, by name
+    def __init__(
         self,
-        fetcher: Fetcher,
-        samples: int,
+        passes: ForwardPasses,
         *,
-        batch: int,
-        loader_workers: int | Literal["auto"],
-        world: World,
         loss: Loss | None,
         step: UserStep | None,
         metrics: Mapping[str, Metric],
-        context: Callable[[], AbstractContextManager[Any]],
         weighing: Weighing | None = None,
     ) -> None:
         """`weighing`: what samples count in the mean; None: each the same."""
-        self.samples, self.batch, self.world = samples, batch, world
-        self.seed, self.weighing = fetcher.seed, weighing
-        self.loader = Loader(fetcher, processes=loader_workers, pin=is_asynchronous(world.device))
-        self.loss, self.step, self.context = loss, step, context
-        self.metrics = Metrics(metrics, world, seed=fetcher.seed)
-        self.parts = number_of_parts(samples, batch)
-        self.on_progress: Callable[[], None] = _nothing
-        """Called after every forward pass, so that nobody takes a long evaluation for a hang."""
+        self.passes, self.world, self.weighing = passes, passes.world, weighing
+        self.loss, self.step = loss, step
+        self.metrics = Metrics(metrics, passes.world, seed=passes.seed)
 
     @torch.no_grad()
     def __call__(self, model: nn.Module, *, asked: Callable[[], Sequence[float]] = tuple) -> dict[str, float]:
@@ -86,17 +62,24 @@ class Evaluation:
         Raises:
             CutOff: a worker was asked, on all of them alike.
         """
-        first, last = bounds(self.parts, self.world.size, self.world.rank)
-        requests = [list(self._pieces(part)) for part in range(first, last)]
-        batches = self.loader.batches((0, piece) for part in requests for piece in part)
+        passes = self.passes
+        shares = passes.shares()
+        requests = [passes.pieces(part) for part in shares[self.world.rank]]
+        ghosts = passes.ghosts([sum(map(passes.count, share)) for share in shares])
+        batches = passes.fetched(piece for part in (*requests, ghosts) for piece in part)
         self.metrics.begin()
-        with in_evaluation(model), in_evaluation(self.loss) if isinstance(self.loss, nn.Module) else nullcontext():
+        with self._in_evaluation(model):
             parts: list[dict[str, tuple[float, float]]] = []
+            is_cut_off = True
             with suppress(CutOff):
                 for part in requests:
                     parts.append(self._part(model, part, batches, asked))  # what there is stays
-        told = {"asked": list(asked()) if len(parts) < len(requests) else [], "parts": parts}
-        found = [json.loads(word) for word in gather_words(self.world, json.dumps(told))]
+                for piece in ghosts:
+                    self._outputs(model, passes.on_device(next(batches), piece))
+                    self._check_wanted(asked)
+                is_cut_off = False
+        told = {"asked": list(asked()) if is_cut_off else [], "parts": parts}
+        found = gather_plain(self.world, told)
         if who := [each["asked"] for each in found if each["asked"]]:
             raise CutOff([sum(counts) for counts in zip(*who, strict=True)])
         return {**_means([part for each in found for part in each["parts"]]), **self.metrics.values()}
@@ -108,24 +91,19 @@ class Evaluation:
         Whatever cannot work fails here, before training begins, and on all workers alike. Returns the names of the
         values; nothing where the metrics cannot tell them from two batches.
         """
-        pieces = [piece for part in range(min(2, self.parts)) for piece in self._pieces(part)][:2]
-        batches = self.loader.batches((0, piece) for piece in pieces)
+        pieces = [piece for part in range(min(2, self.passes.parts)) for piece in self.passes.pieces(part)][:2]
+        batches = self.passes.fetched(iter(pieces))
         self.metrics.begin()
-        with (
-            randomness.kept(),
-            in_evaluation(model),
-            in_evaluation(self.loss) if isinstance(self.loss, nn.Module) else nullcontext(),
-        ):
+        with randomness.kept(), self._in_evaluation(model):
             names = {*self._part(model, pieces, batches, tuple)}
         metrics = self.metrics.names()
         self.metrics.begin()
         return names | metrics if metrics is not None else set()
 
-    def _pieces(self, part: int) -> Iterator[Indices]:
-        """The forward passes of one part."""
-        begin, end = bounds(self.samples, self.parts, part)
-        for start in range(begin, end, self.batch):
-            yield np.arange(start, min(start + self.batch, end))
+    @contextmanager
+    def _in_evaluation(self, model: nn.Module) -> Iterator[None]:
+        with in_evaluation(model), in_evaluation(self.loss) if isinstance(self.loss, nn.Module) else nullcontext():
+            yield
 
     def _part(
         self,
@@ -142,26 +120,29 @@ class Evaluation:
             on_host = next(batches)
             rule = None if self.weighing is None else self.weighing.evaluation
             count = len(piece) if rule is None else float(rule(on_host))
-            batch = mapped(on_host, lambda tensor: tensor.to(self.world.device, non_blocking=True))
-            randomness.seed_compute(self.seed, randomness.COMPUTE, int(piece[0]))  # a model may sample here, too
-            for name, value in self._values(model, batch, int(piece[0])).items():
+            values, outputs, targets = self._outputs(model, self.passes.on_device(on_host, piece))
+            self.metrics.update(int(piece[0]), outputs, targets)
+            for name, value in values.items():
                 # The mean over nothing is no number, and counts nothing.
                 weighted = value.double() * count if count else torch.zeros_like(value, dtype=torch.float64)
                 sums[name] = sums[name] + weighted if name in sums else weighted
                 counts[name] = counts.get(name, 0.0) + count
-            self.on_progress()
             self._check_wanted(asked)
         self.metrics.end_part()
         return {name: (value.item(), counts[name]) for name, value in sums.items()}
 
     def _check_wanted(self, asked: Callable[[], Sequence[float]]) -> None:
-        """See that somebody still wants what comes out.
+        """A forward pass is over: see that somebody still wants what comes out.
 
         Raises:
             CommunicationError: workers were lost, so it is all done again.
             CutOff: this worker was asked to stop.
         """
-        if any(asked()):
+        self.passes.on_progress()
+        wants_to_stop = any(asked())
+        if self.passes.even:
+            wants_to_stop = self.world.any(wants_to_stop)  # one that stopped alone would be waited for in the next pass
+        if wants_to_stop:
             raise CutOff
         if self.world.is_broken:
             raise CommunicationError(
@@ -170,23 +151,17 @@ class Evaluation:
                 fix="see what was printed about the others",
             )
 
-    def _values(self, model: nn.Module, batch: Any, first: int) -> Mapping[str, Tensor]:
-        with self.context():
+    def _outputs(self, model: nn.Module, batch: Any) -> tuple[Mapping[str, Tensor], Any, Any]:
+        """The values of one batch, and what metrics want to see of it."""
+        with self.passes.context():
             if self.step is not None:
                 result = self.step(model, batch)
-                outputs, targets = _for_metrics(result) if self.metrics.all else (None, None)
-                values: Mapping[str, Tensor] = step_values(result)
-            else:
-                assert self.loss is not None, "a trainer has either a loss or a step"
-                inputs, targets = pair(batch)
-                outputs = model(inputs)
-                values = {"loss": one_number(self.loss(outputs, targets), where="mh.Trainer(loss=…)")}
-        self.metrics.update(first, outputs, targets)
-        return values
-
-
-def _nothing() -> None:
-    """What is done where nobody wants to know."""
+                return step_values(result), *(_for_metrics(result) if self.metrics.all else (None, None))
+            assert self.loss is not None, "a trainer has either a loss or a step"
+            inputs, targets = pair(batch)
+            outputs = model(inputs)
+            values = {"loss": one_number(self.loss(outputs, targets), where="mh.Trainer(loss=…)")}
+        return values, outputs, targets
 
 
 def _means(rows: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
@@ -207,15 +182,3 @@ def _for_metrics(result: Any) -> tuple[Any, Any]:
         where="mh.Trainer(step=…, metrics=…)",
         fix='return {"loss": loss, "outputs": outputs, "targets": targets}, or leave metrics out',
     )
-
-
-@contextmanager
-def in_evaluation(model: nn.Module) -> Iterator[None]:
-    """`model` in evaluation mode; afterwards every module is back in the mode that it had."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

@@ -8,16 +8,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from manyhosts.communication.holding import WHOLE, Holding
+
 
 @torch.no_grad()
-def first_not_finite(model: nn.Module) -> str:
+def first_not_finite(model: nn.Module, holding: Holding = WHOLE) -> str:
     """What is wrong with the first trained parameter that holds NaN or infinity, or the first buffer that holds NaN.
 
     Nothing where all are well. A buffer may well hold infinities, as a mask of attention does. One pass over the
-    memory, and on a GPU one wait.
+    memory, and on a GPU one wait. Of what is cut each worker looks at what it holds.
     """
-    parameters = {name: value for name, value in model.named_parameters() if value.requires_grad}
-    buffers = dict(model.named_buffers())
+    parameters = {name: holding.local(value) for name, value in model.named_parameters() if value.requires_grad}
+    buffers = {name: holding.local(value) for name, value in model.named_buffers()}
     largest = _largest([*parameters.values(), *buffers.values()])
     if bool(largest.isfinite()):
         return ""

@@ -12,7 +12,6 @@ chooses samples at random) is passed over.
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from manyhosts.communication.gathering import gather_words
+from manyhosts.communication.gathering import gather_plain
 from manyhosts.communication.shared_norm import acting, prepare
 from manyhosts.communication.world import World
 from manyhosts.data import randomness
@@ -30,8 +29,8 @@ from manyhosts.data.fetch import Fetcher
 from manyhosts.data.steps import LoadedPiece, mapped
 from manyhosts.errors import ConfigError
 from manyhosts.training.compute import ForwardPass
-from manyhosts.training.evaluate import in_evaluation
 from manyhosts.training.means import Rule, has_ignored, rules_for
+from manyhosts.training.passes import in_evaluation
 from manyhosts.training.plain_step import is_plain
 from manyhosts.training.set_draws import SetDraws
 from manyhosts.training.trained import model_of
@@ -79,8 +78,8 @@ def find_mean(
     mine = [look.at(piece, rule) for piece in own if piece.plan.weight][:MOST_PIECES]
     if trouble_only and not world.any(any(each.keeps or (each.could_look and not each.holds) for each in mine)):
         return Seen()
-    words = gather_words(world, json.dumps([asdict(each) for each in mine if each.could_look or each.keeps]))
-    told = [Seen(**each) for word in words for each in json.loads(word)]
+    rows = gather_plain(world, [asdict(each) for each in mine if each.could_look or each.keeps])
+    told = [Seen(**each) for row in rows for each in row]
     seen = [each for each in told if each.could_look]
     keeps = next((each.keeps for each in told if each.keeps), "")
     if not seen:
@@ -153,6 +152,8 @@ class Look:
     epoch: int = 0
     fetcher: Fetcher | None = None
     """None: the dataset is a stream, whose samples come once."""
+    copies: bool = True
+    """Whether the model may be copied for a look: not where workers exchange something in its forward pass."""
 
     def at(self, piece: LoadedPiece, rule: Rule | None) -> Seen:
         """What one piece shows. Whatever is wrong with the model shows in the first step, and better."""
@@ -164,7 +165,7 @@ class Look:
             if make is None:
                 return seen
             for graph in (False, True):  # what differentiates within the loss needs the graph
-                for how in (self._copied, _in_evaluation):
+                for how in (self._copied, _in_evaluation) if self.copies else (_in_evaluation,):
                     with suppress(Exception), how(self.module) as module, torch.set_grad_enabled(graph):
                         found = self._compare(module, piece, make, rule)
                         found.keeps = found.keeps or seen.keeps

@@ -58,11 +58,13 @@ class FirstSteps:
         if not self._before:
             self._before = self._weights()
             self._attributes = self._kept_beside()
-        gradients = [each.grad for each in self.parts.trained.parameters() if each.grad is not None]
+        local = self.parts.strategy.holding.local
+        gradients = [local(each.grad) for each in self.parts.trained.parameters() if each.grad is not None]
         gradients = [each.coalesce().values() if each.is_sparse else each for each in gradients]
         if gradients:
-            norms = torch.stack([each.detach().abs().amax().float() for each in gradients if each.numel()])
-            self._gradient = max(self._gradient, norms.nan_to_num(nan=1.0).amax().item())
+            norms = [each.detach().abs().amax().float() for each in gradients if each.numel()]
+            largest = torch.stack(norms).nan_to_num(nan=1.0).amax().item() if norms else 0.0
+            self._gradient = max(self._gradient, largest)
 
     def after_update(self, rate: float) -> None:
         """The model has been changed, with this learning rate."""
@@ -72,12 +74,12 @@ class FirstSteps:
         if self._steps < LOOKS:
             return
         self.looking = False
-        if not self._gradient:
+        if self._nowhere(self._gradient == 0.0):
             self.parts.world.notes.append(
                 f"the gradient was zero in each of {LOOKS} steps, so nothing is learned: see that the loss depends on "
                 "what the model gives (the cross entropy of a single column, say, is always 0)"
             )
-        elif self.parts.precision.scaler is None and self._weights() == self._before:
+        elif self.parts.precision.scaler is None and self._nowhere(self._weights() == self._before):
             self.parts.world.notes.append(
                 f"no weight has changed in {LOOKS} steps, yet the learning rate is {rate:g} and there is a gradient; "
                 "see that the optimizer was made of the parameters that it was given, and that its steps are not too "
@@ -93,7 +95,14 @@ class FirstSteps:
 
     def _weights(self) -> dict[str, str]:
         trained = {name: each for name, each in self.parts.trained.named_parameters() if each.requires_grad}
-        return tensor_checksums({name: each.data for name, each in trained.items()})
+        local = self.parts.strategy.holding.local
+        return tensor_checksums({name: local(each.data) for name, each in trained.items()})
+
+    def _nowhere(self, nothing: bool) -> bool:
+        """Whether there is `nothing` on any worker that holds a part of the model."""
+        if self.parts.strategy.traits.holds_whole_model:
+            return nothing
+        return not self.parts.world.any(not nothing)
 
     def _kept_beside(self) -> dict[str, object]:
         """What an optimizer of the script's own holds beside its `state_dict`: numbers, and how tensors stand."""

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from manyhosts.communication.layout import without_repeats, write
-from manyhosts.data import randomness
 from manyhosts.elastic import state_transfer
 from manyhosts.elastic.work import Records
+from manyhosts.snapshot.load import Loaded
 from manyhosts.strategies.local_updates import LocalUpdates
 from manyhosts.strategies.strategy import Survivable
 from manyhosts.training.buffers import put_transient, transient
 from manyhosts.training.build import Parts
+from manyhosts.training.cut_state import TakenUp, put_cut
+from manyhosts.training.optimizer_names import by_name, load_by_name
 from manyhosts.training.state import RunState
 from manyhosts.training.trained import load_loss, loss_state
 
@@ -65,15 +68,18 @@ class TrainerState:
             "run": None if self.run is None else self.run.to_dict(),
         }
 
-    def take_up(self, given: dict[str, Any]) -> None:
-        """Hold what `everything` gave on another worker."""
+    def take_up(self, given: Mapping[str, Any], *, own: bool = False) -> None:
+        """Hold what `everything` gave on another worker; with it may come the `stream` of its run.
+
+        `own`: see `held.take_up`.
+        """
         strategy = self.parts.strategy
-        take_up(self.parts, given["kept"])
-        if isinstance(strategy, Survivable):
+        take_up(self.parts, given["kept"], own=own)
+        if isinstance(strategy, Survivable) and not own:
             strategy.take_shared(given["strategy"])
         self.parts.batch = given["batch"]
         if self.run is not None and given["run"] is not None:
-            self.run.become(RunState.from_dict(given["run"], {}))
+            self.run.become(RunState.from_dict(given["run"], given.get("stream", {})))
 
 
 def share_optimizers(parts: Parts) -> None:
@@ -95,26 +101,34 @@ def held_by(parts: Parts) -> dict[str, Any]:
     return {
         **weights_of(parts),
         "buffers": transient(parts.trained),
-        "optimizer": parts.optimizer.state_dict(),
+        "optimizer": by_name(parts.optimizer, parts.trained),
         "schedule": {} if parts.schedule is None else _plain(parts.schedule.state_dict()),
         "scaler": parts.precision.state_dict(),
-        "random": _random_states(),
+        "random": {"torch": torch.get_rng_state()},
     }
 
 
-def take_up(parts: Parts, kept: dict[str, Any], *, own: bool = False, schedule: bool = True) -> None:
-    """Put what `held_by` gave, here or on another worker, into `parts`; model and optimizer not where `own`.
+def take_up(parts: Parts, kept: Mapping[str, Any], *, own: bool = False, schedule: bool = True) -> None:
+    """Put what `held_by` gave, here or on another worker, into `parts`.
 
-    `schedule`: whether it is of the schedule of `parts`.
+    `own`: this worker has stepped alone, and keeps its model and optimizer. `schedule`: whether it is of the schedule
+    of `parts`.
     """
     if not own:
         put_weights(parts, kept)
         put_transient(parts.trained, kept.get("buffers", {}))  # snapshots of before have none: the script made them
-        parts.optimizer.load_state_dict(kept["optimizer"])
+        load_by_name(parts.optimizer, parts.trained, kept["optimizer"])
     if parts.schedule is not None and schedule:
         parts.schedule.load_state_dict(kept["schedule"])
     parts.precision.load_state_dict(kept["scaler"])
     torch.set_rng_state(kept["random"]["torch"])
+
+
+def state_of(loaded: Loaded, parts: Parts) -> Mapping[str, Any]:
+    """What a snapshot keeps, as `parts` hold it: whole, or of each tensor this worker's part."""
+    if parts.strategy.traits.holds_whole_model:
+        return loaded.state
+    return TakenUp(loaded.stored, parts.trained, parts.strategy.holding)
 
 
 def weights_of(parts: Parts) -> dict[str, Any]:
@@ -131,12 +145,20 @@ def copied(weights: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def put_weights(parts: Parts, kept: dict[str, Any]) -> None:
+def put_weights(parts: Parts, kept: Mapping[str, Any]) -> None:
     """Put what `weights_of` gave, here or elsewhere, into the model and the loss.
 
     Raises:
         SnapshotError: it is of another loss.
     """
+    if not parts.strategy.traits.holds_whole_model:
+        holding = parts.strategy.holding
+        put_cut(loss_state(parts.trained), kept.get("loss", {}), holding)
+        own, given = parts.model.state_dict(), kept["model"]
+        put_cut(own, given, holding)
+        if extra := {name: given[name] for name, value in own.items() if not isinstance(value, torch.Tensor)}:
+            parts.model.load_state_dict(extra, strict=False)
+        return
     load_loss(parts.trained, kept.get("loss", {}))
     load_model(parts.model, kept["model"])
 
@@ -164,8 +186,3 @@ def _plain(state: dict[str, Any]) -> dict[str, Any]:
 
 def _has_callable(value: Any) -> bool:
     return isinstance(value, list) and any(callable(item) for item in value)
-
-
-def _random_states() -> dict[str, Any]:
-    torch_state, _, _ = randomness.states()
-    return {"torch": torch_state}

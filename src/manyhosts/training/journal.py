@@ -15,11 +15,21 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from manyhosts.cluster.reports import Reporter
 from manyhosts.communication.gathering import gather_words
 from manyhosts.communication.world import World
 from manyhosts.config.settings import Settings
-from manyhosts.events import EpochDone, Event, Listener, RunStarted, StepDone, StepTiming, ValidationDone
+from manyhosts.events import (
+    EpochDone,
+    Event,
+    Listener,
+    RunEnded,
+    RunStarted,
+    StepDone,
+    StepTiming,
+    ValidationDone,
+    WorkersTimed,
+    WorkerTimes,
+)
 from manyhosts.listeners.broadcast import Broadcast
 from manyhosts.listeners.metrics_file import WriteMetrics
 from manyhosts.listeners.standard import standard
@@ -28,11 +38,14 @@ from manyhosts.records.metrics import MetricsFile
 from manyhosts.records.run_directory import RunDirectory
 from manyhosts.records.run_record import RunRecord, plain_settings, versions_for
 from manyhosts.records.samples import SamplesFile
+from manyhosts.training.kept_pictures import keep_pictures
 from manyhosts.training.record_copies import copy_records, restore_records
 from manyhosts.training.snapshot_schedule import SnapshotSchedule
 
 _RECENT_EVENTS = 4096
-_TOLD_BY_ALL: dict[str, type[Event]] = {kind.__name__: kind for kind in (StepDone, EpochDone, ValidationDone)}
+_TOLD_BY_ALL: dict[str, type[Event]] = {
+    kind.__name__: kind for kind in (StepDone, EpochDone, ValidationDone, WorkersTimed)
+}
 """What every worker knows to tell; the rest is the leader's alone."""
 
 
@@ -48,17 +61,18 @@ class Journal:
         script: Path,
         snapshot_schedule: SnapshotSchedule,
         listeners: Sequence[Listener],
-        reporter: Reporter | None,
+        report: Callable[..., None],
     ) -> None:
-        """Nothing is opened before `open_records`."""
+        """Nothing is opened before `open_records`. `report` tells the head; see `cluster.reports`."""
         self.world, self.settings, self.directory, self.script = world, settings, directory, script
-        self.snapshot_schedule, self.listeners, self.reporter = snapshot_schedule, listeners, reporter
+        self.snapshot_schedule, self.listeners, self.report = snapshot_schedule, listeners, report
         self.news = Broadcast([])
         self.recent: deque[Event] = deque(maxlen=_RECENT_EVENTS)
         """What was told last, on every worker: should the leader go, another one knows what it had not yet written."""
         self.started: RunStarted | None = None
         self.samples: SamplesFile | None = None
         self.led = False
+        self._end_is_told = False
         self._lock: run_lock.RunLock | None = None
         self.copies = False
         """Whether this worker writes a copy of the leader's records, on a disk that the leader does not see."""
@@ -103,24 +117,16 @@ class Journal:
         self.copy_records()
         self.open_samples()
 
-    def take_lead(self, *, locks: bool = True) -> None:
+    def take_lead(self, *, goes_on: bool = True) -> None:
         """Be the leader from now on, and tell what every worker knows and the last leader has not written.
 
-        `locks`: take the lock of the run directory, too.
+        `goes_on`: whether the run does. Where not, its directory is not locked; and where the last leader has told how
+        the run ended, that is how: what ends this worker follows from it.
         """
-        was_told = self.lead(locks=locks)
-        if was_told is None:
-            return
-        for event in told_by_all(self.remembered()):
-            if not was_told(event):
-                self.tell(event)
-
-    def lead(self, *, locks: bool = True) -> Callable[[Event], bool] | None:
-        """Take over the records of a leader that is gone. Says of an event whether that one has written it."""
         if self.led:
-            return None
+            return
         self.led = True
-        if locks:
+        if goes_on:
             self.lock()
         self.news.close()
         metrics = MetricsFile(self.directory.metrics)
@@ -131,7 +137,10 @@ class Journal:
         )
         if self.snapshot_schedule.second is not None:
             self.snapshot_schedule.second.catch_up()
-        return was_told
+        self._end_is_told = not goes_on and was_told.end
+        for event in told_by_all(self.remembered()):
+            if not was_told(event):
+                self.tell(event)
 
     def copy_records(self) -> None:
         """Where hosts share no disk, have each write down the steps, too, should the leader's be lost."""
@@ -182,28 +191,27 @@ class Journal:
         """Tell the listeners, which are on the leader."""
         if self.world.is_shared:
             self.recent.append(event)
-        if self.reporter is not None:
-            if isinstance(event, StepDone):
-                self.reporter.send("step", step=event.step)
-            else:
-                self.reporter.send("busy")
+        if isinstance(event, StepDone):
+            self.report("step", step=event.step)
+        else:
+            self.report("busy")
         self.news(event)
+
+    def tell_end(self, event: RunEnded) -> None:
+        """Tell how the run ended, once: see `take_lead`."""
+        if not self._end_is_told:
+            self.tell(event)
 
     def remembered(self) -> list[Event]:
         """What was told last, oldest first."""
         return list(self.recent)
 
-    def say_busy(self) -> None:
-        """Tell the head that this worker has something to do that is no step."""
-        if self.reporter is not None:
-            self.reporter.send("busy")
+    # Which samples there are, and which each step takes.
 
-    def say_rest(self) -> None:
-        """Tell the head that no steps are to be expected any more."""
-        if self.reporter is not None:
-            self.reporter.send("rest")
-
-    # Which samples each step takes.
+    def keep_pictures(self, batch: Any) -> None:
+        """Keep some samples of the first batch, on the leader, where they are pictures."""
+        if self.world.is_leader:
+            keep_pictures(batch, self.directory.first_batch, self.settings.keep_pictures)
 
     def open_samples(self) -> None:
         """Note this worker's samples under its present rank."""
@@ -247,4 +255,6 @@ def from_plain(plain: dict[str, Any]) -> Event:
     kind = _TOLD_BY_ALL[plain.pop("kind")]
     if kind is StepDone:
         plain["timing"] = StepTiming(**plain["timing"])
+    if kind is WorkersTimed:
+        plain["workers"] = tuple(WorkerTimes(**worker) for worker in plain["workers"])
     return kind(**plain)

@@ -13,7 +13,6 @@ import time
 from manyhosts.errors import ManyhostsError
 from manyhosts.records import run_lock
 from manyhosts.snapshot.load import newest_whole
-from manyhosts.strategies.local_updates import LocalUpdates
 from manyhosts.training.journal import Journal
 from manyhosts.training.loop import Loop
 from manyhosts.training.same_weights import own_statistics
@@ -39,7 +38,10 @@ class LastSnapshot:
             return "the best model, of a step before, was being written"
         if parts.auditor is not None or loop.at.trusted is not None:
             return "no other worker can be asked whether it computed rightly"
-        if isinstance(parts.strategy, LocalUpdates) or parts.strategy.state_dict() or own_statistics(parts):
+        traits = parts.strategy.traits
+        if not (traits.steps_together and traits.holds_whole_model) or parts.strategy.state_dict():
+            return "each worker holds something of its own"
+        if own_statistics(parts):
             return "each worker holds something of its own"
         if state.stream:
             return "each worker knows a part of how far the stream is read"
@@ -81,7 +83,7 @@ class LastSnapshot:
         loop.step_reporter.read(all_of_them=True)
         loop.step_reporter.check_weights()
         loop.duties.leave_validation()
-        self.journal.take_lead(locks=False)
+        self.journal.take_lead(goes_on=False)
         if self.journal.flush() and self.snapshot_schedule.save_alone(state):
             sys.stderr.write(f"manyhosts: saved step {state.step} before this worker ends\n")
             self.journal.flush()

@@ -9,13 +9,8 @@ rate from the present one.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-import torch
 
 from manyhosts.errors import ConfigError
-from manyhosts.strategies.local_rate import multiplied
 from manyhosts.units import Duration
 
 
@@ -82,9 +77,3 @@ class WarmUp:
     def factor(self, step: int) -> float:
         """The share of the learning rate in the step after `step` steps; 1 once the warm-up is over."""
         return min(1.0, (step + 1) / self.steps) if self.steps else 1.0
-
-    @contextmanager
-    def over(self, optimizer: torch.optim.Optimizer, step: int) -> Iterator[None]:
-        """Within, the groups of `optimizer` have the reduced rates of this step."""
-        with multiplied(optimizer, self.factor(step)):
-            yield

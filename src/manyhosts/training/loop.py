@@ -7,7 +7,6 @@ from typing import Any
 
 from manyhosts.config.settings import Settings
 from manyhosts.data.steps import Step
-from manyhosts.strategies.local_updates import LocalUpdates
 from manyhosts.training import watching
 from manyhosts.training.bad_steps import BadSteps
 from manyhosts.training.build import Parts
@@ -43,12 +42,13 @@ class Loop:
         tell: Tell,
         flush: Callable[[], bool],
         note_samples: NoteSamples | None,
+        see_first: Callable[[Any], None] | None = None,
         keep_buffers: bool = False,
         pace: Pace | None = None,
     ) -> None:
-        """`keep_buffers`: see `Stepper`."""
+        """`see_first`, `keep_buffers`: see `Stepper`."""
         self.parts, self.settings, self.state, self.stop_signals = parts, settings, state, stop_signals
-        self.exchanges = isinstance(parts.strategy, LocalUpdates)
+        self.exchanges = not parts.strategy.traits.steps_together
         """Whether workers step alone, and exchange something after a step."""
         self.limit, self.at = Duration.parse(settings.duration, where="fit(…)"), LoopState()
         self.flags = ControlFlags(parts.world, state, self.at, stop_signals)
@@ -83,6 +83,7 @@ class Loop:
             bad_steps=bad_steps,
             schedule=schedule,
             note_samples=note_samples,
+            see_first=see_first,
             keep_buffers=keep_buffers,
         )
 

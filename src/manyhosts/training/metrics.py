@@ -8,7 +8,6 @@ whose first update changes an attribute that is no state: nobody else could know
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,11 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from manyhosts.communication.gathering import gather_lists, gather_words
-from manyhosts.communication.world import World
+from manyhosts.communication.collectives import Collectives
 from manyhosts.data import randomness
+from manyhosts.elastic.state_transfer import gather
 from manyhosts.errors import ConfigError, SnapshotError
-from manyhosts.snapshot.flatten import flatten, unflatten
 
 if TYPE_CHECKING:  # it takes a second to load, so whoever has no metrics does without it
     from torchmetrics import Metric, MetricCollection
@@ -35,7 +33,7 @@ _PLAIN = (bool, int, float, complex, str, Tensor, list, tuple, dict, set)
 class Metrics:
     """The metrics of one evaluation. For each: `begin`; for each part `begin_part`, `update`…, `end_part`; `values`."""
 
-    def __init__(self, metrics: Mapping[str, Metric], world: World, *, seed: int) -> None:
+    def __init__(self, metrics: Mapping[str, Metric], world: Collectives, *, seed: int) -> None:
         """`seed` is for the random numbers that a metric draws in its update (a bootstrap, say)."""
         self.world, self.seed = world, seed
         self.all = {name: alone(metric).to(world.device) for name, metric in metrics.items()}
@@ -110,7 +108,14 @@ class Metrics:
         if not self.all:
             return {}
         own = {"states": self.states, "outputs": self.outputs, "again": sorted(self.again), "is_fed": self.is_fed}
-        found = gathered(self.world, own, list(self.all))
+        try:
+            found = gather(self.world, own)
+        except SnapshotError as error:
+            raise ConfigError(
+                f"the metrics keep what cannot travel from worker to worker: {error.what}",
+                where=f"metrics {', '.join(self.all)}, {error.where}",
+                fix="keep tensors, numbers, texts, lists and dicts in them, or evaluate on one worker",
+            ) from None
         self._agree([each["again"] for each in found if each["is_fed"]])
         for key, metric in self.merged.items():
             for number, holder in enumerate(_holders(metric)):
@@ -189,34 +194,6 @@ def _bare() -> frozenset[str]:
     from torchmetrics import SumMetric
 
     return frozenset(vars(SumMetric()))
-
-
-def gathered(world: World, own: Mapping[str, Any], metrics: Sequence[str]) -> list[dict[str, Any]]:
-    """What every worker has, by rank, on every worker: lists, tuples, texts, numbers and tensors of any shape.
-
-    Raises:
-        ConfigError: on all workers alike: one of them has something else. `metrics` are named in it.
-    """
-    if world.size == 1:
-        return [dict(own)]
-    trouble, nodes, tensors = "", None, {}
-    try:
-        apart = flatten(own)
-        nodes, tensors = apart.nodes, apart.tensors
-    except SnapshotError as error:
-        trouble = error.what
-    told = [json.loads(word) for word in gather_words(world, json.dumps([trouble, nodes, list(tensors)]))]
-    for rank, (what, _, _) in enumerate(told):
-        if what:
-            raise ConfigError(
-                f"the metrics keep what cannot travel from worker to worker: {what}",
-                where=f"metrics {', '.join(metrics)}, rank {rank}",
-                fix="keep tensors, numbers, texts, lists and dicts in them, or evaluate on one worker",
-            )
-    rows = gather_lists(world, list(tensors.values()))
-    return [
-        unflatten(found, dict(zip(names, row, strict=True))) for (_, found, names), row in zip(told, rows, strict=True)
-    ]
 
 
 def fed_again(metric: Metric) -> bool:
@@ -334,8 +311,6 @@ def scalars(name: str, value: Any) -> dict[str, float]:
         return {
             key: number for inner, part in value.items() for key, number in scalars(f"{name}/{inner}", part).items()
         }
-    if isinstance(value, Tensor) and value.dim():
-        return {key: n for i, part in enumerate(value) for key, n in scalars(f"{name}/{i}", part).items()}
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple) or (isinstance(value, Tensor) and value.dim()):
         return {key: n for i, part in enumerate(value) for key, n in scalars(f"{name}/{i}", part).items()}
     return {name: float(value)}

@@ -57,7 +57,8 @@ def notes(loop: Loop, snapshot_schedule: SnapshotSchedule, *, is_resumed: bool, 
         found.append("BatchNorm sees each worker's own samples, so the number of workers changes the model")
     if settings.audit is not None:
         found.append(f"{100 * settings.audit:.3g} % of the parts are computed again by another worker (audit)")
-    if (most := settings.micro_batch_size) is not None and most * counted_workers(settings, world) < parts.batch:
+    counted = counted_workers(settings, parts.strategy.mesh)
+    if (most := settings.micro_batch_size) is not None and most * counted < parts.batch:
         layers = [name for name, each in parts.model.named_modules() if isinstance(each, _BatchNorm)]
         if layers:
             found.append(

@@ -7,16 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from manyhosts.communication.collectives import Collectives
 from manyhosts.training.compute import autocast
 
 
 class Precision:
     """fp32, bf16 or fp16 by autocast. Parameters, gradients and the optimizer stay in fp32."""
 
-    def __init__(self, name: str, device: torch.device) -> None:
-        self.name = name
+    def __init__(self, name: str, device: torch.device, *, together: Collectives | None = None) -> None:
+        """`together`: the workers that each hold a part of the gradient, and leave out a step where any overflowed."""
+        self.name, self.together = name, together
         self.context = autocast(name, device)
         self.scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
+        self.is_unscaled = False
+        """Whether the gradients of the step under way have their true size again."""
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss from which to go backward."""
@@ -26,10 +30,13 @@ class Precision:
         """Bring the gradients back to their true size, for clipping."""
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
+            self.is_unscaled = True
+            if self.together is not None:
+                _agree_overflow(self.scaler, optimizer, self.together)
 
     def stepper(self, optimizer: torch.optim.Optimizer) -> Any:
         """What to call `step()` on: fp16 leaves out a step whose gradients overflowed, on all workers alike."""
-        return optimizer if self.scaler is None else _Scaled(self.scaler, optimizer)
+        return optimizer if self.scaler is None else _Scaled(self, self.scaler, optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         """The scale, for snapshots."""
@@ -42,9 +49,23 @@ class Precision:
 
 
 class _Scaled:
-    def __init__(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
-        self.scaler, self.optimizer = scaler, optimizer
+    def __init__(self, precision: Precision, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        self.precision, self.scaler, self.optimizer = precision, scaler, optimizer
 
     def step(self) -> None:
+        if self.precision.together is not None and not self.precision.is_unscaled:
+            self.precision.unscale(self.optimizer)
+        self.precision.is_unscaled = False
         self.scaler.step(self.optimizer)
         self.scaler.update()
+
+
+def _agree_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, together: Collectives) -> None:
+    """Have the scaler know on all workers that the gradient of one of them overflowed."""
+    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    own = torch.zeros((), device=together.device)
+    for each in found.values():
+        own += each.to(together.device).reshape(())
+    overflowed = together.all_reduce(own).clamp(max=1.0)
+    for device in [*found] or [together.device]:  # a worker that holds nothing of it has looked at nothing
+        found[device] = overflowed.to(device)

@@ -1,33 +1,23 @@
 """Predictions: what a model makes of each sample of a dataset, in the dataset's order, on every worker.
 
-The samples are cut into the parts of an evaluation, by a rule that knows nothing of workers, so the forward passes and
-their bits are the same on any number of them. Workers tell each other what each part gave as soon as all have one: what
-is in memory is the answer, which every worker has whole, and one part of each worker.
+The samples are cut into the parts of an evaluation, so the bits are the same on any number of workers. These tell each
+other what each part gave as soon as all have one: what is in memory is the answer, which every worker has whole, and
+one part of each worker.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from manyhosts.communication.gathering import can_travel, gather_lists, gather_words
-from manyhosts.communication.world import World
-from manyhosts.config.settings import Settings
-from manyhosts.data import randomness
-from manyhosts.data.data import Data, check_dataset
-from manyhosts.data.fetch import Fetcher
+from manyhosts.communication.gathering import can_travel, gather_lists, gather_plain
 from manyhosts.data.order import Indices, bounds
-from manyhosts.data.steps import Loader, mapped
-from manyhosts.device import is_asynchronous
-from manyhosts.errors import ConfigError, DataError, ManyhostsError
-from manyhosts.training.evaluate import in_evaluation, number_of_parts
-from manyhosts.training.precision import Precision
+from manyhosts.errors import ConfigError, ManyhostsError
+from manyhosts.training.passes import ForwardPasses, in_evaluation
 
 Forward = Callable[[nn.Module, Any], Any]
 """What is to be known of a batch, for each of its samples."""
@@ -50,22 +40,8 @@ def of_inputs(model: nn.Module, batch: Any) -> Any:
 class Prediction:
     """Applies models to all samples of one dataset."""
 
-    def __init__(
-        self,
-        loader: Loader,
-        samples: int,
-        *,
-        batch: int,
-        world: World,
-        forward: Forward,
-        context: Callable[[], AbstractContextManager[Any]],
-    ) -> None:
-        """`batch`: most samples in one forward pass."""
-        self.loader, self.samples, self.batch, self.world = loader, samples, batch, world
-        self.forward, self.context = forward, context
-        self.parts = number_of_parts(samples, batch)
-        self.on_progress: Callable[[], None] = lambda: None
-        """Called after every forward pass."""
+    def __init__(self, passes: ForwardPasses, forward: Forward = of_inputs) -> None:
+        self.passes, self.world, self.forward = passes, passes.world, forward
 
     @torch.no_grad()
     def __call__(self, model: nn.Module) -> Any:
@@ -75,10 +51,10 @@ class Prediction:
             DataError: a sample cannot be read. On all workers.
             ConfigError: what comes out has no row for each sample, or cannot be sent. On all workers.
         """
-        world = self.world
-        shares = [range(*bounds(self.parts, world.size, rank)) for rank in range(world.size)]
-        own = [list(self._pieces(part)) for part in shares[world.rank]]
-        batches = self.loader.batches((0, piece) for pieces in own for piece in pieces)
+        passes, world = self.passes, self.world
+        shares = passes.shares()
+        own = [passes.pieces(part) for part in shares[world.rank]]
+        batches = passes.fetched(piece for pieces in own for piece in pieces)
         whole: list[Tensor] = []
         form = ""
         with in_evaluation(model):
@@ -87,31 +63,30 @@ class Prediction:
                 try:
                     for piece in own[turn] if turn < len(own) else ():
                         part.add(self._forward(model, next(batches), piece), len(piece))
+                    ghosts = passes.ghosts([sum(map(passes.count, share[turn : turn + 1])) for share in shares])
+                    of_ghosts = passes.fetched(iter(ghosts))
+                    for ghost in ghosts:
+                        self._forward(model, next(of_ghosts), ghost)
                 except ManyhostsError as found:
+                    if passes.even:
+                        raise  # the others wait for this worker within the model, and nowhere else
                     error = found
                 form = self._agree(part.form, form, error)
                 for share, tensors in zip(shares, gather_lists(world, part.tensors()), strict=True):
                     if turn < len(share):
                         whole = whole or [
-                            tensor.new_empty((self.samples, *tensor.shape[1:]), device="cpu") for tensor in tensors
+                            tensor.new_empty((passes.samples, *tensor.shape[1:]), device="cpu") for tensor in tensors
                         ]
-                        begin, end = bounds(self.samples, self.parts, share[turn])
+                        begin, end = bounds(passes.samples, passes.parts, share[turn])
                         for column, tensor in zip(whole, tensors, strict=True):
                             column[begin:end] = tensor
         return _filled(json.loads(form), iter(whole))
 
-    def _pieces(self, part: int) -> Iterator[Indices]:
-        """The forward passes of one part."""
-        begin, end = bounds(self.samples, self.parts, part)
-        for start in range(begin, end, self.batch):
-            yield np.arange(start, min(start + self.batch, end))
-
     def _forward(self, model: nn.Module, on_host: Any, piece: Indices) -> Any:
-        batch = mapped(on_host, lambda tensor: tensor.to(self.world.device, non_blocking=True))
-        randomness.seed_compute(self.loader.fetcher.seed, randomness.COMPUTE, int(piece[0]))  # a model may sample here
-        with self.context():
+        batch = self.passes.on_device(on_host, piece)
+        with self.passes.context():
             outputs = self.forward(model, batch)
-        self.on_progress()
+        self.passes.on_progress()
         return outputs
 
     def _agree(self, own: str, before: str, error: ManyhostsError | None) -> str:
@@ -120,39 +95,11 @@ class Prediction:
         Raises:
             ConfigError, DataError: on every worker alike.
         """
-        told: dict[str, Any] = {"form": own}
-        if error is not None:
-            told |= {"what": error.what, "where": error.where, "fix": error.fix, "data": isinstance(error, DataError)}
-        for row in map(json.loads, gather_words(self.world, json.dumps(told))):
-            if "what" in row:
-                kind = DataError if row["data"] else ConfigError
-                raise kind(row["what"], where=row["where"], fix=row["fix"])
-            before = before or row["form"]
-            if row["form"] and row["form"] != before:
-                raise _other_form(before, row["form"])
+        for form in gather_plain(self.world, own, error):
+            before = before or form
+            if form and form != before:
+                raise _other_form(before, form)
         return before
-
-
-def make_prediction(
-    dataset: Any, *, data: Data, settings: Settings, world: World, forward: Forward | None
-) -> Prediction:
-    """What applies models to `dataset`, read as those of `data` are.
-
-    Raises:
-        ConfigError, DataError: it is no dataset with a length, or has no samples.
-    """
-    check_dataset("prediction", dataset, where="trainer.predict(dataset)", is_stream_fine=False)
-    seed = randomness.seed_at(settings.seed, randomness.EVALUATION)
-    fetcher = Fetcher(dataset, seed=seed, name="prediction", collate=data.collate)
-    batch = settings.evaluation_batch_size or settings.micro_batch_size or settings.batch_size
-    return Prediction(
-        Loader(fetcher, processes=settings.loader_workers, pin=is_asynchronous(world.device)),
-        len(dataset),
-        batch=batch or cast(int, settings.batch_size_per_worker),
-        world=world,
-        forward=forward or of_inputs,
-        context=Precision(settings.precision, world.device).context,
-    )
 
 
 class _Answer:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
+from manyhosts.communication.gathering import gather_plain
 from manyhosts.communication.world import World
 from manyhosts.records.line_file import read_from_end
 from manyhosts.records.run_directory import RunDirectory
@@ -21,7 +20,7 @@ def restore_records(directory: RunDirectory, world: World, step: int) -> None:
     Every worker calls this at the start, when the run goes on after `step`.
     """
     own = last_step(directory.metrics) if first_of_disk(world) else _NO_RECORD
-    steps = world.stack(torch.tensor([own], dtype=torch.int64, device=world.device)).flatten().tolist()
+    steps: list[int] = gather_plain(world, own)
     if steps[0] >= min(step, max(steps)):
         return
     source = steps.index(max(steps))

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from manyhosts.cluster.membership import Group
+from manyhosts.device import backend_for
 from manyhosts.elastic.work import NOWHERE, WorkerProgress
 from manyhosts.events import Event, RunStarted
 from manyhosts.strategies.strategy import Survivable
@@ -26,16 +27,15 @@ from manyhosts.training.held import TrainerState
 from manyhosts.training.journal import Journal, from_plain, to_plain, told_by_all
 from manyhosts.training.loop import Loop
 from manyhosts.training.snapshot_schedule import SnapshotSchedule
-from manyhosts.training.state import RunState
 
 
 def why_not_survive(parts: Parts) -> str:
     """Why the workers that are left would not have everything that a run needs to go on; empty where they would."""
     world = parts.world
-    if world.backend != "gloo" or world.device.type != "cpu":
-        return "on GPUs nobody knows which step is whole"  # NCCL's collectives come back before they are done
-    if not isinstance(parts.strategy, Survivable):
-        return "the strategy does not say what else each worker holds"
+    if world.backend != backend_for(world.device):
+        return f"{world.backend} between GPUs does not tell which exchange was cut off"
+    if not parts.strategy.traits.survives_loss:
+        return "each worker holds a part of the model that no other has"
     return ""
 
 
@@ -165,10 +165,8 @@ class SharedTraining:
         recent = [event for event in told_by_all(self.records.remembered()) if event.step >= self.run.step]
         started = self.records.started
         return {
-            "kept": self.snapshot_schedule.everything(self.run, own=True),
-            "strategy": self.strategy.shared_state(),
+            **self.provider.everything(),
             "stream": dict(self.run.stream),
-            "batch": self.parts.batch,
             "started": None if started is None else dataclasses.asdict(started),
             "recent": [to_plain(event) for event in recent],  # more than a step no worker is ever behind
             "loop": self.loop.place(),
@@ -177,15 +175,9 @@ class SharedTraining:
     def take_state(self, given: Mapping[str, Any]) -> None:
         """Be where the worker is that gave `state`."""
         self.loop.hold_nothing()  # until all of it is here
-        new = RunState.from_dict(given["kept"]["run"], given["stream"])
         was_here = self.run.step != NOWHERE
-        keeps_own = was_here and self.loop.exchanges
-        self.snapshot_schedule.take_up(given["kept"], own=keeps_own)
-        if not keeps_own:
-            self.strategy.take_shared(given["strategy"])
+        self.provider.take_up(given, own=was_here and self.loop.exchanges)
         seen: set[tuple[type[Event], int | None]] = {(type(each), each.step) for each in self.records.remembered()}
-        self.run.become(new)
-        self.parts.batch = given["batch"]
         if self.records.started is None and given["started"] is not None:
             self.records.started = RunStarted(**given["started"])
         for event in map(from_plain, given["recent"]):

@@ -11,13 +11,10 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from manyhosts import errors
-from manyhosts.communication.gathering import gather_words
+from manyhosts.communication.gathering import gather_plain
 from manyhosts.communication.world import World
 from manyhosts.errors import ConfigError, ManyhostsError, SnapshotError
-from manyhosts.events import Note, SnapshotCopied
 from manyhosts.records.run_directory import RunDirectory
 from manyhosts.snapshot.disk import Disk
 from manyhosts.snapshot.load import Fits, newest_whole
@@ -37,7 +34,7 @@ class RemoteCopy:
         self.address, self._directory, self._script, self._world = address, directory, script, world
         self._records = {_RECORD: directory.run_json, "metrics.jsonl": directory.metrics}
         self._location: ObjectStoreLocation | None = None
-        self._copier = Copier(self._reach, address, keep=keep, records=self._records)
+        self.copier = Copier(self._reach, address, keep=keep, records=self._records)
         self.notes: list[str] = []
         """What is worth saying once training begins."""
 
@@ -92,37 +89,33 @@ class RemoteCopy:
 
     def _on_leader(self, act: Callable[[], list[str]]) -> list[str]:
         """What `act` gives on the leader, or the error that it raises there, on every worker."""
-        told: dict[str, Any] = {}
-        crash: list[BaseException] = []
+        notes: list[str] = []
+        raised: list[BaseException] = []
 
         def tell() -> None:
             try:
-                told["notes"] = act()
-            except ManyhostsError as error:
-                told.update(kind=type(error).__name__, what=error.what, where=error.where, fix=error.fix)
+                notes.extend(act())
             except OSError as trouble:
                 fix = "see that this machine reaches the store, and that the disk has room; then start it again"
-                told.update(kind="SnapshotError", what=sentence(trouble), where=self.address, fix=fix)
-            except BaseException as fault:  # one of ours
-                crash.append(fault)
+                raised.append(SnapshotError(sentence(trouble), where=self.address, fix=fix))
+            except BaseException as error:
+                raised.append(error)
 
         thread = threading.Thread(target=tell, name="manyhosts-bring", daemon=True)
         if self._world.is_leader:
             thread.start()
         while self._world.any(_still_runs(thread)):  # so that nobody takes a long download for a worker that is gone
             pass
-        if crash:
-            raise crash[0]
-        heard = json.loads(gather_words(self._world, json.dumps(told))[0])
-        if "kind" in heard:
-            raise getattr(errors, heard["kind"])(heard["what"], where=heard["where"], fix=heard["fix"])
-        notes: list[str] = heard["notes"]
-        return notes
+        error = next(iter(raised), None)
+        if error is not None and not isinstance(error, ManyhostsError):
+            raise error  # a fault of ours
+        told: list[str] = gather_plain(self._world, notes, error)[0]
+        return told
 
     def offer(self, path: Path) -> None:
         """Copy the whole snapshot in the folder `path`, soon, where this worker is the leader."""
         if self._world.is_leader:
-            self._copier.offer(path)
+            self.copier.offer(path)
 
     def catch_up(self) -> None:
         """Copy what the disk has and the store lacks, as after a leader that is gone, where this worker leads now."""
@@ -140,17 +133,9 @@ class RemoteCopy:
             with suppress(OSError, ManyhostsError):
                 self._reach().add_end(newest.path, self._records)
 
-    def holds(self, path: Path) -> bool:
-        """Whether `path` is still to be copied, so that it must stay on the disk."""
-        return self._copier.holds(path)
-
-    def finished(self) -> list[SnapshotCopied | Note]:
-        """What became of copies since the last call."""
-        return self._copier.finished()
-
     def finish(self, meanwhile: Callable[[], None]) -> None:
         """Wait until all is copied. Every worker calls this; `meanwhile` is called now and then."""
-        while self._world.any(not self._copier.wait(_LOOK_EVERY_S)):
+        while self._world.any(not self.copier.wait(_LOOK_EVERY_S)):
             meanwhile()
 
 

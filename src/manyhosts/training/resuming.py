@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from manyhosts import errors
-from manyhosts.communication.gathering import gather_words
+from manyhosts.communication.gathering import gather_plain
 from manyhosts.communication.world import World
 from manyhosts.config.settings import Settings
 from manyhosts.config.stopping import EarlyStopping
 from manyhosts.data.identity import difference
-from manyhosts.errors import ConfigError
+from manyhosts.errors import ConfigError, DataError, ManyhostsError
 from manyhosts.records.run_record import plain_settings
 from manyhosts.training.build import Parts
 
@@ -80,7 +79,9 @@ TABLE = (
         ("early_stopping",),
     ),
     Row("`validate_every`, `snapshots`, `evaluation_batch_size`, `record_samples`", "from the first step on"),
-    Row("`loader_workers`, `threads`, `backend`, `compile`, `audit`", "from the first step on"),
+    Row("`keep_pictures`", "nothing: the first batch is behind it"),
+    Row("`loader_workers`, `threads`, `backend`, `audit`, `balance`", "from the first step on"),
+    Row("`compile`, `activation_checkpointing`", "from the first step on"),
     Row("`metrics`, validation and test set", "from the next validation on; nobody compares them"),
     Row("`loss`, `step`, `collate`, `listeners`", "from the first step on; nobody compares functions"),
     Row("`init_from`", "nothing: the snapshot has the weights"),
@@ -166,41 +167,40 @@ def compare(before: Mapping[str, Any], now: Callable[[], Mapping[str, Any]], wor
         return Changes(
             unknown="the snapshot does not say what its run was asked, as those of format 1: nobody knows what changed"
         )
-    told: dict[str, Any] = {}
+    found: list[tuple[str, str]] = []
+    error: ManyhostsError | None = None
     if world.is_leader:
         asked = json.loads(json.dumps(now()))
-        refusal = next(_refusals(before, asked), None)
-        told = {"said": [], "keys": []} if refusal is None else {"kind": refusal[0], "what": refusal[1]}
-        for key, text in _changes(before, asked) if refusal is None else ():
-            told["keys"].append(key)
-            told["said"] += [text] if text else []
-    heard = json.loads(gather_words(world, json.dumps(told))[0])
-    if "kind" in heard:
-        raise getattr(errors, heard["kind"])(heard["what"], where=where, fix=FIX)
-    return Changes(tuple(heard["said"]), frozenset(heard["keys"]))
+        for kind, what in _refusals(before, asked):
+            error = kind(what, where=where, fix=FIX)
+            break
+        else:
+            found = list(_changes(before, asked))
+    told = gather_plain(world, found, error)[0]
+    return Changes(tuple(text for _, text in told if text), frozenset(key for key, _ in told))
 
 
-def _refusals(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _refusals(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[type[ManyhostsError], str]]:
     """Each thing that must not have changed: the kind of error, and the sentence."""
     plain = [key for row in TABLE if row.refused for key in row.keys if key not in ("model", "groups", "data")]
     for key in plain:
         if (begun := before.get(key, _ABSENT.get(key))) != now[key]:
-            yield ConfigError.__name__, f"{key} is {_word(now[key])}, and the run began with {_word(begun)}"
+            yield ConfigError, f"{key} is {_word(now[key])}, and the run began with {_word(begun)}"
     if len(before["groups"]) != len(now["groups"]):
         counts = len(now["groups"]), len(before["groups"])
         yield (
-            ConfigError.__name__,
+            ConfigError,
             f"the optimizer has {counts[0]} parameter groups, and the run began with {counts[1]}",
         )
     for number, (old, new) in enumerate(zip(before["groups"], now["groups"], strict=False)):
         if old["tensors"] != new["tensors"]:
             words = f"{new['tensors']} parameters, and the run began with {old['tensors']} there"
-            yield ConfigError.__name__, f"parameter group {number} of the optimizer has {words}"
+            yield ConfigError, f"parameter group {number} of the optimizer has {words}"
         elif old["names"] != new["names"]:
             words = "holds other parameters, or in another order, than when the run began"
-            yield ConfigError.__name__, f"parameter group {number} of the optimizer {words}"
+            yield ConfigError, f"parameter group {number} of the optimizer {words}"
     if reason := difference(before["data"], now["data"]):
-        yield errors.DataError.__name__, reason
+        yield DataError, reason
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -210,19 +210,17 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tupl
             yield key, f"{key} {_word(begun)} → {_word(now[key])}"
     for number, (old, new) in enumerate(zip(before["options"], now["options"], strict=True)):
         of_group = f" of parameter group {number}" if len(now["options"]) > 1 else ""
-        for key in _others(old, new):
-            yield "options", f"{key}{of_group} {_word(old.get(key))} → {_word(new.get(key))}"
+        for key, words in _others_in_words(old, new):
+            yield "options", f"{key}{of_group} {words}"
     yield from _schedule_changes(before["schedule"] or {}, now["schedule"] or {})
-    for key in _others(before["strategy"], now["strategy"]):
-        words = [_word(each["strategy"].get(key)) for each in (before, now)]
-        yield "strategy", f"{'strategy' if key == 'name' else key} {words[0]} → {words[1]}"
+    for key, words in _others_in_words(before["strategy"], now["strategy"]):
+        yield "strategy", f"{'strategy' if key == 'name' else key} {words}"
         if key in _STRUCTURE:
             yield "kept back", ""
     if before["stops_early"] != now["stops_early"]:
         yield "early_stopping", f"early stopping {'off' if before['stops_early'] else 'on'}"
-    for key in _others(before["early_stopping"], now["early_stopping"]):
-        words = [_word(each["early_stopping"].get(key)) for each in (before, now)]
-        yield "early_stopping", f"early_stopping.{key} {words[0]} → {words[1]}"
+    for key, words in _others_in_words(before["early_stopping"], now["early_stopping"]):
+        yield "early_stopping", f"early_stopping.{key} {words}"
         if key in _WATCHED:
             yield "watched", ""
 
@@ -231,16 +229,17 @@ def _schedule_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterato
     if old.get("kind") != new.get("kind"):
         yield "schedule", f"schedule {old.get('kind', 'none')} → {new.get('kind', 'none')}"
         return
-    for key in _others(old, new):
+    for key, words in _others_in_words(old, new):
         if key in ("_schedulers", "groups"):
             yield "schedule", f"parameters of the schedule {new['kind']}"
         else:
-            yield "schedule", f"{key} of the schedule {_word(old.get(key))} → {_word(new.get(key))}"
+            yield "schedule", f"{key} of the schedule {words}"
 
 
-def _others(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """The keys whose values differ, in their order."""
-    return [key for key in dict.fromkeys([*old, *new]) if old.get(key) != new.get(key)]
+def _others_in_words(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The keys whose values differ, in their order, with what each was and is."""
+    keys = [key for key in dict.fromkeys([*old, *new]) if old.get(key) != new.get(key)]
+    return [(key, f"{_word(old.get(key))} → {_word(new.get(key))}") for key in keys]
 
 
 def _word(value: Any) -> str:

@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from manyhosts import refusals
 from manyhosts.cluster.membership import Passed
-from manyhosts.cluster.reports import Reporter, cause
-from manyhosts.communication.gathering import gather_words
+from manyhosts.cluster.reports import cause
+from manyhosts.communication.gathering import gather_plain
 from manyhosts.communication.world import is_break
+from manyhosts.config import profile
 from manyhosts.config.settings import Settings
 from manyhosts.config.strategies import Single
 from manyhosts.elastic.rendezvous import Rendezvous
 from manyhosts.elastic.session import CollectiveCalls
 from manyhosts.errors import ConfigError, ManyhostsError, TrainingError, first_line
-from manyhosts.events import Listener, Note, Recovered, RunEnded
+from manyhosts.events import Event, Listener, Note, Recovered, RunEnded
 from manyhosts.records.run_directory import RunDirectory
 from manyhosts.snapshot.fingerprint import weights_sha256
 from manyhosts.snapshot.load import Loaded
 from manyhosts.strategies.audit import WrongBits
 from manyhosts.strategies.local_updates import LocalUpdates
-from manyhosts.training import go_on, left_out
+from manyhosts.training import going_back
 from manyhosts.training.bad_steps import BadStep
+from manyhosts.training.balance import Balance
 from manyhosts.training.evaluate import Evaluation
 from manyhosts.training.held import TrainerState
 from manyhosts.training.journal import Journal
@@ -36,10 +38,11 @@ from manyhosts.training.last_snapshot import LastSnapshot
 from manyhosts.training.loop import Loop
 from manyhosts.training.notes import announce
 from manyhosts.training.pace import Pace
+from manyhosts.training.profiling import Profiling, profiling_for
 from manyhosts.training.recovery import SharedTraining, why_not_survive
 from manyhosts.training.remote_copy import RemoteCopy
 from manyhosts.training.result import Result
-from manyhosts.training.rewind import go_back
+from manyhosts.training.run_place import tell_command
 from manyhosts.training.same_given import compare_descriptions, optimizer_described
 from manyhosts.training.same_weights import compare_weights
 from manyhosts.training.snapshot_schedule import SnapshotSchedule
@@ -60,10 +63,10 @@ class Run:
         script: Path,
         validation: Evaluation | None,
         listeners: Sequence[Listener],
-        reporter: Reporter | None,
+        report: Callable[..., None],
         go_on_with: str = "",
     ) -> None:
-        """Nothing is opened, and no other worker met, before `fit`.
+        """Nothing is opened, and no other worker met, before `fit`. `report` tells the head; see `cluster.reports`.
 
         `go_on_with`: the command that goes on with this run, where nobody else tells it.
         """
@@ -89,13 +92,14 @@ class Run:
             script=script,
             snapshot_schedule=self.snapshot_schedule,
             listeners=listeners,
-            reporter=reporter,
+            report=report,
         )
         self.state = RunState()
         provider.run, provider.records = self.state, self.journal
         self.loaded: Loaded | None = None
         self._loop: Loop | None = None
         self.recovery: Rendezvous | None = None
+        self.profiling: Profiling | None = None
         self.has_end = True
         """Whether this worker holds the weights of its end, also where others have trained to it without this one."""
 
@@ -128,7 +132,7 @@ class Run:
                             bad = None
                             self.leave_out(wrong)
                         except Exception as error:
-                            if not self.can_recover_from(error):
+                            if self.recovery is None or not is_break(error):
                                 raise
                             bad = None  # whoever goes on stands before it, and will come to it again
                             self.recover(error)
@@ -144,7 +148,9 @@ class Run:
 
     def make_loop(self, *, survives: bool) -> None:
         """Make what trains and, where others go on without a worker that is lost, what takes this one through that."""
-        journal, settings = self.journal, self.settings
+        journal, settings, mesh = self.journal, self.settings, self.parts.strategy.mesh
+        balance = Balance(self.parts) if settings.balance == "speed" else None
+        self.profiling = profiling_for(profile.asked(), self.world, self.directory.profile, journal.tell)
         self._loop = Loop(
             self.parts,
             settings=settings,
@@ -152,15 +158,22 @@ class Run:
             validation=self.validation,
             snapshot_schedule=self.snapshot_schedule,
             stop_signals=StopSignals(cause),
-            tell=journal.tell,
+            tell=self.tell_step,
             flush=journal.flush,
-            note_samples=journal.note_samples if settings.record_samples else None,
+            note_samples=journal.note_samples if settings.record_samples and mesh.leads_replica else None,
+            see_first=journal.keep_pictures if settings.keep_pictures else None,
             keep_buffers=survives,
-            pace=Pace(self.world, journal.remembered, journal.tell) if self.world.is_shared else None,
+            pace=Pace(self.world, journal.remembered, journal.tell, balance) if self.world.is_shared else None,
         )
         if survives:
             training = SharedTraining(self.provider, self.snapshot_schedule, journal, self._loop, begin=self.begin)
             self.recovery = Rendezvous(self.calls, training, most=settings.virtual_workers or 0)
+
+    def tell_step(self, news: Event) -> None:
+        """Tell what the loop has to tell, to a profile that is being made as well."""
+        self.journal.tell(news)
+        if self.profiling is not None:
+            self.profiling.hear(news)
 
     def enter(self) -> None:
         """Begin, whoever goes and comes meanwhile; or come to those that have begun."""
@@ -192,7 +205,7 @@ class Run:
         self._open_directory()  # nobody looks into it before the leader has made it
         found, self.loaded = self.snapshot_schedule.begin()
         self.state.become(found)
-        if not isinstance(self.parts.strategy, LocalUpdates):
+        if self.parts.strategy.traits.steps_together:
             compare_weights(self.parts, f"at the beginning, at step {found.step}")
         lengths, optimizer = {"duration": str(self.settings.duration)}, optimizer_described(self.parts.optimizer)
         compare_descriptions(self.world, {"arguments of fit": lengths, "optimizers": optimizer})
@@ -214,19 +227,17 @@ class Run:
         Raises:
             ConfigError: another run is going on in it, or it is that of another script.
         """
-        refused = {}
+        refused: ConfigError | None = None
         if self.snapshot_schedule.store.leads_disk():
             try:
                 self.journal.lock()
                 if self.world.is_leader:
                     self.directory.open_for(self.script)
             except ConfigError as error:
-                refused = {"what": error.what, "where": error.where, "fix": error.fix}
-        words = gather_words(self.world, json.dumps(refused))
-        if told := next(filter(None, map(json.loads, words)), None):
-            raise ConfigError(told["what"], where=told["where"], fix=told["fix"])
-        if self.journal.reporter is not None and self.world.is_leader:
-            self.journal.reporter.send("directory", path=str(self.directory.path))
+                refused = error
+        gather_plain(self.world, None, refused)
+        if self.world.is_leader:
+            self.journal.report("directory", path=str(self.directory.path))
 
     # Ways back into training.
 
@@ -236,9 +247,9 @@ class Run:
         Where that may come, see that there always is one to go back to. Every worker calls this.
         """
         if bad is not None:
-            self.tell_way_back(go_back(bad, self.loop, self.snapshot_schedule))
-        if self.loop.at.trusted is not None:
-            self.tell_way_back(left_out.go_back(self.loop, self.snapshot_schedule))
+            self.tell_way_back(going_back.from_bad_step(bad, self.loop, self.snapshot_schedule))
+        if (trusted := self.loop.at.trusted) is not None:
+            self.tell_way_back(going_back.from_doubt(trusted, self.loop, self.snapshot_schedule))
         may_go_back = self.settings.on_bad_step == "rewind" or self.settings.audit is not None
         if may_go_back and self.snapshot_schedule.saved_at < 0:
             self.loop.duties.save()
@@ -251,17 +262,13 @@ class Run:
         self.journal.tell(news)
         self.journal.flush()
 
-    def can_recover_from(self, error: Exception) -> bool:
-        """Whether it says that workers are lost, and the others go on."""
-        return self.recovery is not None and is_break(error)
-
     def recover(self, error: Exception | None) -> None:
         """Meet those that are left, or wait to join; where nobody goes on, keep what this worker holds, and end.
 
         Raises:
             Exception: `error`, where nobody goes on.
         """
-        assert self.recovery is not None, "can_recover_from() comes before, and nobody joins where nobody goes on"
+        assert self.recovery is not None, "where nobody goes on nobody joins, and a break ends the run"
         try:
             self.recovery.go_on(error)
         except Passed:
@@ -278,10 +285,12 @@ class Run:
             WrongBits: nobody can go on, or nobody knows who is wrong.
         """
         if self.recovery is None or not wrong.guilty:
-            left_out.keep_from_resuming(self.snapshot_schedule, self.world, wrong.trusted)
+            going_back.keep_from_resuming(self.snapshot_schedule, self.world, wrong.trusted)
             raise wrong
         self.loop.doubt(wrong.trusted if wrong.trusted < self.state.step else None)
-        left_out.tell_head(wrong, self.world)
+        if self.world.rank not in wrong.guilty:  # they themselves say nothing, and wait to be ended
+            for rank, what in sorted(wrong.guilty.items()):
+                self.recovery.membership.accuse(rank, what)
         self.recovery.go_on(wrong)
 
     # The end.
@@ -289,11 +298,15 @@ class Run:
     def conclude(self, reason: str) -> dict[str, Any]:
         """Validate, save and record that training is over. Returns what came out, in plain values."""
         state, stop_signals, duties = self.state, self.loop.stop_signals, self.loop.duties
+        if duties.pace is not None and self.world.size > 1:
+            duties.pace.compare(self.loop.at.taken, is_last=True)
+        if self.profiling is not None:
+            self.profiling.finish()
         if self.validation is not None and state.step and state.validated_at != state.step and not stop_signals.granted:
             duties.validate()
         duties.keep_best()
         self.save_end()
-        self.snapshot_schedule.finish_copies(self.journal.say_busy)
+        self.snapshot_schedule.finish_copies(partial(self.journal.report, "busy"))
         if isinstance(self.parts.strategy, LocalUpdates):
             self.parts.strategy.average(self.parts.trained)  # a run ends with one model
         compare_weights(self.parts, f"at the end, at step {state.step}")
@@ -301,7 +314,7 @@ class Run:
             text = f"audit: of {auditor.compared} parts that were computed again every bit was equal"
             self.journal.tell(Note(text=text, step=state.step, time=time.time()))
         status = "interrupted" if stop_signals.granted else "stopped early" if state.ended else "completed"
-        weights = self.end(status, reason)
+        weights = self.end(status, reason, is_failure=False)
         if self.snapshot_schedule.second is not None:
             self.snapshot_schedule.second.keep_end()
         result = {
@@ -354,10 +367,9 @@ class Run:
         tried_again = False
         while not snapshot_schedule.has_whole(step):
             if tried_again and not (snapshot_schedule.is_short_of_room() and snapshot_schedule.drop_oldest()):
-                told = json.dumps(
-                    [snapshot_schedule.trouble, snapshot_schedule.last_good()]
-                )  # the leader alone knows all of it
-                trouble, last_good = json.loads(gather_words(self.world, told)[0])
+                # The leader alone knows all of it.
+                told = [snapshot_schedule.trouble, snapshot_schedule.last_good()]
+                trouble, last_good = gather_plain(self.world, told)[0]
                 raise TrainingError(
                     f"the snapshot of the last step, {step}, could not be written: {trouble}",
                     where=str(self.directory.snapshots),
@@ -377,10 +389,12 @@ class Run:
         except BaseException as error:
             self.calls.fail()
             if self.world.is_leader:
-                go_on.add_to(error, self.go_on_with)
+                tell_command(error, self.go_on_with)
             raise
         finally:
-            self.journal.say_rest()
+            if self.profiling is not None:
+                self.profiling.close()
+            self.journal.report("rest")
 
     @contextmanager
     def failures_recorded(self) -> Iterator[None]:
@@ -401,11 +415,14 @@ class Run:
             self.end("interrupted", "a second signal, obeyed at once")
             raise
 
-    def end(self, status: str, reason: str) -> str:
-        """Record how the run ended. Returns the hash of the weights."""
-        weights = weights_sha256(self.parts.model)
+    def end(self, status: str, reason: str, *, is_failure: bool = True) -> str:
+        """Record how the run ended. Returns the hash of the weights; nothing where nobody can know it."""
+        strategy = self.parts.strategy
+        # Behind a failure the others may not come to where the whole weights are put together.
+        can_hash = strategy.traits.holds_whole_model or not is_failure
+        weights = weights_sha256(self.parts.model, strategy.holding) if can_hash and self.world.comes_to_rest() else ""
         position = self.state.position
-        self.journal.tell(
+        self.journal.tell_end(
             RunEnded(
                 step=self.state.step,
                 epoch=position.epoch,

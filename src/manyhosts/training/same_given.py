@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from manyhosts.communication.gathering import gather_words
+from manyhosts.communication.collectives import Collectives
+from manyhosts.communication.gathering import gather_plain
 from manyhosts.communication.world import World
 from manyhosts.errors import ConfigError
 from manyhosts.snapshot.tensors import dtype_name
+from manyhosts.training.optimizer_kernels import KERNELS
 
 
 def compare_descriptions(world: World, own: Mapping[str, Mapping[str, str]]) -> None:
@@ -26,7 +28,7 @@ def compare_descriptions(world: World, own: Mapping[str, Mapping[str, str]]) -> 
     text = json.dumps({kind: list(entries.items()) for kind, entries in own.items()})
     if agree(world, _number(text)):
         return
-    told = [json.loads(word) for word in gather_words(world, text)]
+    told = gather_plain(world, {kind: list(entries.items()) for kind, entries in own.items()})
     for kind, first in told[0].items():
         for rank, other in enumerate(told):
             if other[kind] != first:
@@ -61,7 +63,7 @@ def _words(tensor: Tensor) -> str:
     return f"{dtype_name(tensor.dtype)} ({', '.join(map(str, tensor.shape))})"
 
 
-def agree(world: World, number: int) -> bool:
+def agree(world: Collectives, number: int) -> bool:
     """Whether all workers have the same number, which has 63 bits."""
     if world.size == 1:
         return True
@@ -87,12 +89,11 @@ def optimizer_described(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """The options of every parameter group, in words; which kernels it uses may differ from host to host."""
     found = {"kind": type(optimizer).__qualname__}
     for number, group in enumerate(optimizer.param_groups):
-        options = {name: each for name, each in sorted(group.items()) if name not in ("params", *_KERNELS)}
+        options = {name: each for name, each in sorted(group.items()) if name not in ("params", *KERNELS)}
         found[f"group {number}"] = f"{len(group['params'])} parameters with {_in_words(options)}"
     return found
 
 
-_KERNELS = ("foreach", "fused", "capturable")
 _SETTINGS = (
     "batch_size",
     "batch_size_per_worker",
@@ -105,10 +106,12 @@ _SETTINGS = (
     "precision",
     "clip_gradients",
     "batch_norm",
+    "activation_checkpointing",
     "validate_every",
     "early_stopping",
     "seed",
     "virtual_workers",
+    "balance",
     "on_bad_step",
     "lr",
 )

@@ -7,7 +7,6 @@ sentence, for all see the same numbers. Workers that step alone are compared whe
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -15,13 +14,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from manyhosts.communication.batch_norm import GlobalBatch
-from manyhosts.communication.gathering import gather_words
+from manyhosts.communication.gathering import gather_plain
+from manyhosts.communication.parts import TensorPart
 from manyhosts.communication.world import World
 from manyhosts.errors import TrainingError
 from manyhosts.snapshot.fingerprint import combined, tensor_checksums
-from manyhosts.strategies.local_updates import LocalUpdates, weighted_mean
+from manyhosts.strategies.local_updates import weighted_mean
 from manyhosts.strategies.strategy import Strategy
-from manyhosts.strategies.virtual import VirtualWorkers
 from manyhosts.training.build import Parts
 from manyhosts.training.same_given import agree
 
@@ -42,6 +41,8 @@ def compare_weights(parts: Parts, moment: str) -> None:
     if world.size == 1:
         return
     tensors = _compared(model, parts.strategy)
+    if not parts.strategy.traits.holds_whole_model:
+        tensors = _compare_parts(tensors, parts.strategy, moment)
     own = tensor_checksums(tensors)
     if agree(world, combined(own)):
         return
@@ -59,17 +60,38 @@ def compare_weights(parts: Parts, moment: str) -> None:
     raise _difference(world, tensors, own, moment, buffers={name for name, _ in model.named_buffers()})
 
 
+def _compare_parts(tensors: Mapping[str, Tensor], strategy: Strategy, moment: str) -> dict[str, Tensor]:
+    """See that those that hold the same part of a tensor hold the same. Returns the tensors that are not cut.
+
+    Raises:
+        TrainingError: they do not, on all workers alike.
+    """
+    holding, mesh = strategy.holding, strategy.mesh
+    cut = {name: holding.local(each) for name, each in tensors.items() if isinstance(holding.part(each), TensorPart)}
+    copies = mesh.along("replicate")
+    rows = gather_plain(copies, tensor_checksums(cut))
+    differing = next((name for name in cut if len({row.get(name) for row in rows}) > 1), "")
+    if name := next(filter(None, gather_plain(mesh.world, differing)), ""):
+        raise TrainingError(
+            f"the workers do not hold the same model: copies of one part of {name} differ",
+            where=moment,
+            fix=_remedy(name, is_buffer=False, is_rounding=False),
+        )
+    return {name: each for name, each in tensors.items() if name not in cut}
+
+
 def _compared(model: nn.Module, strategy: Strategy) -> dict[str, Tensor]:
     """What must have equal bits. Workers that step alone count their own batches: whole numbers are not averaged."""
     held = {name: each for name, each in model.state_dict().items() if isinstance(each, Tensor)}
-    if isinstance(strategy, LocalUpdates):
+    if not strategy.traits.steps_together:
         return {name: each for name, each in held.items() if each.is_floating_point() or each.is_complex()}
     return held
 
 
 def own_statistics(parts: Parts) -> list[Tensor]:
     """What BatchNorm layers have seen, where each has its own batch. Local steps average it with the model."""
-    alike = isinstance(parts.batch_norm, GlobalBatch) or isinstance(parts.strategy, LocalUpdates | VirtualWorkers)
+    traits = parts.strategy.traits
+    alike = isinstance(parts.batch_norm, GlobalBatch) or traits.computes_fixed_parts or not traits.steps_together
     layers = () if alike else parts.trained.modules()
     return [each for layer in layers if isinstance(layer, _BatchNorm) for each in layer.buffers(recurse=False)]
 
@@ -77,7 +99,7 @@ def own_statistics(parts: Parts) -> list[Tensor]:
 def _difference(
     world: World, tensors: Mapping[str, Tensor], own: Mapping[str, str], moment: str, *, buffers: set[str]
 ) -> TrainingError:
-    told: list[dict[str, str]] = [json.loads(word) for word in gather_words(world, json.dumps(own))]
+    told: list[dict[str, str]] = gather_plain(world, own)
     differing = [name for name in tensors if len({found.get(name, "") for found in told}) > 1]
     if not differing:
         return TrainingError("the workers hold tensors of different names", where=moment)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+from manyhosts.events import WorkerTimes
 
 SLOW = 1.5
 """A host or worker that takes this many times as long as the others for its own part of a step is named."""
@@ -17,26 +19,10 @@ _MATTERS = 0.1
 """What a host takes more than the others counts where it is this share of a step: the rest of it may be the network."""
 _NO_MORE = 0.8
 """It is slow no more when its factor is below this share of what it takes to be named."""
+_HOT = 0.1
+"""A host that has slowed its processors down for this share of the time more than the others is slow for that."""
 _WINDOWS = 3
 _PROBES = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What one worker's own part of a step takes, as means over the steps of a window."""
-
-    host: str
-    compute_s: float
-    data_s: float
-    samples: int
-    """How many samples it computes in a step."""
-    step_s: float = 0.0
-    """The whole step, with what was waited for others."""
-
-    @property
-    def own_s(self) -> float:
-        """Seconds in which it does not wait for other workers."""
-        return self.compute_s + self.data_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,29 +79,32 @@ def of_links() -> SlownessDetector:
     return SlownessDetector(SLOW_LINK, _PROBES)
 
 
-def factors_of_workers(parts: Sequence[Part]) -> dict[str, float]:
+def factors_of_workers(workers: Sequence[WorkerTimes]) -> dict[str, float]:
     """How many times as long as the others each host takes, and each worker among several of one host.
 
     Who has more samples than others is not slow for that: the smaller of two factors counts, of its time and of its
     time for each sample. A host is as fast as its faster workers, and a single slow one of them is named itself.
     """
-    hosts: dict[str, list[tuple[int, Part]]] = {}
-    for rank, part in enumerate(parts):
-        if part.samples:
-            hosts.setdefault(part.host, []).append((rank, part))
+    hosts: dict[str, list[WorkerTimes]] = {}
+    for worker in workers:
+        if worker.samples:
+            hosts.setdefault(worker.host, []).append(worker)
     times = {
         f"host {name}": (
-            statistics.median_low(part.own_s for _, part in workers),
-            statistics.median_low(part.own_s / part.samples for _, part in workers),
+            statistics.median_low(worker.own for worker in its),
+            statistics.median_low(worker.own / worker.samples for worker in its),
         )
-        for name, workers in hosts.items()
+        for name, its in hosts.items()
     }
-    least_s = _MATTERS * statistics.median(part.step_s for part in parts)
+    least_s = _MATTERS * statistics.median(worker.total for worker in workers)
     found = _against_others(times, least_s)
-    for name, workers in hosts.items():
-        own = {f"rank {rank} on host {name}": (part.own_s, part.own_s / part.samples) for rank, part in workers}
-        found |= _against_others(own, least_s)
+    for its in hosts.values():
+        found |= _against_others({_name(worker): (worker.own, worker.own / worker.samples) for worker in its}, least_s)
     return found
+
+
+def _name(worker: WorkerTimes) -> str:
+    return f"rank {worker.rank} on host {worker.host}"
 
 
 def factors_of_links(
@@ -158,20 +147,40 @@ def _against_others(times: Mapping[str, tuple[float, float]], least_s: float) ->
     return found
 
 
-def sentence(change: Change, parts: Sequence[Part] = ()) -> str:
-    """What is said of a change. `parts`: those of all workers, for a host or a worker."""
-    who, factor = change.who, change.factor
-    if who.startswith("the link"):
-        if factor <= 1:
-            return f"{who} is as fast as the others again"
-        return f"{who} is {factor:.1f} times slower than the others: every step waits for it"
-    if factor <= 1:
-        return f"{who} is as fast as the others again"
-    its = [part for rank, part in enumerate(parts) if who in (f"host {part.host}", f"rank {rank} on host {part.host}")]
-    rest = [part for part in parts if part not in its]
-    if its and rest:
-        more_data = statistics.median(part.data_s for part in its) - statistics.median(part.data_s for part in rest)
-        more = statistics.median(part.own_s for part in its) - statistics.median(part.own_s for part in rest)
-        if more_data > more / 2:
-            return f"{who} takes {factor:.1f} times as long as the others for a step: it waits for its data"
-    return f"{who} computes {factor:.1f} times slower than the others: every step waits for it"
+def cause(change: Change, workers: Sequence[WorkerTimes] = ()) -> str:
+    """The likely cause: `data`, `compute`, `thermal` or `network`; empty for who is slow no more.
+
+    `workers`: all of them, for a host or a worker.
+    """
+    if change.factor <= 1:
+        return ""
+    if change.who.startswith("the link"):
+        return "network"
+    its = [worker for worker in workers if change.who in (f"host {worker.host}", _name(worker))]
+    rest = [worker for worker in workers if worker not in its]
+    if not its or not rest:
+        return "compute"
+
+    def more(part: Callable[[WorkerTimes], float]) -> float:
+        return statistics.median(map(part, its)) - statistics.median(map(part, rest))
+
+    if more(lambda worker: worker.data_wait) > more(lambda worker: worker.own) / 2:
+        return "data"
+    return "thermal" if more(lambda worker: worker.hot) >= _HOT else "compute"
+
+
+_SENTENCES = {
+    "network": "{who} is {factor:.1f} times slower than the others: every step waits for it",
+    "data": "{who} takes {factor:.1f} times as long as the others for a step: it waits for its data",
+    "compute": "{who} computes {factor:.1f} times slower than the others: every step waits for it",
+    "thermal": (
+        "{who} computes {factor:.1f} times slower than the others, and its processors were slowed down by heat: "
+        "every step waits for it"
+    ),
+    "": "{who} is as fast as the others again",
+}
+
+
+def sentence(change: Change, cause: str) -> str:
+    """What is said of a change that has this cause."""
+    return _SENTENCES[cause].format(who=change.who, factor=change.factor)

@@ -18,13 +18,13 @@ from manyhosts.errors import ConfigError, SnapshotError
 from manyhosts.events import Note, SnapshotCopied, SnapshotSaved, SnapshotSkipped
 from manyhosts.records.manifest import Facts, read
 from manyhosts.records.run_directory import RunDirectory
-from manyhosts.snapshot.fingerprint import fingerprint
 from manyhosts.snapshot.load import Loaded, load, same_model
 from manyhosts.snapshot.set_aside import is_newest
 from manyhosts.snapshot.store import Store
-from manyhosts.strategies.local_updates import LocalUpdates, averaged_parameters
+from manyhosts.strategies.local_updates import averaged_parameters
 from manyhosts.training.build import Parts
-from manyhosts.training.held import copied, held_by, take_up, weights_of
+from manyhosts.training.cut_state import in_parts
+from manyhosts.training.held import copied, held_by, state_of, take_up, weights_of
 from manyhosts.training.remote_copy import RemoteCopy
 from manyhosts.training.resuming import Changes, asked_of, compare
 from manyhosts.training.same_weights import compare_weights
@@ -54,6 +54,12 @@ class SnapshotSchedule:
         """Which metric is watched, and what is better."""
         self.second = second
         self.store = Store(directory.snapshots, keep=keep, world=parts.world, holds=self._is_needed)
+        if self.store.apart and not parts.strategy.traits.holds_whole_model:
+            raise ConfigError(
+                f"with strategy {strategy!r} each worker writes its part of a snapshot, and these hosts share no disk",
+                where=str(directory.path),
+                fix='give a run directory that all hosts see, or choose strategy="ddp"',
+            )
         self.newest: SnapshotSaved | None = None
         self.trouble = ""
         """Why the last snapshot that was not written was not, as far as this worker knows."""
@@ -66,15 +72,10 @@ class SnapshotSchedule:
 
     def _is_needed(self, path: Path) -> bool:
         """Whether a snapshot must stay, however old: it is yet to be copied, or what came after it is unproven."""
-        if self.second is not None and self.second.holds(path):
+        if self.second is not None and self.second.copier.holds(path):
             return True
         trusted = None if self.parts.auditor is None else self.parts.auditor.trusted
         return trusted is not None and is_newest(path, up_to=trusted)
-
-    @property
-    def stalled_s(self) -> float:
-        """Seconds that training has stood still for snapshots."""
-        return self.store.stalled_s
 
     def watched(self, values: dict[str, float]) -> float:
         """The value of the watched metric.
@@ -98,31 +99,19 @@ class SnapshotSchedule:
                 fix=f"choose one of {', '.join(sorted(values))}, or add it to mh.Trainer(metrics=…)",
             )
 
-    def everything(self, state: RunState, *, own: bool = False) -> dict[str, Any]:
-        """What is equal on all workers, and enough for any of them to go on; the tensors are those in use.
-
-        Where models drift apart, theirs is the mean, for which all must call this; with `own` it is this worker's.
-        """
-        held = held_by(self.parts)
-        return {**held, **({} if own else self._weights(state.step)), "run": state.to_dict()}
-
-    def take_up(self, kept: dict[str, Any], *, own: bool = False) -> None:
-        """Put what `everything` gave, here or on another worker, into the parts of this one.
-
-        `own`: this worker has stepped alone, and keeps its model and optimizer.
-        """
-        take_up(self.parts, kept, own=own)
-
     def save(self, state: RunState) -> None:
         """Begin a snapshot of everything."""
         parts = self.parts
         self.saved_at = state.step
         own = {"strategy": parts.strategy.state_dict(), "stream": dict(state.stream)}
+        holding = parts.strategy.holding
+        # Where models drift apart theirs is the mean.
+        everything = {**held_by(parts), **self._weights(state.step), "run": state.to_dict()}
         self.store.save(
-            self.everything(state),
+            in_parts(everything, holding),
             self._facts(state),
             own=own if any(own.values()) else None,
-            unchanged_until_update=[*parts.trained.parameters(), *_tensors(parts.optimizer.state)],
+            unchanged_until_update=map(holding.local, [*parts.trained.parameters(), *_tensors(parts.optimizer.state)]),
         )
         self.listen()
 
@@ -159,11 +148,12 @@ class SnapshotSchedule:
     def save_best(self, state: RunState) -> None:
         """Begin to write the model as the best one."""
         self.best_saved_at = state.best_step
+        holding = self.parts.strategy.holding
         self.store.save_as(
             self.directory.best,
-            self._weights(state.best_step),
+            in_parts(self._weights(state.best_step), holding),
             self._facts(state),
-            unchanged_until_update=self.parts.trained.parameters(),
+            unchanged_until_update=map(holding.local, self.parts.trained.parameters()),
         )
 
     def _weights(self, step: int) -> dict[str, Any]:
@@ -173,7 +163,7 @@ class SnapshotSchedule:
             TrainingError: they do not hold the same.
         """
         parts, moment = self.parts, f"before the snapshot of step {step}"
-        if not isinstance(parts.strategy, LocalUpdates):
+        if parts.strategy.traits.steps_together:
             compare_weights(parts, moment)
             return weights_of(parts)
         with averaged_parameters(parts.strategy, parts.trained):
@@ -195,7 +185,7 @@ class SnapshotSchedule:
             if isinstance(news, SnapshotSaved) and self.second is not None:
                 self.second.offer(news.path)
             self.tell(news)
-        for news_of_copy in self.second.finished() if self.second is not None else []:
+        for news_of_copy in self.second.copier.finished() if self.second is not None else []:
             self.tell(news_of_copy)
 
     def abandon(self) -> bool:
@@ -204,8 +194,6 @@ class SnapshotSchedule:
         self.store.abandon()
         self.store.wait()
         self.listen()
-        if under_way == self.directory.best:
-            self.best_saved_at = -1
         return under_way is not None and under_way != self.directory.best
 
     def finish(self) -> None:
@@ -228,10 +216,9 @@ class SnapshotSchedule:
         """
         if self.parts.world.is_leader:
             self.parts.data_identity()  # now, and not when the first snapshot is made
-        if self.second is None:
-            return self.restore()
-        self.store.gather()
-        self.second.prepare(same_model(fingerprint(self.parts.model)))
+        if self.second is not None:
+            self.store.gather()
+            self.second.prepare(same_model(self.parts.fingerprint()))
         return self.restore()
 
     def has_whole(self, step: int) -> bool:
@@ -268,16 +255,16 @@ class SnapshotSchedule:
             ConfigError, DataError: something has changed that must not.
             SnapshotError: there are snapshots, and none can be gone on from.
         """
-        loaded = self.store.latest(same_model(fingerprint(self.parts.model)))
+        loaded = self.store.latest(same_model(self.parts.fingerprint()))
+        self.best_saved_at = -1  # the best model may be of a step that is done again
         if loaded is None:
             return RunState(), None
-        parts, kept, asked = self.parts, loaded.state, loaded.facts.run
+        parts, kept, asked = self.parts, state_of(loaded, self.parts), loaded.facts.run
         self.changes = compare(asked, lambda: asked_of(self.settings, parts), parts.world, str(loaded.path))
         state = RunState.from_dict(kept["run"], {})
         take_up(parts, kept, schedule=not self.changes.optimizer)
         if self.changes.optimizer:
             parts.as_made.stand(parts.optimizer, parts.schedule, steps=state.step, kept=kept, asked=asked)
-        loaded, kept = replace(loaded, state=None), {}  # the parts have it; this worker's own is read next
         if "kept back" not in self.changes.keys:
             parts.strategy.load_state_dict(loaded.owns.under("strategy"))
         self._change(state)
@@ -311,10 +298,10 @@ class SnapshotSchedule:
         """Take up the snapshot of `step`, as this worker finds it on the disk. Whether it was there, and whole."""
         self.store.wait()
         try:
-            loaded = load(self.store.folder / f"step-{step:08d}", same_model(fingerprint(self.parts.model)))
+            loaded = load(self.store.folder / f"step-{step:08d}", same_model(self.parts.fingerprint()))
         except (SnapshotError, OSError):
             return False
-        self.take_up(loaded.state)
+        take_up(self.parts, loaded.state)
         self.saved_at = step
         return True
 
@@ -325,7 +312,7 @@ class SnapshotSchedule:
             epoch=position.epoch,
             position={"epoch": position.epoch, "sample": position.sample},
             strategy=self.strategy,
-            model=fingerprint(self.parts.model),
+            model=self.parts.fingerprint(),
             # Others write no manifest, and need not look at the data for it.
             run=asked_of(self.settings, self.parts) if self.parts.world.is_leader or self.store.apart else {},
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,16 +12,16 @@ from torch.utils.data import IterableDataset
 
 from manyhosts.communication.world import World
 from manyhosts.config.settings import Settings
+from manyhosts.data.cut import Cut, Cuts
 from manyhosts.data.data import Data
 from manyhosts.data.fetch import Fetcher
 from manyhosts.data.order import Order, Position
 from manyhosts.data.shards import ShardProgress, ShardReader, Share, States
-from manyhosts.data.steps import Cut, LoadedPiece, Loader, PiecePlan, Step
+from manyhosts.data.steps import LoadedPiece, Loader, PiecePlan, Step
 from manyhosts.data.stream import Stream
 from manyhosts.device import is_asynchronous
+from manyhosts.elastic.state_transfer import gather
 from manyhosts.errors import ConfigError, DataError
-from manyhosts.snapshot.flatten import unflatten
-from manyhosts.snapshot.separate_disks import gather_own
 
 
 class Source(Protocol):
@@ -31,33 +30,43 @@ class Source(Protocol):
     @property
     def steps_per_epoch(self) -> int | None:
         """Optimizer steps that an epoch has; None for a stream."""
+        return None
+
+    @property
+    def cuts(self) -> Cuts | None:
+        """How the steps are cut, where that may change from one step to the next."""
+        return None
 
     def steps(self, position: Position, stream: Mapping[str, Any]) -> Iterator[Step]:
         """Every step from `position` on; `stream` is what the last step's `stream` held on this worker."""
 
     def epochs(self, position: Position) -> float:
         """Epochs done at `position`; whole numbers only for a stream."""
+        return float(position.epoch)
 
     def of_snapshot(self, kept: Sequence[Mapping[str, Any]], rank: int, position: Position) -> Mapping[str, Any]:
         """What the worker of this rank goes on from, of what each of a snapshot's workers has `kept` of its stream."""
+        return {}
 
     def begin(self, position: Position) -> Position:
         """Where the next step begins, from a position that steps of another size may have led to."""
+        return position
 
     def met(self, stream: Mapping[str, Any], before: Mapping[str, Any]) -> Mapping[str, Any]:
         """Called on every worker when the workers have changed: what this one goes on from.
 
         `stream` is that of a worker that is where all go on; `before`, of the same epoch, what this one had itself.
         """
+        return stream
 
 
 @dataclass(frozen=True, slots=True)
-class IndexedSource:
-    """Steps of a map-style dataset."""
+class IndexedSource(Source):
+    """Steps of a map-style dataset, of which the position says all."""
 
     loader: Loader
     order: Order
-    cut: Cut
+    cuts: Cuts
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -66,40 +75,27 @@ class IndexedSource:
 
     def steps(self, position: Position, stream: Mapping[str, Any]) -> Iterator[Step]:
         """Every step from `position` on."""
-        return self.loader.steps(self.order, self.cut, position)
+        return self.loader.steps(self.order, self.cuts, position)
 
     def epochs(self, position: Position) -> float:
         """Epochs done, with the fraction of the one under way."""
         return position.epoch + position.sample / self.order.used
 
-    def of_snapshot(self, kept: Sequence[Mapping[str, Any]], rank: int, position: Position) -> Mapping[str, Any]:
-        """Nothing: the position says it."""
-        return {}
-
     def begin(self, position: Position) -> Position:
         """There, or with the next epoch where too few samples are left for a step."""
         return self.order.begin(position)
 
-    def met(self, stream: Mapping[str, Any], before: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Nothing: the position says it."""
-        return {}
-
 
 @dataclass(frozen=True, slots=True)
-class StreamSource:
+class StreamSource(Source):
     """Steps of a stream that every worker reads whole."""
 
     stream: Stream
-    cut: Cut
-    steps_per_epoch: int | None = None
+    cuts: Cuts
 
     def steps(self, position: Position, stream: Mapping[str, Any]) -> Iterator[Step]:
         """Every step from `position` on."""
-        return self.stream.steps(self.cut, position, stream)
-
-    def epochs(self, position: Position) -> float:
-        """Epochs done, whole ones."""
-        return float(position.epoch)
+        return self.stream.steps(self.cuts, position, stream)
 
     def of_snapshot(self, kept: Sequence[Mapping[str, Any]], rank: int, position: Position) -> Mapping[str, Any]:
         """What the worker of this rank has kept.
@@ -115,28 +111,20 @@ class StreamSource:
             )
         return kept[rank] if rank < len(kept) else {}
 
-    def begin(self, position: Position) -> Position:
-        """There."""
-        return position
-
-    def met(self, stream: Mapping[str, Any], before: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The same: all have read the same."""
-        return stream
-
 
 @dataclass(frozen=True, slots=True)
-class ShardedSource:
+class ShardedSource(Source):
     """Steps of a stream of which every worker reads some shards.
 
     Nobody knows beforehand how long a shard is, so before each step the workers tell each other how many samples each
     shard gives and whether there is more of it; the epoch is over when all are. So each knows how far every shard has
-    been read. Costs one exchange of twice as many numbers as there are shards, and one.
+    been read. Costs one exchange of twice as many numbers as there are shards, and one. A shard stays with its worker
+    until the epoch is over.
     """
 
     stream: Stream
     cut: Cut
     world: World
-    steps_per_epoch: int | None = None
 
     def steps(self, position: Position, stream: Mapping[str, Any]) -> Iterator[Step]:
         """Every step from `position` on."""
@@ -167,7 +155,7 @@ class ShardedSource:
             progress = progress.after(given, left, share.states)
             after = Position(epoch, sum(progress.read)) if going_on else Position(epoch + 1)
             kept = progress.to_stream() if going_on else {}
-            yield Step(epoch, total, after, not going_on, pieces, taken, kept, shards)
+            yield Step(epoch, total, after, not going_on, pieces, taken, kept, shards, held=self.cut.held)
             if share is held:
                 held = None
             if not going_on:
@@ -186,28 +174,17 @@ class ShardedSource:
         sums = rows[:, :-1].sum(0).tolist()
         return sums[:shards], [bool(more) for more in sums[shards:]], int(rows[:, -1].max())
 
-    def epochs(self, position: Position) -> float:
-        """Epochs done, whole ones."""
-        return float(position.epoch)
-
     def of_snapshot(self, kept: Sequence[Mapping[str, Any]], rank: int, position: Position) -> Mapping[str, Any]:
         """How far every shard was read, with what all workers kept of theirs: any may be read by another now."""
         return ShardProgress.of_all(kept, position.sample).to_stream() if position.sample else {}
-
-    def begin(self, position: Position) -> Position:
-        """There."""
-        return position
 
     def met(self, stream: Mapping[str, Any], before: Mapping[str, Any]) -> Mapping[str, Any]:
         """How far every shard was read, with what each worker knows of its own."""
         known = _states(stream)
         if len(before.get("read", ())) == len(stream.get("read", ())):
             known = {**_states(before), **known}
-        found = gather_own({"states": known}, self.world)
-        if not stream:
-            return stream
-        told = [unflatten(json.loads(nodes), tensors)["states"] for nodes, tensors in found.values()]
-        return ShardProgress.of(stream, 0).knowing(told).to_stream()
+        told = [found["states"] for found in gather(self.world, {"states": known})]
+        return ShardProgress.of(stream, 0).knowing(told).to_stream() if stream else stream
 
 
 def _states(stream: Mapping[str, Any]) -> States:
@@ -245,6 +222,8 @@ def make_source(data: Data, settings: Settings, *, batch: int, cut: Cut, world: 
                 where="audit",
                 fix="leave audit out, or the dataset's shard(index, count): then every worker reads the whole stream",
             )
+        if settings.balance == "speed":
+            _check_may_move(data.train, settings)
         stream = Stream(
             data.train,
             batch=batch,
@@ -254,7 +233,7 @@ def make_source(data: Data, settings: Settings, *, batch: int, cut: Cut, world: 
             drop_last=settings.drop_last,
             processes=1 if settings.loader_workers == "auto" else settings.loader_workers,
         )
-        return ShardedSource(stream, cut, world) if hasattr(data.train, "shard") else StreamSource(stream, cut)
+        return ShardedSource(stream, cut, world) if hasattr(data.train, "shard") else StreamSource(stream, Cuts(cut))
     order = Order(
         len(cast(Any, data.train)),
         batch=batch,
@@ -272,4 +251,24 @@ def make_source(data: Data, settings: Settings, *, batch: int, cut: Cut, world: 
     loader = Loader(
         fetcher, processes=settings.loader_workers, pin=is_asynchronous(world.device), say=world.notes.append
     )
-    return IndexedSource(loader, order, cut)
+    return IndexedSource(loader, order, Cuts(cut))
+
+
+def _check_may_move(dataset: Any, settings: Settings) -> None:
+    """See that samples of a stream can go to another worker than they went to until now.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    if hasattr(dataset, "shard"):
+        raise ConfigError(
+            "the training set is a stream that is read in shards, and a shard stays with its worker for a whole epoch",
+            where="balance",
+            fix="leave balance out, or the dataset's shard(index, count): then every worker reads the whole stream",
+        )
+    if settings.loader_workers:
+        raise ConfigError(
+            "the training set is a stream that another process reads ahead, which does not hear of a new cut",
+            where="balance",
+            fix="set mh.Data(loader_workers=0), so that the worker reads the stream itself, or leave balance out",
+        )

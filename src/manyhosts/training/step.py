@@ -15,8 +15,9 @@ from manyhosts.config.settings import Settings
 from manyhosts.data import randomness
 from manyhosts.data.steps import Step
 from manyhosts.strategies.audit import Auditable, Auditor
+from manyhosts.strategies.local_rate import multiplied
 from manyhosts.strategies.local_updates import LocalUpdates
-from manyhosts.strategies.strategy import StepOutcome, Survivable
+from manyhosts.strategies.strategy import FixedParts, StepOutcome, Survivable
 from manyhosts.training import watching
 from manyhosts.training.bad_steps import BadSteps
 from manyhosts.training.buffers import BufferCopies
@@ -51,9 +52,13 @@ class Stepper:
         bad_steps: BadSteps,
         schedule: Schedule,
         note_samples: NoteSamples | None,
+        see_first: Callable[[Any], None] | None,
         keep_buffers: bool,
     ) -> None:
-        """`keep_buffers`: remember before each step what its forward pass changes, so that it can be done again."""
+        """`see_first` is shown the first batch.
+
+        `keep_buffers`: remember before each step what its forward pass changes, so that it can be done again.
+        """
         self.parts, self.settings, self.state, self.at, self.flags = parts, settings, state, at, flags
         self.snapshot_schedule, self.numbers, self.bad_steps, self.schedule = (
             snapshot_schedule,
@@ -62,8 +67,8 @@ class Stepper:
             schedule,
         )
         self.note_samples = note_samples
-        self.transfers = Transfers(parts.world.device, numbers)
-        self.clock = StepClock(parts.world, snapshot_schedule, self.transfers)
+        self.transfers = Transfers(parts.world.device, numbers, see_first)
+        self.clock = StepClock(parts.world, snapshot_schedule.store, self.transfers)
         self.counting = Counting(parts, settings, state)
         self.first_steps = FirstSteps(parts)
         self.buffers = BufferCopies(parts.trained) if keep_buffers else None
@@ -131,6 +136,8 @@ class Stepper:
             compare_streams(self.parts.world, step)
         self.parts.world.take_waits()  # what workers tell each other to find the samples is a part of waiting for those
         self.at.begin_step(number, step)
+        if isinstance(self.parts.strategy, FixedParts):
+            self.parts.strategy.share_out(step.held)
         if self.note_samples is not None and number not in self.state.left_out:
             self.note_samples(number, _indices(step))
         if self.buffers:
@@ -161,10 +168,9 @@ class Stepper:
             randomness.seed_compute(self.settings.seed, randomness.UPDATE, done)
         self.at.inconsistent = True
         warms_up = done < parts.warmup.steps
-        with parts.warmup.over(parts.optimizer, done) if warms_up else nullcontext():
+        with multiplied(parts.optimizer, parts.warmup.factor(done)) if warms_up else nullcontext():
             parts.strategy.update(parts.trained, parts.precision.stepper(parts.optimizer))
-        if self.schedule.follows_steps:
-            self.schedule.after_step()
+        self.schedule.after_step()
         self.at.inconsistent = False
         if looking:
             self.first_steps.after_update(rate * parts.warmup.factor(done))

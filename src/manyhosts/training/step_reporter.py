@@ -115,7 +115,7 @@ class StepReporter:
             self.tell(Note(text=text, step=facts.step, time=time.time()))
             return False
         # On a GPU later steps have changed the weights by now.
-        if self.bad_steps.on_cpu and (what := first_not_finite(self.parts.trained)):
+        if self.bad_steps.on_cpu and (what := self._not_finite()):
             raise self._bad_update(what)
         raise self._end(f"{trouble} in step {facts.step}", where)
 
@@ -125,11 +125,19 @@ class StepReporter:
         Raises:
             TrainingError: a weight is NaN or infinite.
         """
-        what = first_not_finite(self.parts.trained)
+        what = self._not_finite()
         if self.bad_steps.drifts and self.parts.world.any(bool(what)):  # what is kept is the mean
             what = what or "nan in the model of another worker"
         if what:
             raise self._bad_update(what)
+
+    def _not_finite(self) -> str:
+        """What is wrong with the weights; where each worker holds a part of them, on all alike that something is."""
+        strategy = self.parts.strategy
+        what = first_not_finite(self.parts.trained, strategy.holding)
+        if not strategy.traits.holds_whole_model and self.parts.world.any(bool(what)):
+            what = what or "nan or infinity in what another worker holds of the model"
+        return what
 
     def _bad_update(self, what: str) -> TrainingError:
         if self.last is None:

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import IterableDataset
 
 from manyhosts.communication.world import World
+from manyhosts.config.settings import Settings
 from manyhosts.data import randomness
 from manyhosts.data.data import Data
 from manyhosts.data.fetch import Fetcher
@@ -26,12 +27,24 @@ Forward = Callable[[nn.Module, Any], Any]
 """Shows a batch to a model."""
 
 
-def check_given(*, model: Any, loss: Any, step: Any, schedule: Any, metrics: Any, listeners: Any) -> None:
+def check_given(*, model: Any, data: Any, loss: Any, step: Any, schedule: Any, metrics: Any, listeners: Any) -> None:
     """See that what is to be called can be called as it will be, and is no class in the place of what it makes.
 
     Raises:
         ConfigError: it is something else, named with what to write.
     """
+    if (loss is None) == (step is None):
+        raise ConfigError(
+            "both loss and step are given" if loss is not None else "neither loss nor step is given",
+            where="mh.Trainer(…)",
+            fix="give loss=nn.CrossEntropyLoss() for (inputs, targets) batches, else step=function(model, batch)",
+        )
+    if not isinstance(data, Data):
+        raise ConfigError(
+            f"data is a {type(data).__name__}",
+            where="mh.Trainer(data=…)",
+            fix="write data=mh.Data(train=train_set, batch_size=64), with datasets: it makes the batches itself",
+        )
     if isinstance(loss, type):
         name = loss.__name__
         raise ConfigError(
@@ -67,6 +80,20 @@ def check_given(*, model: Any, loss: Any, step: Any, schedule: Any, metrics: Any
     if callable(listeners):
         raise ConfigError(
             "listeners is a function", where="mh.Trainer(listeners=…)", fix="write listeners=[function], a list"
+        )
+
+
+def check_watched(settings: Settings, data: Data) -> None:
+    """See that early stopping has something to watch.
+
+    Raises:
+        ConfigError: there is no validation set.
+    """
+    if settings.early_stopping is not None and data.validation is None:
+        raise ConfigError(
+            f"early stopping watches {settings.early_stopping.metric!r}, but there is no validation set",
+            where="early_stopping",
+            fix="give mh.Data(validation=…), or leave early_stopping out",
         )
 
 

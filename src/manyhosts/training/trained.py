@@ -7,7 +7,7 @@ the model itself, so that nothing about it changes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -16,6 +16,9 @@ from manyhosts.errors import ConfigError, SnapshotError
 
 class ModelAndLoss(nn.Module):
     """A model and its loss as one module. Never called: the forward pass takes its two members."""
+
+    is_never_called: ClassVar[bool] = True
+    """For strategies that do something when a module is called."""
 
     def __init__(self, model: nn.Module, loss: nn.Module) -> None:
         super().__init__()
@@ -44,6 +47,12 @@ def loss_state(module: nn.Module) -> dict[str, Any]:
     if not isinstance(module, ModelAndLoss) or type(module.loss).__module__ == "torch.nn.modules.loss":
         return {}
     return dict(module.loss.state_dict())
+
+
+def names_kept(module: nn.Module) -> dict[int, str]:
+    """The name of each parameter in what is trained, by its `id`: where snapshots keep it, as `model.head.weight`."""
+    prefix = "" if isinstance(module, ModelAndLoss) else "model."
+    return {id(parameter): f"{prefix}{name}" for name, parameter in module.named_parameters()}
 
 
 def load_loss(module: nn.Module, kept: dict[str, Any]) -> None:

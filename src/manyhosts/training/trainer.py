@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,35 +15,36 @@ from torch.utils.data import Dataset
 
 from manyhosts.cluster.place import Place
 from manyhosts.cluster.reports import Reporter
-from manyhosts.communication.gathering import gather_words
+from manyhosts.communication.gathering import gather_plain
 from manyhosts.config import overrides
 from manyhosts.config.arguments import OF_FIT, OF_TRAINER, answers
-from manyhosts.config.settings import Settings
+from manyhosts.config.settings import ActivationCheckpointing, Settings
 from manyhosts.config.snapshots import Snapshots
 from manyhosts.config.stopping import EarlyStopping
 from manyhosts.config.strategies import DDP, Strategy, named
 from manyhosts.data import randomness
-from manyhosts.data.data import Data
+from manyhosts.data.data import Data, check_dataset
 from manyhosts.elastic import rendezvous
 from manyhosts.errors import ConfigError
 from manyhosts.events import Listener, TestDone
-from manyhosts.records.run_directory import UNASKED, VARIABLE, RunDirectory, check_is_folder
-from manyhosts.snapshot.fingerprint import fingerprint
 from manyhosts.snapshot.load import load, same_model
 from manyhosts.snapshot.weights import check_path
 from manyhosts.snapshot.weights import save as save_weights
-from manyhosts.training import go_on
-from manyhosts.training.build import MakeOptimizer, MakeSchedule, ModelOrMaker, Parts, build, make_evaluation
+from manyhosts.training import watching
+from manyhosts.training.build import MakeOptimizer, MakeSchedule, ModelOrMaker, Parts, build
 from manyhosts.training.compute import Loss, UserStep
+from manyhosts.training.cut_state import whole_state
 from manyhosts.training.evaluate import Evaluation
-from manyhosts.training.held import TrainerState, copied, put_weights, weights_of
+from manyhosts.training.held import TrainerState, copied, put_weights, state_of, weights_of
 from manyhosts.training.metrics import flattened
-from manyhosts.training.predict import Forward, Prediction, make_prediction
+from manyhosts.training.passes import ForwardPasses
+from manyhosts.training.predict import Forward, Prediction, of_inputs
 from manyhosts.training.process_session import ProcessSession
 from manyhosts.training.result import Result
 from manyhosts.training.run import Run
+from manyhosts.training.run_place import RunPlace
 from manyhosts.training.same_weights import compare_weights
-from manyhosts.training.suitable import check_given
+from manyhosts.training.suitable import check_given, check_watched
 from manyhosts.training.weighing import Weight
 from manyhosts.training.weights import load_initial
 
@@ -81,13 +81,17 @@ class Trainer:
         init_from: weights to begin with: a snapshot, a run directory, a `.safetensors` or a `.pt` file.
         seed: behind the order of the samples, augmentation, dropout, and a model that is made by a callable.
         virtual_workers: cut each batch into so many parts, whoever computes them: no bit depends on the workers.
+        balance: `"speed"`: fast workers take more of each batch, by what is measured while they train, so that nobody
+            waits for the slowest; with virtual workers whole parts move, and no bit changes.
         audit: with virtual workers, the share of all parts that another worker computes again, such as 0.01: one whose
             bits are wrong is named and left out.
         on_bad_step: what to do about a loss or gradient that is NaN or infinite: `"stop"`, `"skip"` that update, or
             `"rewind"`: go back to the last snapshot, and leave those samples out.
         batch_norm: `"global"`: BatchNorm sees the batch of all workers; `"local"`: each worker's own part.
         lr_scaling, warmup: what the learning rate does when `batch_size_per_worker` lets the batch grow.
-        compile: run the model through `torch.compile`.
+        compile: run the model through `torch.compile`, its repeated blocks each by itself.
+        activation_checkpointing: `"blocks"`: the model's repeated blocks keep their input alone for the backward pass,
+            and are computed again in it; `0.5`: half of them; `"all"`: every module of several layers.
         backend: `"gloo"` or `"nccl"`; by the device where it is not given.
         record_samples: write which samples each step took to `logs/samples-<rank>.jsonl`.
         run_dir: where everything of the run goes; `manyhosts run --run-dir` overrules it.
@@ -122,32 +126,25 @@ class Trainer:
         init_from: str | Path | None = None,
         seed: int = 0,
         virtual_workers: int | None = None,
+        balance: Literal["even", "speed"] = "even",
         audit: float | None = None,
         on_bad_step: Literal["stop", "skip", "rewind"] = "stop",
         batch_norm: Literal["global", "local"] = "global",
         lr_scaling: Literal["sqrt", "linear"] | None = None,
         warmup: str | None = None,
         compile: bool = False,
+        activation_checkpointing: ActivationCheckpointing = None,
         backend: Literal["gloo", "nccl"] | None = None,
         record_samples: bool = False,
         run_dir: str | Path | None = None,
     ) -> None:
-        self.reporter = Reporter.from_environment()
-        if self.reporter is not None:
-            self.reporter.send("trainer")
-        if (loss is None) == (step is None):
-            raise ConfigError(
-                "both loss and step are given" if loss is not None else "neither loss nor step is given",
-                where="mh.Trainer(…)",
-                fix="give loss=nn.CrossEntropyLoss() for (inputs, targets) batches, else step=function(model, batch)",
-            )
-        if not isinstance(data, Data):
-            raise ConfigError(
-                f"data is a {type(data).__name__}",
-                where="mh.Trainer(data=…)",
-                fix="write data=mh.Data(train=train_set, batch_size=64), with datasets: it makes the batches itself",
-            )
-        check_given(model=model, loss=loss, step=step, schedule=schedule, metrics=metrics, listeners=listeners)
+        reporter = Reporter.from_environment()
+        self._is_launched = reporter is not None
+        self._report: Callable[..., None] = (lambda *_, **__: None) if reporter is None else reporter.send
+        self._report("trainer")
+        check_given(
+            model=model, data=data, loss=loss, step=step, schedule=schedule, metrics=metrics, listeners=listeners
+        )
         self.settings = overrides.apply(
             Settings(
                 batch_size=data.batch_size,
@@ -169,9 +166,11 @@ class Trainer:
                 schedule_every=schedule_every,
                 seed=seed,
                 virtual_workers=virtual_workers,
+                balance=balance,
                 audit=audit,
                 on_bad_step=on_bad_step,
                 compile=compile,
+                activation_checkpointing=activation_checkpointing,
                 backend=backend,
                 record_samples=record_samples,
             ),
@@ -179,13 +178,12 @@ class Trainer:
         )
         self.data = data
         self.metrics = flattened(metrics or {})
-        self._check_watched(data)
+        check_watched(self.settings, data)
         self.loss, self.step = loss, step
         self.listeners = list(listeners)
-        self._session = ProcessSession.current()
-        self.world = self._session.world(self.settings.backend)
-        self._number = self._session.next_number()
-        self._run_dir = run_dir
+        session = ProcessSession.current()
+        self.world = session.world(self.settings.backend)
+        self._place = RunPlace(session, run_dir)
         self._run: Run | None = None
 
         def make() -> Parts:
@@ -201,14 +199,15 @@ class Trainer:
                 weight=weight,
             )
             if init_from is not None:
-                load_initial(parts.model, Path(init_from))
+                load_initial(parts, Path(init_from))
             return parts
 
-        self._collective_calls = self._session.collective_calls(self.world)
+        self._collective_calls = session.collective_calls(self.world)
         # The first trainers come before the first call, when nobody has anything that could be lost.
         self.parts: Parts = make() if not self._collective_calls.number else self._call(make, has_outcome=False)
+        self.settings = self.parts.settings
         self._provider = TrainerState(self.parts)
-        self._collective_calls.add(self._number, self._provider)
+        self._collective_calls.add(self._place.number, self._provider)
 
     @property
     def model(self) -> nn.Module:
@@ -225,22 +224,25 @@ class Trainer:
         Raises:
             ManyhostsError: see `manyhosts.errors`; nothing that is on disk is lost by it.
         """
-        settings = self._with_own_place(self.settings)
+        settings = self._place.with_own_copy(self.settings)
         if duration is not None and "duration" not in overrides.from_environment():
             settings = dataclasses.replace(settings, duration=duration)
         if self._run is not None:
             self._run.journal.close()
-        directory = self._directory()
+        directory, listeners = self._place.directory(self.world), self.listeners
+        validation = None if self.data.validation is None else self._evaluation("validation")
+        if watching.watcher is not None:
+            listeners = list(watching.watcher.fits(validation, listeners))
         self._run = Run(
             calls=self._collective_calls,
             provider=self._provider,
             settings=settings,
             directory=directory,
-            script=_script(),
-            validation=self._evaluation("validation"),
-            listeners=self.listeners,
-            reporter=self.reporter,
-            go_on_with=self._go_on_with(directory),
+            script=self._place.script,
+            validation=validation,
+            listeners=listeners,
+            report=self._report,
+            go_on_with="" if self._is_launched else self._place.command(directory),
         )
         with randomness.undisturbed():
             return self._run.fit()
@@ -257,14 +259,6 @@ class Trainer:
             provider=self._provider if self._run is not None else None,
         )
 
-    def _with_own_place(self, settings: Settings) -> Settings:
-        """A script may make several trainers; one address for snapshots is the first one's, and holds the others'."""
-        to = settings.snapshots.to
-        if to is None or self._session.is_first_at(to, self._number):
-            return settings
-        own = dataclasses.replace(settings.snapshots, to=f"{to.rstrip('/')}/trainer-{self._number}")
-        return dataclasses.replace(settings, snapshots=own)
-
     def validate(self) -> dict[str, float]:
         """`loss` and every metric over the whole validation set, with the weights as they are now.
 
@@ -272,8 +266,6 @@ class Trainer:
             ConfigError: there is no validation set.
         """
         evaluation = self._evaluation("validation")
-        if evaluation is None:
-            raise ConfigError("there is no validation set", where="mh.Data(validation=…)", fix="give one")
         with randomness.undisturbed():
             values: dict[str, float] = self._call(lambda: self._evaluated(evaluation, "the validation"))
         return values
@@ -287,8 +279,6 @@ class Trainer:
             ConfigError: there is no test set.
         """
         evaluation = self._evaluation("test")
-        if evaluation is None:
-            raise ConfigError("there is no test set", where="mh.Data(test=…)", fix="give one")
         with randomness.undisturbed():
             values: dict[str, float] = self._call(lambda: self._test(evaluation, weights))
         return values
@@ -307,9 +297,8 @@ class Trainer:
             ConfigError: `dataset` is a stream or a loader, or what comes out has no row for each sample.
             DataError: a sample cannot be read.
         """
-        prediction = make_prediction(dataset, data=self.data, settings=self.settings, world=self.world, forward=forward)
-        if (reporter := self.reporter) is not None:
-            prediction.on_progress = lambda: reporter.send("busy")
+        check_dataset("prediction", dataset, where="trainer.predict(dataset)", is_stream_fine=False)
+        prediction = Prediction(self._passes(dataset, "prediction"), forward or of_inputs)
         with randomness.undisturbed():
             return self._call(lambda: self._predict(prediction, weights), has_outcome=False)
 
@@ -343,14 +332,17 @@ class Trainer:
 
     def _save(self, file: Path, weights: Literal["best", "last"]) -> None:
         best = self._best() if weights == "best" else None
+        state: Mapping[str, Any] = {}
+        if best is None:
+            holding = self.parts.strategy.holding
+            state = whole_state(self.model.state_dict(), holding, keep=self.world.is_leader)
         error: ConfigError | None = None
         if self.world.is_leader:
             try:
-                save_weights(file, load(best).state["model"] if best is not None else self.model.state_dict())
+                save_weights(file, state if best is None else load(best).state["model"])
             except ConfigError as found:
                 error = found
-        if self.world.any(error is not None):
-            raise error or ConfigError("rank 0 could not write the weights", where=str(file), fix="see what it says")
+        gather_plain(self.world, None, error)
 
     def _best(self) -> Path | None:
         """The best model's folder, here on every worker; None where the run has none."""
@@ -372,7 +364,7 @@ class Trainer:
             yield False
             return
         now = copied(weights_of(self.parts))
-        put_weights(self.parts, load(best, same_model(fingerprint(self.model))).state)
+        put_weights(self.parts, state_of(load(best, same_model(self.parts.fingerprint())), self.parts))
         try:
             yield True
         finally:
@@ -392,71 +384,19 @@ class Trainer:
             self._run.journal.flush()
         return values
 
-    def _evaluation(self, name: Literal["validation", "test"]) -> Evaluation | None:
+    def _evaluation(self, name: Literal["validation", "test"]) -> Evaluation:
         dataset = getattr(self.data, name)
         if dataset is None:
-            return None
-        evaluation = make_evaluation(
-            name,
+            raise ConfigError(f"there is no {name} set", where=f"mh.Data({name}=…)", fix="give one")
+        passes = self._passes(dataset, name)
+        return Evaluation(passes, loss=self.loss, step=self.step, metrics=self.metrics, weighing=self.parts.weighing)
+
+    def _passes(self, dataset: Any, name: str) -> ForwardPasses:
+        return ForwardPasses.over(
             dataset,
+            name,
             data=self.data,
             settings=self.settings,
-            world=self.world,
-            loss=self.loss,
-            step=self.step,
-            metrics=self.metrics,
-            weighing=self.parts.weighing,
+            strategy=self.parts.strategy,
+            on_progress=partial(self._report, "busy"),
         )
-        if (reporter := self.reporter) is not None:
-            evaluation.on_progress = lambda: reporter.send("busy")
-        return evaluation
-
-    def _check_watched(self, data: Data) -> None:
-        rule = self.settings.early_stopping
-        if rule is None:
-            return
-        if data.validation is None:
-            raise ConfigError(
-                f"early stopping watches {rule.metric!r}, but there is no validation set",
-                where="early_stopping",
-                fix="give mh.Data(validation=…), or leave early_stopping out",
-            )
-
-    @property
-    def _names_directory(self) -> bool:
-        """Whether the script's own word for the run directory counts."""
-        return self._run_dir is not None and (VARIABLE not in os.environ or UNASKED in os.environ)
-
-    def _directory(self) -> RunDirectory:
-        """The run directory, the same on every worker."""
-        if self._run_dir is not None and self._names_directory:
-            check_is_folder(str(self._run_dir), where="run_dir")
-            return RunDirectory(Path(self._run_dir).absolute())
-        if VARIABLE in os.environ:
-            return RunDirectory(self._below(RunDirectory.choose(_script()).path.absolute()))
-        chosen = (
-            str(self._below(self._session.new_directory(_script(), once=_is_command()))) if self.world.is_leader else ""
-        )
-        return RunDirectory(Path(gather_words(self.world, chosen)[0]))
-
-    def _below(self, path: Path) -> Path:
-        """A script may make several trainers; the directory of a run is the first one's, and holds the others'."""
-        return path / f"trainer-{self._number}" if self._number > 1 and _is_command() else path
-
-    def _go_on_with(self, directory: RunDirectory) -> str:
-        """The command that goes on with this script; empty where a launcher tells it, or nobody typed any."""
-        if self.reporter is not None or not _is_command():
-            return ""
-        run_dir = directory.path if self._number == 1 else directory.path.parent
-        return go_on.command(None if self._names_directory else run_dir)
-
-
-def _is_command() -> bool:
-    """Whether this is a script that runs from its beginning to its end, no notebook."""
-    return hasattr(sys.modules.get("__main__"), "__file__")
-
-
-def _script() -> Path:
-    """The script that the user started."""
-    main = sys.modules.get("__main__")
-    return Path(getattr(main, "__file__", None) or sys.argv[0] or "interactive")

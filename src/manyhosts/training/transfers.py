@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,9 +17,13 @@ from manyhosts.training.numbers import Numbers
 class Transfers:
     """Those of one loop."""
 
-    def __init__(self, device: torch.device, numbers: Numbers) -> None:
-        """`numbers` tell, of a device that is not the CPU, how long it had nothing to do meanwhile."""
+    def __init__(self, device: torch.device, numbers: Numbers, see_first: Callable[[Any], None] | None = None) -> None:
+        """`numbers` tell, of a device that is not the CPU, how long it had nothing to do meanwhile.
+
+        `see_first` is shown the first batch of the run, on the CPU.
+        """
         self._device, self._on_cpu, self._numbers = device, device.type == "cpu", numbers
+        self._see_first = see_first
         self.waited_s = 0.0
         """Seconds that this worker has waited for batches in the midst of steps."""
 
@@ -35,7 +39,7 @@ class Transfers:
         """Pieces of the step after `step` steps. Each batch comes when it is asked for: so few are in memory."""
         return [
             Piece(
-                bring=partial(self._bring, loaded),
+                bring=partial(self._bring, loaded, step),
                 samples=len(loaded.plan.indices),
                 weight=loaded.plan.weight,
                 address=(step, loaded.plan.part, loaded.plan.micro),
@@ -43,7 +47,7 @@ class Transfers:
             for loaded in due
         ]
 
-    def _bring(self, piece: LoadedPiece | DuePiece) -> Any:
+    def _bring(self, piece: LoadedPiece | DuePiece, step: int) -> Any:
         """The batch of a piece, on this worker's device. To wait for it is to wait for data."""
         begin = time.perf_counter()
         if self._on_cpu:
@@ -51,6 +55,10 @@ class Transfers:
         else:
             with self._numbers.waiting_for_data():
                 batch = piece.batch
+        if step == 0 and self._see_first is not None and piece.plan.weight:
+            self._see_first(batch)
+            self._see_first = None
+        if not self._on_cpu:
             batch = on_device(batch, self._device)
         self.waited_s += time.perf_counter() - begin
         return batch

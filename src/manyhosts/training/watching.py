@@ -1,4 +1,4 @@
-"""A look at every step from beside the loop, for `manyhosts prove`: nobody looks unless somebody was put here before.
+"""A look at every step from beside the loop, for `prove` and `plan`: nobody looks unless somebody was put here before.
 
 A listener is told what happened when it is over, on the leader; a watcher sees the tensors while they are there, on
 every worker, and may change what goes into a step to find out what depends on it.
@@ -9,11 +9,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import nn
 
     from manyhosts.config.settings import Settings
     from manyhosts.data.steps import Step
+    from manyhosts.events import Listener
     from manyhosts.strategies.strategy import StepOutcome
+    from manyhosts.training.evaluate import Evaluation
     from manyhosts.training.state import RunState
 
 
@@ -22,6 +26,9 @@ class Watcher(Protocol):
 
     def made(self, model: nn.Module) -> None:
         """The model is there, with a loss that has a state, and neither placed nor in an optimizer."""
+
+    def fits(self, validation: Evaluation | None, listeners: Sequence[Listener]) -> Sequence[Listener]:
+        """A run is about to be begun that would evaluate `validation`. Returns the listeners that are to hear of it."""
 
     def begins(self, parts: Any, settings: Settings, state: RunState) -> None:
         """Training begins from where `state` stands, with `build.Parts`; once more where workers went or came."""

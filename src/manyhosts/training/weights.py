@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
 from manyhosts.errors import ConfigError
-from manyhosts.snapshot.fingerprint import difference, fingerprint
+from manyhosts.snapshot.fingerprint import difference
 from manyhosts.snapshot.weights import load
+from manyhosts.training.build import Parts
+from manyhosts.training.cut_state import put_cut
 from manyhosts.training.held import load_model
 
 _FIX = (
@@ -19,15 +20,15 @@ _FIX = (
 )
 
 
-def load_initial(model: nn.Module, path: Path) -> None:
-    """Put the weights at `path` into `model`. Nothing is unpickled but tensors.
+def load_initial(parts: Parts, path: Path) -> None:
+    """Put the weights at `path` into the model of `parts`. Nothing is unpickled but tensors.
 
     Raises:
         ConfigError: there are none, they cannot be read, or they are of another model.
     """
     weights = _read(path)
     found = {name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in weights.items()}
-    if found.keys() != (wanted := fingerprint(model)).keys() or any(
+    if found.keys() != (wanted := parts.fingerprint()).keys() or any(
         found[name][1] != tuple(wanted[name][1]) for name in found
     ):
         raise ConfigError(
@@ -35,7 +36,10 @@ def load_initial(model: nn.Module, path: Path) -> None:
             where=f"init_from={str(path)!r}",
             fix="give the model that they were saved from",
         )
-    load_model(model, weights)
+    if parts.strategy.traits.holds_whole_model:
+        load_model(parts.model, weights)
+    else:
+        put_cut(parts.model.state_dict(), weights, parts.strategy.holding)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Which compression a network and a model deserve: the least lossy one within 5 % of the fastest.
 
 Each way is rehearsed on this worker, with chunks of the model's own shapes and a link that sends nothing but counts:
-so its arithmetic is timed here, and its bytes are those that it would send. The time of a step follows:
+so its arithmetic is timed here, that of keeping what it drops included, and its bytes are those that it would send.
+The time of a step follows:
 
     compute + arithmetic of the compression + what the network takes longer than the backward pass, which hides it
 """
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from manyhosts import device
 from manyhosts.communication import volume
 from manyhosts.communication.compression.exchange import Chunk, takes_whole_tensors, worth_it
-from manyhosts.communication.compression.feedback import PARCEL_BYTES
+from manyhosts.communication.compression.feedback import PARCEL_BYTES, exchange
 from manyhosts.communication.compression.table import make_compression
 from manyhosts.communication.link import Link
 from manyhosts.communication.packing import packed
@@ -40,6 +41,8 @@ class Cost:
     arithmetic_s: float
     bytes_sent: float
     exchanges: int
+    processor_s: float = 0.0
+    """Of all cores together, for the arithmetic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +131,7 @@ def cost_of(
         return Cost(0.0, sent, len(groups))
     link = dry_link(rank, size, each)
     elements = rehearsed = 0
-    begin, seconds = 0.0, 0.0
+    seconds = processor = 0.0
     exact = 0
     for group in groups:
         large = [parameter for parameter in group if worth_it(compression, parameter, above=config.compress_above)]
@@ -137,11 +140,14 @@ def cost_of(
         if rehearsed >= _SAMPLE or not large:
             continue
         for chunk in _chunks(large, whole=takes_whole_tensors(compression)):
+            together = torch.ones_like(chunk.values)
+            kept = torch.ones_like(chunk.values) if config.error_feedback else None
             device.wait_for(chunk.values.device)
-            begin = time.perf_counter()
-            compression(chunk, link)
+            begin, busy = time.perf_counter(), time.process_time()
+            exchange(compression, chunk, link, kept, together=together)
             device.wait_for(chunk.values.device)
             seconds += time.perf_counter() - begin
+            processor += time.process_time() - busy
             rehearsed += chunk.values.numel()
             if rehearsed >= _SAMPLE:
                 break
@@ -150,6 +156,7 @@ def cost_of(
         arithmetic_s=seconds * scale,
         bytes_sent=link.bytes_sent * scale + volume.all_reduce_bytes(exact, size),
         exchanges=math.ceil((link.exchanges + getattr(link.across, "exchanges", 0)) * scale) + len(groups),
+        processor_s=processor * scale,
     )
 
 

@@ -44,6 +44,39 @@ class _Sending:
     """For each chunk whether its sum is a number; shape ()."""
 
 
+def exchange(
+    compression: Compression,
+    chunk: Chunk,
+    link: Link,
+    kept: Tensor | None,
+    *,
+    together: Tensor,
+    factor: Any = None,
+) -> Tensor | None:
+    """Sum a chunk over the workers. Returns whether the sum is a number, shape (); None where nothing is kept.
+
+    What earlier steps `kept`, times `factor`, goes with it, and what is dropped is written to `together`; shape
+    (elements,) both.
+    """
+    whole = chunk.values.to(torch.promote_types(chunk.values.dtype, torch.float32))
+    if kept is not None:
+        if factor is None:
+            whole = torch.add(whole, kept, out=together)
+        else:
+            whole = torch.addcmul(whole, kept, factor.to(kept), out=together)
+    # The compression may write into the values; what it was given is needed after it, to see what was dropped.
+    values = chunk.values if chunk.values.dtype == whole.dtype else torch.empty_like(whole)
+    if values is not whole:
+        values.copy_(whole)
+    sent = compression(replace(chunk, values=values), link)
+    if values is not chunk.values:
+        chunk.values.copy_(values)
+    if kept is None:
+        return None
+    whole.zero_() if sent is None else whole.sub_(sent)
+    return values.sum().isfinite()
+
+
 class Compressor:
     """Exchanges what is large through `compression`."""
 
@@ -60,7 +93,12 @@ class Compressor:
         self.key_of: dict[Tensor, int] = {parameter: key for key, parameter in enumerate(parameters)}
         self.freights: list[_Sending] = []
         self.scale: Tensor | None = None
-        """What the loss was multiplied by in the step that filled `residual`; None for 1."""
+        """What the loss of the step under way is multiplied by; None for 1."""
+        self.unit: Tensor | None = None
+        """The same of the step that filled `residual`, which is in units of it; None for 1."""
+        self._factor: Any = None
+        """By what `residual` is multiplied as it is added to this step's gradients; None for 1."""
+        self._unit_before: Tensor | None = None
         self.revocable = False
         """Whether a step may have to be undone: then what the compression remembers is copied before each."""
         self._settled = False
@@ -91,13 +129,10 @@ class Compressor:
         self.comm_queue.ready()
         if self.revocable and (remembers := getattr(self.compression, "state_dict", None)) is not None:
             self._remembered = copy.deepcopy(remembers())
-        if self.feedback and (scale is not None or self.scale is not None):
-            now = torch.ones(()) if scale is None else scale
-            factor = now if self.scale is None else now / self.scale
-            if factor.device.type != "cpu" or float(factor) != 1:
-                for sending in self.freights:
-                    sending.residual.mul_(factor.to(sending.residual))
-        self.scale = None if scale is None else scale.clone()
+        self.scale, self._factor = (None if scale is None else scale.clone()), None
+        if self.scale is not None or self.unit is not None:
+            # Multiplied in where it is added: to bring all of it to another unit takes a pass over the memory.
+            self._factor = _number(self.scale) / _number(self.unit)
 
     def start(self, number: int) -> None:
         """Begin to exchange the compressible part of bucket `number`."""
@@ -117,19 +152,12 @@ class Compressor:
 
     def _exchange(self, sending: _Sending, chunk: Chunk, at: slice, link: Link) -> None:
         """The life of a chunk, in a communication queue."""
-        whole = chunk.values.to(sending.residual.dtype)
-        if self.feedback:
-            whole = torch.add(whole, sending.residual[at], out=sending.next_residual[at])
-        # The compression may write into the values; what it was given is needed after it, to see what was dropped.
-        values = chunk.values if chunk.values.dtype == whole.dtype else torch.empty_like(whole)
-        if values is not whole:
-            values.copy_(whole)
-        sent = self.compression(replace(chunk, values=values), link)
-        if values is not chunk.values:
-            chunk.values.copy_(values)
-        if self.feedback:
-            whole.zero_() if sent is None else whole.sub_(sent)
-            sending.sound.append(values.sum().isfinite())
+        kept, together = sending.residual[at], sending.next_residual[at]
+        sound = exchange(
+            self.compression, chunk, link, kept if self.feedback else None, together=together, factor=self._factor
+        )
+        if sound is not None:
+            sending.sound.append(sound)
 
     def finish(self, number: int) -> None:
         """Wait until the sums of bucket `number` are there."""
@@ -144,23 +172,32 @@ class Compressor:
         if not sound:
             return
         counts = torch.stack(sound).all()
+        self._unit_before = self.unit
+        if counts.device.type == "cpu":
+            if bool(counts):
+                self._swap()
+                self.unit, self._settled = self.scale, True
+            return
+        for sending in self.freights:  # decided on the device: the host does not wait for it
+            torch.where(counts, sending.next_residual, sending.residual, out=sending.next_residual)
+        self._swap()
+        self._settled = True
+        if self._factor is not None:
+            self.unit = torch.where(counts, _number(self.scale), _number(self.unit))
+
+    def _swap(self) -> None:
         for sending in self.freights:
-            if counts.device.type == "cpu":
-                if bool(counts):
-                    sending.residual, sending.next_residual = sending.next_residual, sending.residual
-                    self._settled = True
-            else:  # decided on the device: the host does not wait for it
-                torch.where(counts, sending.next_residual, sending.residual, out=sending.residual)
+            sending.residual, sending.next_residual = sending.next_residual, sending.residual
 
     def confirm(self) -> None:
         """The step under way counts: it will not be undone."""
         self._settled, self._remembered = False, None
 
     def step_back(self) -> None:
-        """The step under way broke off and will be done again: keep what was kept before it. On a CPU only."""
+        """The step under way broke off and will be done again: keep what was kept before it."""
         if self._settled:
-            for sending in self.freights:
-                sending.residual, sending.next_residual = sending.next_residual, sending.residual
+            self._swap()
+            self.unit = self._unit_before
         if self._remembered is not None:
             self.compression.load_state_dict(self._remembered)  # type: ignore[attr-defined]  # it has a state_dict
         self.confirm()
@@ -215,9 +252,8 @@ class Compressor:
 
     def state_dict(self) -> dict[str, Any]:
         """What is kept, of this worker alone, and what the compression itself remembers, equal on all."""
-        scale = 1.0 if self.scale is None else float(self.scale)
         return {
-            "kept": {str(key): tensor / scale for key, tensor in self.residual().items()},
+            "kept": {str(key): tensor / _number(self.unit) for key, tensor in self.residual().items()},
             "compression": self.shared_state(),
         }
 
@@ -227,9 +263,14 @@ class Compressor:
         Where there are fewer workers now, each takes up what several kept; where there are more, some begin with
         nothing: what all keep together stays the same.
         """
-        self.scale = None
+        self.unit = None
         for sending in self.freights:
             sending.residual.zero_()
         for former in states[self.comm_queue.world.rank :: self.comm_queue.world.size]:
             self.keep({int(key): tensor for key, tensor in former.get("kept", {}).items()})
         self.take_shared(states[0].get("compression", {}) if states else {})
+
+
+def _number(scale: Tensor | None) -> Any:
+    """`scale`, shape (), or what stands for 1."""
+    return 1.0 if scale is None else scale

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from manyhosts import device
 from manyhosts.communication.compression.exchange import Chunk
 from manyhosts.communication.link import Link
 from manyhosts.config.strategies import DDP
@@ -57,6 +58,7 @@ class PowerSGD:
         rank = min(self.rank, *matrix.shape)
         known = self.q.get(key)
         if known is not None and known.shape == (columns, rank):
+            device.read_here(known)
             return known.to(matrix.device)
         source = torch.Generator().manual_seed(_SEED + key)
         return torch.randn(columns, rank, generator=source).to(matrix.device)

@@ -1,4 +1,4 @@
-"""`compression="auto"`: times the first steps, probes the network, and says which compression to go on with."""
+"""What `compression="auto"` stands for: times the first steps, probes the network, and says how gradients travel."""
 
 from __future__ import annotations
 

@@ -1,0 +1,71 @@
+"""Tensors that PyTorch keeps in parts as DTensors: which part a worker holds, and the whole of one."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from manyhosts.communication.holding import Holding
+from manyhosts.communication.mesh import Mesh
+from manyhosts.communication.parts import TensorPart
+
+
+class DTensors(Holding):
+    """A `Holding` where what is cut is a DTensor, and what is not is whole on every worker."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        """`mesh`: the workers. Those that stand along `replicate` hold the same, also where no DTensor says so."""
+        self.mesh = mesh
+
+    def part(self, tensor: Tensor) -> Tensor | TensorPart:
+        """This worker's block of a DTensor; of blocks that several hold the first of them gives it."""
+        if not isinstance(tensor, DTensor):
+            return tensor
+        block = self.block(tensor)
+        if self.mesh.coordinate("replicate") == 0 and not any(self._copies(tensor)):
+            return block
+        return TensorPart(block.local.new_empty((0,) * block.local.dim()), (0,) * block.local.dim(), block.shape)
+
+    def _copies(self, tensor: DTensor) -> list[int]:
+        """This worker's number along each dim of its mesh on which PyTorch knows that workers hold the same."""
+        place = tensor.device_mesh.get_coordinate()
+        assert place is not None, "a worker holds a DTensor of a mesh that it is not in"
+        return [number for number, each in zip(place, tensor.placements, strict=True) if isinstance(each, Replicate)]
+
+    def local(self, tensor: Tensor) -> Tensor:
+        """The block in this worker's memory."""
+        tensor = tensor.detach()
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    def block(self, tensor: Tensor) -> TensorPart:
+        """The block with its place in the whole."""
+        if not isinstance(tensor, DTensor):
+            return TensorPart.all_of(tensor)
+        local, shape = self.local(tensor), tuple(tensor.shape)
+        found, offset = compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)
+        assert tuple(found) == tuple(local.shape), f"PyTorch holds {tuple(local.shape)} where {tuple(found)} belongs"
+        return TensorPart(local, tuple(offset) if local.numel() else (0,) * len(shape), shape)
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """All of a DTensor; every worker of its mesh calls this."""
+        tensor = tensor.detach()
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def like(self, tensor: Tensor, local: Tensor) -> Tensor:
+        """A DTensor with the mesh, placements and shape of `tensor`."""
+        if not isinstance(tensor, DTensor):
+            return local
+        return cast(
+            Tensor,
+            DTensor.from_local(
+                local,
+                tensor.device_mesh,
+                tensor.placements,
+                run_check=False,
+                shape=tensor.shape,
+                stride=tensor.stride(),
+            ),
+        )

@@ -1,0 +1,37 @@
+"""What a worker holds of each tensor of a model and its optimizer: all of it, or a part that others complete."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from manyhosts.communication.parts import TensorPart
+
+
+class Holding:
+    """How a strategy has laid out tensors over the workers. As it is here every worker holds every tensor whole."""
+
+    def part(self, tensor: Tensor) -> Tensor | TensorPart:
+        """What this worker gives of `tensor` where each element is to be given once; `tensor` itself where all hold it.
+
+        Where several workers hold the same part, one of them gives it, and the others a part without elements.
+        """
+        return tensor
+
+    def local(self, tensor: Tensor) -> Tensor:
+        """What this worker holds of `tensor` in its memory, as a plain tensor that shares it."""
+        return tensor
+
+    def block(self, tensor: Tensor) -> TensorPart:
+        """The same with its place in the whole tensor."""
+        return TensorPart.all_of(tensor)
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """All of `tensor`. Where it is cut that is new memory, and all workers that hold parts call this together."""
+        return tensor
+
+    def like(self, tensor: Tensor, local: Tensor) -> Tensor:
+        """A tensor that is cut as `tensor` is, of which this worker holds `local`."""
+        return local
+
+
+WHOLE = Holding()

@@ -1,0 +1,194 @@
+"""The workers as a mesh with named axes: who holds copies of a model, and who holds its parts.
+
+    replicate   copies that read different samples and sum their gradients
+    shard       workers that read different samples, too, and hold parts of each tensor
+    tensor      workers that read the same samples and compute parts of each layer
+    pipe        workers that read the same samples and compute some layers
+
+`data` (replicate and shard) is who reads different samples: batches, gradients and BatchNorm are over it. `replica`
+(tensor and pipe) is who computes the same samples together.
+
+Ranks run over `pipe` slowest and over `tensor` fastest, so that neighbours, which mostly share a host, are those that
+exchange most.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import product
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from manyhosts.communication.collectives import Collectives, Work
+from manyhosts.communication.world import World
+from manyhosts.errors import ConfigError
+
+if TYPE_CHECKING:  # it takes half a second to load, and few need it
+    from torch.distributed.device_mesh import DeviceMesh
+
+AXES = ("pipe", "replicate", "shard", "tensor")
+"""From the one that ranks run over slowest to the one that they run over fastest."""
+
+
+class Mesh:
+    """A world as a mesh. Where its workers change, `replicate` is what is left of them."""
+
+    def __init__(self, world: World, *, shard: int = 1, tensor: int = 1, pipe: int = 1) -> None:
+        """Nothing is exchanged, and no group made, before `along` is asked for one.
+
+        Raises:
+            ConfigError: the workers cannot be laid out so.
+        """
+        self.world = world
+        self._fixed = {"shard": shard, "tensor": tensor, "pipe": pipe}
+        self._made_for: object = None
+        self._along: dict[tuple[str, ...], Collectives] = {}
+        self._shape()
+
+    def _shape(self) -> dict[str, int]:
+        """The size of each axis now.
+
+        Raises:
+            ConfigError: the workers of now do not fill the mesh.
+        """
+        fixed, workers = self._fixed, self.world.size
+        for axis, size in fixed.items():
+            if size < 1:
+                raise ConfigError(
+                    f"{axis} is {size}, but an axis of the mesh has at least one worker",
+                    where=f"strategy({axis}=…)",
+                    fix="set it to 1 or more",
+                )
+        block = math.prod(fixed.values())
+        if workers % block:
+            given = " and ".join(f"{axis}={size}" for axis, size in fixed.items() if size > 1)
+            raise ConfigError(
+                f"{given} make blocks of {block} workers, and {workers} workers are no multiple of that",
+                where="strategy",
+                fix=f"start {block} workers or a multiple of {block}, or choose sizes that {workers} can be divided by",
+            )
+        return {axis: fixed.get(axis, workers // block) for axis in AXES}
+
+    def size(self, *axes: str) -> int:
+        """How many workers stand along these axes together; along none of them 1."""
+        shape = self._shape()
+        return math.prod(shape[axis] for axis in axes)
+
+    def coordinate(self, axis: str) -> int:
+        """This worker's number along one axis, from 0."""
+        return self._coordinates(self.world.rank)[axis]
+
+    def _coordinates(self, rank: int) -> dict[str, int]:
+        found = {}
+        for axis, size in reversed(self._shape().items()):
+            rank, found[axis] = divmod(rank, size)
+        return found
+
+    @property
+    def data(self) -> Collectives:
+        """Those that read different samples."""
+        return self.along("replicate", "shard")
+
+    @property
+    def replica(self) -> Collectives:
+        """Those that compute the same samples together."""
+        return self.along("tensor", "pipe")
+
+    @property
+    def leads_replica(self) -> bool:
+        """Whether this worker is the first of those that compute the same samples together."""
+        return self.coordinate("tensor") == self.coordinate("pipe") == 0
+
+    def along(self, *axes: str) -> Collectives:
+        """The workers that differ from this one along `axes` alone, by rank: the world, where that is all of them.
+
+        Ask for it anew where the workers may have changed. The first time since then all workers of the world call this
+        together, for groups are made.
+        """
+        wanted = tuple(axis for axis in AXES if axis in axes)
+        assert len(wanted) == len(axes), f"axes are {AXES}, each named once, got {axes}"
+        if self.size(*wanted) == self.world.size:
+            return self.world  # and no group is held: to let go of one that broke may take as long as what broke it
+        if self.size(*wanted) == 1:
+            return Along(self.world, (self.world.rank,), None)
+        if self._made_for is not self.world.group:
+            self._made_for, self._along = self.world.group, {}
+        if wanted not in self._along:
+            self._along[wanted] = Along(self.world, *self.world.new_groups(self.groups(*wanted)))
+        return self._along[wanted]
+
+    def groups(self, *axes: str) -> Iterator[tuple[int, ...]]:
+        """The ranks of each group along `axes`; every worker is in one of them."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank, place in enumerate(product(*(range(size) for size in self._shape().values()))):
+            others = tuple(number for axis, number in zip(AXES, place, strict=True) if axis not in axes)
+            found.setdefault(others, []).append(rank)
+        return (tuple(ranks) for ranks in found.values())
+
+    def device_mesh(self, *axes: str) -> DeviceMesh:
+        """PyTorch's mesh over these axes, slowest first, on groups of our own; all workers call this together."""
+        import torch
+        from torch.distributed.device_mesh import DeviceMesh
+
+        wanted = tuple(axis for axis in AXES if axis in axes)
+        [own] = [ranks for ranks in self.groups(*wanted) if self.world.rank in ranks]
+        ranks = torch.tensor(own).view([self.size(axis) for axis in wanted])
+        groups = [self._group(axis) for axis in wanted]
+        if len(wanted) == 1:
+            return DeviceMesh.from_group(groups[0], self.world.device.type, mesh_dim_names=wanted)
+        return DeviceMesh.from_group(groups, self.world.device.type, mesh=ranks, mesh_dim_names=wanted)
+
+    def _group(self, axis: str) -> dist.ProcessGroup:
+        """A process group along one axis, also where one worker stands there alone."""
+        members = self.along(axis)
+        if members.process_group is not None:
+            return members.process_group
+        if members.size == self.world.size:
+            assert dist.group.WORLD is not None, "torch.distributed is initialised where there are several workers"
+            return dist.group.WORLD
+        _, own = self.world.new_groups((rank,) for rank in range(self.world.size))
+        assert own is not None, f"worker {self.world.rank} made no group of itself"
+        return own
+
+
+class Along(Collectives):
+    """Some of the workers of a world. What they send and wait for counts in the world."""
+
+    def __init__(self, world: World, ranks: tuple[int, ...], group: dist.ProcessGroup | None) -> None:
+        """`ranks`: theirs in the world."""
+        self.world, self.ranks, self.device = world, ranks, world.device
+        self._group = group
+
+    @property
+    def rank(self) -> int:
+        """This worker's number among them, from 0."""
+        return self.ranks.index(self.world.rank)
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+        return len(self.ranks)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """Theirs; None where this worker stands alone."""
+        return self._group
+
+    def count_sent(self, payload: int) -> None:
+        """Count so many bytes as put on the wire."""
+        self.world.count_sent(payload)
+
+    @property
+    def is_broken(self) -> bool:
+        """See `World.is_broken`."""
+        return self.world.is_broken
+
+    def confirm(self) -> None:
+        """See `World.confirm`."""
+        self.world.confirm()
+
+    def wait(self, work: Work, *, confirmed: bool = True) -> None:
+        """See `World.wait`."""
+        self.world.wait(work, confirmed=confirmed)

@@ -1,0 +1,132 @@
+"""What a BatchNorm layer computes on one worker, before and after the workers exchange sums.
+
+On a GPU by the kernels that PyTorch has for its SyncBatchNorm: each reads the samples once, in the memory format that
+they have. Elsewhere by operations that every device has. How sums of several workers are combined is not their concern:
+PyTorch's own kernel for that gives NaN where the first worker has no samples.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from manyhosts.device import is_asynchronous
+
+
+class BackwardPass(Protocol):
+    """One of a layer, on both sides of the exchange."""
+
+    sums: Tensor
+    """Of the output's gradient, and of its product with the samples as they are without weight and bias; (2, C)."""
+
+    def to_input(self, weight: Tensor | None, total: Tensor, counts: Tensor) -> Tensor:
+        """The gradient of the samples. `total`: `sums` over all workers; `counts`: of what each worker has, (size,)."""
+
+
+def kernels_for(device: torch.device) -> PlainKernels:
+    """Those for samples on `device`."""
+    return GpuKernels() if is_asynchronous(device) else PlainKernels()
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """`tensor` in float32, or in float64 where it has that many digits."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+class PlainKernels:
+    """For samples `x`, shape (N, C, …). Means, variances and sums are by channel, in float32 or float64."""
+
+    def statistics(self, x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Mean and biased variance, shape (C,) each. `eps`: that of the layer."""
+        variance, mean = torch.var_mean(wide(x), dim=_dims(x), correction=0)
+        return mean, variance
+
+    def output(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, inverse: Tensor) -> Tensor:
+        """Of the layer. `inverse`: one through the standard deviation."""
+        output = _normal(x, mean, inverse)
+        if weight is not None:
+            output = output * _along(wide(weight), x)
+        if bias is not None:
+            output = output + _along(wide(bias), x)
+        return output.to(x.dtype)
+
+    def backward(self, gradient: Tensor, x: Tensor, mean: Tensor, inverse: Tensor) -> BackwardPass:
+        """Begin the backward pass, with the output's gradient."""
+        return _PlainBackward(gradient, x, mean, inverse)
+
+
+class _PlainBackward:
+    def __init__(self, gradient: Tensor, x: Tensor, mean: Tensor, inverse: Tensor) -> None:
+        self.gradient, self.inverse, self.dtype = wide(gradient), inverse, x.dtype
+        self.normal = _normal(x, mean, inverse)
+        dims = _dims(x)
+        self.sums = torch.stack([self.gradient.sum(dims), (self.gradient * self.normal).sum(dims)])
+
+    def to_input(self, weight: Tensor | None, total: Tensor, counts: Tensor) -> Tensor:
+        mean_gradient, mean_product = (_along(each, self.gradient) for each in total / counts.sum())
+        scale = self.inverse if weight is None else self.inverse * wide(weight)
+        found = (self.gradient - mean_gradient - self.normal * mean_product) * _along(scale, self.gradient)
+        return found.to(self.dtype)
+
+
+class GpuKernels(PlainKernels):
+    """The same by PyTorch's kernels for GPUs."""
+
+    def statistics(self, x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Mean and biased variance."""
+        mean, inverse = torch.batch_norm_stats(_dense(x, x), eps)
+        return mean, (inverse.pow(-2) - eps).clamp(min=0)
+
+    def output(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, inverse: Tensor) -> Tensor:
+        """Of the layer."""
+        # The kernel is told the inverse, and makes nothing of its last argument.
+        return torch.batch_norm_elemt(_dense(x, x), _like(weight, mean), _like(bias, mean), mean, inverse, 0.0)
+
+    def backward(self, gradient: Tensor, x: Tensor, mean: Tensor, inverse: Tensor) -> BackwardPass:
+        """Begin it."""
+        return _GpuBackward(gradient, x, mean, inverse)
+
+
+class _GpuBackward:
+    def __init__(self, gradient: Tensor, x: Tensor, mean: Tensor, inverse: Tensor) -> None:
+        self.gradient, self.x, self.mean, self.inverse = _dense(gradient, x), _dense(x, x), mean, inverse
+        # The gradients of weight and bias are the same sums, so they are not asked for: the kernel wants a weight then.
+        of_gradient, of_product, _, _ = torch.batch_norm_backward_reduce(
+            self.gradient, self.x, mean, inverse, None, True, False, False
+        )
+        self.sums = torch.stack([of_gradient, of_product * inverse])
+
+    def to_input(self, weight: Tensor | None, total: Tensor, counts: Tensor) -> Tensor:
+        of_gradient, of_product = total[0], total[1] / self.inverse
+        whole = counts.to(torch.int32)  # one for each worker: their sum may be larger than that type holds
+        samples = self.gradient, self.x, self.mean, self.inverse
+        return torch.batch_norm_backward_elemt(*samples, _like(weight, self.mean), of_gradient, of_product, whole)
+
+
+def _dims(x: Tensor) -> list[int]:
+    return [dim for dim in range(x.dim()) if dim != 1]
+
+
+def _along(of_channels: Tensor, x: Tensor) -> Tensor:
+    return of_channels.view([1, -1, *[1] * (x.dim() - 2)])
+
+
+def _normal(x: Tensor, mean: Tensor, inverse: Tensor) -> Tensor:
+    return (wide(x) - _along(mean, x)) * _along(inverse, x)
+
+
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def _dense(tensor: Tensor, x: Tensor) -> Tensor:
+    """`tensor` as `x` lies in memory, where that is one of the two ways that the kernels read."""
+    last = _CHANNELS_LAST.get(x.dim())
+    is_last = last is not None and x.is_contiguous(memory_format=last)
+    return tensor.contiguous(memory_format=last if is_last and last is not None else torch.contiguous_format)
+
+
+def _like(of_channels: Tensor | None, mean: Tensor) -> Tensor | None:
+    """In the type that the kernels compute in: beside that of the samples they take no other."""
+    return None if of_channels is None else of_channels.to(mean.dtype).contiguous()

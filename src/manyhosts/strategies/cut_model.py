@@ -1,0 +1,55 @@
+"""What strategies share whose workers hold parts of each tensor: the norm of a gradient that nobody holds whole."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from manyhosts.communication.holding import Holding
+from manyhosts.communication.mesh import Mesh
+from manyhosts.communication.parts import TensorPart
+from manyhosts.strategies.strategy import Shard
+from manyhosts.strategies.traits import Traits
+
+
+class CutModel:
+    """The model lies over the workers of `mesh` as `holding` says."""
+
+    traits: ClassVar[Traits]
+
+    def __init__(self, mesh: Mesh, holding: Holding) -> None:
+        self.mesh, self.world, self.holding = mesh, mesh.world, holding
+
+    def shard(self) -> Shard:
+        """One part for each worker that reads samples of its own."""
+        return Shard(self.mesh.data.rank, self.mesh.data.size)
+
+    @torch.no_grad()
+    def norm(self, model: nn.Module) -> Tensor:
+        """That of the whole gradient. All workers call this: each adds what it gives, and every element counts once."""
+        given = []
+        for parameter in model.parameters():
+            if parameter.grad is None:
+                continue
+            part = self.holding.part(parameter.grad)
+            if isinstance(part, TensorPart):
+                given.append(part.local)
+            elif self.world.is_leader:
+                given.append(part)
+        norms = torch._foreach_norm(given) if given else []
+        squares = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        for norm in norms:
+            squares += norm.double().square()
+        return self.world.all_reduce(squares).sqrt().float()
+
+    @torch.no_grad()
+    def clip_gradients(self, model: nn.Module, max_norm: float) -> Tensor:
+        """Scale what this worker holds of the gradient as PyTorch's `clip_grad_norm_` would scale all of it."""
+        norm = self.norm(model)
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        held = [self.holding.local(each.grad) for each in model.parameters() if each.grad is not None]
+        for gradient in held:
+            gradient.mul_(factor.to(gradient.dtype))
+        return norm

@@ -1,0 +1,165 @@
+"""What FSDP2 sends, through our world: counted, waited for as all else is, and ended when the workers are gone.
+
+PyTorch asks these two objects in place of its own calls. On Gloo a sum of parts is made by an exchange of rows, which
+each owner adds up in the order of the ranks: Gloo's own sums the whole on every worker, twice the bytes.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+from manyhosts.communication import volume
+from manyhosts.communication.collectives import Collectives, Work
+from manyhosts.communication.groups import gather_rows
+from manyhosts.communication.world import World
+from manyhosts.device import is_asynchronous
+from manyhosts.errors import ConfigError
+
+_BITS = 24
+"""Of a digest that workers compare: its square is summed over them in float64, and no bit may be lost."""
+
+
+class StepDigest:
+    """What this worker has gathered, computed and summed in a step, unit by unit: all must do alike.
+
+    A worker that leaves out a unit would take another unit's parts for it, and at the end wait for what nobody sends.
+    So between CPUs a few bytes go before each exchange, and nobody waits for an exchange before they are compared.
+    """
+
+    def __init__(self, members: Collectives) -> None:
+        """`members`: the workers that share one copy of the model."""
+        self.members = members
+        self.digest = 0
+        self._told: deque[tuple[Tensor, Work]] = deque()
+        """What is yet to be compared, in the order in which it was announced."""
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.digest = 0
+        self._told.clear()  # of one that broke off
+
+    def note(self, *numbers: int) -> None:
+        """Something was done that all workers do."""
+        self.digest = zlib.crc32(repr(numbers).encode(), self.digest)
+
+    def told(self) -> list[float]:
+        """What workers sum to see whether all have done the same."""
+        short = self.digest >> 32 - _BITS
+        return [float(short), float(short * short)]
+
+    def announce(self, *numbers: int) -> None:
+        """Note what is about to be exchanged; `compare` comes before that exchange is waited for."""
+        self.note(*numbers)
+        if not is_asynchronous(self.members.device):  # the host waits for no exchange of a GPU: the step's end shows it
+            told = torch.tensor(self.told(), dtype=torch.float64)
+            self._told.append((told, self.members.start_all_reduce(told)))
+
+    def compare(self) -> None:
+        """See that all workers have announced the same, also what nobody has waited for."""
+        while self._told:
+            told, work = self._told.popleft()
+            self.members.wait(work, confirmed=False)
+            check_alike(told.tolist(), self.members.size)
+
+
+def check_alike(sums: Sequence[float], workers: int) -> None:
+    """See that all have used the same units and parameters, by the sums of what each has `told`.
+
+    Raises:
+        ConfigError: they have not; on every worker.
+    """
+    total, squares = (int(each) for each in sums)
+    if workers * squares != total * total:
+        raise ConfigError(
+            "not all workers have used the same parts of the model in this step, so parts of different parameters were "
+            "put together",
+            where="strategy='fsdp'",
+            fix="compute the same layers for every sample (no layer that is left out by chance or by its input), or "
+            "choose strategy='ddp'",
+        )
+
+
+class _Allocating:
+    """Where buffers come from: plain memory."""
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A buffer of `size` elements."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _UnderWay(dist.Work):
+    """An exchange between CPUs that PyTorch waits for when it needs what comes of it."""
+
+    def __init__(self, work: Any, world: World, step_digest: StepDigest) -> None:
+        super().__init__()
+        self.work, self.world, self.step_digest, self.begin = work, world, step_digest, time.perf_counter()
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Return when it is over."""
+        self.step_digest.compare()
+        self.world.wait(self.work, confirmed=False)
+        self.world.exchange_s += time.perf_counter() - self.begin
+        return True
+
+
+class Gathering(_Allocating, AllGather):
+    """Gathers the parameters of one unit."""
+
+    def __init__(self, world: World, step_digest: StepDigest, unit: int) -> None:
+        self.world, self.step_digest, self.unit = world, step_digest, unit
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Begin to fill `output_tensor` with what each worker of `group` has in `input_tensor`."""
+        self.step_digest.announce(0, self.unit, input_tensor.numel())
+        self.world.count_sent(volume.all_gather_bytes(volume.size_of(input_tensor), group.size()))
+        work = gather_rows(output_tensor.view(group.size(), -1), input_tensor, group)
+        return _started(work, self.world, self.step_digest)
+
+
+class Summing(_Allocating, ReduceScatter):
+    """Sums the gradients of one unit; each worker gets its part of the sum."""
+
+    def __init__(self, world: World, step_digest: StepDigest, unit: int) -> None:
+        self.world, self.step_digest, self.unit = world, step_digest, unit
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        """Put into `output_tensor` this worker's part of the sum over `group`; it is read at once."""
+        size = group.size()
+        self.step_digest.announce(1, self.unit, input_tensor.numel())
+        self.world.count_sent(volume.all_to_all_bytes(volume.size_of(input_tensor), size))
+        if self.world.backend == "gloo":
+            rows = torch.empty_like(input_tensor)
+            _wait(dist.all_to_all_single(rows, input_tensor, group=group, async_op=True), self.world, self.step_digest)
+            torch.sum(rows.view(size, -1), 0, out=output_tensor.view(-1))
+            return None
+        # PyTorch 2.13 has given the function another name.
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        _wait(scatter(output_tensor, input_tensor, op=op, group=group, async_op=True), self.world, self.step_digest)
+        return None
+
+
+def _started(work: Any, world: World, step_digest: StepDigest) -> dist.Work | None:
+    """What PyTorch is to wait for; nothing on a GPU, where its stream for exchanges waits, beside the computation."""
+    if is_asynchronous(world.device):
+        work.wait()
+        return None
+    return _UnderWay(work, world, step_digest)
+
+
+def _wait(work: Any, world: World, step_digest: StepDigest) -> None:
+    """Wait for an exchange; on a GPU it is the current stream that waits."""
+    if (under_way := _started(work, world, step_digest)) is not None:
+        under_way.wait()

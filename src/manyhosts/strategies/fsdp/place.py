@@ -1,0 +1,107 @@
+"""A model put into parts: each unit made equal to the leader's, then sharded, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from manyhosts.communication.layout import spread
+from manyhosts.communication.mesh import Mesh
+from manyhosts.config.fully_sharded import FSDP
+from manyhosts.device import is_asynchronous
+from manyhosts.strategies.fsdp.exchange import Gathering, StepDigest, Summing
+from manyhosts.strategies.fsdp.refused import Given, Written, check_placeable
+from manyhosts.strategies.materialise import Places, materialise
+
+
+def place_root(
+    root: nn.Module,
+    units: Mapping[str, nn.Module],
+    config: FSDP,
+    *,
+    mesh: Mesh,
+    step_digest: StepDigest,
+    written: Written,
+    places: Places,
+) -> None:
+    """Keep this worker's part of every parameter of `root`: of each of `units`, which are in it, and of the rest.
+
+    One after the other, so that of a model on the meta device no worker ever holds more than one unit whole.
+
+    Raises:
+        ConfigError: a parameter or a layer cannot be gathered as asked.
+    """
+    check_placeable(root, units, config)
+    world, over = mesh.world, mesh.device_mesh("shard")
+    every = {**units, "": root}
+    bf16 = config.gather == "bf16"
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if bf16 else None,
+        reduce_dtype=torch.float32 if bf16 else None,
+        cast_forward_inputs=False,  # autocast sees to it, as in every other strategy
+    )
+    # A compiled unit cannot trace a checksum, and would warn of it.
+    noted: Callable[[Any], Any] = torch.compiler.disable
+    done: set[int] = set()
+    for number, (name, unit) in enumerate(every.items()):
+        materialise(unit.modules(), places)
+        unit.to(world.device)
+        for each in unit.parameters():
+            if not isinstance(each, DTensor):
+                each.data = each.data.contiguous()  # of a part no other memory format is known
+        own = [each for each in (*unit.parameters(), *unit.buffers()) if not isinstance(each, DTensor)]
+        spread([each for each in own if id(each) not in done], world)
+        done.update(id(each) for each in unit.buffers())
+        given = Given(
+            f"the unit {name!r}" if name else "the model itself", always=unit is root and is_asynchronous(world.device)
+        )
+        unit.register_forward_hook(noted(given.compare), with_kwargs=True)  # both before those of PyTorch
+        unit.register_forward_hook(_own_memory)
+        # The root is whole through all of the forward and all of the backward pass: nothing is gained in between.
+        keeps = config.zero < 3 or unit is root
+        fully_shard(unit, mesh=over, reshard_after_forward=not keeps, mp_policy=policy)
+        unit.register_forward_pre_hook(noted(given.note), with_kwargs=True)
+        unit.register_forward_pre_hook(noted(partial(written.note, name)))
+        unit.register_forward_pre_hook(noted(partial(_note, step_digest, number)))
+        placed = cast(FSDPModule, unit)
+        placed.set_gradient_divide_factor(1.0)  # pieces carry their share of the batch: sums are the mean already
+        placed.set_force_sum_reduction_for_comms(True)
+        placed.set_custom_all_gather(Gathering(world, step_digest, number))
+        placed.set_custom_reduce_scatter(Summing(world, step_digest, number))
+    _gather_ahead([*every.values()])
+    root.register_forward_hook(_let_go_after_evaluation)
+
+
+def _own_memory(unit: nn.Module, inputs: Any, output: Any) -> Any:
+    """Outputs in place of views of others: PyTorch's hook on a view, which gathers the unit for the backward pass, is
+    lost where the model then writes into it (`out += x`), and gradients would be wrong."""
+    if not torch.is_grad_enabled() or all(each._base is None for each in tree_leaves(output) if torch.is_tensor(each)):
+        return output
+    return tree_map_only(torch.Tensor, lambda each: each if each._base is None else each.clone(), output)
+
+
+def _note(step_digest: StepDigest, number: int, module: nn.Module, inputs: Any) -> None:
+    """A unit is called; it may have been gathered before and for nothing."""
+    step_digest.note(2, number)
+
+
+def _gather_ahead(units: Sequence[nn.Module]) -> None:
+    """Let each unit begin to gather the next one while it computes; in the backward pass PyTorch does so by itself."""
+    *blocks, root = [cast(FSDPModule, unit) for unit in units]
+    for unit, following in zip([root, *blocks], blocks, strict=False):
+        unit.set_modules_to_forward_prefetch([following])
+
+
+def _let_go_after_evaluation(root: nn.Module, inputs: Any, output: Any) -> None:
+    """An evaluation has no backward pass that would let go of what was gathered; where one has, it gathers again."""
+    if not (torch.is_grad_enabled() and root.training):
+        for each in root.modules():
+            if isinstance(each, FSDPModule):
+                each.reshard()

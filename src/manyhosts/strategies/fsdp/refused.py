@@ -1,0 +1,200 @@
+"""What cannot be kept in parts, or is used where it is not gathered: said in a sentence, before it could go wrong."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from manyhosts.config.fully_sharded import FSDP
+from manyhosts.errors import ConfigError
+
+
+def check_placeable(root: nn.Module, units: Mapping[str, nn.Module], config: FSDP) -> None:
+    """See that each parameter of `root` can be cut, with those beside it in its unit.
+
+    Raises:
+        ConfigError: one cannot; or it carries what would be lost with the tensor that takes its place.
+    """
+    owner = {id(each): name for name, unit in units.items() for each in unit.parameters()}
+    first: dict[str, tuple[str, nn.Parameter]] = {}
+    for name, parameter in root.named_parameters():
+        if parameter.dim() == 0 or parameter.numel() == 0:
+            what = "has no elements" if parameter.dim() else "is a single number"
+            raise ConfigError(
+                f"the parameter {name!r} {what}, which cannot be cut into parts",
+                where="strategy='fsdp'",
+                fix="leave it out" if parameter.dim() else "give it a dim: nn.Parameter(torch.ones(1))",
+            )
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ConfigError(
+                f"the parameter {name!r} has a hook on its gradient, and no worker has that gradient whole",
+                where="strategy='fsdp'",
+                fix="do it in the forward pass (multiply the weight by its mask), or choose strategy='ddp'",
+            )
+        if not parameter.requires_grad:
+            continue
+        unit = owner.get(id(parameter), "")
+        other, beside = first.setdefault(unit, (name, parameter))
+        if beside.dtype != parameter.dtype:
+            raise ConfigError(
+                f"the parameters {other!r} and {name!r} are gathered together, and one is of {_word(beside)}, the "
+                f"other of {_word(parameter)}",
+                where="strategy='fsdp'",
+                fix="make them of one dtype (precision='bf16' computes in bf16 all the same), or name the module that "
+                "holds one of them as a unit: mh.FSDP(units=[…])",
+            )
+    _check_gathered(root, config)
+
+
+def _word(parameter: nn.Parameter) -> str:
+    return str(parameter.dtype).removeprefix("torch.")
+
+
+def _check_gathered(root: nn.Module, config: FSDP) -> None:
+    if config.gather == "exact":
+        return
+    for name, module in root.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise ConfigError(
+                f"parameters are gathered in bf16, and the BatchNorm layer {name!r} computes in fp32 only",
+                where="FSDP(gather=…)",
+                fix='leave gather out: "exact" gathers them as they are',
+            )
+
+
+class Replaced:
+    """The tensors in whose place a model now has parts. Who kept one elsewhere trains something that nobody keeps."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """`model`: before it is cut."""
+        self._left = [(name, weakref.ref(each)) for name, each in model.named_parameters() if each.requires_grad]
+
+    def check(self) -> None:
+        """See that none of them has been given a gradient.
+
+        Raises:
+            ConfigError: one has: it took part in the loss in place of the model's own.
+        """
+        self._left = [(name, each) for name, each in self._left if each() is not None]
+        for name, each in self._left:
+            if (parameter := each()) is not None and parameter.grad is not None:
+                raise ConfigError(
+                    f"the model computes with the parameter {name!r} through something that was given it before it was "
+                    "cut into parts, and would never see it change",
+                    where="strategy='fsdp'",
+                    fix="take it from its module in each forward pass: keep it in no list, dict, partial or closure",
+                )
+
+
+class Given:
+    """The lists, dicts and dataclasses that a unit is given: it sees copies, so what it writes there is lost."""
+
+    def __init__(self, name: str, *, always: bool) -> None:
+        """`always`: PyTorch copies them on their way to a device, and not only where gradients go back through them."""
+        self.name, self.always = name, always
+        self._before: list[list[Any]] = []
+
+    def note(self, module: nn.Module, inputs: Any, named: Any) -> None:
+        """The unit is called with this."""
+        held = list(_held((inputs, named)))
+        copied = self.always or (torch.is_grad_enabled() and any(_has_gradient(each) for each in held))
+        self._before.append(held if copied else [])
+
+    def compare(self, module: nn.Module, inputs: Any, named: Any, output: Any) -> None:
+        """See that it has written nothing.
+
+        Raises:
+            ConfigError: it has.
+        """
+        before = self._before.pop()
+        now = list(_held((inputs, named))) if before else []
+        if len(now) != len(before) or any(one is not other for one, other in zip(before, now, strict=True)):
+            raise ConfigError(
+                f"{self.name} writes into a list, a dict or a dataclass that it is given, of which it sees a "
+                "copy: nobody would see what it has written",
+                where="strategy='fsdp'",
+                fix="let forward return what it has computed, and put it there outside",
+            )
+
+
+def _has_gradient(value: Any) -> bool:
+    return torch.is_tensor(value) and value.requires_grad
+
+
+class Written:
+    """Which gathered parameters a forward pass writes into: they are let go of, and what is kept does not change."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[str, nn.Parameter, int]] = {}
+
+    def note(self, unit: str, module: nn.Module, inputs: Any) -> None:
+        """The unit is called, with its parameters gathered."""
+        for name, each in module.named_parameters():
+            if not isinstance(each, DTensor):
+                self._seen.setdefault(id(each), (f"{unit}.{name}".lstrip("."), each, each._version))
+
+    def check(self) -> None:
+        """See that nothing was written since they were noted, and forget them.
+
+        Raises:
+            ConfigError: something was.
+        """
+        seen, self._seen = self._seen, {}
+        for name, parameter, version in seen.values():
+            if parameter._version != version:
+                raise ConfigError(
+                    f"the parameter {name!r} is written into while the model is computed: that is a copy, which is let "
+                    "go of, and the parameter itself would stay as it was",
+                    where="strategy='fsdp'",
+                    fix="write in the optimizer's step, or in step= before the model is called; or choose "
+                    "strategy='ddp'",
+                )
+
+
+def _held(given: Any) -> Iterator[Any]:
+    """All that is in lists, tuples, dicts and dataclasses, at any depth."""
+    if is_dataclass(given) and not isinstance(given, type):
+        inside: Iterable[Any] = [getattr(given, each.name) for each in fields(given)]
+    elif isinstance(given, dict):
+        inside = given.values()
+    elif isinstance(given, list | tuple):
+        inside = given
+    else:
+        return
+    for each in inside:
+        yield each if torch.is_tensor(each) or not isinstance(each, list | tuple | dict) else None
+        yield from _held(each)
+
+
+@contextmanager
+def misuse_told() -> Iterator[None]:
+    """Within, the model is computed, forward or backward.
+
+    Raises:
+        ConfigError: it was used in a way in which its parts are not gathered.
+    """
+    try:
+        yield
+    except (RuntimeError, AssertionError) as cause:
+        if "storage of size 0" in str(cause):
+            raise ConfigError(
+                "the backward pass comes to a unit by something that its forward pass has computed and not returned, "
+                "such as an attribute, or a second time (create_graph), and its weights are not gathered for that",
+                where="strategy='fsdp'",
+                fix="return it from the unit's forward pass; gradients of gradients need strategy='ddp'",
+            ) from cause
+        if "DTensor" not in str(cause) and "lazily init" not in str(cause):
+            raise
+        raise ConfigError(
+            "a parameter was used outside the forward pass of the module that holds it, where it is not gathered",
+            where="strategy='fsdp'",
+            fix="call the model itself, not its submodules or their weights; name a unit that holds both with "
+            "mh.FSDP(units=[…]); or add in the optimizer (weight_decay) what the loss takes of the weights",
+        ) from cause

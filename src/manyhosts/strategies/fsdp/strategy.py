@@ -1,0 +1,160 @@
+"""Fully sharded data parallelism: each worker keeps a part of the model, and gathers the rest unit by unit.
+
+Units, gathering and summing are PyTorch's FSDP2. Ours is what it is fed and what comes out of it: pieces that carry
+their share of the global batch, so that sums are the mean; ghosts, so that all workers make the same passes; norms over
+all parts; and a comparison, in the exchange of the loss, of which units each worker has used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from manyhosts.communication.dtensors import DTensors
+from manyhosts.communication.mesh import Mesh
+from manyhosts.communication.model_watch import Agreement
+from manyhosts.communication.world import World
+from manyhosts.config.fully_sharded import FSDP
+from manyhosts.device import LateNumbers
+from manyhosts.strategies.cut_model import CutModel
+from manyhosts.strategies.fsdp.exchange import StepDigest, check_alike
+from manyhosts.strategies.fsdp.place import place_root
+from manyhosts.strategies.fsdp.refused import Replaced, Written, misuse_told
+from manyhosts.strategies.fsdp.units import find_units
+from manyhosts.strategies.materialise import places_of
+from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome, Steppable
+from manyhosts.strategies.tally import Agreed, Tally
+from manyhosts.strategies.traits import TRAITS
+
+
+class FullySharded(CutModel):
+    """Parameters, gradients and optimizer state in parts; each unit whole while it is computed."""
+
+    traits = TRAITS["fsdp"]
+
+    def __init__(self, config: FSDP, world: World) -> None:
+        """A strategy for several workers.
+
+        Raises:
+            ConfigError: `shard` does not divide them.
+        """
+        mesh = Mesh(world, shard=config.shard or world.size)
+        super().__init__(mesh, DTensors(mesh))
+        self.config = config
+        mesh.along("replicate")  # all workers make its groups together
+        self.agreed = Agreed()
+        self.step_digest = StepDigest(mesh.along("shard"))
+        self.late = LateNumbers(world.device)
+        self.roots: list[FSDPModule] = []
+        self.parameters: list[nn.Parameter] = []
+        self.agreement: Agreement | None = None
+        self.replaced, self.written = Replaced(nn.Module()), Written()
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """Keep this worker's part of `model`, equal to the leader's.
+
+        Raises:
+            ConfigError: it has no units, or cannot be gathered as asked.
+        """
+        # The loss, where it has parameters, is one more root: it is called by itself, and small.
+        whole, *loss = model.children() if getattr(model, "is_never_called", False) else [model]
+        units, places = find_units(whole, self.config.patterns), places_of(model)
+        self.replaced = Replaced(model)
+        for root in (whole, *loss):
+            if any(True for _ in root.parameters()):
+                inside = units if root is whole else {}
+                place_root(
+                    root,
+                    inside,
+                    self.config,
+                    mesh=self.mesh,
+                    step_digest=self.step_digest,
+                    written=self.written,
+                    places=places,
+                )
+                self.roots.append(cast(FSDPModule, root))
+            else:
+                root.to(self.world.device)
+        self.parameters = list(model.parameters())
+        self.agreement = Agreement(model, self.world)
+        self.agreement.watch.parameters = []  # units come and go: what a forward pass sees is not what is kept
+        return model
+
+    def forward_backward(
+        self, model: nn.Module, pieces: Sequence[Piece], compute: Compute, scale: Scale, control_flags: Sequence[float]
+    ) -> StepOutcome:
+        """Accumulate the gradients of this worker's pieces, each part of their sum on the worker that keeps it."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.step_digest.begin()
+        self._compare_buffers()
+        tally = Tally(control_flags, self.agreed, self.world)
+        for number, piece in enumerate(pieces):
+            self._ready(is_last=number == len(pieces) - 1)
+            with misuse_told():
+                values = compute(model, piece)
+                self.written.check()
+                loss = scale(tally.add(values, piece.weight))
+                self.step_digest.announce()
+                self.step_digest.compare()  # in the backward pass those that have left out a unit would wait for ever
+                loss.backward()
+            self.replaced.check()
+        self._sum_copies()
+        self.step_digest.announce(*(each.grad is not None for each in self.parameters))
+        self.step_digest.compare()
+        tally.control_flags = [*control_flags, *self.step_digest.told()]
+        self.world.wait(tally.start_sum())
+        told, tally.control_flags = tally.control_flags[-2:], tally.control_flags[:-2]
+        if (sums := self.late.read(told)) is not None:
+            check_alike(sums, self.world.size)
+        return tally.outcome()
+
+    def _ready(self, *, is_last: bool) -> None:
+        """Say what is kept whole after the coming forward and backward pass."""
+        keeps = self.config.zero < 3 and not is_last
+        for root in self.roots:
+            root.set_reshard_after_backward(not keeps)
+            root.set_requires_gradient_sync(is_last or self.config.zero > 1)
+
+    def _sum_copies(self) -> None:
+        """Sum each part over those who hold it.
+
+        What has no gradient is sent as zeros: copies that have used other units are told so with the loss, and until
+        then each of their messages must be as long as the others'.
+        """
+        copies = self.mesh.along("replicate")
+        trained = [each for each in self.parameters if each.requires_grad]
+        for dtype in dict.fromkeys(each.dtype for each in trained) if copies.size > 1 else ():
+            own = [each for each in trained if each.dtype == dtype]
+            given = [
+                torch.zeros_like(self.holding.local(each)) if each.grad is None else self.holding.local(each.grad)
+                for each in own
+            ]
+            flat = copies.all_reduce(torch.cat([each.reshape(-1) for each in given]))
+            for part, summed in zip(given, flat.split([each.numel() for each in given]), strict=True):
+                part.copy_(summed.view_as(part))
+
+    def _compare_buffers(self) -> None:
+        """See that all workers have the same buffers and train the same parameters, before anything relies on it."""
+        assert self.agreement is not None, "place() comes before"
+        self.agreement.watch.count_step()
+        if told := self.agreement.numbers():
+            sums = self.world.all_reduce(torch.tensor(told, dtype=torch.float64, device=self.world.device))
+            if (found := self.agreement.read(sums)) is not None:
+                self.agreement.check(found)
+            self.agreement.known()
+
+    def update(self, model: nn.Module, optimizer: Steppable) -> None:
+        """Step the optimizer, which knows of this worker's parts alone."""
+        optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: it remembers nothing."""
+        return {}
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Nothing to take up."""

@@ -1,0 +1,100 @@
+"""Which modules of a model are gathered and let go of together.
+
+A unit is as much of the model as a worker has whole at one moment, and as much as one message carries: a block. What no
+unit holds (embeddings, the last layer) is a unit of its own, the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from manyhosts.errors import ConfigError
+from manyhosts.strategies.blocks import blocks_of
+
+Units = dict[str, nn.Module]
+"""By name, none inside another, in the order of the model."""
+
+
+def find_units(model: nn.Module, patterns: Sequence[str]) -> Units:
+    """The units of `model`: those that `patterns` name, or else its blocks.
+
+    Raises:
+        ConfigError: there are none; or what was named is never called, has no parameters, or shares one with what is
+            outside it.
+    """
+    units: Units = {}
+    for name, module in blocks_of(model, patterns, where="FSDP(units=…)"):
+        if any(name.startswith(f"{outer}.") for outer in units):
+            continue
+        if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict):
+            raise ConfigError(
+                f"the unit {name!r} is a {type(module).__name__}, which is never called itself",
+                where="FSDP(units=…)",
+                fix=f"name what is in it: units=[{name + '.*'!r}]",
+            )
+        if any(True for _ in module.parameters()):
+            units[name] = module
+    if not units:
+        raise _no_units(model, patterns)
+    shared = _shared(model, units)
+    if patterns and shared:
+        unit, parameter = next(iter(shared.items()))
+        raise ConfigError(
+            f"the unit {unit!r} has the parameter {parameter!r}, which a module outside it has, too",
+            where="FSDP(units=…)",
+            fix="name a unit that holds both, or leave that one out: what no unit holds is one of its own",
+        )
+    return {name: unit for name, unit in units.items() if name not in shared}
+
+
+def unit_bytes(model: nn.Module, patterns: Sequence[str] = (), *, total: int) -> tuple[int, ...]:
+    """Of the parameters of each unit, in order; last of what no unit holds of `total`. Empty: there are no units."""
+    try:
+        units = find_units(model, patterns)
+    except ConfigError:
+        return ()
+    blocks = [sum(each.nbytes for each in unit.parameters()) for unit in units.values()]
+    return (*blocks, total - sum(blocks)) if sum(blocks) <= total else ()
+
+
+def tail_bytes(model: nn.Module, patterns: Sequence[str] = ()) -> int:
+    """Of the parameters that stand behind the last unit of `model`, or are also used there; 0 where there are none."""
+    try:
+        units = find_units(model, patterns)
+    except ConfigError:
+        return 0
+    inside = {id(each) for unit in units.values() for each in unit.parameters()}
+    named = list(model.named_parameters(remove_duplicate=False))
+    ends = max((place for place, (_, each) in enumerate(named) if id(each) in inside), default=len(named))
+    return sum({id(each): each.nbytes for _, each in named[ends + 1 :]}.values())
+
+
+def _no_units(model: nn.Module, patterns: Sequence[str]) -> ConfigError:
+    if patterns:
+        return ConfigError(
+            f"the units {', '.join(patterns)} have no parameters",
+            where="FSDP(units=…)",
+            fix="name modules that have some, or leave units out",
+        )
+    return ConfigError(
+        f"no units are found in the model, a {type(model).__name__}: it has no blocks that repeat, and no modules to "
+        "cut it at",
+        where="strategy='fsdp'",
+        fix="name its parts with mh.FSDP(units=[…]), by name or class, or choose strategy='ddp'",
+    )
+
+
+def _shared(model: nn.Module, units: Units) -> dict[str, str]:
+    """The units of which a parameter also stands outside, with its name inside."""
+    places: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        places.setdefault(id(parameter), []).append(name)
+    found = {}
+    for unit in units:
+        for names in places.values():
+            inside = [name.startswith(f"{unit}.") for name in names]
+            if any(inside) and not all(inside):
+                found[unit] = names[inside.index(True)]
+    return found

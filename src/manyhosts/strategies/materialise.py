@@ -1,0 +1,95 @@
+"""Models that were made on the meta device, without values: given them module by module, the same on every worker.
+
+Each module draws from the run's seed and its place in the model, so what it gets does not depend on which others a
+worker makes, or in which order: a strategy that keeps parts makes one unit at a time and never holds the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from manyhosts.data import randomness
+from manyhosts.errors import ConfigError
+
+Places = Mapping[int, tuple[int, str]]
+"""By `id`, the number and the name of each module in a model."""
+
+
+def is_meta(model: nn.Module) -> bool:
+    """Whether any tensor of `model` has no values yet."""
+    return any(each.is_meta for each in (*model.parameters(), *model.buffers()))
+
+
+def places_of(model: nn.Module) -> Places:
+    """Those of a whole model."""
+    return {id(module): (number, name) for number, (name, module) in enumerate(model.named_modules())}
+
+
+@torch.no_grad()
+def materialise(modules: Iterable[nn.Module], places: Places) -> None:
+    """Give values to the own tensors of `modules` that are on the meta device, by `reset_parameters()` of each.
+
+    A tensor that stands in several of them stays one. `places`: of the whole model, by `places_of`. The seed is that of
+    torch's generator, as whoever calls has set it.
+
+    Raises:
+        ConfigError: a module has no such method, or it leaves a tensor without values.
+    """
+    seed = torch.initial_seed() & (1 << 62) - 1
+    made: dict[int, Tensor] = {}
+    kept: list[Tensor] = []  # an id is another tensor's once this one is gone
+    for module in modules:
+        own = [
+            (held, key, tensor)
+            for held in (cast(dict[str, Tensor | None], module._parameters), module._buffers)
+            for key, tensor in held.items()
+            if tensor is not None and tensor.is_meta
+        ]
+        if not own:
+            continue
+        number, name = places[id(module)]
+        for held, key, tensor in own:
+            kept.append(tensor)
+            if id(tensor) not in made:
+                made[id(tensor)] = _without_values(tensor, f"{name}.{key}")
+            held[key] = made[id(tensor)]
+        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        if reset is None:
+            raise _refusal(f"{name}.{own[0][1]}", f"{type(module).__name__} has no reset_parameters()")
+        with randomness.kept():
+            randomness.seed_all(seed, randomness.MODEL, number)
+            reset()
+        for held, key, _ in own:
+            if _lacks_values(held[key]):
+                raise _refusal(f"{name}.{key}", f"reset_parameters() of {type(module).__name__} does not write it")
+
+
+def _without_values(tensor: Tensor, name: str) -> Tensor:
+    """A tensor on the CPU that shows where nothing was written."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        empty = torch.full_like(tensor, float("nan"), device="cpu")
+    elif tensor.dtype in (torch.int16, torch.int32, torch.int64):
+        empty = torch.full_like(tensor, torch.iinfo(tensor.dtype).min, device="cpu")
+    else:
+        raise _refusal(name, f"it is of {tensor.dtype}")
+    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _lacks_values(tensor: Tensor | None) -> bool:
+    if tensor is None:
+        return False
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(tensor.isnan().any())
+    return bool((tensor == torch.iinfo(tensor.dtype).min).any())
+
+
+def _refusal(name: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"the model was made on the meta device, and nothing gives {name.lstrip('.')} its values: {why}",
+        where="mh.Trainer(model=…)",
+        fix="give the module that holds it a method reset_parameters() which writes it, or make the model on the CPU",
+    )

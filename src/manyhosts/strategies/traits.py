@@ -1,0 +1,37 @@
+"""What the trainer must know of a strategy beside what it can do: one table, with a row for each.
+
+A strategy of a new kind adds its row here and its maker to `table.py`. Nobody asks for the class of one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traits:
+    """What holds for every run of a strategy."""
+
+    steps_together: bool = True
+    """Whether all workers make each step by one gradient, so that between two steps they hold one model. Where not, the
+    strategy has the calls of `LocalUpdates`."""
+    meets_in_forward: bool = False
+    """Whether workers exchange something in every forward pass, so that all must make equally many."""
+    holds_whole_model: bool = True
+    """Whether each worker holds every tensor whole. Where not, `Strategy.holding` says what it holds."""
+    survives_loss: bool = True
+    """Whether the workers that are left can go on without one that is lost. Then it has the calls of `Survivable`."""
+    computes_fixed_parts: bool = False
+    """Whether each batch is cut into parts that do not depend on the number of workers. Then it has those of
+    `FixedParts`."""
+
+
+TRAITS = {
+    "single": Traits(survives_loss=False),
+    "ddp": Traits(),
+    "fsdp": Traits(meets_in_forward=True, holds_whole_model=False, survives_loss=False),
+    "virtual": Traits(computes_fixed_parts=True),
+    "local-sgd": Traits(steps_together=False),
+    "diloco": Traits(steps_together=False),
+}
+"""By the name of the strategy, as settings have it; `virtual` is `ddp` with virtual workers."""

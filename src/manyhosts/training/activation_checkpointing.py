@@ -1,0 +1,265 @@
+"""Activation checkpointing: blocks keep their input alone, and compute themselves again in the backward pass.
+
+The second forward pass of a block sees what the first one saw: the input, the precision, the random numbers of torch,
+NumPy and Python, and the buffers that forward passes change (BatchNorm's running values, say), which it leaves as the
+first one left them. So no bit differs. What cannot be done so (a block that changes its input in place, one that draws
+from a generator of its own) is found in the first backward pass: each block's second output is compared with its first.
+
+A block stays the object that it is, with its parameters, hooks and names; its class becomes one that derives from the
+user's. Its copies, and what is read from a file, are of the user's class. Hooks are called once, around the checkpoint.
+
+Source: Chen, Xu, Zhang and Guestrin 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.checkpoint import checkpoint
+
+from manyhosts.communication.layout import as_real
+from manyhosts.config.settings import ActivationCheckpointing
+from manyhosts.data import randomness
+from manyhosts.device import is_asynchronous
+from manyhosts.errors import ConfigError
+from manyhosts.strategies.blocks import modules_of_layers, repeated_blocks
+
+_ROUNDING = 1e-2
+"""Of the largest number in an output: what a GPU's kernels may differ by that add in any order."""
+_names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+_changing: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+"""Of the blocks whose second output has been seen to be their first: the buffers that forward passes change."""
+
+
+def checkpoint_blocks(model: nn.Module, asked: ActivationCheckpointing, *, compiled: bool = False) -> str:
+    """Have blocks of `model` computed again in backward passes, in place of those of an earlier call. In a few words,
+    which.
+
+    `compiled`: what such a block computes is compiled, and its checkpoint stands around that.
+
+    Raises:
+        ConfigError: the model has no blocks, or one that cannot be computed again.
+    """
+    for module in model.modules():
+        if is_checkpointed(module):
+            module.__class__ = cast(type[Checkpointed], type(module)).plain
+    if asked is None:
+        return ""
+    blocks = repeated_blocks(model) if asked != "all" else modules_of_layers(model)
+    if not blocks:
+        raise ConfigError(
+            f"activation_checkpointing is {asked!r}, but the model has no blocks: several modules of one class, each "
+            "of several layers, in a ModuleList or Sequential"
+            + (", nor any other module of several layers" if asked == "all" else ""),
+            where="activation_checkpointing",
+            fix="put the layers into modules of their own, or leave it out"
+            + (', or try "all", which takes every module of several layers' if asked != "all" else ""),
+        )
+    # The first ones: when their turn comes in the backward pass, what the last ones kept is free again.
+    chosen = blocks[: math.ceil(asked * len(blocks))] if isinstance(asked, int | float) else blocks
+    for name, block in chosen:
+        _check(name, block)
+        _names[block] = name
+        _changing.pop(block, None)
+        block.__class__ = _checkpointed(type(block), compiled)
+    return f"{len(chosen)} of {len(blocks)} blocks, {_few([name for name, _ in chosen])}"
+
+
+def is_checkpointed(module: nn.Module) -> bool:
+    """Whether `module` is one that `checkpoint_blocks` has chosen."""
+    return "plain" in vars(type(module)) and issubclass(type(module), Checkpointed)
+
+
+def _check(name: str, block: nn.Module) -> None:
+    """Raise ConfigError where the class of `block` cannot stand for what it computes."""
+    if isinstance(block, torch.jit.ScriptModule):
+        what = "is TorchScript"
+    elif "forward" in vars(block):
+        what = "has a forward of its own, beside that of its class"
+    else:
+        return
+    raise ConfigError(
+        f"the block {name} ({type(block).__name__}) {what}, and cannot be computed again",
+        where="activation_checkpointing",
+        fix="give it as a plain module, or leave activation_checkpointing out",
+    )
+
+
+class Checkpointed:
+    """In front of the class of a block."""
+
+    plain: ClassVar[type[nn.Module]]
+    """The class of the block."""
+    compute: Callable[..., Any]
+    """Its forward pass, perhaps compiled."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the block computes."""
+        block = cast(nn.Module, self)
+        if not (block.training and torch.is_grad_enabled()):
+            return self.compute(*args, **kwargs)
+        call = _Call(block, self.compute, [*args, *kwargs.values()])
+        return checkpoint(
+            call, *args, use_reentrant=False, early_stop=not call.compares, context_fn=call.contexts, **kwargs
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(protocol)
+        return (copyreg._reconstructor, (self.plain, object, None), *reduced[2:])  # type: ignore[attr-defined]
+
+
+_CLASSES: dict[tuple[type[nn.Module], bool], type[nn.Module]] = {}
+
+
+def _checkpointed(kind: type[nn.Module], compiled: bool) -> type[nn.Module]:
+    """The class in place of `kind`."""
+    if (kind, compiled) not in _CLASSES:
+        compute = torch.compile(kind.forward) if compiled else kind.forward
+        words = {"plain": kind, "compute": compute, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        _CLASSES[kind, compiled] = type(kind.__name__, (Checkpointed, kind), words)
+    return _CLASSES[kind, compiled]
+
+
+class _Call:
+    """One forward pass of a block, called once more in the backward pass."""
+
+    def __init__(self, block: nn.Module, compute: Callable[..., Any], inputs: list[Any]) -> None:
+        self.block, self.compute = block, compute
+        self.compares = block not in _changing
+        """Whether this block's second output is yet to be compared with its first."""
+        self.inputs = [(tensor, tensor._version) for tensor in tensors_in(inputs)]
+        self.generators = randomness.states()
+        self.before: dict[str, Tensor] = {}
+        """The buffers that forward passes change, by name: copies of what they were before the first one."""
+        self.output: list[Tensor] | None = None
+
+    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """What the first and what the second forward pass run in."""
+        return nullcontext(), self._again()
+
+    @contextmanager
+    def _again(self) -> Iterator[None]:
+        slots = _slots(self.block)
+        now = {name: slots[name].tensor for name in self.before}
+        try:
+            for name, tensor in self.before.items():
+                slots[name].put(tensor)
+            with randomness.replayed(self.generators):
+                yield
+        finally:
+            for name, tensor in now.items():
+                slots[name].put(tensor)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The output of the block."""
+        return self._first(*args, **kwargs) if self.output is None else self._second(*args, **kwargs)
+
+    def _first(self, *args: Any, **kwargs: Any) -> Any:
+        slots, known = _slots(self.block), _changing.get(self.block)
+        seen = {name: (slot.tensor, slot.tensor._version) for name, slot in slots.items()}
+        before = {name: slots[name].tensor.clone() for name in (slots if known is None else known)}
+        output = self.compute(*args, **kwargs)
+        self._check_inputs()
+        changed = {
+            name for name, (tensor, version) in seen.items()
+            if slots[name].tensor is not tensor or tensor._version != version
+        }  # fmt: skip
+        if known is None:
+            # PyTorch's own layers change running values without a word, which then may be what they were by chance.
+            changed |= {name for name, slot in slots.items() if slot.runs or not _alike(slot.tensor, before[name])}
+        elif late := sorted(changed - known):
+            raise self._error(
+                f"cannot be computed again: it changes its buffer {late[0]}, which it did not in its first pass",
+                "have it changed in the first pass, too",
+            )
+        self.before = {name: before[name] for name in (changed if known is None else known)}
+        self.output = [tensor.detach() for tensor in tensors_in(output)] if self.compares else []
+        return output
+
+    def _second(self, *args: Any, **kwargs: Any) -> Any:
+        self._check_inputs()
+        output = self.compute(*args, **kwargs)
+        if self.compares:
+            first, second = self.output, tensors_in(output)
+            assert first is not None, "the first pass leaves its output"
+            if len(first) != len(second) or not all(map(_alike, first, second)):
+                raise self._error(
+                    "computes something else when it is computed again",
+                    "let it draw from the generators of torch, NumPy or Python, and change neither its arguments (such "
+                    "as a cache of keys) nor anything that is no buffer",
+                )
+            _changing[self.block] = set(self.before)
+            self.compares, self.output = False, []
+        return output
+
+    def _check_inputs(self) -> None:
+        if any(tensor._version != version for tensor, version in self.inputs):
+            raise self._error(
+                "cannot be computed again: its input was changed in place",
+                "write x = x + y for x += y, and inplace=False for the first layer of the block and what follows it",
+            )
+
+    def _error(self, what: str, fix: str) -> ConfigError:
+        return ConfigError(
+            f"the block {_names.get(self.block, '')} ({type(self.block).__name__}) {what}",
+            where="activation_checkpointing",
+            fix=f"{fix}; or leave activation_checkpointing out",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """Where a module keeps a buffer."""
+
+    holder: dict[str, Tensor | None]
+    key: str
+    runs: bool
+    """Whether it is a running value of a layer of PyTorch's."""
+
+    @property
+    def tensor(self) -> Tensor:
+        return cast(Tensor, self.holder[self.key])
+
+    def put(self, tensor: Tensor) -> None:
+        self.holder[self.key] = tensor
+
+
+def _slots(block: nn.Module) -> dict[str, _Slot]:
+    """Of every buffer in `block`, by its name."""
+    return {
+        f"{prefix}.{key}" if prefix else key: _Slot(module._buffers, key, isinstance(module, _NormBase))
+        for prefix, module in block.named_modules()
+        for key, buffer in module._buffers.items()
+        if buffer is not None
+    }
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in lists, tuples and mappings."""
+    if isinstance(value, Tensor):
+        return [value]
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return [tensor for each in inner for tensor in tensors_in(each)]
+
+
+def _alike(first: Tensor, second: Tensor) -> bool:
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    one, other = as_real(first), as_real(second.detach())
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    allowed = _ROUNDING * float(one.abs().nan_to_num().max()) if is_asynchronous(one.device) and one.numel() else 0.0
+    return torch.allclose(one, other, rtol=0.0, atol=allowed, equal_nan=True)
+
+
+def _few(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"

@@ -1,0 +1,37 @@
+"""Which kernels an optimizer steps by, where the script has not said it."""
+
+from __future__ import annotations
+
+from torch.optim import Adam, AdamW, Optimizer
+
+from manyhosts.communication.world import World
+from manyhosts.device import is_asynchronous
+from manyhosts.errors import ConfigError
+
+KERNELS = ("foreach", "fused", "capturable")
+"""Options that choose them. They follow from where an optimizer steps, so no snapshot brings its own."""
+_FUSED_IN_PARTS = (Adam, AdamW)
+"""PyTorch knows by no other fused kernel how to step tensors that are in parts."""
+
+
+def fuse(optimizer: Optimizer, world: World, *, holds_whole_model: bool) -> None:
+    """Let it do a step in one pass over the memory of a GPU; on CPUs it stays as the script made it.
+
+    Raises:
+        ConfigError: the script asks for a kernel that cannot step parts of tensors.
+    """
+    can_fuse = holds_whole_model or isinstance(optimizer, _FUSED_IN_PARTS)
+    for group in optimizer.param_groups:
+        if group.get("fused") and not can_fuse:
+            raise ConfigError(
+                f"{type(optimizer).__name__} is made with fused=True, and PyTorch's fused kernel for it cannot step a "
+                "model in parts",
+                where="mh.Trainer(optimizer=…)",
+                fix="leave fused out, or choose AdamW, whose kernel can",
+            )
+        real = all(parameter.is_floating_point() for parameter in group["params"])
+        asked = group.get("fused") is not None or group.get("foreach") or group.get("differentiable")
+        if is_asynchronous(world.device) and "fused" in group and real and can_fuse and not asked:
+            group["fused"] = True
+    if all(group.get("fused") for group in optimizer.param_groups):
+        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # as if made so: or fp16 waits in each step

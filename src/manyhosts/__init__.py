@@ -19,6 +19,7 @@ _PUBLIC = {
     "DDP": "manyhosts.config.strategies",
     "DiLoCo": "manyhosts.config.local_steps",
     "LocalSGD": "manyhosts.config.local_steps",
+    "FSDP": "manyhosts.config.fully_sharded",
     "Data": "manyhosts.data.data",
     "EarlyStopping": "manyhosts.config.stopping",
     "Single": "manyhosts.config.strategies",
@@ -30,6 +31,7 @@ _PUBLIC = {
 
 __all__ = [
     "DDP",
+    "FSDP",
     "Data",
     "DiLoCo",
     "EarlyStopping",

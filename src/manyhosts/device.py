@@ -10,15 +10,26 @@ import os
 from collections import deque
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity
 
 from manyhosts.errors import ConfigError
 
-ACCELERATORS = {"cuda": "nccl"}
-"""Kinds of accelerators, and the backend of torch.distributed that carries data between them."""
+
+class Kind(NamedTuple):
+    """A kind of accelerator, in PyTorch's words."""
+
+    backend: str
+    """Of torch.distributed: carries data between them."""
+    activity: str
+    """What its profiler calls their work."""
+
+
+ACCELERATORS = {"cuda": Kind(backend="nccl", activity="CUDA")}
+"""The kinds, by the type of their devices."""
 
 
 class Event(Protocol):
@@ -29,6 +40,9 @@ class Event(Protocol):
 
     def wait(self) -> None:
         """What the current stream is given from now on begins behind it. The host goes on."""
+
+    def query(self) -> bool:
+        """Whether it is passed."""
 
     def synchronize(self) -> None:
         """The host waits until it is passed."""
@@ -80,6 +94,24 @@ class Module(Protocol):
 
     def get_device_name(self, device: torch.device, /) -> str:
         """Its make."""
+
+    def get_device_properties(self, device: torch.device, /) -> Any:
+        """What it has: `total_memory`, bytes."""
+
+    def mem_get_info(self, device: torch.device, /) -> tuple[int, int]:
+        """Bytes of it that are free, and that it has."""
+
+    def memory_reserved(self, device: torch.device, /) -> int:
+        """Bytes that PyTorch has taken of it for this process."""
+
+    def memory_allocated(self, device: torch.device, /) -> int:
+        """Bytes that tensors hold."""
+
+    def max_memory_allocated(self, device: torch.device, /) -> int:
+        """The most that they have held at once."""
+
+    def reset_peak_memory_stats(self, device: torch.device, /) -> None:
+        """Begin to look for the most anew."""
 
     def device(self, device: torch.device, /) -> Within:
         """Within, it is the one in use."""
@@ -159,7 +191,34 @@ def _sees_its_own(number: int) -> bool:
 
 def backend_for(device: torch.device) -> str:
     """The backend of torch.distributed that carries data between such devices."""
-    return ACCELERATORS.get(device.type, "gloo")
+    return ACCELERATORS[device.type].backend if device.type in ACCELERATORS else "gloo"
+
+
+def activities(device: torch.device) -> list[ProfilerActivity]:
+    """What PyTorch's profiler calls the work of an accelerator; none for a CPU."""
+    kinds = [ACCELERATORS[device.type]] if device.type in ACCELERATORS else []
+    return [getattr(ProfilerActivity, kind.activity) for kind in kinds]
+
+
+def make(device: torch.device) -> str:
+    """The make of an accelerator, and what computes on it: of one make all give the same bits."""
+    return f"{module(device).get_device_name(device)}, {torch.version.cuda}, {torch.backends.cudnn.version()}"
+
+
+def read_here(tensor: Tensor) -> None:
+    """Say that the current stream of a GPU reads `tensor`, which may have been made on another one.
+
+    Let go of there, its memory would otherwise be another's before it is read.
+    """
+    if is_asynchronous(tensor.device):
+        tensor.record_stream(module(tensor.device).current_stream(tensor.device))  # type: ignore[arg-type]
+
+
+def memory_left(device: torch.device) -> int:
+    """Bytes of an accelerator that nobody has taken, and those that PyTorch has taken for this process and not used."""
+    memory = module(device)
+    free, _ = memory.mem_get_info(device)
+    return free + memory.memory_reserved(device) - memory.memory_allocated(device)
 
 
 def wait_for(device: torch.device) -> None:

@@ -8,6 +8,8 @@ The loop of `training.loop` with each event in its place:
         [EpochDone]                     when the step was the last one of its epoch
         [ValidationDone]                when `validate_every` is due
         [SnapshotSaved]                 when `snapshots.every` is due
+        [WorkersTimed]                  every few seconds, where there are several workers
+    [WorkersTimed]                      for the rest of the steps
     RunEnded
     [TestDone]                          when the user calls `trainer.test()`
 
@@ -17,7 +19,7 @@ training: the order in which they are told never matters, and one that fails is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -181,6 +183,43 @@ class Slowdown:
     factor: float
     """How many times slower than the others it is; 1.0: no more."""
     time: float
+    cause: str = ""
+    """The likely one: `data`, `compute`, `thermal` or `network`; empty where it is slow no more."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerTimes:
+    """What a step took one worker: means over steps, in seconds."""
+
+    rank: int
+    host: str
+    samples: int
+    """Of a step, on this worker."""
+    total: float
+    compute: float
+    communication_exposed: float
+    """Waiting for other workers or for bytes that no computation hid."""
+    data_wait: float
+    snapshot_stall: float
+    hot: float = 0.0
+    """The share of the time, 0 to 1, in which its host has slowed a processor down because it was too hot."""
+
+    @property
+    def own(self) -> float:
+        """Seconds of a step in which it did not wait for other workers."""
+        return self.compute + self.data_wait
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkersTimed:
+    """What the last steps took every worker, by rank: `steps` of them, of which `step` is the last."""
+
+    step: int
+    steps: int
+    workers: tuple[WorkerTimes, ...]
+    communication: float
+    """Seconds of a step in which even the worker that waited least waited: no slow worker is to blame for these."""
+    time: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -231,6 +270,7 @@ Event = (
     | Recovered
     | Note
     | Slowdown
+    | WorkersTimed
     | CompressionChosen
     | RunEnded
     | TestDone
@@ -242,6 +282,3 @@ class Listener(Protocol):
 
     def __call__(self, event: Event) -> None:
         """Take note of `event`."""
-
-
-Listeners = Sequence[Listener]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import subprocess
@@ -14,7 +15,8 @@ from pathlib import Path
 import click
 
 from manyhosts.cli.cluster import beside_table, cluster_option
-from manyhosts.cli.doctor_screen import Progress, print_examination
+from manyhosts.cli.doctor_screen import print_examination
+from manyhosts.cli.progress import Progress
 from manyhosts.cli.where import Where, pairs
 from manyhosts.control.job import Job
 from manyhosts.errors import LaunchError
@@ -76,15 +78,12 @@ def doctor(
         shares_disk=engine.SHARES_DISK,
     )
     engine.plan(replace(job, least_nodes=None))  # refuses what makes no sense
-    progress = Progress(sys.stderr, silent=as_json)
-    try:
+    with contextlib.closing(Progress(sys.stderr, silent=as_json)) as progress:
         if not engine.CALLS_BACK:
-            examination = as_job.examine(engine, replace(job, least_nodes=None), request, progress.tell)
+            examination = as_job.examine(engine, replace(job, least_nodes=None), request, progress.doing)
         else:
             with access.over_ssh(job) if engine.USES_SSH else access.in_a_job(engine, job) as (reached, lost):
-                examination = examine(reached, lost, request, progress.tell)
-    finally:
-        progress.close()
+                examination = examine(reached, lost, request, progress.doing)
     if as_json:
         print(json.dumps(examination.to_json(), indent=1))
     else:

@@ -18,25 +18,6 @@ _MOST_IN_A_MATRIX = 12
 _COLOURS = {"error": "31", "warning": "33", "note": "36"}
 
 
-class Progress:
-    """One line that says what is being done, on a terminal; it is gone when the result comes."""
-
-    def __init__(self, stream: TextIO, *, silent: bool) -> None:
-        self._stream, self._shown = stream, not silent and stream.isatty()
-
-    def tell(self, text: str) -> None:
-        """Replace the line."""
-        if self._shown:
-            self._stream.write(f"\r\x1b[K{text} …")
-            self._stream.flush()
-
-    def close(self) -> None:
-        """Take the line away."""
-        if self._shown:
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()
-
-
 def print_examination(found: Examination, stream: TextIO) -> None:
     """Print everything, for a terminal of 96 columns or less where the names of hosts are short."""
     lines = [*_hosts(found.hosts), *_ways(found.hosts, found.pairs), *_meeting(found)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -10,12 +12,16 @@ from typing import Any
 
 import click
 
+from manyhosts.cli.progress import Progress
+from manyhosts.cli.where import numbers
 from manyhosts.config import overrides
 from manyhosts.errors import ConfigError
 from manyhosts.launchers import scripts
+from manyhosts.listeners.paint import paint
 from manyhosts.table import nearest
 
 _INTERRUPTED = 130
+_WIDTH = 79
 _SOME = 2
 """Steps that are needed at least: one before a kill and one behind it."""
 
@@ -44,9 +50,9 @@ def prove(script: str, workers: str, steps: int, as_json: bool, dry_run: bool, *
 
     Exit codes: 0 every promise holds, 1 one does not, or the script failed, 2 the request was wrong.
     """
-    from manyhosts.cli.prove_screen import Progress, print_proof
+    from manyhosts.cli.prove_screen import print_proof
+    from manyhosts.launchers.stage import Interrupted
     from manyhosts.prove import prove as proving
-    from manyhosts.prove.stage import Interrupted
     from manyhosts.prove.trials import Asked, planned
 
     scripts.check(script, "script")
@@ -56,7 +62,7 @@ def prove(script: str, workers: str, steps: int, as_json: bool, dry_run: bool, *
         script=script,
         arguments=tuple(words["arguments"]),
         folder=Path.cwd(),
-        workers=_numbers(workers),
+        workers=numbers(workers, "--workers"),
         steps=steps,
         promises=_known(words["promises"]),
         settings=overrides.parse(words["settings"]),
@@ -65,30 +71,19 @@ def prove(script: str, workers: str, steps: int, as_json: bool, dry_run: bool, *
         for setup in planned(asked, proving.names(asked)):
             print(f"{setup}, {steps} steps: {script}")
         return 0
-    progress = Progress(sys.stderr, silent=as_json)
+    counted = itertools.count(1)
     try:
-        proof = proving.prove(asked, progress.tell)
+        with contextlib.closing(Progress(sys.stderr, silent=as_json)) as progress:
+            proof = proving.prove(
+                asked, lambda trial: progress.tell(paint(f"trial {next(counted)}: {trial}"[:_WIDTH], "dim"))
+            )
     except Interrupted:
         return _INTERRUPTED
-    finally:
-        progress.close()
     if as_json:
         print(json.dumps(proof.to_json(), indent=1))
     else:
         print_proof(proof, sys.stdout)
     return 0 if proof.holds else 1
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    """`1,2,3` as numbers, each once.
-
-    Raises:
-        ConfigError: it is written otherwise.
-    """
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isdigit() and int(word) for word in words):
-        raise ConfigError(f"--workers is {text!r}", where="--workers", fix="give numbers, such as 1,2,3")
-    return tuple(dict.fromkeys(int(word) for word in words))
 
 
 def _known(promises: Sequence[str]) -> tuple[str, ...]:

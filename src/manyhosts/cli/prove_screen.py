@@ -20,27 +20,6 @@ _SIGNS: dict[str, tuple[str, Colour]] = {
 _PLAIN = {"✓": "ok  ", "✗": "FAIL"}
 
 
-class Progress:
-    """Says on a terminal which trial is under way; nothing elsewhere."""
-
-    def __init__(self, stream: TextIO, *, silent: bool) -> None:
-        self._stream, self._silent = stream, silent or not stream.isatty()
-        self._count = 0
-
-    def tell(self, trial: str) -> None:
-        """A trial begins."""
-        self._count += 1
-        if not self._silent:
-            self._stream.write(f"\r\x1b[K{paint(f'trial {self._count}: {trial}'[: _WIDTH - 1], 'dim')}")
-            self._stream.flush()
-
-    def close(self) -> None:
-        """Take the line away."""
-        if not self._silent:
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()
-
-
 def print_proof(proof: Proof, stream: TextIO) -> None:
     """Print everything, in colours on a terminal."""
     from manyhosts.prove.promises import PROMISES

@@ -1,4 +1,4 @@
-"""`manyhosts report`: one HTML page of a study, which a browser shows without a network."""
+"""`manyhosts report`: one HTML page of a run, a study or several runs, which a browser shows without a network."""
 
 from __future__ import annotations
 
@@ -9,29 +9,52 @@ import click
 from manyhosts.errors import ConfigError
 from manyhosts.records.whole_file import write_whole
 
+_COMPARED = "comparison.html"
+
 
 @click.command()
-@click.option("--output", metavar="FILE", help="Where to write the page.  [default: DIR/report.html]")
+@click.option("--output", metavar="FILE", help=f"Where to write the page.  [default: DIR/report.html, or {_COMPARED}]")
 @click.option("--trace", is_flag=True, help="Show where in manyhosts an error was raised.")
-@click.argument("directory", metavar="DIR")
-def report(directory: str, output: str | None, trace: bool) -> int:
-    """Write one self-contained HTML page of the study in DIR: verdict, plots, tables, and how to do it again."""
-    from manyhosts.report.study_page import study_page
-    from manyhosts.study.study import NAME, in_folder
+@click.argument("directories", nargs=-1, required=True, metavar="DIR...")
+def report(directories: tuple[str, ...], output: str | None, trace: bool) -> int:
+    """Write one self-contained HTML page of what DIR holds.
 
-    folder = Path(directory).absolute()
-    if not (folder / NAME).exists():
-        what = "is the directory of a run" if (folder / "run.json").exists() else f"has no {NAME}"
-        raise ConfigError(
-            f"{directory} {what}, and a page is made of a study",
-            where=str(folder),
-            fix="give the folder of a study: manyhosts study SCRIPT --workers 1,2 makes one",
-        )
-    place = Path(output) if output else folder / "report.html"
+    \b
+    A run      what came out, curves, where the time went, what happened when, settings, how to do it again
+    A study    verdict, plots, tables, why runs failed, and how to do it again
+    Several    runs compared: what came out, which settings differ, their curves on the same axes
+
+    A run may be under way, over, or broken off: the page shows what there is.
+    """
+    folders = [Path(each).absolute() for each in directories]
+    text = _page(folders)
+    default = folders[0] / "report.html" if len(folders) == 1 else Path(_COMPARED).absolute()
+    place = Path(output) if output else default
     try:
-        write_whole(place, study_page(in_folder(folder)).encode())
+        write_whole(place, text.encode(errors="replace"))
     except OSError as cause:
         fix = "choose another place with --output FILE"
         raise ConfigError(f"cannot write the page: {cause.strerror}", where=str(place), fix=fix) from cause
     print(place)
     return 0
+
+
+def _page(folders: list[Path]) -> str:
+    from manyhosts.report.comparison_page import comparison_page
+    from manyhosts.report.run import read_run
+    from manyhosts.report.run_page import run_page
+    from manyhosts.report.study_page import study_page
+    from manyhosts.study.study import NAME, in_folder
+
+    studies = [folder for folder in folders if (folder / NAME).exists()]
+    if len(folders) == 1:
+        return study_page(in_folder(folders[0])) if studies else run_page(read_run(folders[0]))
+    if studies:
+        raise ConfigError(
+            "a study cannot be compared with others on a page",
+            where=str(studies[0]),
+            fix="give it alone, or give the directories of its runs, which are in its folder points",
+        )
+    if twice := next((folder for folder in folders if folders.count(folder) > 1), None):
+        raise ConfigError("this run is named twice", where=str(twice), fix="name each run once")
+    return comparison_page([read_run(folder) for folder in folders])

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import shlex
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,12 @@ import click
 
 from manyhosts.cli import torchrun_options
 from manyhosts.cli.cluster import beside_table, cluster_option
-from manyhosts.cli.where import Where, pairs
+from manyhosts.cli.measuring import OPTION_OF, environment, measuring_options
+from manyhosts.cli.where import Where, pairs, variables_of
 from manyhosts.cluster.place import REHEARSED_GPUS
 from manyhosts.config import overrides
 from manyhosts.control import titles, variables
-from manyhosts.control.agent import host_state
+from manyhosts.control.agent import host_state, warm
 from manyhosts.control.display import Display, PlainDisplay
 from manyhosts.control.head import takeover
 from manyhosts.control.job import Job
@@ -162,6 +163,7 @@ _ENV = "A variable that all workers get; NAME alone takes the value that it has 
     callback=_settings,
     help="A setting of mh.Trainer or mh.Data, overridden; --set help lists them.",
 )
+@measuring_options
 @click.option("--run-dir", metavar="DIR", help="Where the record is kept.  [default: runs/SCRIPT-TIME]")
 @click.option(
     "--resume", type=click.Choice(["last"]), metavar="last", help="Go on with the newest run of SCRIPT in runs."
@@ -169,12 +171,13 @@ _ENV = "A variable that all workers get; NAME alone takes the value that it has 
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as in `python -m`.")
 @click.option("--no-python", is_flag=True, help="SCRIPT is an executable, started as it is.")
 @click.option("--rehearse", is_flag=True, help="Run a script that was written for CUDA and NCCL on CPU and Gloo.")
+@click.option("--warm", is_flag=True, help="Keep torch loaded for ten minutes, for the next run with --warm.")
 @click.option("--detach", is_flag=True, help="Hand the job over and print its handle; the engine goes on alone.")
 @click.option("--dry-run", is_flag=True, help="Print what would be started, and start nothing.")
 @click.option("--trace", is_flag=True, help="Show where in manyhosts an error was raised.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS]...")
-def run(**options: Any) -> int:
+def run(**words: Any) -> int:
     """Start SCRIPT on one or many workers: any script that runs under torchrun, unchanged.
 
     Everything after SCRIPT is the script's own. Each worker's output is kept in DIR/logs. The cores of a host are
@@ -182,22 +185,21 @@ def run(**options: Any) -> int:
 
     Ctrl-C asks the workers to end; once more ends them at once.
     """
-    asked = _Asked(**options)
-    job = _job(asked)
+    job = _job(words)
     titles.set_title(f"manyhosts {shlex.join(sys.argv[1:])}", "manyhosts run")
-    for note in _behind_the_script(asked):
+    for note in _behind_the_script(words):
         print(f"manyhosts: {note}", file=sys.stderr, flush=True)
-    target = asked.target or ("ssh" if job.hosts else "local")
+    target = words["target"] or ("ssh" if job.hosts else "local")
     launcher = LAUNCHERS.load(target)()
-    jobs = handles.jobs_of(launcher) if asked.detach else None
-    if asked.detach and target == "join" and "secret-file" not in job.options:
+    jobs = handles.jobs_of(launcher) if words["detach"] else None
+    if words["detach"] and target == "join" and "secret-file" not in job.options:
         raise ConfigError(
             "nobody would see the secret with which hosts join, and a log is no place for it",
             where="--detach",
             fix="have it written into a file that only you may read: -o secret-file=FILE",
         )
     plan = launcher.plan(job)
-    if asked.dry_run:
+    if words["dry_run"]:
         print(plan)
         return 0
     run_lock.see_that_free(job.run_dir, takeover.start_of(job.run_dir))
@@ -214,129 +216,123 @@ def run(**options: Any) -> int:
             display.close()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Asked:
-    """The words of the command line."""
-
-    target: str | None
-    hosts: str | None
-    hostfile: str | None
-    no_sync: bool
-    bring: Sequence[str]
-    no_check: bool
-    encrypt: str | None
-    options: Sequence[str]
-    workers: int | None
-    nodes: str | None
-    workers_per_node: int | None
-    restarts: int
-    hang_timeout: float | None
-    head_timeout: float
-    ports: str
-    show: str | None
-    log_size: str
-    no_prefix: bool
-    env: Sequence[str]
-    settings: Sequence[str]
-    run_dir: str | None
-    resume: str | None
-    module: bool
-    no_python: bool
-    rehearse: bool
-    detach: bool
-    dry_run: bool
-    trace: bool
-    script: str
-    arguments: Sequence[str]
-
-
-def _job(asked: _Asked) -> Job:
-    if asked.workers is not None and asked.workers_per_node is not None:
+def _job(words: Mapping[str, Any]) -> Job:
+    if words["workers"] is not None and words["workers_per_node"] is not None:
         raise ConfigError("both --workers and --workers-per-node are given", where="--workers", fix="give one of them")
-    kind = scripts.kind_of(module=asked.module, no_python=asked.no_python)
-    scripts.check(asked.script, kind)
-    changed = overrides.parse(asked.settings)
-    if asked.run_dir:
-        run_directory.check_is_folder(asked.run_dir, where="--run-dir")
-    if asked.resume and asked.run_dir:
+    kind = scripts.kind_of(module=words["module"], no_python=words["no_python"])
+    scripts.check(words["script"], kind)
+    changed, measuring = overrides.parse(words["settings"]), environment(words["profile"], words["metrics_port"])
+    if words["run_dir"]:
+        run_directory.check_is_folder(words["run_dir"], where="--run-dir")
+    if words["resume"] and words["run_dir"]:
         raise ConfigError(
             "both --resume last and --run-dir are given",
             where="--resume",
             fix="give one: a run directory that holds a run is gone on with",
         )
     where = Where(
-        target=asked.target, hosts=asked.hosts, hostfile=asked.hostfile, nodes=asked.nodes, options=asked.options
+        target=words["target"],
+        hosts=words["hosts"],
+        hostfile=words["hostfile"],
+        nodes=words["nodes"],
+        options=words["options"],
     )
     least, most = where.least_and_most()
     hosts, slots = where.named()
-    if hosts and asked.workers is not None:
+    if hosts and words["workers"] is not None:
         raise ConfigError(
             "--workers counts workers on this machine, and other hosts are named",
             where="--workers",
             fix="use --workers-per-node",
         )
-    chosen = asked.workers if asked.workers is not None else asked.workers_per_node
+    chosen = words["workers"] if words["workers"] is not None else words["workers_per_node"]
     if chosen is None and slots:
         chosen = slots[0]
     here = where.target_or(hosts) == "local"
     job = Job(
-        program=asked.script,
+        program=words["script"],
         kind=kind,
-        arguments=tuple(asked.arguments),
+        arguments=tuple(words["arguments"]),
         folder=Path.cwd(),
-        run_dir=_run_dir(asked, kind, elsewhere=not here),
+        run_dir=_run_dir(words, kind, elsewhere=not here),
         words=tuple(click.get_current_context().find_root().obj or ()),
-        run_dir_is_chosen=bool(asked.run_dir or asked.resume),
+        run_dir_is_chosen=bool(words["run_dir"] or words["resume"]),
         nodes=len(hosts) or (1 if most is None else most),
         nodes_are_chosen=bool(hosts) or most is not None,
         least_nodes=least,
         workers_per_node=chosen if chosen is not None else max(1, host_state.count(os.environ)) if here else 1,
         workers_are_chosen=chosen is not None or here,
-        workers_of=dict(enumerate(slots)) if asked.workers_per_node is None else {},
-        restarts=asked.restarts,
-        show=_ranks(asked.show),
-        prefix=not asked.no_prefix,
-        log_bytes=bytes_of(asked.log_size, where="--log-size"),
-        hang_timeout_s=asked.hang_timeout,
-        head_timeout_s=asked.head_timeout,
-        ports=asked.ports,
+        workers_of=dict(enumerate(slots)) if words["workers_per_node"] is None else {},
+        restarts=words["restarts"],
+        show=_ranks(words["show"]),
+        prefix=not words["no_prefix"],
+        log_bytes=bytes_of(words["log_size"], where="--log-size"),
+        warm_s=_warm_s(here=here) if words["warm"] else 0.0,
+        hang_timeout_s=words["hang_timeout"],
+        head_timeout_s=words["head_timeout"],
+        ports=words["ports"],
         hosts=hosts,
-        options=pairs(asked.options, "-o"),
-        sync=not asked.no_sync,
-        bring=_brought(asked, where.target_or(hosts)),
-        check=not asked.no_check,
-        encrypt=asked.encrypt is not None,
-        hidden=tuple(_variables(asked.env)),
+        options=pairs(words["options"], "-o"),
+        sync=not words["no_sync"],
+        bring=_brought(words, where.target_or(hosts)),
+        check=not words["no_check"],
+        encrypt=words["encrypt"] is not None,
+        hidden=tuple(variables_of(words["env"])),
         environment={
-            **_variables(asked.env),
+            **variables_of(words["env"]),
             **overrides.to_environment(changed),
-            **({} if asked.run_dir or asked.resume else {run_directory.UNASKED: "1"}),
-            **(_rehearsed(asked.env) if asked.rehearse else {}),
+            **measuring,
+            **({} if words["run_dir"] or words["resume"] else {run_directory.UNASKED: "1"}),
+            **(_rehearsed(words["env"]) if words["rehearse"] else {}),
         },
         overrides=changed,
-        preload=scripts.preload(asked.script, kind, own=_TRAINING),
-        uses_manyhosts=scripts.uses_manyhosts(asked.script, kind),
+        for_trainer=tuple(OPTION_OF[variable] for variable in measuring),
+        preload=scripts.preload(words["script"], kind, own=_TRAINING),
+        uses_manyhosts=scripts.uses_manyhosts(words["script"], kind),
     )
     scripts.check_run_dir(job)
     return job
 
 
-def _brought(asked: _Asked, target: str) -> tuple[str, ...]:
+def _warm_s(*, here: bool) -> float:
+    """How long what workers are forked from stays.
+
+    Raises:
+        ConfigError: it cannot stay here.
+    """
+    if not here or not warm.IS_POSSIBLE:
+        what = "this run is on other hosts" if not here else "this system has no names of sockets without a file"
+        raise ConfigError(
+            f"--warm keeps a process on this machine for the next run here, and {what}",
+            where="--warm",
+            fix="leave it out",
+        )
+    text = os.environ.get(warm.VARIABLE, "")
+    try:
+        seconds = float(text or warm.STAYS_S)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ConfigError(f"{warm.VARIABLE} is {text!r}", where=warm.VARIABLE, fix="give seconds above 0, such as 600")
+    return seconds
+
+
+def _brought(words: Mapping[str, Any], target: str) -> tuple[str, ...]:
     """The data that hosts are to have, as paths below this folder where they are."""
-    if asked.bring and target not in ("ssh", "local"):
+    if words["bring"] and target not in ("ssh", "local"):
         raise ConfigError(
             f"--bring sends data to hosts that ssh reaches, and this run is on {target}",
             where="--bring",
             fix="put the data where the hosts find it, and tell the script where that is",
         )
-    return tuple(os.path.relpath(path) for path in asked.bring)
+    return tuple(os.path.relpath(path) for path in words["bring"])
 
 
-def _run_dir(asked: _Asked, kind: scripts.Kind, *, elsewhere: bool) -> Path:
+def _run_dir(words: Mapping[str, Any], kind: scripts.Kind, *, elsewhere: bool) -> Path:
     """Where the record is kept: what was asked for, the newest of this script, or a new one."""
-    if asked.resume:
-        return scripts.last_run_dir(asked.script, kind, elsewhere=elsewhere)
-    return Path(asked.run_dir).absolute() if asked.run_dir else new_run_dir(asked.script)
+    if words["resume"]:
+        return scripts.last_run_dir(words["script"], kind, elsewhere=elsewhere)
+    return Path(words["run_dir"]).absolute() if words["run_dir"] else new_run_dir(words["script"])
 
 
 def _ranks(words: str | None) -> tuple[int, ...]:
@@ -348,46 +344,27 @@ def _ranks(words: str | None) -> tuple[int, ...]:
     return tuple(int(number) for number in numbers)
 
 
-def _variables(words: Sequence[str]) -> dict[str, str]:
-    """What `--env` gives to all workers: `NAME=value`, or `NAME` alone with the value that it has here.
-
-    Raises:
-        ConfigError: a name alone has no value here, or a variable is one that differs from worker to worker.
-    """
-    by_name = [word for word in words if "=" not in word]
-    if missing := [name for name in by_name if name not in os.environ]:
-        raise ConfigError(
-            f"{missing[0]!r} has no value here",
-            where="--env",
-            fix=f"export it before, or write it as --env {missing[0] or 'NAME'}=value",
-        )
-    given = pairs([f"{word}={os.environ[word]}" if word in by_name else word for word in words], "--env")
-    if own := [name for name in variables.OF_ONE_WORKER if name in given]:
-        what = f"{own[0]} differs from worker to worker, and --env gives all of them {given[own[0]]!r}"
-        raise ConfigError(what, where="--env", fix="leave it out; ranks go by the order of the hosts")
-    return given
-
-
 def _rehearsed(words: Sequence[str]) -> dict[str, str]:
     """What a rehearsal adds to the environment: the GPUs that it is to have, and none of the real ones."""
-    gpus_to_have = _variables(words).get("CUDA_VISIBLE_DEVICES", "")
+    gpus_to_have = variables_of(words).get("CUDA_VISIBLE_DEVICES", "")
     return {variables.FIRST: _REHEARSAL, REHEARSED_GPUS: gpus_to_have, "CUDA_VISIBLE_DEVICES": ""}
 
 
-def _behind_the_script(asked: _Asked) -> list[str]:
+def _behind_the_script(words: Mapping[str, Any]) -> list[str]:
     """What deserves a word: options of ours that stand behind the script, and so are the script's."""
     ours = {word for option in run.params if isinstance(option, click.Option) for word in option.opts if len(word) > 2}
-    found = [word for argument in asked.arguments if (word := argument.partition("=")[0]) in ours - {"--trace"}]
+    found = [word for argument in words["arguments"] if (word := argument.partition("=")[0]) in ours - {"--trace"}]
     if not found:
         return []
     stand, go = ("stands", "goes") if len(found) == 1 else ("stand", "go")
-    return [f"{', '.join(found)} {stand} behind {asked.script} and so {go} to it; options of `run` stand before it"]
+    script = words["script"]
+    return [f"{', '.join(found)} {stand} behind {script} and so {go} to it; options of `run` stand before it"]
 
 
 def _display(screen: Screen) -> Display:
     """The live display on a terminal, where it is installed; plain lines elsewhere."""
     if importlib.util.find_spec("manyhosts.listeners.terminal") is not None:
-        from manyhosts.listeners.terminal import display
+        from manyhosts.listeners.terminal import Display
 
-        return display(screen.out, screen.err)
+        return Display(screen.out, screen.err)
     return PlainDisplay(screen.out, screen.err)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from manyhosts.cli.where import Where, pairs
-from manyhosts.config import clusters, overrides
+from manyhosts.cli.where import doubling, hosts_of, is_here, numbers, pairs, said_again, sizes_options
+from manyhosts.config import overrides
 from manyhosts.errors import ConfigError
 from manyhosts.launchers import scripts
 from manyhosts.records.run_directory import check_is_folder
@@ -31,17 +31,11 @@ _OURS = {"duration": "--budget", "seed": "--repeat"}
 @click.option("--workers", metavar="A,B,C", help="Numbers of workers on this machine, such as 1,2,4.")
 @click.option("--nodes", metavar="A,B,C", help="Numbers of hosts.  [default with --hosts: 1, 2, 4, … and all of them]")
 @click.option("--workers-per-node", type=int, metavar="M", help="Workers on each host.  [default: one per GPU, or 1]")
-@click.option("--on", "target", metavar="TARGET", help="Where to run it, as for `run`.")
-@click.option("--cluster", metavar="NAME|FILE", help="A table of manyhosts.toml, as for `run`.")
-@click.option("--hosts", metavar="A,B,C", help="Hosts that ssh reaches: a run on n of them takes the first n.")
-@click.option("--hostfile", metavar="FILE", help="A file with a host on each line.")
-@click.option("-o", "options", multiple=True, metavar="K=V", help="An option of the target, as for `run`.")
+@sizes_options
 @click.option("--budget", metavar="DURATION", help='How long each run trains: "10 min", "5 epochs", "200 steps".')
 @click.option("--repeat", type=int, default=1, show_default=True, metavar="N", help="Runs of each size, by seed.")
 @click.option("--vary", multiple=True, metavar="K=A,B", help="A setting and the values to try; may be given again.")
 @click.option("--set", "settings", multiple=True, metavar="K=V", help="A setting for all runs; see `run --set help`.")
-@click.option("--env", multiple=True, metavar="K[=V]", help="A variable for all workers, as for `run`.")
-@click.option("--price", type=float, metavar="P", help="What one machine costs in an hour, in any currency.")
 @click.option("--run-dir", metavar="DIR", help="Where the study is kept.  [default: runs/study-SCRIPT]")
 @click.option("--json", "as_json", is_flag=True, help="Print study.json.")
 @click.option("--dry-run", is_flag=True, help="Print the command of each run, and run nothing.")
@@ -110,12 +104,8 @@ def _asked(script: str, words: dict[str, Any]) -> Asked:
         raise ConfigError(f"seed is {settings['seed']!r}", where="--set", fix="give a whole number")
     if both := sorted(settings.keys() & vary.keys()):
         raise ConfigError(f"{both[0]} is both set and varied", where="--vary", fix="leave one of them out")
-    hosts, each = _hosts(words)
+    hosts, each = hosts_of(words)
     workers, nodes = _sizes(words, hosts)
-    where = [] if words["target"] is None else ["--on", words["target"]]
-    where += [] if words["cluster"] is None else ["--cluster", words["cluster"]]
-    for word in pairs(words["options"], "-o").items():
-        where += ["-o", "=".join(word)]
     return Asked(
         script=script,
         arguments=tuple(words["arguments"]),
@@ -123,7 +113,7 @@ def _asked(script: str, words: dict[str, Any]) -> Asked:
         nodes=nodes,
         workers_per_node=each,
         hosts=hosts,
-        where=tuple(where),
+        where=tuple(said_again(words)),
         environment=tuple(words["env"]),
         budget=words["budget"],
         repeat=words["repeat"],
@@ -132,54 +122,26 @@ def _asked(script: str, words: dict[str, Any]) -> Asked:
     )
 
 
-def _hosts(words: dict[str, Any]) -> tuple[tuple[str, ...], int | None]:
-    """The hosts that are named here or in the cluster's table, and how many workers each is to have."""
-    named = {"hosts": words["hosts"], "hostfile": words["hostfile"]}
-    if words["cluster"] is not None and not any(named.values()):
-        _, table = clusters.read(words["cluster"], Path.cwd())
-        hosts = table.get("hosts")
-        named = {"hosts": ",".join(hosts) if isinstance(hosts, list) else hosts, "hostfile": table.get("hostfile")}
-    hosts, slots = Where(target=words["target"], nodes=None, options=(), **named).named()
-    each = words["workers_per_node"]
-    if each is None and len(set(slots)) > 1:
-        raise ConfigError(
-            "the hosts are to have different numbers of workers, so a size is no number of hosts",
-            where="--hostfile",
-            fix="give --workers-per-node",
-        )
-    return hosts, each if each is not None or not slots else slots[0]
-
-
 def _sizes(words: dict[str, Any], hosts: Sequence[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Numbers of workers on this machine, or of hosts."""
-    here = not hosts and words["target"] in (None, "local") and words["cluster"] is None
-    if words["workers"] is not None and (words["nodes"] is not None or not here):
+    if words["workers"] is not None and (words["nodes"] is not None or not is_here(words, hosts)):
         raise ConfigError(
             "--workers counts workers on this machine, and hosts are counted, too",
             where="--workers",
             fix="give --nodes, and --workers-per-node beside it",
         )
     if words["workers"] is not None:
-        return _numbers(words["workers"], "--workers"), ()
+        return tuple(sorted(numbers(words["workers"], "--workers"))), ()
     if words["nodes"] is None and hosts:
-        powers = [2**power for power in range(len(hosts).bit_length()) if 2**power < len(hosts)]
-        return (), (*powers, len(hosts))
+        return (), doubling(len(hosts))
     if words["nodes"] is None:
         raise ConfigError("no sizes are given", where="manyhosts study", fix="write --workers 1,2,4, or --nodes 1,2,4")
-    nodes = _numbers(words["nodes"], "--nodes")
+    nodes = tuple(sorted(numbers(words["nodes"], "--nodes")))
     if hosts and max(nodes) > len(hosts):
         raise ConfigError(
             f"--nodes asks for {max(nodes)} hosts, and {len(hosts)} are named", where="--nodes", fix="name more hosts"
         )
     return (), nodes
-
-
-def _numbers(text: str, option: str) -> tuple[int, ...]:
-    """`1,2,4` as numbers, each once."""
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() and int(word) for word in words):
-        raise ConfigError(f"{option} is {text!r}", where=option, fix="give numbers, such as 1,2,4")
-    return tuple(sorted({int(word) for word in words}))
 
 
 def _varied(words: Sequence[str]) -> dict[str, tuple[str, ...]]:

@@ -145,15 +145,16 @@ def _replace(section: S, texts: Mapping[str, str], prefix: str) -> S:
     return dataclasses.replace(section, **values)  # type: ignore[type-var]  # every section is a dataclass
 
 
-def _read(text: str, kind: Any, key: str) -> Any:
-    """`text` as a value of type `kind`; a union takes the first member that fits."""
+def _read(text: str, kind: Any, key: str, words: Sequence[str] = ()) -> Any:
+    """`text` as a value of type `kind`; a union takes the first member that fits. `words`: what else it may be."""
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         members = typing.get_args(kind)
         if text.lower() == "none" and type(None) in members:
             return None
-        if any(text in typing.get_args(member) for member in members):
+        words = [word for member in members for word in typing.get_args(member)]
+        if text in words:
             return text
-        return _read(text, next(member for member in members if member is not type(None)), key)
+        return _read(text, next(member for member in members if member is not type(None)), key, words)
     if typing.get_origin(kind) is typing.Literal:
         return text  # the section itself checks which words it knows
     if kind is bool:
@@ -164,8 +165,9 @@ def _read(text: str, kind: Any, key: str) -> Any:
         try:
             return kind(text)
         except ValueError as cause:
-            words = "a whole number" if kind is int else "a number"
+            needed = "a whole number" if kind is int else "a number"
+            also = f", a number or one of {', '.join(map(repr, words))}" if words else ""
             raise ConfigError(
-                f"{key} is {text!r}, which is not {words}", where="--set", fix=f"write --set {key}=…"
+                f"{key} is {text!r}, which is not {needed}", where="--set", fix=f"write --set {key}=…{also}"
             ) from cause
     return text

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from manyhosts.config.fully_sharded import FSDP
 from manyhosts.config.snapshots import Snapshots
 from manyhosts.config.stopping import EarlyStopping
 from manyhosts.config.strategies import Single, Strategy
 from manyhosts.errors import ConfigError
 from manyhosts.units import Duration
+
+ActivationCheckpointing = float | Literal["blocks", "all"] | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +54,9 @@ class Settings:
     seed: int = 0
     virtual_workers: int | None = None
     """Cut each batch into so many parts, whoever computes them: the same bits on 1 to that many workers."""
+    balance: Literal["even", "speed"] = "even"
+    """How a batch is cut over the workers: into equal parts, or by how fast each is found to be while it trains; with
+    virtual workers whole parts move, and no bit changes."""
     audit: float | None = None
     """The share of the virtual workers' parts that another worker computes again, to compare the bits."""
     weight: Literal["samples"] | None = None
@@ -62,10 +68,15 @@ class Settings:
     """What to do about a loss or gradient that is NaN or infinite: stop; leave that step's update out and go on;
     or go back to the last snapshot, and leave its samples out when they come again."""
     compile: bool = False
+    activation_checkpointing: ActivationCheckpointing = None
+    """What is computed again in the backward pass, to keep less: `blocks` (the repeated ones), such a fraction of them,
+    or `all` modules of several layers. None: nothing."""
     backend: Literal["gloo", "nccl"] | None = None
     """None: Gloo for CPU, NCCL for GPU."""
     record_samples: bool = False
     """Write which samples each step took, by index, to `logs/samples-<rank>.jsonl`."""
+    keep_pictures: int = 16
+    """How many samples of the first batch are kept for `manyhosts report`, where they are pictures. 0: none."""
 
     def __post_init__(self) -> None:
         for key in (
@@ -83,8 +94,13 @@ class Settings:
                 where="loader_workers",
                 fix='set it to 0 or more, or to "auto"',
             )
+        if self.keep_pictures < 0:
+            raise ConfigError(
+                f"keep_pictures is {self.keep_pictures}", where="keep_pictures", fix="set it to 0 (none) or more"
+            )
         _one_of("precision", self.precision, ("fp32", "bf16", "fp16"))
         _one_of("batch_norm", self.batch_norm, ("global", "local"))
+        _one_of("balance", self.balance, ("even", "speed"))
         _one_of("lr_scaling", self.lr_scaling, ("sqrt", "linear", None))
         _one_of("on_bad_step", self.on_bad_step, ("stop", "skip", "rewind"))
         _one_of("schedule_every", self.schedule_every, ("step", "epoch"))
@@ -100,9 +116,22 @@ class Settings:
             value = getattr(self, key)
             if value is not None and not value > 0:
                 raise ConfigError(f"{key} is {value}", where=key, fix="give a number above 0, or leave it out")
+        self._check_activation_checkpointing()
         self._check_audit()
+        self._check_balance()
+        self._check_gathered()
         self._check_batch()
         self._check_durations()
+
+    def _check_activation_checkpointing(self) -> None:
+        asked = self.activation_checkpointing
+        is_fraction = isinstance(asked, int | float) and not isinstance(asked, bool) and 0 < asked <= 1
+        if not (asked in (None, "blocks", "all") or is_fraction):
+            raise ConfigError(
+                f"activation_checkpointing is {asked!r}",
+                where="activation_checkpointing",
+                fix='write "blocks", "all", or a fraction of the blocks such as 0.5; or leave it out',
+            )
 
     def _check_audit(self) -> None:
         if self.audit is None:
@@ -124,6 +153,23 @@ class Settings:
                 "audit sets snapshots aside that may hold errors, and cannot do so in a remote copy",
                 where="audit",
                 fix="leave snapshots.to or audit out",
+            )
+
+    def _check_balance(self) -> None:
+        if self.balance == "speed" and self.batch_norm == "local" and self.virtual_workers is None:
+            raise ConfigError(
+                "batch_norm='local' lets BatchNorm see each worker's own part, and with balance='speed' its size "
+                "follows the machine's speed: that would change the model",
+                where="balance",
+                fix='leave batch_norm out (BatchNorm then sees the whole batch), or use balance="even"',
+            )
+
+    def _check_gathered(self) -> None:
+        if isinstance(self.strategy, FSDP) and self.strategy.gather == "bf16" and self.precision != "bf16":
+            raise ConfigError(
+                f"parameters are gathered in bf16, and precision is {self.precision!r}",
+                where="FSDP(gather=…)",
+                fix='set precision="bf16", too, or leave gather out',
             )
 
     def _check_batch(self) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from manyhosts.config.compression import check_name
+from manyhosts.config.fully_sharded import FSDP
 from manyhosts.config.local_steps import DiLoCo, LocalSGD, check_inside_node
 from manyhosts.errors import ConfigError
 from manyhosts.table import nearest
@@ -70,8 +71,15 @@ class DDP:
             )
 
 
-Strategy = Single | DDP | LocalSGD | DiLoCo
-BY_NAME: dict[str, type[Strategy]] = {kind.name: kind for kind in (Single, DDP, LocalSGD, DiLoCo)}
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Auto:
+    """The simplest of `single`, `ddp` and `fsdp` that fits into the memory of every worker, decided as a run begins."""
+
+    name: ClassVar[str] = "auto"
+
+
+Strategy = Single | DDP | FSDP | LocalSGD | DiLoCo | Auto
+BY_NAME: dict[str, type[Strategy]] = {kind.name: kind for kind in (Single, DDP, FSDP, LocalSGD, DiLoCo, Auto)}
 
 
 def named(strategy: str | Strategy) -> Strategy:

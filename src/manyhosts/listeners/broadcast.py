@@ -24,8 +24,6 @@ class Broadcast:
             except Exception as error:
                 self._drop(listener, error)
 
-    tell = __call__
-
     def flush(self) -> bool:
         """Have all that was told on the disk, where a listener writes. The loop calls it before each snapshot.
 

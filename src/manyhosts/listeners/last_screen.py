@@ -7,6 +7,7 @@ from pathlib import Path
 
 from manyhosts.listeners.figures import amount, figure, figures, rate
 from manyhosts.listeners.paint import Colour, bar, paint
+from manyhosts.records.run_directory import RunDirectory
 from manyhosts.records.summary import Summary
 from manyhosts.units import bytes_in_words, seconds_in_words
 
@@ -42,6 +43,8 @@ def last_screen(summary: Summary, folder: Path) -> str:
     if summary.restarts:
         cost = f"{amount(summary.steps_redone, 'step')} redone, {seconds_in_words(summary.seconds_lost)} lost"
         rows.append(_row("restarts", f"{summary.restarts}   {cost}"))
+    if (profile := RunDirectory(folder).profile).is_dir():
+        rows.append(_row("profile", str(_from_here(profile))))
     rows.append(_row("run", str(_from_here(folder))))
     return "\n".join(rows)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from manyhosts.cluster.place import Place
+from manyhosts.config import metrics_port
 from manyhosts.events import Event, Listener, RunEnded, RunStarted
 from manyhosts.listeners.last_screen import last_screen, row_of_test
 from manyhosts.listeners.metrics_file import WriteMetrics
 from manyhosts.listeners.progress import ShowProgress
+from manyhosts.listeners.prometheus import ServeMetrics
 from manyhosts.listeners.summary import WriteSummary
 from manyhosts.listeners.tensorboard import WriteTensorBoard
 from manyhosts.listeners.voice import Voice, voice
@@ -29,6 +31,9 @@ def standard(
     `to` is where they speak: where it is left out, the head of `manyhosts run`, or this process's output. The progress
     comes before the summary, so that its last line stands above the last screen. Whoever takes over from another leader
     gives its `metrics`, and with what the run `started`.
+
+    Raises:
+        ConfigError: metrics are to be served, and cannot be.
     """
     to = to or voice()
     metrics = metrics or MetricsFile(run.metrics)
@@ -36,9 +41,11 @@ def standard(
     def show(summary: Summary, event: Event) -> None:
         to.say(last_screen(summary, run.path) if isinstance(event, RunEnded) else row_of_test(summary.test))
 
+    restarts, place = Place.from_environment().restart, metrics_port.asked()
     return [
+        *([] if place is None else [ServeMetrics(place, record, restarts=restarts)]),
         WriteMetrics(metrics),
         WriteTensorBoard(run.tensorboard),
-        ShowProgress(to, record, run.path, restarts=Place.from_environment().restart, started=started),
+        ShowProgress(to, record, run.path, restarts=restarts, started=started),
         WriteSummary(run.summary, metrics, record, show),
     ]

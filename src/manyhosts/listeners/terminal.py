@@ -26,11 +26,6 @@ _RATE, _STEP = 7, 3
 _LONGEST_BAR, _SHORTEST_BAR = 20, 6
 
 
-def display(stream: TextIO, errors: TextIO | None = None) -> Display:
-    """A display on `stream`. Lines that workers wrote to stderr go to `errors`, where that is given."""
-    return Display(stream, errors)
-
-
 class Display:
     """Shows lines that stay and, on a terminal, one that lives. Safe to call from any thread; never raises.
 
@@ -38,6 +33,7 @@ class Display:
     """
 
     def __init__(self, stream: TextIO, errors: TextIO | None = None) -> None:
+        """On `stream`. Lines that workers wrote to stderr go to `errors`, where that is given."""
         self._stream = stream
         self._errors = errors or stream
         self._lock = threading.RLock()

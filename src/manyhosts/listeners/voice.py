@@ -7,7 +7,7 @@ import sys
 from typing import Protocol
 
 from manyhosts.cluster.reports import Reporter
-from manyhosts.listeners.terminal import Display, Fields, display
+from manyhosts.listeners.terminal import Display, Fields
 
 
 class Voice(Protocol):
@@ -69,4 +69,4 @@ class ToTerminal:
 def voice() -> Voice:
     """The head where an agent started this process, or else this process's output."""
     reporter = Reporter.from_environment()
-    return ToHead(reporter) if reporter is not None else ToTerminal(display(sys.stdout))
+    return ToHead(reporter) if reporter is not None else ToTerminal(Display(sys.stdout))

@@ -7,29 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from manyhosts.prove import compare
 from manyhosts.prove.compare import FLOAT32, FLOAT64, Comparison, Departure
+from manyhosts.prove.experiments import Cause, Experimented, named
 from manyhosts.prove.trace import Trace
 from manyhosts.prove.trials import Setup, Trial, Trials
 
 LOCAL = ("local-sgd", "diloco")
 """Strategies whose workers differ between two exchanges."""
-_ADDRESS = "draw with torch.rand…, numpy.random or random instead: mh.Trainer seeds them before each sample and step"
-
-
-@dataclass(frozen=True, slots=True)
-class Cause:
-    """Why a promise does not hold, and what mends it."""
-
-    kind: str
-    """One of a few words, for programs."""
-    what: str
-    fix: str
-    evidence: str = ""
-    """What was seen that shows it."""
 
 
 def find(trials: Trials, one: Setup, other: Setup, found: Departure, promise: str) -> Cause:
@@ -204,242 +192,6 @@ def _of_start(trials: Trials, ours: Trial) -> Cause | None:
     )
 
 
-class Experimented:
-    """What the experiments have found on the workers of a setup."""
-
-    def __init__(self, trials: Trials, theirs: Trial) -> None:
-        self.setup = replace(theirs.setup, experiments=True, resumed=False, double=True)
-        trial = trials.run(self.setup)
-        if not any(line.get("compute") for line in trial.trace.experiments.values()):
-            self.setup = replace(self.setup, double=False, no_dropout=True)
-            trial = trials.run(self.setup)
-        self.lines = [line for _, line in sorted(trial.trace.experiments.items())]
-        self.data = [line["data"] for line in self.lines if line["data"]]
-        self.compute = [line["compute"] for line in self.lines if line["compute"]]
-        self.exact = self.setup.double
-
-    def of_data(self, trials: Trials, ours: Trial, theirs: Trial) -> Cause | None:
-        """Samples that are not what they were."""
-        if not self.data:
-            return _of_stream(ours, theirs)
-        if any(not found["again"] for found in self.data):
-            found = next(found for found in self.data if not found["again"])
-            return _of_second_reading(found)
-        for found in self.data:
-            if "collate" in found and not found["collate"]["again"]:
-                return _of_second_collate(found["collate"])
-        if len({tuple(found["digests"]) for found in self.data}) == 1:
-            return None
-        alike = trials.run(replace(self.setup, seeds_alike=True)).trace.experiments
-        if len({tuple(line["data"]["digests"]) for line in alike.values()}) == 1:
-            return Cause(
-                "unseeded data",
-                "each worker makes other samples: the script draws random numbers for its data that nobody has seeded",
-                "call torch.manual_seed(0) (and numpy.random.seed, random.seed) before the data is made",
-                "the same index gives other samples on other workers; with equal seeds it does not",
-            )
-        if compare_first(trials, ours):
-            return Cause(
-                "unseeded data",
-                "every process makes other samples: the script draws its data from a generator that nobody has seeded",
-                "give the generator a seed: numpy.random.default_rng(0), torch.Generator().manual_seed(0)",
-                "two equal trials read other samples under the same index",
-            )
-        return Cause(
-            "data depends on the worker",
-            "the same index gives other samples on other workers",
-            "leave RANK and the number of workers out of the dataset: mh.Data cuts each batch itself",
-            "each worker read the same indices, first thing and in the same order",
-        )
-
-    def of_forward(self) -> Cause | None:
-        """A piece that gives another loss when it is computed again, or on another worker."""
-        for found in self.compute:
-            if not found["again"]:
-                return _of_second_pass(found)
-        losses = {found["loss"] for found in self.compute}
-        if len(losses) > 1 and len(self.data) == len(self.compute):
-            spread = max(losses) - min(losses)
-            if spread > (1e-9 if self.exact else 1e-4) * max(abs(loss) for loss in losses):
-                low, high = min(losses), max(losses)
-                return Cause(
-                    "model depends on the worker",
-                    "model or loss give another number on another worker, for the same samples and weights",
-                    "leave RANK, LOCAL_RANK and what differs between processes out of model and loss",
-                    f"the same piece has a loss of {low:.7g} on one worker and {high:.7g} on another",
-                )
-        return None
-
-    def of_state(self) -> Cause | None:
-        """Buffers and parameters that a forward pass changes."""
-        names = sorted({name for found in self.compute for name in found["changed_buffers"]})
-        if not names:
-            return None
-        return Cause(
-            "state changed in forward",
-            f"`forward` changes {_names(names)}, once per forward pass: on more workers, or in smaller pieces, by other"
-            " samples and more often",
-            "sum what it is made of over the workers (torch.distributed.all_reduce), compute it from the parameters, or"
-            " train in one piece (one worker, no micro_batch_size)",
-            f"{_names(names)} had other values after one forward pass",
-        )
-
-    def of_loss(self) -> Cause | None:
-        """A loss over a batch that is not the mean of those over its halves."""
-        for found in self.compute:
-            if "halves" not in found:
-                continue
-            whole, (one, two) = found["loss"], found["halves"]
-            bound = (1e-9 if self.exact else 1e-4) * max(abs(whole), 1e-6)
-            if abs(whole - (one + two) / 2) <= bound:
-                continue
-            seen = f"a batch has a loss of {whole:.6g}, its halves of {one:.6g} and {two:.6g}"
-            if found["mixes"]:
-                return Cause(
-                    "samples mixed in the model",
-                    "what the model gives for one sample depends on the others in its batch",
-                    "use layers that see one sample at a time, or BatchNorm, whose statistics go over all workers",
-                    seen,
-                )
-            if abs(whole - (one + two)) <= 10 * bound:
-                return Cause(
-                    "loss is a sum",
-                    "the loss adds up over the samples, and is no mean over them",
-                    'use reduction="mean", or divide by the number of samples that step or loss is given',
-                    seen,
-                )
-            return Cause(
-                "loss is no mean",
-                "the loss of a batch is not the mean of the losses of its samples (weights of classes, tokens that do"
-                " not count, samples that are compared with each other)",
-                "say what a piece counts with Trainer(weight=…); a loss over pairs of samples has no such weight",
-                seen,
-            )
-        return None
-
-    def of_counter(self) -> Cause | None:
-        """Plain values that a forward pass changes, and that no snapshot has."""
-        names = sorted({name for found in self.compute for name in found["changed"]})
-        if not names:
-            return None
-        return Cause(
-            "state changed in forward",
-            f"a forward pass changes {_names(names)}: it counts passes, whose number depends on the workers and begins"
-            " anew after a resume",
-            "keep such state in a registered buffer, which snapshots have, and have nothing depend on how many passes"
-            " a step has",
-            f"{_names(names)} had other values after one forward pass",
-        )
-
-
-def _of_stream(ours: Trial, theirs: Trial) -> Cause | None:
-    """A stream has no index: see whether a sample with one number is the same in both trials."""
-    for step in compare.steps_of(ours.trace, theirs.trace):
-        mine, yours = ours.trace.data(step), theirs.trace.data(step)
-        other = [index for index in mine.keys() & yours.keys() if mine[index] != yours[index]]
-        if other:
-            return Cause(
-                "data depends on the worker",
-                f"the stream gives other samples: number {min(other, key=int)}, in step {step}, has another content",
-                "seed what the stream draws from inside `__iter__`, alike on every worker; leave the split to mh.Data",
-                "the hashes of the samples that both trials took",
-            )
-    return None
-
-
-def compare_first(trials: Trials, ours: Trial) -> bool:
-    """Whether a second, equal trial has read other content under the same index."""
-    again = trials.run(replace(ours.setup, again=1, resumed=False))
-    first = trials.run(replace(ours.setup, resumed=False))
-    for step in compare.steps_of(first.trace, again.trace):
-        mine, yours = first.trace.data(step), again.trace.data(step)
-        if any(mine[index] != yours.get(index) for index in mine):
-            return True
-    return False
-
-
-def _of_second_reading(found: Mapping[str, Any]) -> Cause:
-    names = found["changed"]
-    generators = [name.removeprefix("generator ") for name in names if name.startswith("generator ")]
-    if generators:
-        return Cause(
-            "own generator in the dataset",
-            f"the dataset draws from a generator of its own, {_names(generators)}: what a sample is like depends on how"
-            " many were read before it",
-            _ADDRESS,
-            f"a sample that is read twice is not the same, and {_names(generators)} has moved on",
-        )
-    if found.get("with_stopped_clock"):
-        return Cause(
-            "data depends on the time",
-            "what a sample is like depends on when it is read",
-            "leave the clock out of the dataset",
-            "a sample that is read twice is not the same; with a stopped clock it is",
-        )
-    if names:
-        return Cause(
-            "data depends on the order of reading",
-            f"reading a sample changes {_names(names)}, and the sample with it",
-            "have __getitem__ depend on its index alone",
-            f"a sample that is read twice is not the same, and {_names(names)} has changed",
-        )
-    return Cause(
-        "data is not repeatable",
-        "a sample is not the same when it is read again, and nothing that the dataset holds has changed",
-        "see what __getitem__ reads from outside: a service, a file that changes, os.urandom",
-        "the same index was read twice under the same seeds",
-    )
-
-
-def _of_second_collate(found: Mapping[str, Any]) -> Cause:
-    if names := [name.removeprefix("generator ") for name in found["changed"]] or found["moved"]:
-        return Cause(
-            "own generator in collate",
-            f"collate draws from {_names(names)}, which is not seeded for each batch",
-            _ADDRESS,
-            f"the same samples, put together twice, are not the same batch, and {_names(names)} has moved on",
-        )
-    return Cause(
-        "collate is not repeatable",
-        "the same samples, put together twice, are not the same batch",
-        "see what collate takes from outside: the clock, a service, os.urandom",
-        "one batch was put together twice under the same seed",
-    )
-
-
-def _of_second_pass(found: Mapping[str, Any]) -> Cause:
-    names = found["changed"]
-    generators = [name.removeprefix("generator ") for name in names if name.startswith("generator ")]
-    if drawn := generators or found["moved"]:
-        return Cause(
-            "own generator in the step",
-            f"model, loss or step draw from {_names(drawn)}, which is not seeded for each piece",
-            _ADDRESS,
-            f"the same piece has another loss when it is computed again, and {_names(drawn)} has moved on",
-        )
-    if found.get("with_stopped_clock"):
-        return Cause(
-            "step depends on the time",
-            "model, loss or step read the clock",
-            "leave it out of what is computed",
-            "the same piece has another loss when it is computed again; with a stopped clock it has not",
-        )
-    if names:
-        return Cause(
-            "state changed in forward",
-            f"a forward pass changes {_names(names)}, and what it gives with it",
-            "keep such state in a registered buffer, which snapshots have, and have nothing depend on how many passes"
-            " a step has",
-            f"the same piece has another loss when it is computed again, and {_names(names)} has changed",
-        )
-    return Cause(
-        "step is not repeatable",
-        "the same piece has another loss when it is computed again under the same seeds",
-        "see what model, loss or step take from outside",
-        "one piece was computed twice from the same weights",
-    )
-
-
 def _of_snapshot(ours: Trial, theirs: Trial, found: Departure) -> Cause | None:
     """State that a resumed run has not got back."""
     since = min((line["step"] for line in theirs.trace.begins.values()), default=0)
@@ -458,7 +210,7 @@ def _of_snapshot(ours: Trial, theirs: Trial, found: Departure) -> Cause | None:
     if lost:
         return Cause(
             "lost by the resume",
-            f"what the optimizer keeps is not what it was when the snapshot was made: {_names(lost)}",
+            f"what the optimizer keeps is not what it was when the snapshot was made: {named(lost)}",
             "have everything that the optimizer needs in its state_dict, and take it up in load_state_dict",
             "the optimizer's state after the step of the snapshot against that which the resumed run began with",
         )
@@ -488,8 +240,3 @@ def _of_loader(trials: Trials, ours: Trial, theirs: Trial) -> Cause | None:
         "have __getitem__ depend on its index alone, or set loader_workers=0",
         "with loader_workers=0 the trials agree",
     )
-
-
-def _names(names: list[str]) -> str:
-    shown = ", ".join(f"`{name}`" for name in names[:3])
-    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown

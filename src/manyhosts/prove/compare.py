@@ -186,8 +186,10 @@ class Comparison:
         for what, key in (("parameter", "weights"), ("buffer", "buffers")):
             begun = start.get(key, {})
             for name, facts in ours.get(key, {}).items():
-                if name in self.noise or (what == "buffer" and _depends_on_noise(name, self.noise)):
+                if name in self.noise:
                     continue
+                if self.noise and what == "buffer" and name.endswith(("running_mean", "running_var")):
+                    continue  # of a BatchNorm layer: the mean holds the bias before it, which is noise
                 other = theirs.get(key, {}).get(name)
                 if other is None:
                     return Departure(step, what, name, math.inf)
@@ -217,11 +219,6 @@ def _length(one: Sequence[Any], other: Sequence[Any]) -> float:
 
 def _norm(tensors: Mapping[str, Sequence[Any]]) -> float:
     return math.sqrt(sum(facts[1] ** 2 for facts in tensors.values()))
-
-
-def _depends_on_noise(name: str, noise: set[str]) -> bool:
-    """The running mean of a BatchNorm layer holds the bias before it, which is noise."""
-    return bool(noise) and name.endswith(("running_mean", "running_var"))
 
 
 def _of_value(step: int, name: str, mine: float, yours: float) -> Departure:

@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 from manyhosts.errors import ManyhostsError
 from manyhosts.prove import compare
-from manyhosts.prove.causes import LOCAL, Cause, Experimented, find
+from manyhosts.prove.causes import LOCAL, find
 from manyhosts.prove.compare import FLOAT32, FLOAT32_ALONE, FLOAT64, Comparison, Departure, amount_in_words
+from manyhosts.prove.experiments import Cause, Experimented
 from manyhosts.prove.trace import Trace
 from manyhosts.prove.trials import Setup, Trial, Trials, resuming_workers
 
@@ -206,7 +207,8 @@ def same(trials: Trials, promise: str, one: Setup, other: Setup) -> Verdict:
         comparison = Comparison(ours.trace, theirs.trace, FLOAT32)
         first = comparison.first_departure()
         if first is None:
-            return _holds(promise, _equal_to(comparison.largest), ours, theirs)
+            alike = f"equal to {amount_in_words(comparison.largest)}" if comparison.largest else "bit for bit"
+            return _holds(promise, alike, ours, theirs)
     if ours.trace.is_plain:
         note = f"{where}: {first}; what a step's batch is, and how the loss weighs it, is the script's own affair"
         return Verdict(promise=promise, status="not judged", note=note)
@@ -285,10 +287,6 @@ def _does_not_run(promise: str, trial: Trial) -> Verdict:
 
 def _plain(promise: str, why: str) -> Verdict:
     return Verdict(promise=promise, status="not judged", note=f"without mh.Trainer {why}")
-
-
-def _equal_to(largest: float) -> str:
-    return f"equal to {amount_in_words(largest)}" if largest else "bit for bit"
 
 
 def _workers(count: int) -> str:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from manyhosts.errors import ConfigError
+from manyhosts.launchers.stage import Stage
 from manyhosts.prove.promises import PROMISES, Verdict
-from manyhosts.prove.stage import Stage
 from manyhosts.prove.trials import Asked, Setup, Trials, make_stage
 
 

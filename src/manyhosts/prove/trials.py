@@ -13,8 +13,8 @@ from manyhosts.control import variables
 from manyhosts.control.job import Job
 from manyhosts.errors import ManyhostsError
 from manyhosts.launchers import scripts
+from manyhosts.launchers.stage import Stage
 from manyhosts.prove.conduct import Conduct
-from manyhosts.prove.stage import Stage
 from manyhosts.prove.trace import Trace, imported
 
 _INSIDE = "manyhosts.prove.inside"

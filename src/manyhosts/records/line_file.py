@@ -122,7 +122,7 @@ def read_lines(path: Path) -> Iterator[Line]:
         return
     with path.open("rb") as file:
         for text in file:
-            line = _parse(text)
+            line = parsed_line(text)
             if line is not None:
                 yield line
 
@@ -132,7 +132,8 @@ def read_from_end(path: Path) -> Iterator[Line]:
     return (line for _, line in _backwards(path))
 
 
-def _parse(text: bytes) -> Line | None:
+def parsed_line(text: bytes) -> Line | None:
+    """The object that a line holds; None where it is half-written, or holds none."""
     if not text.endswith(b"\n"):
         return None
     try:
@@ -157,7 +158,7 @@ def _backwards(path: Path) -> Iterator[tuple[int, Line]]:
             place = start + len(block)
             for text in reversed(pieces):
                 place -= len(text)
-                line = _parse(text)
+                line = parsed_line(text)
                 if line is not None:
                     yield place, line
 

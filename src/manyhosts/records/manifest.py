@@ -20,10 +20,13 @@ from typing import Any, Literal, Protocol
 
 from manyhosts.errors import SnapshotError
 from manyhosts.records.json_text import parsed
+from manyhosts.records.tensor_parts import TensorRecord, dtype_and_shape, first_flaw, from_dtype_and_shape
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """1: nothing in `Facts.run`. 2: what the run was asked, which a resume is held against. 3: the state may say that the
-validation of its step is yet to be made; before, it never was."""
+validation of its step is yet to be made; before, it never was. 4: a tensor may lie in parts in several files, and the
+optimizer's state goes by the names of parameters; before, each tensor was whole, and parameters had numbers."""
+_IN_PARTS_SINCE = 4
 NAME = "manifest.json"
 _HASH_KEY = ',\n "sha256": "'
 _CHUNK_BYTES = 4 << 20
@@ -69,7 +72,14 @@ class Manifest:
     files: Mapping[str, FileRecord]
     time: float
     """Seconds since the Unix epoch."""
+    tensors: Mapping[str, TensorRecord] = field(default_factory=dict)
+    """Every tensor of the state, by name, and which file has what of it; empty before format 4."""
     format_version: int = FORMAT_VERSION
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether `tensors` says where each tensor is; before format 4 the headers of the files alone do."""
+        return self.format_version >= _IN_PARTS_SINCE
 
     @property
     def bytes(self) -> int:
@@ -79,6 +89,7 @@ class Manifest:
     def to_text(self) -> str:
         """The content of `manifest.json`. Its last entry is a hash over the others: a bit may flip here, too."""
         facts = self.facts
+        tensors = {name: str(record) for name, record in self.tensors.items()}
         content = {
             "format_version": self.format_version,
             "step": facts.step,
@@ -88,7 +99,8 @@ class Manifest:
             "strategy": facts.strategy,
             "time": self.time,
             "run": dict(facts.run),
-            "model": {name: f"{dtype}{list(shape)}" for name, (dtype, shape) in facts.model.items()},
+            "model": {name: dtype_and_shape(dtype, shape) for name, (dtype, shape) in facts.model.items()},
+            **({"tensors": tensors} if self.has_parts else {}),
             "files": {name: {"bytes": file.bytes, "sha256": file.sha256} for name, file in self.files.items()},
         }
         head = json.dumps(content, indent=1).removesuffix("\n}")
@@ -118,7 +130,10 @@ class Manifest:
         head, _, tail = text.rpartition(_HASH_KEY)
         if tail != f'{_hash_of(head)}"\n}}\n':
             raise SnapshotError(f"{NAME} is damaged: its content is not what its hash says", where=where, fix=_GO_ON)
-        return _from_content(content)
+        manifest = _from_content(content)
+        if reason := first_flaw(manifest.tensors):
+            raise SnapshotError(reason, where=where, fix=_GO_ON)
+        return manifest
 
 
 def _from_content(content: Mapping[str, Any]) -> Manifest:
@@ -128,20 +143,15 @@ def _from_content(content: Mapping[str, Any]) -> Manifest:
             epoch=content["epoch"],
             position=content["position"],
             strategy=content["strategy"],
-            model={name: _dtype_and_shape(words) for name, words in content["model"].items()},
+            model={name: from_dtype_and_shape(words) for name, words in content["model"].items()},
             run=content["run"],
         ),
         world_size=content["world_size"],
         files={name: FileRecord(**file) for name, file in content["files"].items()},
         time=content["time"],
+        tensors={name: TensorRecord.from_text(each) for name, each in content.get("tensors", {}).items()},
         format_version=content["format_version"],
     )
-
-
-def _dtype_and_shape(words: str) -> tuple[str, tuple[int, ...]]:
-    """`float32[3, 4]` taken apart."""
-    dtype, _, sides = words.removesuffix("]").partition("[")
-    return dtype, tuple(int(side) for side in sides.split(",") if side)
 
 
 def _hash_of(head: str) -> str:
@@ -240,11 +250,6 @@ def verify_files(files: Files, *, content: bool = True, left_to_others: Collecti
     return manifest
 
 
-def file_sha256(path: Path) -> str:
-    """The sha256 of a file's content, in hex."""
-    return _sha256(InFolder(path.parent).pieces(path.name))
-
-
 def _sha256(pieces: Iterable[bytes]) -> str:
     digest = hashlib.sha256()
     for piece in pieces:
@@ -285,8 +290,3 @@ def _look(folder: Path) -> Iterator[Found]:
                 "half" if how.endswith("half") else "new" if how == "new" else "old" if how == "old" else ""
             )
             yield Found(path=path, step=int(match["step"] or -1), how=kind)
-
-
-def best_in(folder: Path) -> list[Path]:
-    """Where the best snapshot of a run may be, first choice first: a crash while it is replaced may leave two."""
-    return [path for path in (folder / "best.new", folder / "best", folder / "best.old") if path.is_dir()]

@@ -13,7 +13,9 @@ Every line has `event`, `step`, `epoch` (from 0) and `time` (seconds since the U
     skipped      a snapshot that could not be written or read: path, reason
     restart      reason, how, steps_redone, seconds_lost, lost
     note         text
-    slow         text, what, who, factor: what holds the others up, or does so no more (factor 1.0)
+    slow         text, what, who, factor: what holds the others up, or does so no more (factor 1.0); cause
+    workers      steps: how many, up to `step`; communication; workers: of each rank, host, samples, and the means
+                 over these steps: total, compute, communication_exposed, data_wait, snapshot_stall; hot
     end          status, reason, weights_sha256
     test         values, seconds
 
@@ -27,7 +29,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,7 @@ from manyhosts.events import (
     StepDone,
     TestDone,
     ValidationDone,
+    WorkersTimed,
 )
 from manyhosts.records.line_file import Line, LineFile, read_lines
 from manyhosts.records.numbers import from_words, to_words
@@ -62,13 +65,14 @@ WORDS: dict[type[Event], str] = {
     Recovered: "restart",
     Note: "note",
     Slowdown: "slow",
+    WorkersTimed: "workers",
     CompressionChosen: "compression",
     RunEnded: "end",
     TestDone: "test",
 }
 """The `event` of the line that each event becomes."""
 
-_TOLD_AGAIN = frozenset({"step", "epoch", "validation", "snapshot", "copied"})
+_TOLD_AGAIN = frozenset({"step", "epoch", "validation", "snapshot", "copied", "workers"})
 """What happens once more when steps are done once more."""
 _ORDERLY = frozenset({"completed", "stopped early", "interrupted"})
 """How a run ends when nothing failed."""
@@ -88,6 +92,7 @@ _TEXTS = frozenset(
         "resumed_from",
         "status",
         "weights_sha256",
+        "cause",
     }
 )
 
@@ -109,6 +114,22 @@ class Resumed:
     """Steps past the snapshot, whose lines were taken away."""
     seconds_lost: float
     """From the end of the last step that still counts to the new start: the work done again, and the time down."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Told:
+    """What a worker that is gone has told. Called with an event: whether that one."""
+
+    step: int
+    """The last one."""
+    lines: frozenset[tuple[Any, Any]]
+    """The `event` and `step` of each line since then."""
+    end: bool
+    """Whether it has told that the run ended, and nobody has gone on since."""
+
+    def __call__(self, event: Event) -> bool:
+        """Whether it is among them, or before them."""
+        return event.step < self.step or (WORDS[type(event)], event.step) in self.lines
 
 
 class MetricsFile:
@@ -148,22 +169,22 @@ class MetricsFile:
             self._lines.replace_tail(tail[0][0], kept)
         self.add(event)
 
-    def take_over(self) -> Callable[[Event], bool]:
-        """Go on with the file of a worker that is gone. Says of an event whether that worker has told it.
+    def take_over(self) -> Told:
+        """Go on with the file of a worker that is gone. Returns what that worker has told.
 
         The file gets a new body under its old name: where the other worker still lives, cut off, it writes into the
         old body, which nobody reads any more.
         """
         tail = self._lines.tail(lambda line: line.get("event") == "step")
-        last = max((line["step"] for _, line in tail if line.get("event") == "step"), default=0)
-        told = {(line.get("event"), line.get("step")) for _, line in tail}
+        lines = [line for _, line in tail]
         if tail:
-            self._lines.replace_tail(tail[0][0], [line for _, line in tail])
-
-        def was_told(event: Event) -> bool:
-            return event.step < last or (WORDS[type(event)], event.step) in told
-
-        return was_told
+            self._lines.replace_tail(tail[0][0], lines)
+        turns = [line["event"] for line in lines if line.get("event") in ("start", "restart", "end")]
+        return Told(
+            step=max((line["step"] for line in lines if line.get("event") == "step"), default=0),
+            lines=frozenset((line.get("event"), line.get("step")) for line in lines),
+            end=turns[-1:] == ["end"],
+        )
 
     def flush(self) -> None:
         """Have every line on the disk before this returns. Called before a snapshot, so that none it counts is missing.
@@ -185,8 +206,12 @@ def read(path: Path) -> list[Line]:
 
 def stream(path: Path) -> Iterator[Line]:
     """The lines of `metrics.jsonl` one by one, also while the run adds to them."""
-    for line in read_lines(path):
-        yield {key: value if key in _TEXTS else from_words(value) for key, value in line.items()}
+    return map(decoded, read_lines(path))
+
+
+def decoded(line: Line) -> Line:
+    """A line as it is meant: words that stand for numbers are numbers."""
+    return {key: value if key in _TEXTS else from_words(value) for key, value in line.items()}
 
 
 def text_of(event: Event) -> str:
@@ -238,6 +263,8 @@ def _how_it_broke_off(tail: list[Line]) -> str:
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, tuple):
+        return [_plain(inner) for inner in value]
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, str | int | None):

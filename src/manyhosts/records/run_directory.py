@@ -78,6 +78,11 @@ class RunDirectory:
         return self.path / "summary.json"
 
     @property
+    def first_batch(self) -> Path:
+        """Some samples of the first batch, where they are pictures: see `records.first_batch`."""
+        return self.path / "first-batch.npz"
+
+    @property
     def snapshots(self) -> Path:
         """The folder of what the run can go on from."""
         return self.path / "snapshots"
@@ -91,6 +96,11 @@ class RunDirectory:
     def tensorboard(self) -> Path:
         """The folder of TensorBoard's event files."""
         return self.path / "tensorboard"
+
+    @property
+    def profile(self) -> Path:
+        """The folder of what `--profile` has kept; there where it has."""
+        return self.path / "profile"
 
     @property
     def logs(self) -> Path:
@@ -119,7 +129,7 @@ class RunDirectory:
                     where=str(self.path),
                     fix="choose another with --run-dir DIR, or leave that out to begin a new run",
                 )
-        for folder in (self.snapshots, self.best, self.tensorboard, self.logs):
+        for folder in (self.snapshots, self.best, self.tensorboard, self.profile, self.logs):
             if os.path.lexists(folder) and not folder.is_dir():
                 raise ConfigError(
                     f"{folder.name} in the run directory is a file, and the run keeps a folder of that name there",

@@ -50,14 +50,7 @@ class RunRecord:
         Raises:
             ConfigError: there is none, or it was written by another version of manyhosts and cannot be understood.
         """
-        fields = read_json(path)
-        version = fields.get("schema_version")
-        if version != SCHEMA_VERSION:
-            raise ConfigError(
-                f"run.json has schema version {version}, and this manyhosts reads {SCHEMA_VERSION}",
-                where=str(path),
-                fix="read it with the version of manyhosts that wrote it (see `versions` in the file)",
-            )
+        fields = read_json(path, version=SCHEMA_VERSION, written_by=" (see `versions` in the file)")
         known = {entry.name: entry for entry in dataclasses.fields(cls)}
         missing = [name for name, entry in known.items() if name not in fields and not _has_default(entry)]
         if missing:

@@ -86,14 +86,7 @@ class Summary:
         Raises:
             ConfigError: there is none, a field is missing, or another version of manyhosts wrote it.
         """
-        fields = read_json(path)
-        version = fields.get("schema_version")
-        if version != SCHEMA_VERSION:
-            raise ConfigError(
-                f"summary.json has schema version {version}, and this manyhosts reads {SCHEMA_VERSION}",
-                where=str(path),
-                fix="read it with the version of manyhosts that wrote it (see `versions` in run.json)",
-            )
+        fields = read_json(path, version=SCHEMA_VERSION, written_by=" (see `versions` in run.json)")
         given_later = {"network", "compression_reason"}  # an older file is none the worse without them
         names = [entry.name for entry in dataclasses.fields(cls)]
         missing = [name for name in names if name not in fields and name not in given_later]
@@ -112,44 +105,13 @@ def summarise(lines: Iterable[Line], record: RunRecord, *, failure: str = "") ->
 
     `failure`: why it failed, for a run that has no end on record or whose leader knew less.
     """
-    story = _Story()
+    story = Story()
     for line in lines:
         story.hear(line)
-    if failure and story.end.get("status", "failed") == "failed":
-        story.end = {**story.end, "status": "failed", "reason": failure}
-    strategy = record.settings.get("strategy") or {}
-    return Summary(
-        status=story.end.get("status", "interrupted" if story.totals else "completed"),
-        reason=story.end.get("reason", "no end is on record" if story.totals else "tested without training"),
-        workers=record.workers,
-        nodes=len(record.hosts),
-        strategy=record.strategy,
-        compression=story.compression.get("compression") or strategy.get("compression") or "none",
-        compression_reason=story.compression.get("why", ""),
-        network=story.network(),
-        precision=record.settings["precision"],
-        global_batch=_global_batch(record),
-        lr=max(story.lrs, default=None),
-        steps=story.end.get("step", story.last_step),
-        epochs=len(story.finished),
-        steps_per_epoch=story.start.get("steps_per_epoch"),
-        samples_per_second=_ratio(sum(story.samples), sum(story.totals)),
-        epoch_seconds=[round(story.seconds_of[epoch], 6) for epoch in story.finished],
-        step_seconds=story.step_seconds(),
-        bytes_sent_per_step=_ratio(story.bytes_sent, len(story.totals)),
-        restarts=len(story.restarts),
-        steps_redone=sum(line["steps_redone"] for line in story.restarts),
-        seconds_lost=round(sum(line["seconds_lost"] for line in story.restarts), 6),
-        train_loss=_ratio(story.loss_sum, story.loss_weight),
-        validation=story.validation.get("values", {}),
-        best=story.best(record),
-        test=story.test.get("values", {}),
-        weights_sha256=story.end.get("weights_sha256", ""),
-        seconds=round(story.seconds, 6),
-    )
+    return story.summary(record, failure=failure)
 
 
-class _Story:
+class Story:
     """What has been heard of the lines so far; numbers of steps are kept close, for there may be millions."""
 
     def __init__(self) -> None:
@@ -173,6 +135,7 @@ class _Story:
         self._running_since: float | None = None
 
     def hear(self, line: Line) -> None:
+        """Take the next line."""
         kind = line["event"]
         if kind == "step":
             self._step(line)
@@ -191,8 +154,46 @@ class _Story:
         if kind != "test":
             self._clock(kind, line["time"])
 
+    def summary(self, record: RunRecord, *, failure: str = "") -> Summary:
+        """Of all that was heard: see `summarise`."""
+        end = self.end
+        if failure and end.get("status", "failed") == "failed":
+            end = {**end, "status": "failed", "reason": failure}
+        strategy = record.settings.get("strategy") or {}
+        return Summary(
+            status=end.get("status", "interrupted" if self.totals else "completed"),
+            reason=end.get("reason", "no end is on record" if self.totals else "tested without training"),
+            workers=record.workers,
+            nodes=len(record.hosts),
+            strategy=record.strategy,
+            compression=self.compression.get("compression") or strategy.get("compression") or "none",
+            compression_reason=self.compression.get("why", ""),
+            network=self.network(),
+            precision=record.settings["precision"],
+            global_batch=_global_batch(record),
+            lr=max(self.lrs, default=None),
+            steps=end.get("step", self.last_step),
+            epochs=len(self.finished),
+            steps_per_epoch=self.start.get("steps_per_epoch"),
+            samples_per_second=_ratio(sum(self.samples), sum(self.totals)),
+            epoch_seconds=[round(self.seconds_of[epoch], 6) for epoch in self.finished],
+            step_seconds=self.step_seconds(),
+            bytes_sent_per_step=_ratio(self.bytes_sent, len(self.totals)),
+            restarts=len(self.restarts),
+            steps_redone=sum(line["steps_redone"] for line in self.restarts),
+            seconds_lost=round(sum(line["seconds_lost"] for line in self.restarts), 6),
+            train_loss=_ratio(self.loss_sum, self.loss_weight),
+            validation=self.validation.get("values", {}),
+            best=self.best(record),
+            test=self.test.get("values", {}),
+            weights_sha256=end.get("weights_sha256", ""),
+            seconds=round(self.seconds, 6),
+        )
+
     def _step(self, line: Line) -> None:
         self.last_step = line["step"]
+        if self.end:  # by the worker that was left, which had come farther than the leader that told the end
+            self.end = {**self.end, "step": line["step"], "weights_sha256": ""}
         self.totals.append(line["seconds"])
         self.samples.append(line["samples"])
         self.lrs.add(line["lr"])

@@ -30,11 +30,11 @@ def write_json_whole(path: Path, value: Any) -> None:
     write_whole(path, (json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n").encode())
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object at `path`.
+def read_json(path: Path, *, version: int | None = None, written_by: str = "") -> dict[str, Any]:
+    """The JSON object at `path`, of the schema `version` where one is given; `written_by` says where to look.
 
     Raises:
-        ConfigError: there is no such file, or it holds something else.
+        ConfigError: there is no such file, it holds something else, or another version of manyhosts wrote it.
     """
     try:
         value = parsed(path.read_bytes())
@@ -51,5 +51,11 @@ def read_json(path: Path) -> dict[str, Any]:
             f"{path.name} holds a {type(value).__name__}, not an object",
             where=str(path),
             fix="restore the file, or give another run directory",
+        )
+    if version is not None and value.get("schema_version") != version:
+        raise ConfigError(
+            f"{path.name} has schema version {value.get('schema_version')}, and this manyhosts reads {version}",
+            where=str(path),
+            fix=f"read it with the version of manyhosts that wrote it{written_by}",
         )
     return value

@@ -35,6 +35,11 @@ class Asked:
     vary: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Setting → the values that are tried, each with each of the others."""
 
+    @property
+    def is_here(self) -> bool:
+        """Whether every run is on this machine."""
+        return not self.hosts and not {"--on", "--cluster"} & set(self.where)
+
     def points(self) -> list[Point]:
         """Every run of the study: the sizes of one variant behind each other, the smallest first."""
         sizes: list[tuple[int | None, int]] = [(count, 1) for count in self.workers]
@@ -88,9 +93,9 @@ class Point:
         return ", ".join([self.size, *(f"{key}={value}" for key, value in self.settings.items())])
 
 
-def command(asked: Asked, point: Point, run_dir: str) -> list[str]:
-    """What is typed behind `manyhosts` for this run."""
-    words = ["run", *asked.where]
+def command(asked: Asked, point: Point, run_dir: str, *, warm: bool = False) -> list[str]:
+    """What is typed behind `manyhosts` for this run. `warm`: others like it follow, or came before."""
+    words = ["run", *(["--warm"] if warm else []), *asked.where]
     if asked.workers:
         words += ["--workers", str(point.workers_per_node)]
     elif asked.hosts:

@@ -103,7 +103,7 @@ def read(place: Place, outcome: Outcome) -> Measured | None:
     launch = None if began is None or outcome.launched is None else began - outcome.launched
     return Measured(
         summary=summary,
-        spent=spent(lambda: metrics.stream(place.run.metrics)),
+        spent=spent(metrics.stream(place.run.metrics)),
         launch_seconds=launch if launch is not None and launch >= 0 else None,
     )
 

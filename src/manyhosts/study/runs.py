@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
+from manyhosts.control.agent import warm
 from manyhosts.errors import ConfigError
 from manyhosts.records import run_lock
 from manyhosts.records.run_directory import RunDirectory
@@ -28,6 +29,8 @@ DONE = ("completed", "stopped early")
 """How a run ends that need not be run again."""
 _LOOK_S = 0.2
 _SHOWN_LINES = 12
+_BETWEEN_RUNS_S = 60.0
+_NO_OTHER_S = 0.1
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -109,7 +112,8 @@ def run_all(asked: Asked, folder: Path, program: Sequence[str], progress: Progre
         Interrupted: by Ctrl-C, SIGTERM or SIGHUP, when the run under way has ended.
     """
     with _Signals() as signals:
-        for point in asked.points():
+        points = asked.points()
+        for point in points:
             place = Place(folder, point.name)
             signals.check()
             _let_end(point, place, progress, signals)
@@ -118,9 +122,17 @@ def run_all(asked: Asked, folder: Path, program: Sequence[str], progress: Progre
                 progress.ends(point, outcome, before=before)
                 continue
             progress.begins(point, place)
-            outcome = _run(program, asked, point, place, outcome, progress, signals)
+            outcome = _run(program, asked, point, place, outcome, progress, signals, _stays_s(asked, point, points))
             progress.ends(point, outcome, before=False)
             yield
+
+
+def _stays_s(asked: Asked, point: Point, points: Sequence[Point]) -> float:
+    """How long what a run's workers are forked from waits for the next run of its size; 0: there is no other one."""
+    same = [other for other in points if other.size == point.size]
+    if len(same) == 1 or not asked.is_here or not warm.IS_POSSIBLE:
+        return 0.0
+    return _BETWEEN_RUNS_S if point != same[-1] else _NO_OTHER_S
 
 
 def _let_end(point: Point, place: Place, progress: Progress, signals: _Signals) -> None:
@@ -147,9 +159,11 @@ def _run(
     before: Outcome,
     progress: Progress,
     signals: _Signals,
+    stays_s: float,
 ) -> Outcome:
     place.folder.mkdir(parents=True, exist_ok=True)
-    words = [*program, *command(asked, point, str(place.run.path))]
+    words = [*program, *command(asked, point, str(place.run.path), warm=stays_s > 0)]
+    environment = {**os.environ, **({warm.VARIABLE: str(stays_s)} if stays_s else {})}
     launched = before.launched if place.run.metrics.exists() else time.time()
     _write(place, Outcome(status="interrupted", launched=launched))  # for whoever finds it after a power cut
     with place.log.open("ab") as log:
@@ -157,7 +171,12 @@ def _run(
         began = time.monotonic()
         # a session of its own: of a Ctrl-C it gets what is passed on to it, once
         process = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            words,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         with signals.passed_on_to(process):
             while process.poll() is None:

@@ -155,32 +155,30 @@ def in_folder(folder: Path) -> Study:
     Raises:
         ConfigError: there is none, or another version of manyhosts wrote it.
     """
-    found = read_json(folder / NAME)
-    version = found.get("schema_version")
-    if version != SCHEMA_VERSION:
-        raise ConfigError(
-            f"{NAME} has schema version {version}, and this manyhosts reads {SCHEMA_VERSION}",
-            where=str(folder / NAME),
-            fix="read it with the version of manyhosts that wrote it",
-        )
+    return known(asked_in(folder), folder, read_json(folder / NAME).get("price"))
+
+
+def asked_in(folder: Path) -> Asked:
+    """What was asked of the study that `folder` holds.
+
+    Raises:
+        ConfigError: there is none, or another version of manyhosts wrote it.
+    """
+    found = read_json(folder / NAME, version=SCHEMA_VERSION)
     try:
         asked = found["asked"]
-        return known(
-            Asked(
-                script=asked["script"],
-                arguments=tuple(asked["arguments"]),
-                workers=tuple(asked["workers"]),
-                nodes=tuple(asked["nodes"]),
-                workers_per_node=asked["workers_per_node"],
-                hosts=tuple(asked["hosts"]),
-                where=tuple(asked["where"]),
-                budget=asked["budget"],
-                repeat=asked["repeat"],
-                settings=asked["settings"],
-                vary={key: tuple(values) for key, values in asked["vary"].items()},
-            ),
-            folder,
-            found["price"],
+        return Asked(
+            script=asked["script"],
+            arguments=tuple(asked["arguments"]),
+            workers=tuple(asked["workers"]),
+            nodes=tuple(asked["nodes"]),
+            workers_per_node=asked["workers_per_node"],
+            hosts=tuple(asked["hosts"]),
+            where=tuple(asked["where"]),
+            budget=asked["budget"],
+            repeat=asked["repeat"],
+            settings=asked["settings"],
+            vary={key: tuple(values) for key, values in asked["vary"].items()},
         )
     except (KeyError, TypeError) as cause:
         raise ConfigError(

@@ -6,23 +6,28 @@ behind it (the test) are not in it. Of a run that broke off and went on, the tim
     start_up                from the start to the end of the first step: compiling, the first batch, the first look
     compute, data_wait      of every later step, as the loop measures them
     communication_exposed   waiting for others in a step, as long as the worker that waited least did
-    straggler               what the workers waited beyond that, on average: for the slowest of them
+    straggler               what a step took beyond that and the middle worker's own work: the others wait for it
     evaluation              the seconds of validations
     snapshot                within steps: the stall; between two steps: the rest of a gap in which a snapshot, or the
                             best model, was written
     other                   what is left: the gaps between steps, and what a step calls other
 
-The times of steps are the leader's. Where the record has the times of all workers (`workers` lines), the means over
-them take the place of the leader's; where it has not, waiting for the slowest cannot be told from communication.
+The times of steps are the leader's. Where the record has those of all workers (`workers` lines), a step is shared out
+as they say: of computing and of data what the middle worker took (the lower one of two), of snapshots what the one
+took that stood still longest. So what one worker takes more than the others is `straggler`, what all take more is not.
+Where there are no such lines (one worker, or the last steps before a run broke off) the leader's own parts count.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from manyhosts.records.blocks import Blocks
 from manyhosts.records.line_file import Line
 
 CAUSES = (
@@ -35,6 +40,12 @@ CAUSES = (
     "start_up",
     "other",
 )
+
+_OWN = {
+    "compute": "compute", "communication_exposed": "communication_exposed", "data_wait": "data_wait",
+    "snapshot_stall": "snapshot",
+}  # fmt: skip
+"""The parts of a step as the leader has measured them, and the cause that each is counted to."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,8 +62,6 @@ class Spent:
     """Of each validation the seconds since the start, the step, and its values."""
     losses: tuple[tuple[float, int, float], ...] = ()
     """Of up to 256 blocks of steps: the seconds since the start, the last step, and the mean training loss."""
-    knows_stragglers: bool = False
-    """Whether the times of all workers are on record."""
 
     @property
     def total(self) -> float:
@@ -68,52 +77,70 @@ class Spent:
         return next((when for when, _, values in self.validations if values.get("loss", loss + 1) <= loss), None)
 
 
-def spent(lines: Callable[[], Iterable[Line]]) -> Spent:
-    """Where the time went. `lines` gives the metrics of a run each time that it is called: they are read twice."""
-    written = {
-        line["step"]
-        for line in lines()
-        if line["event"] in ("snapshot", "skipped") or (line["event"] == "validation" and line["best"])
-    }
-    clock = _Clock(written)
-    for line in lines():
+def spent(lines: Iterable[Line]) -> Spent:
+    """Where the time went, by the metrics of a run."""
+    clock = Clock()
+    for line in lines:
         clock.hear(line)
     return clock.spent()
 
 
-class Thinned:
-    """A curve of any length in a few points: means over blocks of steps, which grow with the curve."""
+class Thinned(Blocks[tuple[float, int, float]]):
+    """A curve of any length in a few points: the seconds, the step, and the mean over a block of steps."""
 
     MOST = 256
 
-    def __init__(self) -> None:
-        self._every = 1
-        self._whole: list[tuple[float, int, float]] = []
-        self._open: list[float] = []
-        self._last = (0.0, 0)
+    @staticmethod
+    def together(blocks: Sequence[tuple[float, int, float]]) -> tuple[float, int, float]:
+        """The mean, at the last step."""
+        return (*blocks[-1][:2], statistics.fmean(loss for _, _, loss in blocks))
 
     def add(self, seconds: float, step: int, loss: float) -> None:
         """One step more."""
-        self._open.append(loss)
-        self._last = (seconds, step)
-        if len(self._open) == self._every:
-            self._whole, self._open = self.blocks(), []
-        if len(self._whole) == self.MOST:
-            pairs = zip(self._whole[::2], self._whole[1::2], strict=True)
-            self._whole = [(*second[:2], (first[2] + second[2]) / 2) for first, second in pairs]
-            self._every *= 2
+        self.take((seconds, step, loss))
 
-    def blocks(self) -> list[tuple[float, int, float]]:
-        """All of them; the last one may have fewer steps."""
-        return [*self._whole, *([(*self._last, statistics.fmean(self._open))] if self._open else [])]
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """Steps that all workers have told the times of."""
+
+    after: int
+    upto: int
+    shares: Mapping[str, float]
+    """What part of the time of these steps went to which cause."""
+
+
+def _window(line: Line) -> _Window | None:
+    """What a `workers` line says; None where its steps took no time."""
+    workers = line["workers"]
+    total = statistics.fmean(worker["total"] for worker in workers)
+    seconds = {
+        "compute": statistics.median_low(worker["compute"] for worker in workers),
+        "data_wait": statistics.median_low(worker["data_wait"] for worker in workers),
+        "communication_exposed": line["communication"],
+        "snapshot": max(worker["snapshot_stall"] for worker in workers),
+    }
+    seconds["straggler"] = max(0.0, total - sum(seconds.values()))
+    whole = sum(seconds.values())
+    if whole <= 0:
+        return None
+    shares = {cause: part / whole for cause, part in seconds.items()}
+    return _Window(after=line["step"] - line["steps"], upto=line["step"], shares=shares)
 
 
 @dataclass(slots=True)
-class _Clock:
-    """Reads the lines in their order."""
+class Clock:
+    """Reads the lines in their order. Numbers of steps are kept close, for there may be millions."""
 
-    written: set[int]
-    """Steps after which something was written to go on from."""
+    written: set[int] = field(default_factory=set)
+    """Steps after which something was written to go on from: what lies behind such a step is known by its line alone,
+    which may come many steps later."""
+    windows: list[_Window] = field(default_factory=list)
+    """These come behind their steps, too."""
+    own: array[float] = field(default_factory=lambda: array("d"))
+    """Of each step its number, its seconds but for `other`, and the leader's own parts of them."""
+    gaps: array[float] = field(default_factory=lambda: array("d"))
+    """The number of a step, and the seconds behind it in which nothing was evaluated."""
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
     samples: int = 0
     steps: int = 0
@@ -128,7 +155,7 @@ class _Clock:
     """Seconds that the clock ran before the present start."""
     began: float = 0.0
     validations: list[tuple[float, int, Mapping[str, float]]] = field(default_factory=list)
-    losses: Thinned = field(default_factory=lambda: Thinned())
+    losses: Thinned = field(default_factory=Thinned)
     epochs: dict[int, list[float]] = field(default_factory=dict)
     """Of each epoch, by the clock: when it began, and when the next one did."""
     finished: list[int] = field(default_factory=list)
@@ -136,6 +163,10 @@ class _Clock:
     def hear(self, line: Line) -> None:
         """Take one line."""
         kind = line["event"]
+        if kind in ("snapshot", "skipped") or (kind == "validation" and line["best"]):
+            self.written.add(line["step"])
+        elif kind == "workers" and (window := _window(line)):
+            self.windows.append(window)
         if kind == "start":
             self.pause(self.until)
             self.until = self.began = line["time"]
@@ -178,9 +209,8 @@ class _Clock:
             self.first = False
         else:
             self.gap(begin)
-            for cause in ("compute", "communication_exposed", "data_wait", "other"):
-                self.seconds[cause] += line[cause]
-            self.seconds["snapshot"] += line["snapshot_stall"]
+            self.seconds["other"] += line["other"]
+            self.own.extend((line["step"], line["seconds"] - line["other"], *(line[part] for part in _OWN)))
         if line["epoch"] not in self.epochs:
             self.mark_epoch(begin)
             self.epochs[line["epoch"]] = [self.clock(begin), self.clock(line["time"])]
@@ -189,19 +219,35 @@ class _Clock:
         self.samples += line["samples"]
         self.steps += 1
 
+    def share_out(self) -> None:
+        """The seconds of all steps by cause, but for `other`: as all workers have told them, else the leader's own."""
+        windows = sorted(self.windows, key=lambda window: window.upto)
+        columns = [self.own[place :: 2 + len(_OWN)] for place in range(2 + len(_OWN))]
+        for step, whole, *parts in zip(*columns, strict=True):
+            place = bisect_left(windows, step, key=lambda window: window.upto)
+            if place < len(windows) and windows[place].after < step:
+                for cause, share in windows[place].shares.items():
+                    self.seconds[cause] += share * whole
+            else:
+                for part, seconds in zip(_OWN, parts, strict=True):
+                    self.seconds[_OWN[part]] += seconds
+        for step, seconds in zip(self.gaps[::2], self.gaps[1::2], strict=True):
+            self.seconds["snapshot" if step in self.written else "other"] += seconds
+
     def gap(self, begin: float) -> None:
         """From the last step to `begin`: validation, what was written, and the rest."""
         assert self.until is not None, "the clock runs"
         gap = begin - self.until
         evaluation = min(self.evaluating, max(0.0, gap))
         self.seconds["evaluation"] += evaluation
-        self.seconds["snapshot" if self.after in self.written else "other"] += gap - evaluation
+        self.gaps.extend((self.after, gap - evaluation))
         self.evaluating = 0.0
 
     def spent(self) -> Spent:
-        """All of it."""
+        """All of it. Called once, behind the last line."""
         if self.until is not None:
             self.pause(self.until)
+        self.share_out()
         lasted = {epoch: end - begin for epoch, (begin, end) in self.epochs.items()}
         return Spent(
             seconds=self.seconds,

@@ -91,7 +91,7 @@ def judge(group: Sequence[Size], laws: Mapping[str, Fit], asked: Asked, price: f
     sentences += [_what_limits(small, large, limit, change, without)]
     law = best(laws)
     pays = fastest = None
-    if law is not None:
+    if law is not None and large.efficiency <= _BEST:  # beyond, the smallest size is no measure for more of them
         pays, fastest, sentence = _how_far(law, small, large)
         sentences.append(sentence)
     cost = None if price is None else _cost(small, large, price)

@@ -174,13 +174,9 @@ class _Kept:
         found = []
         for module, kind, name, _, value in self.slots:
             now = getattr(module, kind)[name]
-            if not _is_norm(module) and (now is None or not torch.equal(now.detach(), value)):
+            if not isinstance(module, _NORMS) and (now is None or not torch.equal(now.detach(), value)):
                 found.append(f"{names.get(id(module), '')}.{name}".lstrip("."))
         return found
-
-
-def _is_norm(module: nn.Module) -> bool:
-    return isinstance(module, _NORMS)
 
 
 def _overlaps(tensor: Tensor) -> bool:

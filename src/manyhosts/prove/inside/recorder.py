@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.utils.data import default_collate
 from manyhosts.config.settings import Settings
 from manyhosts.data import randomness
 from manyhosts.data.steps import LoadedPiece, Step
+from manyhosts.events import Listener
 from manyhosts.prove.conduct import Conduct
 from manyhosts.prove.inside import plain
 from manyhosts.prove.inside.calm import Calm
@@ -41,6 +42,10 @@ class Recorder:
         """Take out of the model what this trial leaves out."""
         plain.count_no_more()
         self.calm.change(model)
+
+    def fits(self, validation: Any, listeners: Sequence[Listener]) -> Sequence[Listener]:
+        """All of them: a trial is a run like others."""
+        return listeners
 
     def begins(self, parts: Any, settings: Settings, state: RunState) -> None:
         """Write where training begins, and what it is asked for."""

@@ -28,7 +28,7 @@ def states_within(*roots: Any) -> dict[str, str]:
     found: dict[str, str] = {}
     seen: set[int] = set()
     for root in roots:
-        _walk(root, _name_of(root), 0, found, seen)
+        _walk(root, getattr(root, "__name__", None) or type(root).__name__, 0, found, seen)
     return found
 
 
@@ -146,7 +146,3 @@ def _used_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
             yield name, cell.cell_contents
         except ValueError:
             continue  # not yet filled
-
-
-def _name_of(root: Any) -> str:
-    return getattr(root, "__name__", None) or type(root).__name__

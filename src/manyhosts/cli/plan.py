@@ -1,0 +1,247 @@
+"""`manyhosts plan`: measures a script for half a minute, and says what it would take on other machines."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from manyhosts.cli.progress import Progress
+from manyhosts.cli.where import doubling, hosts_of, is_here, numbers, said_again, sizes_options, variables_of
+from manyhosts.config import overrides
+from manyhosts.errors import ConfigError
+from manyhosts.launchers import scripts
+from manyhosts.planner import catalog
+from manyhosts.planner.catalog import Machines
+from manyhosts.planner.measured import Network
+
+if TYPE_CHECKING:
+    from manyhosts.measure.measure import Asked, Found
+    from manyhosts.planner.plan import Plan
+
+_INTERRUPTED = 130
+_PROGRAM = (sys.executable, "-m", "manyhosts.cli.main")
+_LEAST_S = 5.0
+
+
+@click.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
+@click.option("--workers", metavar="A,B,C", help="Numbers of workers on this machine.  [default: 1,2,4]")
+@click.option(
+    "--nodes", metavar="A,B,C", help="Numbers of machines.  [default with --hosts: 1, 2, 4, … and all of them]"
+)
+@click.option("--workers-per-node", metavar="A,B", help="Numbers of workers on each machine.  [default: 1]")
+@sizes_options
+@click.option("--machines", metavar="FILE", help="A catalog of machines that could be had, in TOML: see docs/plan.md.")
+@click.option("--network", metavar="SPEED,LATENCY", help='Between machines, as in "10 Gbit/s, 0.1 ms", not measured.')
+@click.option("--set", "settings", multiple=True, metavar="K=V", help="A setting of mh.Trainer or mh.Data, overridden.")
+@click.option(
+    "--calibrate", metavar="STUDY", help="The folder of a study of SCRIPT: learn from it how far off this is."
+)
+@click.option("--seconds", type=float, default=20, show_default=True, metavar="S", help="How long to measure, about.")
+@click.option(
+    "--patience",
+    type=float,
+    default=120,
+    show_default=True,
+    metavar="S",
+    help="How long SCRIPT may take until it comes to fit.",
+)
+@click.option("--all", "everything", is_flag=True, help="Show every strategy and compression.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--dry-run", is_flag=True, help="Print what would be measured, and start nothing.")
+@click.option("--trace", is_flag=True, help="Show where in manyhosts an error was raised.")
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS]...")
+def plan(script: str, as_json: bool, dry_run: bool, **words: Any) -> int:
+    """Measure SCRIPT for half a minute, and say how long it would take on more workers or other machines, and why.
+
+    SCRIPT is run as it is, up to its first `fit`, which measures in place of training and then ends: nothing is
+    trained, and nothing is kept. What is predicted, and how, is written down in docs/plan.md.
+
+    Exit codes: 0 there is a plan, 1 the script failed, 2 the request was wrong or nothing fits, 130 interrupted.
+    """
+    from manyhosts.launchers.stage import Interrupted
+
+    began = time.monotonic()
+    scripts.check(script, "script")
+    place = _Place(words)
+    asked = _asked(script, place, words)
+    if not scripts.uses_manyhosts(script, "script"):
+        from manyhosts.measure.measure import without_trainer
+
+        raise without_trainer(script)
+    study = _study(words["calibrate"])
+    if dry_run:
+        return _show(asked, place)
+    try:
+        found = _measured(asked, place, silent=as_json)
+    except (Interrupted, KeyboardInterrupt):
+        return _INTERRUPTED
+    made = _planned(found, place, study)
+    if as_json:
+        print(json.dumps({**made.to_json(), "seconds": round(time.monotonic() - began, 1)}, indent=1))
+        return 0
+    from manyhosts.cli.plan_screen import print_plan
+
+    print_plan(made, sys.stdout, everything=words["everything"])
+    return 0
+
+
+class _Place:
+    """Where it is measured, and for which machines.
+
+    Raises:
+        ConfigError: the words contradict each other, or cannot be read.
+    """
+
+    def __init__(self, words: Mapping[str, Any]) -> None:
+        self.hosts, each = hosts_of(words)
+        self.is_here = is_here(words, self.hosts)
+        self.where = said_again(words)
+        self.network = None if words["network"] is None else Network.parse(words["network"], where="--network")
+        self.catalog = None if words["machines"] is None else catalog.read(Path(words["machines"]))
+        self.price = _price(words["price"])
+        self.sizes = self._sizes(words, each)
+
+    def _sizes(self, words: Mapping[str, Any], each: int | None) -> list[tuple[int, int]]:
+        """Numbers of machines, and of workers on each."""
+        workers, nodes, beside = words["workers"], words["nodes"], words["workers_per_node"]
+        if self.catalog is not None:
+            for option, value in (("--workers", workers), ("--nodes", nodes), ("--price", words["price"])):
+                if value is not None:
+                    fix = f"leave {option} out: the catalog says it of each kind of machine"
+                    raise ConfigError(f"both --machines and {option} are given", where=option, fix=fix)
+            return sorted({size for each_kind in self.catalog for size in each_kind.sizes()})
+        if workers is not None and (nodes is not None or beside is not None or not self.is_here):
+            raise ConfigError(
+                "--workers counts workers on this machine, and machines are counted, too",
+                where="--workers",
+                fix="give --nodes, and --workers-per-node beside it",
+            )
+        if workers is not None and self.network is not None:
+            raise ConfigError(
+                "--workers counts workers on this machine, and --network is between machines",
+                where="--network",
+                fix="count machines with --nodes, and --workers-per-node beside it, or leave --network out",
+            )
+        on_each = numbers(beside, "--workers-per-node") if beside is not None else (each or 1,)
+        if self.is_here and nodes is None and self.network is None:
+            here = sorted(numbers(workers or "1,2,4", "--workers")) if beside is None else sorted(on_each)
+            return [(1, count) for count in here]
+        if self.is_here and self.network is None:
+            raise ConfigError(
+                "machines are counted, and nothing says how fast they talk to each other",
+                where="--nodes",
+                fix='say it, as in --network "10 Gbit/s, 0.1 ms", or name them with --hosts: then it is measured',
+            )
+        return sorted((count, each) for count in self._nodes(nodes) for each in on_each)
+
+    def _nodes(self, text: str | None) -> tuple[int, ...]:
+        most = len(self.hosts) or 8
+        if text is None:
+            return doubling(most)
+        counts = numbers(text, "--nodes")
+        if self.hosts and max(counts) > most:
+            fix = "name more hosts, or say how fast the others talk in a catalog: --machines"
+            raise ConfigError(f"--nodes asks for {max(counts)} hosts, and {most} are named", where="--nodes", fix=fix)
+        return counts
+
+    def machines(self, found: Found) -> list[Machines]:
+        """What is predicted for."""
+        within = found.within or catalog.WITHIN
+        if self.catalog is not None:
+            return self.catalog
+        return [
+            Machines(
+                name="",
+                count=max(nodes for nodes, _ in self.sizes),
+                workers=max(each for _, each in self.sizes),
+                between=self.network or found.between or within,
+                within=within,
+                price=self.price,
+                hosts_per_machine=found.hosts_per_machine,
+            )
+        ]
+
+
+def _price(price: float | None) -> float | None:
+    if price is not None and not 0 <= price < float("inf"):
+        raise ConfigError(f"--price is {price}", where="--price", fix="give what a machine costs in an hour")
+    return price
+
+
+def _asked(script: str, place: _Place, words: Mapping[str, Any]) -> Asked:
+    """What is to be measured."""
+    from manyhosts.measure.measure import Asked
+
+    for option in ("seconds", "patience"):
+        if not _LEAST_S <= words[option] < float("inf"):
+            raise ConfigError(f"--{option} is {words[option]:g}", where=f"--{option}", fix=f"give {_LEAST_S:g} or more")
+    return Asked(
+        script=script,
+        arguments=tuple(words["arguments"]),
+        folder=Path.cwd(),
+        workers=tuple(sorted({nodes * each for nodes, each in place.sizes})),
+        workers_per_node=tuple(sorted({each for _, each in place.sizes})),
+        nodes=tuple(sorted({nodes for nodes, _ in place.sizes})) if place.network is None else (1,),
+        settings=overrides.parse(words["settings"]),
+        environment=variables_of(words["env"]),
+        seconds=words["seconds"],
+        patience_s=words["patience"],
+    )
+
+
+def _measured(asked: Asked, place: _Place, *, silent: bool) -> Found:
+    """Measure, saying on a terminal what."""
+    from manyhosts.measure import measure, on_hosts
+
+    with contextlib.closing(Progress(sys.stderr, silent=silent)) as progress:
+        if place.is_here:
+            return measure.measure(asked, progress.doing)
+        return on_hosts.measure(
+            asked, on_hosts.Where(program=_PROGRAM, words=place.where, hosts=place.hosts), progress.doing
+        )
+
+
+def _study(folder: str | None) -> Path | None:
+    """The folder of a study, seen to be one."""
+    from manyhosts.study.study import in_folder
+
+    if folder is not None:
+        in_folder(Path(folder))
+    return None if folder is None else Path(folder)
+
+
+def _planned(found: Found, place: _Place, study: Path | None) -> Plan:
+    from manyhosts.planner import plan as planning
+
+    return planning.make(
+        found.measured,
+        place.machines(found),
+        sizes=None if place.catalog is not None else place.sizes,
+        strategy=planning.strategy_of(found.strategy),
+        study=study,
+    )
+
+
+def _show(asked: Asked, place: _Place) -> int:
+    """What would be measured, and predicted."""
+    beside = [count for count in asked.workers_per_node if count > 1]
+    on = "this machine" if place.is_here else "the first of the hosts"
+    print(f"measure on {on}: {asked.script}, one worker")
+    if beside:
+        print(f"measure on {on}: {', '.join(map(str, beside))} workers at once, as far as it has cores or GPUs")
+    if not place.is_here and max(asked.nodes) > 1:
+        print(f"measure between {max(asked.nodes)} hosts")
+    print("predict: " + ", ".join(_size(nodes, each) for nodes, each in place.sizes))
+    return 0
+
+
+def _size(nodes: int, each: int) -> str:
+    return f"{nodes} x {each}" if nodes > 1 else f"{each} here"

@@ -1,0 +1,53 @@
+"""Fully sharded data parallelism, as a plain value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from manyhosts.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FSDP:
+    """Each worker keeps a part of parameters, gradients and optimizer state; it has a unit whole while it computes it.
+
+    Between two steps all is in parts, whatever `zero` is.
+    """
+
+    name: ClassVar[str] = "fsdp"
+
+    units: str | Sequence[str] = ()
+    """What is gathered and let go of together: names of modules, which may hold `*` (`blocks.*`), or of their classes
+    (`Block`); several with commas between them. Empty: found from the model, see docs/large-models.md."""
+    zero: int = 3
+    """What a worker has whole during a step. `3`: nothing beyond the unit that it computes; `2`: all parameters, from
+    the first forward pass to the last backward pass; `1`: all parameters, and the gradients of all micro-batches."""
+    shard: int | None = None
+    """How many workers, in the order of their ranks, share one copy of the model; the others hold further copies, whose
+    gradients are summed. None: all workers share one."""
+    gather: Literal["exact", "bf16"] = "exact"
+    """What gathered parameters are: `exact`: as they are kept; `bf16`: rounded, half the bytes, for precision bf16."""
+
+    def __post_init__(self) -> None:
+        if self.zero not in (1, 2, 3):
+            raise ConfigError(
+                f"zero is {self.zero!r}, and there are three ways",
+                where="FSDP(zero=…)",
+                fix="set it to 1, 2 or 3: 3 takes the least memory, 1 sends the least",
+            )
+        if self.shard is not None and self.shard < 1:
+            raise ConfigError(
+                f"shard is {self.shard}, but somebody must hold the model",
+                where="FSDP(shard=…)",
+                fix="leave it out, or give a number of workers such as those of one host",
+            )
+        if self.gather not in ("exact", "bf16"):
+            raise ConfigError(f"gather is {self.gather!r}", where="FSDP(gather=…)", fix='choose "exact" or "bf16"')
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """The words of `units`."""
+        words = self.units.split(",") if isinstance(self.units, str) else self.units
+        return tuple(word.strip() for word in words if word.strip())

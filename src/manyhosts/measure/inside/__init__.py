@@ -1,0 +1,22 @@
+"""What a worker does in place of training: it measures, tells what it has found, and ends.
+
+`begin()` is called before the script. A script that never comes to `fit` is ended too, with the reason.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+
+
+def begin() -> None:
+    """Have the script's first `fit` measure."""
+    if multiprocessing.parent_process() is not None:
+        return  # a process that the script has started
+
+    from manyhosts.measure.inside.guard import Guard
+    from manyhosts.measure.inside.measurer import Measurer
+    from manyhosts.measure.request import Request
+    from manyhosts.training import watching
+
+    request = Request.from_environment()
+    watching.watcher = Measurer(request, Guard(request.patience_s))

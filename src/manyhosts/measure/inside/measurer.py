@@ -1,0 +1,228 @@
+"""The watcher of a worker that measures: at the first `fit` it times everything, lets a few steps run, and ends."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor, nn
+
+from manyhosts.config.fully_sharded import FSDP
+from manyhosts.config.settings import Settings
+from manyhosts.config.strategies import DDP, Strategy
+from manyhosts.control.agent import host_state
+from manyhosts.data.steps import Step
+from manyhosts.events import Listener
+from manyhosts.measure import lines
+from manyhosts.measure.inside import (
+    compressions,
+    copying,
+    loading,
+    machine,
+    passes,
+    readiness,
+    together,
+    updating,
+    validating,
+)
+from manyhosts.measure.inside.batches import Batches
+from manyhosts.measure.inside.guard import Guard, leave
+from manyhosts.measure.inside.passes import Passes
+from manyhosts.measure.request import Request
+from manyhosts.planner.measured import Measured
+from manyhosts.strategies.fsdp.units import tail_bytes, unit_bytes
+from manyhosts.strategies.strategy import StepOutcome
+from manyhosts.training.build import Parts
+from manyhosts.training.evaluate import Evaluation
+from manyhosts.training.state import RunState
+from manyhosts.units import Duration
+
+_SHARES = {"passes": 0.4, "readiness": 0.1, "update": 0.05, "loader": 0.15, "validation": 0.1, "compressions": 0.1}
+"""Of the time that there is; the rest is for a few steps."""
+_STEPS_S = 0.1
+_FEWEST_STEPS, _MOST_STEPS = 3, 30
+_STREAM_STEPS = 1000
+"""Steps that an epoch of a stream is taken to have: nobody knows before its end."""
+
+
+class Measurer:
+    """Measures once, at the first `fit` of the script."""
+
+    def __init__(self, request: Request, guard: Guard) -> None:
+        self.request, self.guard = request, guard
+        self.validation: Evaluation | None = None
+        self.found: dict[str, Any] = {}
+        self.strategy: Mapping[str, Any] = {}
+        self.devices = 0
+        self.until = 0.0
+        self.marks: list[dict[str, float]] = []
+        """Of each step that was taken in the end, when it came to each place."""
+
+    def made(self, model: nn.Module) -> None:
+        """There is a trainer."""
+        self.guard.made()
+
+    def fits(self, validation: Evaluation | None, listeners: Sequence[Listener]) -> Sequence[Listener]:
+        """Nobody is told of a run that is none."""
+        self.validation = validation
+        return ()
+
+    def begins(self, parts: Parts, settings: Settings, state: RunState) -> None:
+        """Measure. A few steps of the loop follow."""
+        self.guard.come()
+        if self.request.together:
+            together.measure(parts, settings, state, self.request.seconds)
+            leave()
+        batches = Batches(parts, state)
+        self._measure(Passes(parts, batches), parts, settings, state)
+        batches.forget()
+        lines.tell("measures", what="a few steps")
+        self.until = time.perf_counter() + _STEPS_S * self.request.seconds
+
+    def reads(self, step: Step) -> Step:
+        """Note when."""
+        self.marks.append({"read": time.perf_counter()})
+        return step
+
+    def differentiates(self, outcome: StepOutcome) -> None:
+        """Note when."""
+        self.marks[-1]["computed"] = time.perf_counter()
+
+    def steps(self, step: int) -> None:
+        """Note when; after some steps, tell what was found, and end."""
+        self.marks[-1]["updated"] = time.perf_counter()
+        count = len(self.marks)
+        if count < _FEWEST_STEPS or (count < _MOST_STEPS and time.perf_counter() < self.until):
+            return
+        self.found["step_other_s"] = max(0.0, around(self.marks) - self.found["update_s"])
+        measured = Measured(**self.found)
+        lines.tell("measured", measured=measured.to_json(), strategy=self.strategy, devices=self.devices)
+        leave()
+
+    def _measure(self, timed: Passes, parts: Parts, settings: Settings, state: RunState) -> None:
+        """Everything but what a step takes beside its parts."""
+        asked = [size for size in self._sizes(timed.batches, parts, settings) if timed.batches.can_be(size)]
+        lines.tell("measures", what="forward and backward passes")
+        begun, busy = time.perf_counter(), time.process_time()
+        compute = passes.measure(timed, asked, self._seconds("passes"))
+        pass_cores = (time.process_time() - busy) / (time.perf_counter() - begun)
+        largest = compute[-1]
+        self.found = {"compute": compute, "pass_cores": pass_cores, **_counted(parts, settings)}
+        self.strategy, self.devices = plain_strategy(settings.strategy), machine.devices(parts.world.device)
+        self._measure_gradients(timed, parts, settings, largest.samples)
+        lines.tell("measures", what="the loader")
+        step_s = largest.forward_s + largest.backward_s + self.found["update_s"]
+        self.found |= loading.measure(parts, state, step_s=step_s, seconds=self._seconds("loader"))
+        self.found["validate_every_steps"] = validate_every(settings, parts, step_s * parts.batch / largest.samples)
+        if self.validation is not None:
+            lines.tell("measures", what="the validation")
+            per_sample = validating.measure(self.validation, parts.model, seconds=self._seconds("validation"))
+            self.found |= {"validation_samples": self.validation.passes.samples, "validation_s_per_sample": per_sample}
+
+    def _measure_gradients(self, timed: Passes, parts: Parts, settings: Settings, samples: int) -> None:
+        """What is done with a gradient: the update, the buckets that it leaves in, and ways to send less of it."""
+        lines.tell("measures", what="the update and the buckets of gradients")
+        update_s, kept, passing = updating.measure(
+            parts,
+            timed,
+            clip=settings.clip_gradients,
+            samples=self.found["compute"][0].samples,
+            seconds=self._seconds("update"),
+        )
+        trained = [parameter for parameter in parts.trained.parameters() if parameter.requires_grad]
+        ddp = settings.strategy if isinstance(settings.strategy, DDP) else DDP()
+        bucket_bytes = int(ddp.bucket_mb * 1e6)
+        seconds = self._seconds("readiness")
+        buckets = readiness.measure(timed, trained, bucket_bytes=bucket_bytes, samples=samples, seconds=seconds)
+        self.found |= {
+            "update_s": update_s,
+            "optimizer_bytes": kept,
+            "update_bytes": passing,
+            "buckets": buckets,
+            "gradient_bytes": sum(bucket.bytes for bucket in buckets),
+        }
+        if settings.virtual_workers is None:  # they add every bit of the gradients
+            lines.tell("measures", what="ways to send less")
+            seconds = self._seconds("compressions")
+            self.found["compression"] = compressions.measure(ddp, trained, bucket_bytes=bucket_bytes, seconds=seconds)
+
+    def _seconds(self, name: str) -> float:
+        return _SHARES[name] * self.request.seconds
+
+    def _sizes(self, batches: Batches, parts: Parts, settings: Settings) -> list[int]:
+        grows = settings.batch_size is None
+        return passes.sizes(
+            min(parts.batch, batches.most),
+            settings.micro_batch_size,
+            (1,) if grows else self.request.workers,
+            settings.virtual_workers,
+        )
+
+
+def plain_strategy(strategy: Strategy) -> Mapping[str, Any]:
+    """Its name and its settings, but for what is a function of the script."""
+    plain = {key: value for key, value in asdict(strategy).items() if not callable(value)}
+    return {"name": strategy.name, **plain}
+
+
+def validate_every(settings: Settings, parts: Parts, step_s: float) -> int | None:
+    """Steps from one validation to the next; None for an epoch."""
+    every = Duration.parse(settings.validate_every, where="validate_every")
+    steps = [] if every.steps is None else [every.steps]
+    if every.seconds is not None:
+        steps.append(max(1, round(every.seconds / max(step_s, 1e-9))))
+    if every.epochs not in (None, 1.0) and parts.source.steps_per_epoch is not None:
+        steps.append(max(1, round(every.epochs * parts.source.steps_per_epoch)))
+    return min(steps) if steps else None
+
+
+def around(marks: Sequence[dict[str, float]]) -> float:
+    """Seconds of a step that are neither compute nor waiting for it: from the gradient to the next forward pass."""
+    known = [mark for mark in marks if "computed" in mark and "updated" in mark]
+    inside = [mark["updated"] - mark["computed"] for mark in known]
+    between = [after["read"] - before["updated"] for before, after in pairwise(marks)]
+    return sum(statistics.median(times) for times in (inside, between) if times)
+
+
+def _counted(parts: Parts, settings: Settings) -> dict[str, Any]:
+    """What is known at once: all but one number of it is counted, not timed."""
+    norms = [module for module in parts.trained.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    shared = settings.batch_norm == "global" and settings.virtual_workers is None
+    steps = parts.source.steps_per_epoch
+    dataset = getattr(getattr(parts.source, "order", None), "used", None)
+    total, strategy = _bytes(parts.trained.parameters()), settings.strategy
+    patterns = strategy.patterns if isinstance(strategy, FSDP) else ()
+    units = unit_bytes(parts.model, patterns, total=total)
+    return {
+        "parameter_bytes": total,
+        "unit_bytes": units,
+        "copy_s_per_byte": copying.measure(parts.world.device, max(units), total) if units else 0.0,
+        "buffer_bytes": _bytes(parts.trained.buffers()),
+        "samples": dataset if dataset is not None else (steps or _STREAM_STEPS) * parts.batch,
+        "global_batch": parts.batch,
+        "batch_grows": settings.batch_size is None,
+        "micro_batch": settings.micro_batch_size,
+        "virtual_workers": settings.virtual_workers,
+        "batch_norm_layers": len(norms) if shared else 0,
+        "batch_norm_bytes": sum(_exchanged(norm) for norm in norms) if shared else 0,
+        "device": parts.world.device.type,
+        "cores": host_state.cores(),
+        "threads": machine.threads(),
+        "load": machine.load(),
+        "device_memory_bytes": machine.memory_bytes(parts.world.device),
+        "tail_bytes": tail_bytes(parts.model, patterns),
+    }
+
+
+def _exchanged(norm: nn.modules.batchnorm._BatchNorm) -> int:
+    """Bytes that a layer exchanges in a forward pass: a mean and a variance of each channel, and a count."""
+    return 4 * (2 * norm.num_features + 1)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    """Of tensors that may share memory."""
+    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())

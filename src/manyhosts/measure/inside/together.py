@@ -1,0 +1,86 @@
+"""Several workers of one machine at once: what each takes then, and what the way between them carries."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections import Counter
+
+import torch
+
+from manyhosts.communication import volume
+from manyhosts.communication.gathering import gather_words
+from manyhosts.communication.probe import probe
+from manyhosts.communication.world import World
+from manyhosts.config.settings import Settings
+from manyhosts.measure import lines
+from manyhosts.measure.inside import machine
+from manyhosts.measure.inside.batches import Batches
+from manyhosts.measure.inside.passes import Passes
+from manyhosts.training.build import Parts
+from manyhosts.training.state import RunState
+
+_FEWEST = 3
+_SHARE = 0.6
+_PROBE_S = 0.15
+"""Shares of the time: for passes, and for the network."""
+_LINGER_S = 0.3
+_SMALL_SUMS, _LARGE_SUMS, _LARGE_COUNT = 20, 4, 1 << 18
+"""How many sums tell what they take of a core, and how many numbers are in a large one."""
+
+
+def measure(parts: Parts, settings: Settings, state: RunState, seconds: float) -> None:
+    """Compute at the same time as the others, then talk to them; the leader tells both."""
+    world = parts.world
+    batches = Batches(parts, state)
+    grows = settings.batch_size is None
+    share = batches.most if grows else -(-parts.batch // (settings.virtual_workers or world.size))
+    samples = min(share, settings.micro_batch_size or share, batches.most)
+    if not batches.can_be(samples):
+        samples = batches.most
+    passes = Passes(parts, batches)
+    if world.is_leader:
+        lines.tell("measures", what=f"{world.size} workers at once")
+    passes.once(samples)
+    world.barrier()
+    until = time.perf_counter() + _SHARE * seconds
+    times: list[float] = []
+    while len(times) < _FEWEST or time.perf_counter() < until:
+        times.append(sum(passes.once(samples)))
+    network = probe(world, seconds=_PROBE_S * seconds)
+    own = json.dumps([statistics.median(times), machine.name(), *processor_seconds(world)])
+    all_times, names, of_message, of_byte = zip(*map(json.loads, gather_words(world, own)), strict=True)
+    if world.is_leader:
+        messages = 2 * (world.size - 1)  # one after another in a ring
+        lines.tell(
+            "together",
+            workers=world.size,
+            samples=samples,
+            pass_s=statistics.mean(all_times),
+            latency_s=network.latency_s / messages,
+            bandwidth=network.bandwidth,
+            processor_s_per_message=statistics.mean(of_message),
+            processor_s_per_byte=statistics.mean(of_byte),
+            of_one_machine=max(Counter(names).values()),
+        )
+    world.barrier()
+    time.sleep(_LINGER_S)  # who ends first would break what the others still read
+
+
+def processor_seconds(world: World) -> tuple[float, float]:
+    """That this worker's cores are busy for one message of a sum, and for each byte that it sends in a large one."""
+    messages = 2 * (world.size - 1)
+    small = _busy(world, 1, _SMALL_SUMS)
+    large = _busy(world, _LARGE_COUNT, _LARGE_SUMS)
+    return small / messages, max(0.0, large - small) / volume.all_reduce_bytes(4 * _LARGE_COUNT, world.size)
+
+
+def _busy(world: World, count: int, times: int) -> float:
+    """Seconds of all cores in a sum of `count` numbers: the mean, for the clock of a process is coarse."""
+    tensor = torch.zeros(count, device=world.device)
+    world.all_reduce(tensor)
+    begin = time.process_time()
+    for _ in range(times):
+        world.all_reduce(tensor)
+    return (time.process_time() - begin) / times

@@ -1,0 +1,91 @@
+"""The optimizer's step: how long it takes, and what it keeps."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from manyhosts import device
+from manyhosts.measure.inside.passes import Passes
+from manyhosts.training.build import Parts
+from manyhosts.training.sizing import HeldBytes
+
+_FEWEST, _MOST = 3, 20
+
+
+def measure(
+    parts: Parts, passes: Passes, *, clip: float | None, samples: int, seconds: float
+) -> tuple[float, int, int]:
+    """Seconds of clipping and of the optimizer's step, the bytes that it keeps then, and those that it takes meanwhile.
+
+    Steps are really made, with one gradient and a learning rate of zero: no weight changes. What the optimizer keeps of
+    them is forgotten.
+    """
+    passes.once(samples)
+    rates = [group["lr"] for group in parts.optimizer.param_groups]
+    for group, rate in zip(parts.optimizer.param_groups, rates, strict=True):
+        group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
+    _update(parts, clip)  # makes what the optimizer keeps
+    times: list[float] = []
+    until = time.perf_counter() + seconds
+    while len(times) < _FEWEST or (len(times) < _MOST and time.perf_counter() < until):
+        device.wait_for(parts.world.device)
+        begin = time.perf_counter()
+        _update(parts, clip)
+        device.wait_for(parts.world.device)
+        times.append(time.perf_counter() - begin)
+    passing = _passing_bytes(parts, clip)
+    kept = _kept_bytes(parts)
+    for group, rate in zip(parts.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    parts.optimizer.state.clear()
+    return statistics.median(times), kept, passing
+
+
+def _update(parts: Parts, clip: float | None) -> None:
+    if clip is not None:
+        parts.precision.unscale(parts.optimizer)
+        parts.strategy.clip_gradients(parts.trained, clip)
+    parts.precision.stepper(parts.optimizer).step()
+
+
+def _passing_bytes(parts: Parts, clip: float | None) -> int:
+    """What one more update holds at most beside all that is there before."""
+    where = parts.world.device
+    if not device.is_asynchronous(where):
+        held = HeldBytes()
+        with held:
+            held.leave_out(_tensors(parts))
+            _update(parts, clip)
+        return held.most
+    memory = device.module(where)
+    device.wait_for(where)
+    memory.reset_peak_memory_stats(where)
+    before = memory.memory_allocated(where)
+    _update(parts, clip)
+    device.wait_for(where)
+    return max(0, memory.max_memory_allocated(where) - before)
+
+
+def _tensors(parts: Parts) -> Iterator[Tensor]:
+    """All that is there between two steps."""
+    for each in parts.trained.parameters():
+        yield each
+        if each.grad is not None:
+            yield each.grad
+    for values in parts.optimizer.state.values():
+        yield from (value for value in values.values() if isinstance(value, Tensor))
+
+
+def _kept_bytes(parts: Parts) -> int:
+    """What the optimizer keeps of its parameters: each piece of memory once."""
+    kept: dict[int, int] = {}
+    for values in parts.optimizer.state.values():
+        for value in values.values() if isinstance(values, dict) else ():
+            if isinstance(value, Tensor):
+                kept[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+    return sum(kept.values())

@@ -1,0 +1,257 @@
+"""Measures a script: starts it on one worker, then on several at once, and puts together what they tell."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from manyhosts.config import overrides
+from manyhosts.config.fully_sharded import FSDP
+from manyhosts.config.strategies import DDP
+from manyhosts.control import variables
+from manyhosts.control.job import Job
+from manyhosts.errors import ConfigError, ManyhostsError, ScriptError
+from manyhosts.launchers import scripts
+from manyhosts.launchers.stage import Stage
+from manyhosts.measure import lines
+from manyhosts.measure.request import Request
+from manyhosts.planner.measured import Measured, Network
+
+INSIDE = "manyhosts.measure.inside"
+_TRAINING = ("manyhosts.training.trainer", "manyhosts.data.data", INSIDE, "manyhosts.measure.inside.measurer")
+"""Loaded once for all that is started."""
+SETTINGS = {"duration": "1000000000 steps", "snapshots.every": "1000000000 steps", "snapshots.to": "none"}
+"""However short the training is, there are steps enough to time; and nothing is kept of them."""
+_TOGETHER_S = 5.0
+_FEWEST_ABLE, _FOR_A_CORE = 4, 2
+_MOST_TOGETHER = 3
+"""Numbers of workers that are tried at once."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What is to be measured."""
+
+    script: str
+    arguments: tuple[str, ...] = ()
+    folder: Path
+    """Where the script is started, absolute."""
+    workers: tuple[int, ...] = (1, 2, 4)
+    """Numbers that will be predicted."""
+    workers_per_node: tuple[int, ...] = (1,)
+    """Numbers of them on one machine, of which some are tried."""
+    nodes: tuple[int, ...] = (1,)
+    """Numbers of machines; where hosts are there to be tried, the most of them are."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """As `--set` gives them."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """For the script."""
+    seconds: float = 20.0
+    patience_s: float = 120.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """What was measured."""
+
+    measured: Measured
+    strategy: Mapping[str, Any] = field(default_factory=dict)
+    """That of the script: its `name`, and its settings as far as they are plain values."""
+    within: Network | None = None
+    """Between the workers of one machine; None where there was one worker."""
+    between: Network | None = None
+    """Between machines; None where no two were tried."""
+    hosts_per_machine: int = 1
+    """Hosts that turned out to be of one and the same machine."""
+
+
+@dataclass(slots=True)
+class Told:
+    """What the workers of one start have said, and how they ended."""
+
+    tell: Callable[[str], None]
+    by_kind: dict[str, dict[str, Any]] = field(default_factory=dict)
+    error: ManyhostsError | None = None
+    output: Sequence[str] = ()
+
+    def hear(self, line: str) -> None:
+        """One line of the output."""
+        said = lines.heard(line)
+        if said is None:
+            return
+        self.by_kind[said["kind"]] = said
+        if said["kind"] == "measures":
+            self.tell(str(said["what"]))
+
+    def of(self, kind: str, script: str) -> dict[str, Any]:
+        """What was said of this kind.
+
+        Raises:
+            ManyhostsError: the script failed, or never came to `fit`.
+        """
+        if kind in self.by_kind:
+            return self.by_kind[kind]
+        raise _why(self, script)
+
+
+Starts = Callable[[Request, int, int], Told]
+"""Starts the script to be measured, to its end: so many nodes, and workers on each."""
+
+
+def measure(asked: Asked, tell: Callable[[str], None], stage: Stage | None = None) -> Found:
+    """Measure on this machine. `tell` hears what is being measured, for somebody who waits.
+
+    `stage` is what workers are forked from, where one is there already; it stays.
+
+    Raises:
+        ConfigError: the script does not come to `Trainer.fit`.
+        ManyhostsError: it fails.
+        Interrupted: by Ctrl-C or SIGTERM.
+    """
+    with _on_this_machine(asked, tell, stage) as start:
+        return collect(asked, start)
+
+
+def collect(asked: Asked, start: Starts, *, between: bool = False) -> Found:
+    """Start as often as is needed. `between`: there are several machines to try the network between."""
+    alone = start(Request(workers=asked.workers, seconds=asked.seconds, patience_s=asked.patience_s), 1, 1)
+    told = alone.of("measured", asked.script)
+    measured = Measured.from_json(told["measured"])
+    together = Request(
+        workers=asked.workers,
+        seconds=_TOGETHER_S,
+        patience_s=asked.patience_s,
+        together=True,
+        whole=told["strategy"]["name"] == FSDP.name,  # its passes exchange, and its hosts must share a disk
+    )
+    contention: dict[int, float] = {}
+    of_hosts: dict[int, float] = {}
+    within = across = None
+    sharing = 1
+    for count in _tried(asked, measured, told["devices"]):
+        said = start(together, 1, count).of("together", asked.script)
+        contention[count] = _slower(said, measured)
+        # What its workers share is what all of them send at once.
+        within = _network(said, senders=count)
+    if between and max(asked.nodes) > 1:
+        said = start(together, max(asked.nodes), 1).of("together", asked.script)
+        across = _network(said)
+        sharing = said["of_one_machine"]
+        if sharing > 1:
+            of_hosts[sharing] = _slower(said, measured)
+    measured = replace(
+        measured,
+        contention={count: times for count, times in contention.items() if times},
+        contention_of_hosts={count: times for count, times in of_hosts.items() if times},
+    )
+    return Found(measured=measured, strategy=told["strategy"], within=within, between=across, hosts_per_machine=sharing)
+
+
+def _slower(said: Mapping[str, Any], measured: Measured) -> float:
+    """How many times as long workers at once computed as one alone; 0 where that many samples were not measured."""
+    usual = {each.samples: each.forward_s + each.backward_s for each in measured.compute}.get(said["samples"])
+    return max(1.0, said["pass_s"] / usual) if usual else 0.0
+
+
+def _network(said: Mapping[str, Any], *, senders: int = 1) -> Network:
+    """What was told of the network; `senders`: workers whose bytes go the same way."""
+    return Network(
+        latency_s=said["latency_s"],
+        bytes_per_second=senders * said["bandwidth"],
+        processor_s_per_message=said["processor_s_per_message"],
+        processor_s_per_byte=said["processor_s_per_byte"],
+    )
+
+
+def _tried(asked: Asked, measured: Measured, devices: int) -> list[int]:
+    """How many workers at once: as many as the machine has devices for, a few for each core; some of the numbers."""
+    most = devices if measured.device != "cpu" else max(_FEWEST_ABLE, _FOR_A_CORE * measured.cores)
+    able = sorted({count for count in asked.workers_per_node if 1 < count <= most})
+    return able if len(able) <= _MOST_TOGETHER else [*able[: _MOST_TOGETHER - 1], able[-1]]
+
+
+def make_stage(asked: Asked) -> Stage:
+    """What workers are forked from: it has loaded what the script needs."""
+    return Stage(scripts.preload(asked.script, "script", own=_TRAINING), asked.folder)
+
+
+@contextlib.contextmanager
+def _on_this_machine(asked: Asked, tell: Callable[[str], None], given: Stage | None) -> Iterator[Starts]:
+    """Workers forked from one process."""
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="manyhosts-plan-", ignore_cleanup_errors=True))
+        stage = given or make_stage(asked)
+        if given is None:
+            stack.callback(stage.close)
+        number = 0
+
+        def start(request: Request, nodes: int, workers_per_node: int) -> Told:
+            nonlocal number
+            assert nodes == 1, f"{nodes} machines, and this is one"
+            number += 1
+            told = Told(tell)
+            tell("starting the script")
+            job = Job(
+                program=asked.script,
+                arguments=asked.arguments,
+                folder=asked.folder,
+                run_dir=Path(folder) / str(number),
+                workers_per_node=workers_per_node,
+                environment={**asked.environment, **environment(asked, request), variables.FIRST: INSIDE},
+            )
+            told.error, told.output = stage.run(job, hang_s=request.patience_s + 60, hear=told.hear)
+            return told
+
+        yield start
+
+
+def environment(asked: Asked, request: Request) -> dict[str, str]:
+    """The variables of a worker that measures."""
+    return {**overrides.to_environment(settings_of(asked, request)), **request.environment()}
+
+
+def settings_of(asked: Asked, request: Request) -> dict[str, str]:
+    """What is set of a script that is measured, as `--set` gives it."""
+    settings = {**asked.settings, **SETTINGS}
+    if request.whole:
+        of_parts = {each.name for each in fields(FSDP)}
+        settings = {key: value for key, value in settings.items() if key not in of_parts} | {"strategy": DDP.name}
+    return settings
+
+
+def _why(told: Told, script: str) -> ManyhostsError:
+    """Why there is no measurement."""
+    if "trains alone" in told.by_kind:
+        return without_trainer(script)
+    if (late := told.by_kind.get("late")) is not None:
+        return ConfigError(
+            f"the script has not come to fit in {late['seconds']:g} seconds",
+            where=script,
+            fix="give it longer with --patience SECONDS, or arguments with which it prepares less",
+        )
+    if told.error is not None:
+        return told.error
+    if (ended := told.by_kind.get("no fit")) is not None:
+        if not ended["made"]:
+            return without_trainer(script)
+        return ConfigError(
+            "the script ends without calling fit, so there is no training to measure",
+            where=script,
+            fix="name the script that trains, with the arguments that make it train",
+        )
+    return ScriptError(
+        "the workers ended before they had measured", where=script, fix="see what it prints: manyhosts run " + script
+    )
+
+
+def without_trainer(script: str) -> ConfigError:
+    """The error of a script that is not ours to measure."""
+    return ConfigError(
+        "the script trains without mh.Trainer, so nobody knows what a step of it is",
+        where=script,
+        fix="plan a script that calls mh.Trainer(…).fit(…); `manyhosts study` measures any script by running it",
+    )

@@ -1,0 +1,135 @@
+"""The simplest way to train that fits into the memory of every worker, with the arithmetic in a table."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from manyhosts.config.fully_sharded import FSDP
+from manyhosts.config.strategies import DDP, Single
+from manyhosts.planner.memory import Memory, ModelBytes, in_parts, whole
+from manyhosts.planner.strategies.virtual import gradients_kept
+from manyhosts.units import bytes_in_words
+
+RESERVE, LEAST_RESERVE = 0.1, 64_000_000
+"""Kept free beside what is counted, the second on a CPU alone: for allocators, which give out memory in pieces,
+threads, connections and messages under way, samples that are read, and what Python loads when it is first needed."""
+MOST_WORKERS = 4096
+"""Up to which it is tried how many would do."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """One way to train, and what a worker holds in it."""
+
+    strategy: Single | DDP | FSDP
+    checkpoints: bool = False
+    """Whether the model's blocks are computed again in the backward pass."""
+    memory: Memory
+    on_cpu: bool
+
+    @property
+    def name(self) -> str:
+        """In words: `fsdp zero=3, activation checkpointing`."""
+        zero = f" zero={self.strategy.zero}" if isinstance(self.strategy, FSDP) else ""
+        return f"{self.strategy.name}{zero}{', activation checkpointing' if self.checkpoints else ''}"
+
+    @property
+    def needed(self) -> int:
+        """Bytes that a worker must be able to have for it."""
+        return round((1 + RESERVE) * self.memory.total) + (LEAST_RESERVE if self.on_cpu else 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Training:
+    """What decides which ways there are, and what they take."""
+
+    model: ModelBytes
+    checkpointed: int | None
+    """The activations that are left when blocks are computed again; None where that cannot be, or is chosen already."""
+    is_shared: bool
+    """Whether there are other workers, or may be some day."""
+    apart: bool = False
+    """Whether this worker joins others, who have decided without it: they hold the whole model each."""
+    virtual_workers: int | None = None
+
+    def on(self, workers: int, now: int) -> Training:
+        """The same, its batch shared out over `workers` and not over `now`: passes over as much less."""
+        share = now / workers
+
+        def scaled(size: int) -> int:
+            return math.ceil(share * size)
+
+        model = replace(self.model, activations=scaled(self.model.activations), backward=scaled(self.model.backward))
+        again = None if self.checkpointed is None else scaled(self.checkpointed)
+        return replace(self, model=model, checkpointed=again, is_shared=True)
+
+
+def ways(training: Training, workers: int) -> list[Way]:
+    """Those that there are on so many workers, the simplest first; each without and with activation checkpointing."""
+    model = training.model
+    kinds: list[Single | DDP | FSDP] = [DDP() if training.is_shared else Single()]
+    if workers > 1 and model.units and training.virtual_workers is None and not training.apart:
+        kinds += [FSDP(zero=zero) for zero in (1, 2, 3)]
+    passes = [(False, model)]
+    if training.checkpointed is not None:
+        passes.append((True, replace(model, activations=training.checkpointed)))
+    return [
+        Way(strategy=kind, checkpoints=again, memory=_held(each, kind, training, workers), on_cpu=model.on_cpu)
+        for kind in kinds
+        for again, each in passes
+    ]
+
+
+def _held(model: ModelBytes, strategy: Single | DDP | FSDP, training: Training, workers: int) -> Memory:
+    if isinstance(strategy, FSDP):
+        return in_parts(model, shard=workers, workers=workers, zero=strategy.zero, gathered=1.0)
+    parts = training.virtual_workers
+    kept = 0 if parts is None else gradients_kept(parts, workers) * model.gradients
+    return whole(model, workers=workers, strategy=kept)
+
+
+def simplest(found: Sequence[Way], left: int) -> Way | None:
+    """The first one that fits into `left` bytes of a worker; None where none does."""
+    return next((each for each in found if each.needed <= left), None)
+
+
+def workers_that_would_do(training: Training, now: int, left: int) -> int | None:
+    """The fewest workers, more than `now` and each with `left` bytes, with whom the training fits in some way."""
+    if training.virtual_workers is not None or not training.model.units:
+        return None
+
+    def fits(workers: int) -> bool:
+        return simplest(ways(training.on(workers, now), workers), left) is not None
+
+    few, many = now, 2 * now
+    while not fits(many):
+        few, many = many, 2 * many
+        if many > MOST_WORKERS:
+            return None
+    return bisect_left(range(many), True, lo=few + 1, key=fits)  # more workers never need more memory each
+
+
+def table(rows: Iterable[tuple[str, Memory]]) -> list[str]:
+    """What a worker holds in each of several ways, a line for each, after one of headings."""
+    head = ["how", "parameters", "gradients", "optimizer", "activations", "other", "in all"]
+    lines = [head, *([name, *map(bytes_in_words, _columns(memory))] for name, memory in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    return [
+        " ".join(
+            [line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))]
+        )
+        for line in lines
+    ]
+
+
+def _columns(memory: Memory) -> tuple[int, ...]:
+    return memory.parameters, memory.gradients, memory.optimizer, memory.activations, memory.other, memory.total
+
+
+def in_one_line(memory: Memory) -> str:
+    """The sum: `2.0 MB parameters + 2.0 MB gradients + …`."""
+    names = ("parameters", "gradients", "optimizer", "activations", "other")
+    return " + ".join(f"{bytes_in_words(size)} {name}" for name, size in zip(names, _columns(memory), strict=False))

@@ -1,0 +1,96 @@
+"""Workers that train together on machines of one kind, and what each collective takes them.
+
+Every collective is `rounds * latency + bytes / bandwidth`, the model of Hockney 1994, with the bytes that cross the
+narrowest place: a machine's connection in one direction, or the memory that the workers of one machine share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from manyhosts.planner.measured import Network
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """`nodes` machines with `workers_per_node` workers on each."""
+
+    nodes: int = 1
+    workers_per_node: int = 1
+    between: Network
+    """From one machine to another."""
+    within: Network
+    """From one worker to another of the same machine."""
+    speed: float = 1.0
+    """Of one worker's device, alone, as a multiple of the measured one."""
+    cores: int | None = None
+    """Of each machine; None: as the measured one."""
+    hosts_per_machine: int = 1
+    """Of the `nodes`, how many are hosts of one and the same machine, as those of a lab are, and share its cores."""
+
+    @property
+    def workers(self) -> int:
+        """On all machines together."""
+        return self.nodes * self.workers_per_node
+
+    @property
+    def beside(self) -> int:
+        """Workers that share the cores of one machine."""
+        return self.workers_per_node * min(self.nodes, self.hosts_per_machine)
+
+    def processor_seconds(self, sent: float, exchanges: int) -> float:
+        """That `exchanges` sums keep a worker's cores busy in which it sends `sent` bytes, in rings."""
+        network = self.between if self.nodes > 1 else self.within
+        messages = exchanges * 2 * (self.workers - 1)
+        return messages * network.processor_s_per_message + sent * network.processor_s_per_byte
+
+    def all_reduce(self, payload: float) -> float:
+        """Seconds to sum `payload` bytes over all workers, in a ring: `2 (W-1) (latency + payload / W / bandwidth)`.
+
+        A ring passes each machine's connection once, however many workers the machine has.
+        """
+        return self._ring(2 * (self.workers - 1), payload / max(1, self.workers))
+
+    def all_gather(self, payload: float) -> float:
+        """Seconds until each worker's `payload` bytes have reached all others, in a ring."""
+        return self._ring(self.workers - 1, payload)
+
+    def all_to_all(self, payload: float) -> float:
+        """Seconds until each worker has sent every other one its part, a W-th, of `payload` bytes."""
+        if self.workers == 1:
+            return 0.0
+        part, own = payload / self.workers, self.workers_per_node
+        leaves = own * (self.workers - own) * part
+        stays = own * (own - 1) * part
+        return self.latency_s + max(
+            leaves / self.between.bytes_per_second if self.nodes > 1 else 0.0, stays / self.within.bytes_per_second
+        )
+
+    @property
+    def latency_s(self) -> float:
+        """Of one message over the longest way that there is in the group."""
+        latencies = [self.between.latency_s] * (self.nodes > 1) + [self.within.latency_s] * (self.workers_per_node > 1)
+        return max(latencies, default=0.0)
+
+    def inside(self) -> Group:
+        """The workers of one machine."""
+        return self.shared_by(1, self.workers_per_node)
+
+    def across(self) -> Group:
+        """One worker of each machine."""
+        return self.shared_by(self.nodes, 1)
+
+    def shared_by(self, nodes: int, workers_per_node: int) -> Group:
+        """Some of its machines, and of the workers on each."""
+        return Group(
+            nodes=nodes, workers_per_node=workers_per_node, between=self.between, within=self.within,
+            speed=self.speed, cores=self.cores, hosts_per_machine=self.hosts_per_machine,
+        )  # fmt: skip
+
+    def _ring(self, rounds: int, passed_on: float) -> float:
+        """Seconds of `rounds` in each of which every worker passes `passed_on` bytes on to the next one."""
+        seconds = passed_on / self.between.bytes_per_second if self.nodes > 1 else 0.0
+        if self.workers_per_node > 1:
+            sends_inside = self.workers_per_node - (self.nodes > 1)
+            seconds = max(seconds, sends_inside * passed_on / self.within.bytes_per_second)
+        return rounds * (self.latency_s + seconds)

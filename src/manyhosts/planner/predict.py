@@ -1,0 +1,223 @@
+"""Every prediction of a plan: each size, strategy and compression, with its time, memory and price."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from manyhosts.config.fully_sharded import FSDP
+from manyhosts.config.local_steps import DiLoCo, LocalSGD
+from manyhosts.config.strategies import DDP, Single, Strategy
+from manyhosts.planner.catalog import Machines
+from manyhosts.planner.compute import batch_of, slowdown
+from manyhosts.planner.group import Group
+from manyhosts.planner.measured import Measured
+from manyhosts.planner.memory import Memory
+from manyhosts.planner.step import Step
+from manyhosts.planner.strategies.strategy import STRATEGIES, StrategyModel
+from manyhosts.units import bytes_in_words
+
+VIRTUAL = "virtual-workers"
+FEWEST_PARTS, MOST_PARTS = 16, 128
+"""Into how many an evaluation is cut: see `training.evaluate`."""
+_HARDLY = 0.02
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """A strategy with its settings, as a plan names it."""
+
+    strategy: str
+    compression: str = "none"
+    setting: str = ""
+    """What tells it from others of the same strategy, such as `zero=2`."""
+    shard: int = 1
+    """By which the number of workers must be divisible."""
+    model: StrategyModel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """What one way to train would take on some machines."""
+
+    machines: str
+    """Their name in the catalog; empty where there is none."""
+    workers: int
+    nodes: int
+    strategy: str
+    compression: str
+    setting: str = ""
+    """Of the strategy, such as `zero=2`."""
+    step: Step
+    compute_lost: float
+    """Seconds of the step's computing beyond an even share of what one worker alone computes."""
+    epoch_seconds: float
+    efficiency: float
+    """The speed over what as many workers would give at best: that of one such worker alone, times their number."""
+    memory: Memory
+    price: float | None
+    """Of an epoch; None where no price is known."""
+    why_not: str = ""
+    """Why it cannot be done; empty where it can."""
+
+    def lost(self) -> dict[str, float]:
+        """The seconds of a step that more workers do not shrink, by cause."""
+        return {**self.step.parts(), "compute": self.compute_lost}
+
+    def limit(self) -> str:
+        """What there is most to gain from; computing where no other cause takes a fiftieth of the step."""
+        lost = self.lost()
+        worst = max(lost, key=lambda name: lost[name])
+        return worst if lost[worst] > _HARDLY * self.step.seconds else "compute"
+
+    @property
+    def fits(self) -> bool:
+        """Whether it can be done."""
+        return not self.why_not
+
+    def to_json(self) -> dict[str, Any]:
+        """For `plan --json`."""
+        return {
+            "machines": self.machines,
+            "workers": self.workers,
+            "nodes": self.nodes,
+            "strategy": self.strategy,
+            "compression": self.compression,
+            "setting": self.setting,
+            "step_seconds": self.step.seconds,
+            "epoch_seconds": self.epoch_seconds,
+            "efficiency": self.efficiency,
+            "communication_exposed": self.step.communication_exposed,
+            "parts": self.step.parts(),
+            "limit": self.limit(),
+            "memory_bytes": self.memory.total,
+            "memory": asdict(self.memory),
+            "price": self.price,
+            "fits": self.fits,
+            "why_not": self.why_not,
+        }
+
+
+def ways(measured: Measured, own: Strategy | None = None) -> list[Way]:
+    """Every strategy and compression that a plan looks at, from the one that changes least about the training.
+
+    `own`: the script's strategy; its settings take the place of the defaults of its kind.
+    """
+    if measured.virtual_workers is not None:
+        return [Way(strategy=VIRTUAL, model=STRATEGIES.load(VIRTUAL)(None))]
+    ddp = own if isinstance(own, DDP) else DDP()
+    local = own if isinstance(own, LocalSGD) else LocalSGD()
+    diloco = own if isinstance(own, DiLoCo) else DiLoCo()
+    if diloco.outer_compression not in measured.compression:
+        diloco = replace(diloco, outer_compression="none")
+    found = [_way(replace(ddp, compression="none"))]
+    found += [_way(replace(ddp, compression=name), compression=name) for name in measured.compression]
+    if measured.unit_bytes:
+        cut = own if isinstance(own, FSDP) else FSDP()
+        found += [
+            Way(
+                strategy=FSDP.name,
+                setting=f"zero={zero}",
+                shard=cut.shard or 1,
+                model=STRATEGIES.load(FSDP.name)(replace(cut, zero=zero)),
+            )
+            for zero in (1, 2, 3)
+        ]
+    return [*found, _way(local), _way(diloco)]
+
+
+def _way(config: Strategy, compression: str = "none") -> Way:
+    return Way(strategy=config.name, compression=compression, model=STRATEGIES.load(config.name)(config))
+
+
+def predictions(
+    measured: Measured,
+    machines: Machines,
+    sizes: Iterable[tuple[int, int]],
+    asked: Sequence[Way],
+) -> list[Prediction]:
+    """Of every size (machines, workers on each) by every way; one worker has nobody to exchange with, and one way."""
+    found = []
+    for nodes, each in sizes:
+        group = machines.group(nodes, each)
+        alone = [way for way in asked if way.strategy == VIRTUAL] or [_way(Single())]
+        for way in alone if group.workers == 1 else asked:
+            found.append(predict(measured, machines, group, way))
+    return found
+
+
+def predict(measured: Measured, machines: Machines, group: Group, way: Way) -> Prediction:
+    """One prediction."""
+    epoch = epoch_seconds(measured, group, way.model)
+    single = way.model if way.strategy == VIRTUAL else _way(Single()).model
+    alone = epoch_seconds(measured, machines.group(1, 1), single)
+    memory = way.model.memory(measured, group)
+    step = way.model.step(measured, group)
+    share = 1 if measured.batch_grows else group.workers
+    return Prediction(
+        machines=machines.name,
+        workers=group.workers,
+        nodes=group.nodes,
+        strategy=way.strategy,
+        compression=way.compression,
+        setting=way.setting,
+        step=step,
+        compute_lost=step.compute - single.step(measured, machines.group(1, 1)).compute / share,
+        epoch_seconds=epoch,
+        efficiency=alone / (group.workers * epoch),
+        memory=memory,
+        price=None if machines.price is None else group.nodes * machines.price * epoch / 3600,
+        why_not=_why_not(measured, machines, group, memory, way),
+    )
+
+
+def epoch_seconds(measured: Measured, group: Group, model: StrategyModel) -> float:
+    """All steps of an epoch, the smaller one at its end too, its validations, and what every worker does once."""
+    batch = batch_of(measured, group.workers)
+    whole, rest = divmod(measured.samples, batch)
+    seconds = whole * model.step(measured, group).seconds
+    if rest:
+        share = -(-rest // group.workers) if measured.batch_grows else rest
+        seconds += model.step(replace(measured, global_batch=share), group).seconds
+    every = measured.validate_every_steps
+    validations = 1.0 if every is None else (whole + bool(rest)) / every
+    return seconds + validations * validation_seconds(measured, group) + measured.epoch_other_s
+
+
+def validation_seconds(measured: Measured, group: Group) -> float:
+    """One validation: a set in parts, of which the worker with most of them has a whole number."""
+    samples = measured.validation_samples
+    if not samples:
+        return 0.0
+    size = measured.micro_batch or batch_of(measured, 1)
+    parts = min(samples, max(FEWEST_PARTS, min(-(-samples // size), MOST_PARTS)))
+    share = -(-parts // group.workers) / parts
+    return slowdown(measured, group) * share * samples * measured.validation_s_per_sample
+
+
+def _why_not(measured: Measured, machines: Machines, group: Group, memory: Memory, way: Way) -> str:
+    """Why workers cannot train so; empty where they can."""
+    parts = measured.virtual_workers
+    if parts is not None and group.workers > parts:
+        return f"{group.workers} workers share {parts} virtual ones, and each needs one"
+    if group.workers % way.shard:
+        return f"{group.workers} workers cannot share copies of the model among {way.shard} each"
+    if not measured.batch_grows and group.workers > measured.global_batch:
+        return f"{group.workers} workers share a batch of {measured.global_batch} samples"
+    limit = machines.memory_bytes or measured.device_memory_bytes
+    together = group.beside if measured.device == "cpu" else 1
+    needed = together * memory.total
+    if limit and needed > limit:
+        whose = f"{together} workers of a machine need" if together > 1 else "a worker needs"
+        return f"{whose} {bytes_in_words(needed)}, and there are {bytes_in_words(limit)}"
+    return ""
+
+
+def by_size(found: Iterable[Prediction]) -> Mapping[tuple[str, int, int], list[Prediction]]:
+    """Those that fit, by machines, number of workers, and number of machines."""
+    groups: dict[tuple[str, int, int], list[Prediction]] = {}
+    for each in found:
+        if each.fits:
+            groups.setdefault((each.machines, each.workers, each.nodes), []).append(each)
+    return groups

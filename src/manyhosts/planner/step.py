@@ -1,0 +1,120 @@
+"""Where the time of one optimizer step goes, put together from what a strategy says of its exchanges.
+
+data_wait + compute + straggler + communication_exposed + update + other
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+from manyhosts.planner.compute import Passes, crowding, pass_cores, passes, share_of, slowdown
+from manyhosts.planner.group import Group
+from manyhosts.planner.measured import Measured
+from manyhosts.planner.slowest import expected_largest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """Seconds of one step, as every worker has them: all wait for the last one."""
+
+    compute: float
+    """Forward and backward passes, of an ordinary worker."""
+    straggler: float
+    """That the slowest worker is expected to take longer."""
+    communication_exposed: float
+    """Exchanging, as far as no backward pass hides it."""
+    data_wait: float
+    update: float
+    other: float
+
+    @property
+    def seconds(self) -> float:
+        """All of them."""
+        return sum(self.parts().values())
+
+    def parts(self) -> dict[str, float]:
+        """Each by its name."""
+        return {each.name: float(getattr(self, each.name)) for each in fields(self)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timeline:
+    """When the passes of a step run, by a clock that starts with the first of them: what exchanges are laid over."""
+
+    passes: Passes
+    batch_norm_forward: float
+    """Exchanging the statistics of BatchNorm layers before the last backward pass. Nothing hides it."""
+    batch_norm_backward: float
+    """The same in the last backward pass."""
+
+    @property
+    def backward_begins(self) -> float:
+        """The last one, of the last micro-batch."""
+        return self.passes.forward + self.batch_norm_forward
+
+    @property
+    def ends(self) -> float:
+        """When the last backward pass is over."""
+        return self.backward_begins + self.passes.backward + self.batch_norm_backward
+
+    def when(self, ready: float) -> float:
+        """When a share `ready` of the last backward pass has run."""
+        return self.backward_begins + ready * (self.ends - self.backward_begins)
+
+
+def timeline(measured: Measured, group: Group) -> Timeline:
+    """The passes of one worker of `group`, and what its BatchNorm layers exchange within them."""
+    own = passes(measured, group)
+    layers = measured.batch_norm_layers if measured.virtual_workers is None else 0
+    if not layers or group.workers == 1:
+        return Timeline(passes=own, batch_norm_forward=0.0, batch_norm_backward=0.0)
+    of_layer = measured.batch_norm_bytes / layers
+    forward, backward = layers * group.all_gather(of_layer), layers * group.all_reduce(of_layer)
+    times = own.micro_batches
+    return Timeline(
+        passes=own, batch_norm_forward=times * forward + (times - 1) * backward, batch_norm_backward=backward
+    )
+
+
+def exposed_after(measured: Measured, group: Group, lines: Timeline, *, last_end: float, processor_s: float) -> float:
+    """Seconds for which exchanges go on after the passes: until the last has come, and the cores have done their part.
+
+    Exchanging keeps cores of each worker busy for `processor_s`, from when the first bucket is ready: packing, sending,
+    adding up. Workers that share a machine's cores wait for each other there, however fast the wire is; and what the
+    passes still compute from then on wants the same cores.
+    """
+    ready, crowded = measured.buckets[0].ready, crowding(measured, group)
+    left_s = (1 - ready) * passes(measured, group).backward / slowdown(measured, group)
+    busy_s = processor_s + (pass_cores(measured) * left_s if crowded > 1 else 0.0)
+    return max(0.0, last_end - lines.ends, lines.when(ready) + crowded * busy_s - lines.ends)
+
+
+def assemble(measured: Measured, group: Group, lines: Timeline, *, exposed: float) -> Step:
+    """The step whose exchanges go on for `exposed` seconds after, and beside, its passes, BatchNorm's left out."""
+    # The update and the rest keep a core busy, also where passes wait for something else and hardly slow each other.
+    slower = max(slowdown(measured, group), crowding(measured, group) / group.speed)
+    own = lines.passes
+    without_data = Step(
+        compute=own.total,
+        straggler=own.spread * expected_largest(group.workers),
+        communication_exposed=exposed + lines.batch_norm_forward + lines.batch_norm_backward,
+        data_wait=0.0,
+        update=slower * measured.update_s,
+        other=slower * measured.step_other_s,
+    )
+    return replace(without_data, data_wait=data_wait(measured, group, beside=without_data.seconds))
+
+
+def data_wait(measured: Measured, group: Group, *, beside: float) -> float:
+    """Seconds of a step that its samples are waited for; `beside` are those of all else in it.
+
+    Loader processes fetch while the step runs, so only what takes them longer than it is waited for. Without them the
+    worker fetches for itself, and nothing runs beside it. Workers of one machine share its cores, which bound what all
+    their loaders give together.
+    """
+    rate, cores = measured.loader_samples_per_second, group.cores or measured.cores
+    busy = measured.loader_processor_s
+    if busy is None:
+        busy = max(1, measured.loader_processes) / rate
+    fetching = share_of(measured, group.workers) * max(1 / rate, group.beside * busy / cores)
+    return fetching if measured.loader_processes == 0 else max(0.0, fetching - beside)

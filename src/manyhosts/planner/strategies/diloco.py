@@ -1,0 +1,54 @@
+"""DiLoCo: workers step alone, and the fragments of the model take turns in being exchanged beside further steps."""
+
+from __future__ import annotations
+
+from manyhosts.config.local_steps import DiLoCo
+from manyhosts.planner.group import Group
+from manyhosts.planner.measured import Measured
+from manyhosts.planner.memory import Memory, model_bytes, whole
+from manyhosts.planner.step import Step, assemble, timeline
+from manyhosts.planner.strategies.ddp import taken_from_passes, way_of, wire_of
+from manyhosts.planner.strategies.local_sgd import exposed_alone
+
+_KEPT = 5
+"""Of each fragment: what all share, its momentum, what was dropped twice, and what travels."""
+
+
+class DiLoCoModel:
+    """With the settings of `config`; a warm-up is left out, and rounds are as long as they are at first."""
+
+    def __init__(self, config: DiLoCo) -> None:
+        self.config = config
+
+    def step(self, measured: Measured, group: Group) -> Step:
+        """See `StrategyModel`."""
+        lines = timeline(measured, group)
+        if group.workers == 1:
+            return assemble(measured, group, lines, exposed=0.0)
+        config = self.config
+        alone = exposed_alone(measured, group, lines, by_node=config.inside_node == "exact")
+        inner = assemble(measured, group, lines, exposed=alone)
+        travels, computes = self._fragment(measured, group)
+        busy = computes * taken_from_passes(measured, group)
+        waits = busy + max(0.0, travels - config.overlap_steps * inner.seconds)
+        return assemble(measured, group, lines, exposed=alone + waits * config.fragments / config.sync_every)
+
+    def _fragment(self, measured: Measured, group: Group) -> tuple[float, float]:
+        """Seconds that a fragment is on its way in all, and that workers compute for it meanwhile."""
+        share = 1 / self.config.fragments
+        if self.config.outer_compression == "none":
+            return group.all_reduce(share * measured.gradient_bytes), 0.0
+        way = way_of(measured, self.config.outer_compression)
+        computes = share * way.arithmetic_s
+        wire = wire_of(group, way, share=share, exchanges=2, exact=share * measured.gradient_bytes)
+        return wire + computes, computes
+
+    def memory(self, measured: Measured, group: Group) -> Memory:
+        """See `StrategyModel`."""
+        kept = _KEPT * measured.gradient_bytes
+        return whole(model_bytes(measured, group.workers), workers=group.workers, strategy=kept)
+
+
+def make(config: DiLoCo) -> DiLoCoModel:
+    """What the table of strategies calls."""
+    return DiLoCoModel(config)

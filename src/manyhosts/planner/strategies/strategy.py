@@ -1,0 +1,40 @@
+"""What a plan asks of every strategy. Read this file, then any one other in this folder.
+
+A new strategy adds a file with a `make`, and a line to the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from manyhosts.planner.group import Group
+from manyhosts.planner.measured import Measured
+from manyhosts.planner.memory import Memory
+from manyhosts.planner.step import Step
+from manyhosts.table import Table
+
+
+class StrategyModel(Protocol):
+    """One strategy with its settings, as far as time and memory depend on it."""
+
+    def step(self, measured: Measured, group: Group) -> Step:
+        """The mean optimizer step of `group`; of a strategy that exchanges now and then, with its part of that."""
+
+    def memory(self, measured: Measured, group: Group) -> Memory:
+        """What one worker of `group` holds at most."""
+
+
+STRATEGIES: Table[Callable[[Any], StrategyModel]] = Table(
+    kind="strategy that can be planned",
+    group="manyhosts-strategy-models",
+    own={
+        "single": "manyhosts.planner.strategies.ddp:make_single",
+        "ddp": "manyhosts.planner.strategies.ddp:make",
+        "fsdp": "manyhosts.planner.strategies.fsdp:make",
+        "virtual-workers": "manyhosts.planner.strategies.virtual:make",
+        "local-sgd": "manyhosts.planner.strategies.local_sgd:make",
+        "diloco": "manyhosts.planner.strategies.diloco:make",
+    },
+)
+"""By the name of the strategy's settings; `make(settings)` gives its model."""

@@ -1,0 +1,100 @@
+"""Times of workers over a run of any length, in few windows of steps that grow with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from manyhosts.records.blocks import Blocks
+from manyhosts.records.line_file import Line
+from manyhosts.records.summary import PARTS
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Who:
+    """One worker; None for the host where the record does not name it."""
+
+    rank: int
+    host: str = ""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host}" if self.host else f"rank {self.rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """Seconds of one worker, over some steps."""
+
+    steps: int
+    seconds: Mapping[str, float]
+    """By part of a step: see `records.summary.PARTS`."""
+
+    @property
+    def own_s(self) -> float:
+        """Seconds of a step, on average, that this worker has not spent waiting for others."""
+        return sum(value for part, value in self.seconds.items() if part != "communication_exposed") / self.steps
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step, on average."""
+        return sum(self.seconds.values()) / self.steps
+
+    def __add__(self, other: Spent) -> Spent:
+        """Both together."""
+        parts = {part: self.seconds.get(part, 0.0) + other.seconds.get(part, 0.0) for part in PARTS}
+        return Spent(self.steps + other.steps, parts)
+
+
+Times = Mapping[Who, Spent]
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """All workers over the steps up to `last`."""
+
+    last: int
+    times: Times
+
+
+class Windows(Blocks[Window]):
+    """The windows of one run."""
+
+    MOST = 160
+
+    @staticmethod
+    def together(blocks: Sequence[Window]) -> Window:
+        """The times of all added, up to the last step."""
+        return Window(blocks[-1].last, together(*(window.times for window in blocks)))
+
+    def add(self, step: int, times: Times) -> None:
+        """Those of the steps that end with `step`."""
+        self.take(Window(step, times))
+
+    def total(self) -> dict[Who, Spent]:
+        """Of each worker, over the whole run, by rank."""
+        return dict(sorted(together(*(window.times for window in self.blocks())).items()))
+
+
+def together(*several: Times) -> dict[Who, Spent]:
+    """The same workers' times added."""
+    found: dict[Who, Spent] = {}
+    for times in several:
+        for who, spent in times.items():
+            found[who] = found[who] + spent if who in found else spent
+    return found
+
+
+def of_step(line: Line) -> Times:
+    """What a step line tells: the times of rank 0."""
+    return {Who(0): Spent(1, {part: line[part] for part in PARTS})}
+
+
+def of_workers(line: Line) -> Times:
+    """What a `workers` line tells: means over its steps, of every worker."""
+    found = {}
+    for each in line["workers"]:
+        means = {part: each.get(part, 0.0) for part in PARTS if part != "other"}
+        means["other"] = max(0.0, each["total"] - sum(means.values()))
+        steps = max(1, line["steps"])
+        found[Who(each["rank"], each["host"])] = Spent(steps, {part: steps * means[part] for part in PARTS})
+    return found

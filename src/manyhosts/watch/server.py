@@ -1,0 +1,131 @@
+"""Serves the live page on this machine alone, to whoever knows the token that is in its address.
+
+The token is compared in constant time, and the name by which the server was called must be one of this machine's own:
+a page elsewhere whose name was made to lead here (DNS rebinding) is refused.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from manyhosts.errors import ConfigError
+
+_ADDRESS = "127.0.0.1"
+_NAMES = (_ADDRESS, "localhost")
+_SLOWEST_S = 10.0
+"""So long a browser may take to say what it wants."""
+_FRESH_S = 0.4
+"""So long one answer serves all who ask."""
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What is served. Both are called from threads, one at a time."""
+
+    page: Callable[[], str]
+    state: Callable[[], dict[str, Any]]
+
+
+class Server:
+    """Serves `content` from when it is entered until it is left."""
+
+    def __init__(self, content: Content, port: int = 0) -> None:
+        """Port 0: one that is free.
+
+        Raises:
+            ConfigError: the port is taken, or must not be used.
+        """
+        self.token = secrets.token_urlsafe(32)
+        try:
+            self._http = ThreadingHTTPServer((_ADDRESS, port), _handler(self.token, _Fresh(content)))
+        except (OSError, OverflowError) as cause:
+            raise ConfigError(
+                f"cannot serve a page at port {port}: {getattr(cause, 'strerror', None) or cause}",
+                where="--port",
+                fix="choose another port, or leave --port out for one that is free",
+            ) from cause
+        self._http.daemon_threads = True
+        self._thread = threading.Thread(target=self._http.serve_forever, name="serves the live page", daemon=True)
+
+    @property
+    def address(self) -> str:
+        """What a browser is given."""
+        return f"http://{_ADDRESS}:{self._http.server_address[1]}/{self.token}/"
+
+    def __enter__(self) -> Server:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+        self._thread.join()
+
+
+class _Fresh:
+    """Answers that are made once for all who ask at about the same time."""
+
+    def __init__(self, content: Content) -> None:
+        self._content = content
+        self._lock = threading.Lock()
+        self._made: tuple[float, bytes] = (0.0, b"")
+
+    def page(self) -> bytes:
+        with self._lock:
+            return self._content.page().encode(errors="replace")
+
+    def state(self) -> bytes:
+        with self._lock:
+            if not self._made[1] or time.monotonic() - self._made[0] > _FRESH_S:
+                self._made = (time.monotonic(), json.dumps(self._content.state()).encode())
+            return self._made[1]
+
+
+def _handler(token: str, answers: _Fresh) -> type[BaseHTTPRequestHandler]:
+    """A class, for that is what the standard library asks for."""
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = _SLOWEST_S
+        server_version, sys_version = "manyhosts", ""
+
+        def do_GET(self) -> None:
+            name = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
+            given, _, what = self.path.partition("?")[0].removeprefix("/").partition("/")
+            knows = hmac.compare_digest(given.encode(), token.encode())
+            if name not in _NAMES or not knows:
+                self._answer(403, "text/plain", b"This address is not known here: take the one that was printed.\n")
+            elif what == "" and self.path.partition("?")[0].endswith("/"):
+                self._answer(200, "text/html", answers.page())
+            elif what == "state":
+                self._answer(200, "application/json", answers.state())
+            else:
+                self._answer(404, "text/plain", b"There is nothing here.\n")
+
+        def _answer(self, code: int, kind: str, body: bytes) -> None:
+            self.send_response(code)
+            self.send_header("Content-Type", f"{kind}; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            for header, value in _HEADERS.items():
+                self.send_header(header, value)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Nothing: the terminal shows the run."""
+
+    return Handler

@@ -6,6 +6,7 @@ instance is a machine that gets /opt/ml as SageMaker lays it out.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import signal
@@ -215,8 +216,14 @@ def name_of(path: Path) -> str:
     return path.name.replace("__", "/")
 
 
+@functools.cache
+def model_of(service: str) -> Any:
+    """Botocore's description of a service, which is megabytes to read."""
+    return botocore.session.get_session().get_service_model(service)
+
+
 def hold_to_model(service: str, call: str, words: dict[str, Any]) -> None:
-    shape = botocore.session.get_session().get_service_model(service).operation_model(call).input_shape
+    shape = model_of(service).operation_model(call).input_shape
     report = ParamValidator().validate(words, shape)
     faults = [report.generate_report()] if report.has_errors() else list(_faults(words, shape, call))
     if faults:

@@ -8,12 +8,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import psutil
+from launching import alive, wait_until
 from preloaded import descendants
 from runs import Recipe
 
@@ -107,7 +107,7 @@ def kill_all(process: subprocess.Popen[str]) -> None:
     for one in family:
         _send(one, signal.SIGKILL)
     process.communicate()
-    psutil.wait_procs(family, timeout=10)
+    wait_until(lambda: not alive([*family]), "all of it is gone")
 
 
 def _send(process: psutil.Process, number: signal.Signals) -> None:
@@ -117,9 +117,7 @@ def _send(process: psutil.Process, number: signal.Signals) -> None:
 
 def wait_for_step(process: subprocess.Popen[str], run_dir: Path, step: int) -> None:
     """Until `step` has a line on the disk, or the command has ended."""
-    deadline = time.monotonic() + 60
-    while steps_done(run_dir) < step and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_until(lambda: steps_done(run_dir) >= step or process.poll() is not None, f"step {step}")
 
 
 def summary(run_dir: Path) -> dict[str, object]:

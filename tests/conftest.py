@@ -23,22 +23,22 @@ os.environ[SESSION] = str(os.getpid())
 # share the cores, that is what most of the time of a process with two threads goes into.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded
 
-# The machine may be busy with something else: no example fails for the time it took.
-settings.register_profile("manyhosts", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# The machine may be busy with something else: no example fails for the time it took. The same examples each time, so
+# that a change fails for what it changes; `make test-all` looks for new ones.
+settings.register_profile("manyhosts", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("explore", settings.get_profile("manyhosts"), derandomize=False)
 settings.load_profile("manyhosts")
 
 
 SERVANTS: set[int] = set()
 """Processes of the tests themselves that live as long as the session."""
 PROCESS_FOLDERS = ("multiprocess", "cluster", "docs")
-FORKING_FOLDERS = ("multiprocess", "docs")
-"""Whose runs fork from `preloaded`. Hosts of a lab start with what they have."""
 
 
 @pytest.fixture(autouse=True, scope="module")
 def fork_servers_are_forked(request: pytest.FixtureRequest) -> Iterator[Preloaded | None]:
     """See `preloaded`: tests that start runs by the hundred do not load torch by the hundred."""
-    if request.path.parent.name not in FORKING_FOLDERS:
+    if not starts_processes(request):
         yield None
         return
     preloaded: Preloaded = request.getfixturevalue("preloaded")

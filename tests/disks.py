@@ -86,7 +86,7 @@ class GatedDisk(CountingDisk):
         self.gate = threading.Event()
 
     def about_to(self, operation: str, path: Path | str) -> None:
-        if not self.gate.wait(timeout=30):
+        if not self.gate.wait(timeout=120):
             raise TimeoutError("nobody opened the gate")
         super().about_to(operation, path)
 

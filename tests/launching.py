@@ -18,6 +18,8 @@ from preloaded import children, descendants
 MANYHOSTS = [sys.executable, "-P", "-m", "manyhosts.cli.main"]
 # What would change what is tested here:
 SHARED = ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "MANYHOSTS_SET", "PYTHONUNBUFFERED")
+HANGS_S = 120.0
+"""What has not happened by then never will, on the busiest machine: a test that ends here hangs, it is not slow."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in SHARED}
 
 
-def wait_until(true: Callable[[], bool], what: str, timeout_s: float = 30) -> None:
+def wait_until(true: Callable[[], bool], what: str, timeout_s: float = HANGS_S) -> None:
     deadline = time.monotonic() + timeout_s
     while not true():
         assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s in vain: {what}"

@@ -22,7 +22,7 @@ class Board:
     def __init__(self, size: int) -> None:
         self.size = size
         self.slots: list[Tensor] = [torch.empty(0)] * size
-        self.barrier = threading.Barrier(size, timeout=30)
+        self.barrier = threading.Barrier(size, timeout=120)
 
     def exchange(self, rank: int, tensor: Tensor) -> list[Tensor]:
         self.slots[rank] = tensor.clone()

@@ -88,7 +88,9 @@ def _run(command: str, folder: Path, programs: Path) -> subprocess.CompletedProc
     words = re.sub(r"\s+#.*", "", command)
     targets = re.match(r"make(( [\w-]+)+)$", words)
     if targets:
-        return subprocess.run(["make", "-n", *targets[1].split()], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        return subprocess.run(
+            ["make", "-n", *targets[1].split()], cwd=ROOT, capture_output=True, text=True, timeout=120
+        )
     variables = os.environ | {
         "PATH": f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         "COLUMNS": "100",

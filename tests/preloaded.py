@@ -55,7 +55,7 @@ class Preloaded:
 
     def __init__(self) -> None:
         """Start it, and wait until it has loaded everything."""
-        self.folder = Path(tempfile.mkdtemp(prefix="manyhosts-tests-"))
+        self.folder = Path(tempfile.mkdtemp(prefix="preloaded-"))
         self.folder.chmod(0o755)
         (self.folder / SITE.name).symlink_to(SITE)
         environment = {**os.environ, **variables.of_host(os.environ, cores=1, workers=1)}  # as an agent gives them
@@ -175,7 +175,15 @@ def _can_be(request: dict[str, Any], agent: int) -> bool:
     if Path(f"/proc/{agent}/cgroup").read_text() != Path("/proc/self/cgroup").read_text():
         return False
     theirs, ours = (_read_at_start(each) for each in (request["environment"], os.environ))
-    return theirs == ours and not any(_hides_a_module(path) for path in _paths(request["environment"]))
+    if _is_elsewhere(agent):  # a login on a host of a lab has none of what this machine sets by itself
+        ours = {name: value for name, value in ours.items() if name in theirs}
+    paths = [f"/proc/{agent}/root{path}" for path in _paths(request["environment"])]
+    return theirs == ours and not any(_hides_a_module(path) for path in paths)
+
+
+def _is_elsewhere(agent: int) -> bool:
+    """Whether a process sees another disk than this one."""
+    return os.readlink(f"/proc/{agent}/ns/mnt") != os.readlink("/proc/self/ns/mnt")
 
 
 def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
@@ -202,8 +210,12 @@ def _become(
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         listening.close()
-        if _enter(agent) and os.fork():
-            os._exit(0)  # a process is in another process namespace from its birth on
+        if _enter(agent) and (born := os.fork()):  # a process is in another process namespace from its birth on
+            for each in descriptors:
+                os.close(each)
+            connection.close()
+            os.waitpid(born, 0)  # a host ends when nothing of it is left: not everybody's first process buries that
+            os._exit(0)
         os.setsid()
         connection.sendall(f"{os.getpid()}\n".encode())
         connection.close()

@@ -34,6 +34,7 @@ restore = snapshot_schedule.take_up
 
 
 def with_less(parts, kept, **words):
+    kept = dict(kept)
     change(parts, kept, words)
     restore(parts, kept, **words)
 
@@ -192,9 +193,10 @@ fit()
     ),
     "parameters outside the model": Fault(
         text=f"""
-from manyhosts.training import build
+from manyhosts.training import build, held
 
 build.check_optimized = {_NOTHING}
+held.by_name = lambda optimizer, _: optimizer.state_dict()  # which has no name for it
 scale = nn.Parameter(torch.ones(4))
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -39,7 +40,12 @@ PRELOADED += [
     "torch.utils.tensorboard",
     "manyhosts.training.trainer",
 ]
+IMPORTED = ["pytest", "psutil", "runs"]
+"""What most files of tests import, beside that: each rank imports the file that its function stands in."""
+PORTS = range(12_000, 29_000)
+"""Below those that Linux gives out, and those at which a run listens by itself."""
 GRACE_S = 0.3  # after a failure: time for the others to fail too, so that the first can be told from its consequences
+_asked = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,7 @@ def run_ranks(size: int, function: Callable[..., Any], *args: Any, timeout_s: fl
         variables=dict(os.environ) | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())},
     )
     context = multiprocessing.get_context("forkserver")  # forks from a clean process that has torch loaded
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload([*PRELOADED, *IMPORTED])
     lines = [context.Pipe(duplex=False) for _ in range(size)]
     ranks = [
         context.Process(target=_main, args=(rank, size, errand, sender), daemon=True)
@@ -101,10 +107,14 @@ def run_ranks(size: int, function: Callable[..., Any], *args: Any, timeout_s: fl
 
 
 def free_port() -> int:
-    """A port on this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port on this machine that nobody listens on, and that nobody else is given until it is listened on.
+
+    It is not one of those that the system gives out by itself, and each process has others.
+    """
+    while True:
+        port = PORTS[(1009 * os.getpid() + next(_asked)) % len(PORTS)]
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def _collect(receivers: Sequence[Connection], ranks: Sequence[Any], deadline: float, name: str) -> list[Answer]:

@@ -39,6 +39,8 @@ class Recipe:
     """Whether validation has a metric, whose library every worker of a `manyhosts run` takes seconds to load."""
     sample_s: float = 0.0
     """How long a sample takes to be read, where it is augmented: so that there is time for something to happen."""
+    slow_worker: int | None = None
+    """The rank of a worker that takes three times as long for it."""
     validation_sample_s: float = 0.0
     """The same for a sample of the validation set."""
     stream: bool = False
@@ -49,13 +51,19 @@ CHANCY = Recipe(samples=150, batch=16, batch_norm=True, dropout=0.3, augment=Tru
 """All in which chance, or other samples of the batch, have a hand, on few enough of them for many epochs."""
 
 
-def images_and_labels(samples: int, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    # Read without scikit-learn, whose import takes a worker as long as all of its training here.
+def _digits() -> numpy.ndarray:
+    """Read without scikit-learn, whose import takes a worker as long as all of its training here."""
     package = importlib.util.find_spec("sklearn")
     assert package is not None
     assert package.origin is not None
-    table = numpy.loadtxt(Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
-    chosen = table[first : first + samples]
+    return numpy.loadtxt(Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
+
+
+_DIGITS = _digits()  # when this file is loaded: ranks are forked from a process that has it
+
+
+def images_and_labels(samples: int, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    chosen = _DIGITS[first : first + samples]
     images = torch.tensor(chosen[:, :64], dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
     return images, torch.tensor(chosen[:, 64], dtype=torch.int64)
 
@@ -122,7 +130,8 @@ def make_trainer(recipe: Recipe, run_dir: Path | None, **more: Any) -> mh.Traine
     torch.set_num_threads(recipe.threads)
     train: Dataset[Any] = TensorDataset(*images_and_labels(recipe.samples))
     if recipe.augment or recipe.stream:
-        train = (Shards if recipe.stream else Noisy)(recipe.samples, recipe.sample_s)
+        is_slow = recipe.slow_worker is not None and os.environ.get("RANK") == str(recipe.slow_worker)
+        train = (Shards if recipe.stream else Noisy)(recipe.samples, recipe.sample_s * (3 if is_slow else 1))
     metrics = {}
     if recipe.accuracy:
         from torchmetrics.classification import MulticlassAccuracy

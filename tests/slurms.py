@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import time
 
+from launching import HANGS_S, wait_until
+
 from manyhosts.lab import Lab
 
 _FOLDER = "/root/slurm"
@@ -56,12 +58,11 @@ def start_slurm(lab: Lab) -> None:
         ]
         _start(lab, host.name, ["munged", "--foreground", "--force", f"--key-file={_FOLDER}/munge.key", *places])
     for host in lab:
-        while not host.path("/run/munge.socket").exists():
-            time.sleep(0.02)
+        wait_until(host.path("/run/munge.socket").exists, f"munge of {host.name} listens")
     _start(lab, lab[0].name, ["slurmctld", "-D"])
     for host in lab:
         _start(lab, host.name, ["slurmd", "-D"])
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANGS_S
     while (states := _states(lab)) != ["idle"] * len(lab):
         assert time.monotonic() < deadline, f"Slurm does not start: {states}"
         time.sleep(0.1)

@@ -42,12 +42,19 @@ class Story:
             compute=compute, communication_exposed=exposed, data_wait=data, snapshot_stall=stall, other=0.0,
         )  # fmt: skip
 
+    def workers(self, *times: tuple[float, float, float, float], steps: int) -> None:
+        """What the last steps took each worker: computing, waiting for others, for data, for a snapshot."""
+        names = ("compute", "communication_exposed", "data_wait", "snapshot_stall")
+        found = [{**dict(zip(names, each, strict=True)), "total": sum(each)} for each in times]
+        least = min(each["communication_exposed"] for each in found)
+        self.add("workers", steps=steps, workers=found, communication=least)
+
     def validate(self, seconds: float, loss: float, *, best: bool = False) -> None:
         self.wait(seconds)
         self.add("validation", seconds=seconds, values={"loss": loss}, best=best)
 
     def spent(self) -> Spent:
-        return spent(lambda: iter(self.lines))
+        return spent(self.lines)
 
 
 Costs = dict[str, float]
@@ -77,7 +84,7 @@ def make_study(folder: Path, asked: Asked, of: Callable[[Point], Costs] = costs,
         for epoch in range(4):
             for _ in range(10 - (epoch == 0)):
                 run.step(cost["compute"], cost["exposed"], cost["data"], epoch=epoch)
-            run.add("epoch", epoch=epoch)
+            run.add("epoch", epoch=epoch, train_loss=0.5)
             run.validate(cost["evaluation"], 2.0 / (epoch + 1) + 0.01 * point.workers, best=True)
             run.wait(cost.get("writing", 0.0))  # the best model is written
         run.add("end", status="completed", reason="", weights_sha256="0" * 64)

@@ -29,12 +29,12 @@ class Training:
 
     def await_words(self, words: str, count: int = 1) -> None:
         """Until it has said so, so many times."""
-        wait_until(lambda: self.printed.read_text().count(words) >= count, f"it says {words!r}", timeout_s=100)
+        wait_until(lambda: self.printed.read_text().count(words) >= count, f"it says {words!r}")
 
     def stop_and_compare(self) -> None:
         """Ask it to stop; what it has done until then must be what one process does here to which nothing happens."""
         self.hosts.desk.end(self.process, signal.SIGTERM)
-        self.process.wait(timeout=60)
+        self.process.wait(timeout=120)
         steps = [line["step"] for line in step_lines(self.folder / "many")]
         assert steps == list(range(1, steps[-1] + 1)), self.printed.read_text()
         told, whole = summary(self.folder / "many"), undisturbed(self.folder, steps[-1])

@@ -125,7 +125,7 @@ def test_no_container_is_left_by_a_run_that_is_ended(hosts: Lab, tmp_path: Path,
         assert started.stdout is not None
         assert sorted(started.stdout.readline().partition("] ")[2] for _ in "ab") == ["it runs\n"] * 2
         hosts.desk.end(started, number)
-        out, err = started.communicate(timeout=60)
+        out, err = started.communicate(timeout=120)
         for name in ("lab1", "lab2"):
             wait_until(lambda name=name: not _runs_on(hosts, name), f"no container is left on {name}")
     finally:

@@ -208,6 +208,7 @@ def test_hosts_that_are_well_are_told_apart_and_meet(four: Lab, tmp_path: Path) 
     assert max(map(len, done.stdout.splitlines())) <= 100
 
 
+@pytest.mark.slow
 def test_hosts_that_cannot_talk_to_each_other_end_with_4(make_lab: Callable[..., Lab], tmp_path: Path) -> None:
     hosts = make_lab(2)
     hosts[0].block(hosts[1])

@@ -13,7 +13,6 @@ from manyhosts.lab import Lab
 SCRIPTS = Path(__file__).parents[1] / "multiprocess"
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ["accelerate_script.py", "lightning_script.py"])
 def test_script_of_a_library_trains_on_hosts_that_share_nothing(name: str, four: Lab, tmp_path: Path) -> None:
     source = (SCRIPTS / name).read_text()

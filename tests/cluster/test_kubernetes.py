@@ -98,7 +98,7 @@ def test_run_whose_pod_is_evicted_goes_on_to_the_same_weights(
     pods: Cluster, desk: Path, disk: Path, short_training: str
 ) -> None:
     handle = ask(pods, desk, *words("evicted", "digits.py", "--detach", *SLOWLY)).stdout.strip()
-    wait_until(lambda: lines_of(disk / "evicted") > 20, "it trains", timeout_s=90)
+    wait_until(lambda: lines_of(disk / "evicted") > 20, "it trains")
     pods.evict(1)
     said = ask(pods, desk, "logs", "--follow", handle).stdout
     assert status(pods, desk, handle)["state"] == "done", said
@@ -114,7 +114,7 @@ def test_run_whose_pod_dies_without_a_word_goes_on_with_the_one_that_is_started_
     pods: Cluster, desk: Path, disk: Path
 ) -> None:
     handle = ask(pods, desk, *words("killed", "digits.py", "--detach", *SLOWLY)).stdout.strip()
-    wait_until(lambda: lines_of(disk / "killed") > 20, "it trains", timeout_s=90)
+    wait_until(lambda: lines_of(disk / "killed") > 20, "it trains")
     kill_pod(pods, 1)
     said = ask(pods, desk, "logs", "--follow", handle).stdout
     assert status(pods, desk, handle)["state"] == "done", said
@@ -130,16 +130,14 @@ def test_elastic_run_whose_pod_dies_goes_on_alone_until_another_has_come(pods: C
     options = ("--nodes", "1:2", "--detach", "--env", "PAUSE=0.1")
     handle = ask(pods, desk, *words("elastic", "long.py", *options)).stdout.strip()
     record = disk / "elastic" / "metrics.jsonl"
-    wait_until(lambda: lines_of(disk / "elastic") > 10, "it trains", timeout_s=90)
+    wait_until(lambda: lines_of(disk / "elastic") > 10, "it trains")
     kill_pod(pods, 1)
-    wait_until(
-        lambda: "goes on with 2 workers, 1 of them new" in record.read_text(), "it is whole again", timeout_s=120
-    )
+    wait_until(lambda: "goes on with 2 workers, 1 of them new" in record.read_text(), "it is whole again")
     steps = lines_of(disk / "elastic")
     wait_until(lambda: lines_of(disk / "elastic") > steps + 3, "it trains on")
     assert ask(pods, desk, "cancel", handle).returncode == 0
     assert (len(pods.of_index(0)), "with 1 worker" in record.read_text()) == (1, True), "nobody has waited"
-    wait_until(lambda: not pods.pods, "the pods are gone", timeout_s=90)
+    wait_until(lambda: not pods.pods, "the pods are gone")
 
 
 def kill_pod(pods: Cluster, index: int) -> None:
@@ -165,7 +163,7 @@ def test_cancelled_job_leaves_nothing_in_the_cluster_nor_on_its_machines(
     pods: Cluster, pair: Lab, desk: Path, disk: Path
 ) -> None:
     handle = ask(pods, desk, *words("lost", "digits.py", "--detach", *SLOWLY)).stdout.strip()
-    wait_until(lambda: lines_of(disk / "lost") > 5, "it trains", timeout_s=90)
+    wait_until(lambda: lines_of(disk / "lost") > 5, "it trains")
     assert status(pods, desk, handle)["state"] == "running"
     assert running(pair)
     follower = subprocess.Popen(
@@ -176,10 +174,10 @@ def test_cancelled_job_leaves_nothing_in_the_cluster_nor_on_its_machines(
     )
     for _ in range(2):
         assert ask(pods, desk, "cancel", handle).returncode == 0
-    wait_until(lambda: not pods.pods, "the pods are gone", timeout_s=90)
+    wait_until(lambda: not pods.pods, "the pods are gone")
     assert pods.objects == {}
     wait_until(lambda: not running(pair), "nothing runs in the pods")
-    assert follower.wait(timeout=60) == 0
+    assert follower.wait(timeout=120) == 0
 
 
 def examined(pods: Cluster, desk: Path, *more: str) -> Any:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launching import wait_until
+from launching import alive, wait_until
 from testbed import needs
 
 from manyhosts.errors import ConfigError
@@ -121,7 +121,7 @@ def test_host_without_power_is_gone_and_comes_back_with_an_empty_disk(make_lab: 
     two.run(["touch", "/root/note"])
     sleeping = two.start(["sleep", "60"])
     two.kill()
-    assert sleeping.wait(timeout=10) != 0
+    assert sleeping.wait(timeout=120) != 0
     assert not reaches(one, two)
     two.boot()
     wait_until(lambda: reaches(one, two), "it answers again")  # the others ask for its address once a second
@@ -130,17 +130,24 @@ def test_host_without_power_is_gone_and_comes_back_with_an_empty_disk(make_lab: 
 
 @needs("iperf3")
 def test_wire_is_as_fast_as_it_was_asked_for(make_lab: Callable[..., Lab]) -> None:
+    """Never faster; and as fast, though a busy machine may need several tries."""
     one, two = make_lab(2, bandwidth="200mbit")
-    rates = []
-    for rate in ("200mbit", "50mbit"):
-        two.slow(rate)
-        server = two.start(["iperf3", "--server", "--one-off"], stdout=subprocess.DEVNULL)
-        wait_until(lambda: 5201 in two.ports(), "iperf3 listens")
-        said = one.run(["iperf3", "--client", two.name, "--time", "1", "--format", "m"]).stdout
-        server.wait(timeout=10)
-        [line] = [line for line in said.splitlines() if "receiver" in line]
-        rates.append(float(line.split("MBytes")[1].split()[0]))
-    assert rates == [pytest.approx(200, rel=0.15), pytest.approx(50, rel=0.15)]
+    for rate in (200, 50):
+        two.slow(f"{rate}mbit")
+        rates = [measured(one, two)]
+        while max(rates) < 0.85 * rate and len(rates) < 10:
+            rates.append(measured(one, two))
+        assert 0.85 * rate <= max(rates) <= 1.15 * rate, rates
+
+
+def measured(one: Host, two: Host) -> float:
+    """What iperf3 brings from one host to another, in Mbit/s."""
+    server = two.start(["iperf3", "--server", "--one-off"], stdout=subprocess.DEVNULL)
+    wait_until(lambda: 5201 in two.ports(), "iperf3 listens")
+    said = one.run(["iperf3", "--client", two.name, "--time", "1", "--format", "m"]).stdout
+    server.wait(timeout=120)
+    [line] = [line for line in said.splitlines() if "receiver" in line]
+    return float(line.split("MBytes")[1].split()[0])
 
 
 def test_lab_whose_owner_was_killed_leaves_no_process_and_the_next_one_tidies_up() -> None:
@@ -152,8 +159,7 @@ def test_lab_whose_owner_was_killed_leaves_no_process_and_the_next_one_tidies_up
     before = living()
     owner.kill()
     owner.communicate()
-    _, alive = psutil.wait_procs(family, timeout=10)
-    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    wait_until(lambda: not alive(family), "all have ended")
     assert len(clean()) >= 1
     assert len(living()) == len(before) - 1
 

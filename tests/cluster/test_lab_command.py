@@ -32,7 +32,7 @@ def test_hosts_are_cut_mended_and_slowed_from_another_terminal(tmp_path: Path) -
     script = f"""
         {COMMAND} lab hosts
         {COMMAND} lab cut lab2 && (timeout 2 ssh lab2 hostname || echo cut)
-        {COMMAND} lab mend lab2 && sleep 1.5 && ssh lab2 hostname
+        {COMMAND} lab mend lab2 && until ssh lab2 hostname 2>/dev/null; do sleep 0.1; done
         {COMMAND} lab slow lab2 50mbit && echo slow
         {COMMAND} lab freeze lab9; {COMMAND} lab slow lab1 soon
     """

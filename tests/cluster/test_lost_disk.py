@@ -49,7 +49,7 @@ def test_leader_whose_host_is_lost_while_training_is_followed_by_one_that_has_th
     process = start(hosts, tmp_path, SOURCE, "--env", "DURATION=100 steps", *options)
     records = [host.path(tmp_path / "many" / "metrics.jsonl") for host in hosts]
     try:
-        wait_until(lambda: records[0].exists() and '"step": 20,' in records[0].read_text(), "it trains", timeout_s=90)
+        wait_until(lambda: records[0].exists() and '"step": 20,' in records[0].read_text(), "it trains")
         os.kill(agent_of(hosts[0]), signal.SIGKILL)
         out, err = process.communicate(timeout=180)
     finally:
@@ -74,10 +74,10 @@ def test_hosts_without_a_launcher_save_on_their_own_disks_and_any_one_of_them_is
     process = start(hosts, tmp_path, SOURCE, *options)
     run_dirs = [host.path(tmp_path / "many") for host in hosts]
     try:
-        wait_until(lambda: "step" in _text(run_dirs[2] / "metrics.jsonl"), "it trains", timeout_s=90)
-        wait_until(lambda: '"step": 3,' in _text(run_dirs[0] / "metrics.jsonl"), "some steps are done", timeout_s=90)
+        wait_until(lambda: "step" in _text(run_dirs[2] / "metrics.jsonl"), "it trains")
+        wait_until(lambda: '"step": 3,' in _text(run_dirs[0] / "metrics.jsonl"), "some steps are done")
         hosts.desk.end(process)
-        wait_until(lambda: not any(_workers(host) for host in hosts), "all have ended", timeout_s=90)
+        wait_until(lambda: not any(_workers(host) for host in hosts), "all have ended")
     finally:
         hosts.desk.end(process)
         process.communicate()

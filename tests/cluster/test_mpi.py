@@ -48,7 +48,11 @@ def test_four_hosts_by_mpi_train_to_the_weights_of_one_process(four: Lab, folder
     assert furthest_from_one_process(folder / "run" / "weights-0.npz", tmp_path) < 1e-5
 
 
-@pytest.mark.parametrize(("hosts", "on_each"), [(["lab2", "lab3"], 2), (["lab1", "lab2", "lab3", "lab4"], 1)], ids=str)
+@pytest.mark.parametrize(
+    ("hosts", "on_each"),
+    [(["lab2", "lab3"], 2), pytest.param(["lab1", "lab2", "lab3", "lab4"], 1, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_unmodified_torchrun_script_runs_by_mpi(four: Lab, hosts: list[str], on_each: int) -> None:
     words = ["--hosts", ",".join(hosts), "--workers-per-node", str(on_each), "--run-dir", f"{FOLDER}/plain-{on_each}"]
     done = run(four[0], ["--on", "mpi", *words, "torchrun_script.py"])

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from alone import SOURCE, undisturbed
+from commands import summary
 from engines import (
     FOLDER,
     MANYHOSTS,
@@ -22,7 +26,8 @@ from engines import (
     run_alone,
     share,
 )
-from launching import wait_until
+from launching import wait_until, write_script
+from runs import restarts, step_lines
 
 from manyhosts.lab import Host, Lab, lab
 
@@ -90,6 +95,27 @@ def test_four_hosts_of_a_ray_cluster_train_to_the_weights_of_one_process(
     assert sorted(host for host, _ in found.values()) == hosts.names
     assert len({digest for _, digest in found.values()}) == 1
     assert furthest_from_one_process(folder / "run" / "weights-0.npz", tmp_path) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3 * LONG_S)
+def test_run_whose_command_is_killed_is_not_taken_over_but_goes_on_from_its_snapshot(hosts: Lab, folder: Path) -> None:
+    """Ray ends what a command had it start when the command is gone; nothing that was saved is lost."""
+    write_script(folder, SOURCE, "long.py")
+    words = ["--on", "ray", "--nodes", "3", "--run-dir", f"{FOLDER}/killed", "--env", "SLOW=0.02"]
+    words = [*MANYHOSTS, "run", *words, "--env", "DURATION=60 steps", "long.py"]
+    run_dir = folder / "killed"
+    command = hosts[0].start(words, folder=FOLDER, env=environment(), stderr=subprocess.PIPE)
+    wait_until(
+        lambda: command.poll() is not None or any(run_dir.glob("snapshots/step-*")), "it trains", timeout_s=LONG_S
+    )
+    hosts[0].end(command, signal.SIGKILL)
+    command.communicate()
+    done = hosts[0].run(words, folder=FOLDER, env=environment(), timeout_s=LONG_S, check=False)
+    assert (done.returncode, "takes it over" in done.stderr) == (0, False), done.stderr
+    assert [line["step"] for line in step_lines(run_dir)] == list(range(1, 61))
+    assert summary(run_dir)["weights_sha256"] == undisturbed(folder, 60)["weights_sha256"]
+    assert len(restarts(run_dir)) == 1
 
 
 @pytest.mark.timeout(3 * LONG_S)

@@ -72,9 +72,9 @@ def test_run_on_spare_instances_goes_on_when_they_are_taken_away(aws: Aws, desk:
     handle = run(aws, desk, "spare", "digits.py", "-o", "spot=yes", "--detach", "--env", "PAUSE=0.03").stdout.strip()
     name = handle.rpartition("/")[2]
     metrics = aws.machines[0].host.path("/opt/ml/checkpoints/metrics.jsonl")
-    wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 20, "it trains", timeout_s=90)
+    wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 20, "it trains")
     aws.take_away(name)
-    wait_until(lambda: aws.jobs[name].status == "Completed", "it is over", timeout_s=120)
+    wait_until(lambda: aws.jobs[name].status == "Completed", "it is over")
     said = manyhosts(desk, "logs", handle, **variables(aws)).stdout
     assert "started again, the run goes on from its last snapshot" in said
     assert weights_there(aws, "spare") == short_training

@@ -81,8 +81,9 @@ def lines(host: Host, folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def named(host: Host, folder: Path) -> list[dict[str, Any]]:
-    return [line for line in lines(host, folder) if line["event"] == "slow" and line["factor"] > 1]
+def named(host: Host, folder: Path) -> set[str]:
+    """Who was found slow so far."""
+    return {line["who"] for line in lines(host, folder) if line["event"] == "slow" and line["factor"] > 1}
 
 
 @pytest.mark.slow
@@ -96,16 +97,16 @@ def test_slow_host_and_slow_link_are_named_with_their_factors_and_even_ones_are_
         steps = [line["time"] for line in lines(hosts[0], tmp_path) if line["event"] == "step"]
         return steps[-1] - steps[0] if steps else 0.0
 
-    wait_until(lambda: seconds() > 6, "six comparisons were made", timeout_s=60)
-    assert named(hosts[0], tmp_path) == []
+    wait_until(lambda: seconds() > 6, "six comparisons were made")
+    assert not named(hosts[0], tmp_path)
     with quarter_of_the_processor(hosts[1]):
-        wait_until(lambda: len(named(hosts[0], tmp_path)) == 1, "the host is named", timeout_s=60)
+        wait_until(lambda: "host lab2" in named(hosts[0], tmp_path), "the host is named")
     hosts[2].slow("20mbit")
-    wait_until(lambda: len(named(hosts[0], tmp_path)) == 2, "the link is named", timeout_s=60)
+    wait_until(lambda: "the link to host lab3" in named(hosts[0], tmp_path), "the link is named")
     hosts.desk.end(process, signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    told = dict(re.findall(r"(host lab2 computes|the link to host lab3 is) (\S+) times slower than the others", out))
-    assert len(told) == 2, (named(hosts[0], tmp_path), out, err)
-    assert 1.5 <= float(told["host lab2 computes"]) <= 8
-    assert 4 <= float(told["the link to host lab3 is"]) <= 14
-    assert out.count("times slower") == 2, "each is said once"
+    out, err = process.communicate(timeout=120)
+    told = re.findall(r"((?:host|the link|rank) .*?) (?:computes|is) (\S+) times slower than the others", out)
+    first = dict(reversed(told))  # on a machine with other work a host may be slow again, later
+    assert first.keys() == {"host lab2", "the link to host lab3"}, (out, err)
+    assert 1.5 <= float(first["host lab2"]) <= 8
+    assert 4 <= float(first["the link to host lab3"]) <= 14

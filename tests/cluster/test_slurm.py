@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from engines import (
     run_alone,
     share,
 )
-from launching import wait_until
+from launching import HANGS_S, wait_until
 from slurms import start_slurm
 from testbed import needs
 
@@ -74,6 +75,16 @@ def state(four: Lab, handle: str) -> dict[str, str]:
     return found
 
 
+def wait_for(four: Lab, handle: str, wanted: str, timeout_s: float = HANGS_S) -> None:
+    """Wait until the job is `wanted`, or say what it was instead."""
+    found = state(four, handle)
+    deadline = time.monotonic() + timeout_s
+    while found["state"] != wanted:
+        assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s in vain for a job to be {wanted}: {found}"
+        time.sleep(0.1)
+        found = state(four, handle)
+
+
 def test_four_hosts_in_an_allocation_train_to_the_weights_of_one_process(
     four: Lab, folder: Path, tmp_path: Path
 ) -> None:
@@ -108,12 +119,12 @@ def test_job_that_is_warned_of_its_limit_goes_on_in_the_same_run_directory(four:
     handle = run(four[0], words).stdout.strip()
     number = handle.removeprefix("slurm://")
     log = folder / "long" / "logs" / f"slurm-{number}.log"
-    wait_until(lambda: log.exists() and log.read_text().count("begins") == 2, "both workers run", timeout_s=90)
+    wait_until(lambda: log.exists() and log.read_text().count("begins") == 2, "both workers run")
     four[0].run(["scancel", "--batch", "--signal", "USR1", number])
-    wait_until(lambda: "queued again" in log.read_text(), "Slurm is asked", timeout_s=60)
-    wait_until(lambda: state(four, handle)["state"] == "waiting", "it waits", timeout_s=60)
+    wait_until(lambda: "queued again" in log.read_text(), "Slurm is asked")
+    wait_for(four, handle, "waiting")
 
-    wait_until(lambda: state(four, handle)["state"] == "done", "it is done", timeout_s=150)
+    wait_for(four, handle, "done", timeout_s=150)
     assert log.read_text().count(f"goes on {FOLDER}/long") == 2
     assert f"begins {FOLDER}/long" in four[0].run([*MANYHOSTS, "logs", handle], env=environment()).stdout
 
@@ -124,24 +135,24 @@ def test_job_is_cancelled_once_and_for_all(four: Lab, folder: Path) -> None:
     handle = run(four[0], words).stdout.strip()
     for _ in range(2):
         four[0].run([*MANYHOSTS, "cancel", handle], env=environment())
-    wait_until(lambda: state(four, handle)["state"] == "cancelled", "it is cancelled", timeout_s=60)
+    wait_for(four, handle, "cancelled")
 
 
 def test_launcher_that_is_ended_while_slurm_takes_its_job_leaves_none_in_the_queue(four: Lab, folder: Path) -> None:
+    (folder / "long-seen").unlink(missing_ok=True)
     asked, slow = folder / "asked", folder / "slow"
     slow.mkdir()
     (slow / "sbatch").write_text(f'#!/bin/sh\n/usr/bin/sbatch "$@" || exit\ntouch {FOLDER}/asked\nsleep 1\n')
     (slow / "sbatch").chmod(0o755)
-    words = [*MANYHOSTS, "run", "--on", "slurm", "--nodes", "2", "-o", "dependency=singleton"]
-    words += ["--run-dir", f"{FOLDER}/ended", "torchrun_script.py"]
+    words = [*MANYHOSTS, "run", "--on", "slurm", "--nodes", "2", "--run-dir", f"{FOLDER}/ended", "long.py"]
     variables = environment(PATH=f"{FOLDER}/slow:{os.environ['PATH']}")
     launcher = four[1].start(words, folder=FOLDER, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    wait_until(asked.exists, "Slurm has taken the job", timeout_s=60)
+    wait_until(lambda: asked.exists() or launcher.poll() is not None, "Slurm has taken the job")
     four[1].end(launcher, signal.SIGTERM)
-    printed, _ = launcher.communicate(timeout=60)
+    printed, _ = launcher.communicate(timeout=120)
     assert launcher.returncode == 130, printed
     [handle] = re.findall(r"slurm://\d+", printed)
-    wait_until(lambda: state(four, handle)["state"] == "cancelled", "it is cancelled", timeout_s=60)
+    wait_for(four, handle, "cancelled")
 
 
 def test_job_keeps_its_secrets_says_why_another_waits_and_is_not_queued_again_in_vain(four: Lab, folder: Path) -> None:
@@ -152,7 +163,7 @@ def test_job_keeps_its_secrets_says_why_another_waits_and_is_not_queued_again_in
     handle = sent.stdout.strip()
     number = handle.removeprefix("slurm://")
     log = run_dir / "logs" / f"slurm-{number}.log"
-    wait_until(lambda: log.exists() and log.read_text().count("knows 17") == 2, "both workers run", timeout_s=90)
+    wait_until(lambda: log.exists() and log.read_text().count("knows 17") == 2, "both workers run")
     found = state(four, handle)
     assert (found["state"], found["reason"], found["code"]) == ("running", "RUNNING", None)
     holding = [path for path in run_dir.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
@@ -179,11 +190,11 @@ def test_job_keeps_its_secrets_says_why_another_waits_and_is_not_queued_again_in
     other = waits.stdout.readline().split()[-1]
     assert any("the job waits: PENDING (" in line for line in iter(waits.stdout.readline, "")), "with Slurm's reason"
     four[1].end(waits, signal.SIGTERM)
-    assert waits.communicate(timeout=60)[0].endswith("the job is being cancelled\n")
-    wait_until(lambda: state(four, other)["state"] == "cancelled", "it is cancelled", timeout_s=60)
+    assert waits.communicate(timeout=120)[0].endswith("the job is being cancelled\n")
+    wait_until(lambda: state(four, other)["state"] == "cancelled", "it is cancelled")
 
     four[0].run(["scancel", "--batch", "--signal", "USR1", number])
-    wait_until(lambda: state(four, handle)["state"] not in ("running", "waiting"), "it is over", timeout_s=90)
+    wait_until(lambda: state(four, handle)["state"] not in ("running", "waiting"), "it is over")
     assert "no step was saved since this job began, so it is not queued again" in log.read_text()
     assert "\x1b" not in log.read_text(), "no colours in a file"
 

@@ -6,6 +6,7 @@ import os
 import signal
 import stat
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,7 +52,6 @@ class Training:
         wait_until(
             lambda: self.step() >= step or any(each.poll() is not None for each in self.commands if each not in ended),
             what,
-            timeout_s=90,
         )
         assert self.step() >= step, what
 
@@ -88,12 +88,11 @@ def agents(host: Host) -> int:
 
 def kill(hosts: Lab, command: subprocess.Popen[str]) -> None:
     hosts.desk.end(command, signal.SIGKILL)
-    command.communicate(timeout=30)
+    command.communicate(timeout=120)
 
 
-@pytest.mark.timeout(300)
 def test_command_that_is_killed_and_typed_again_takes_the_run_over(four: Lab, tmp_path: Path) -> None:
-    training = Training(four, tmp_path, 60)
+    training = Training(four, tmp_path, 400)
     try:
         first = training.type()
         training.wait_for_step(10, "it trains")
@@ -108,7 +107,7 @@ def test_command_that_is_killed_and_typed_again_takes_the_run_over(four: Lab, tm
         other = run(four, tmp_path, None, *training.options, "--restarts", "3")
         assert (other.code, "give the command that began it" in other.err) == (2, True), other.err
         heirs = [training.type(), training.type()]
-        wait_until(lambda: any(each.poll() is not None for each in heirs), "one of the two is refused", timeout_s=90)
+        wait_until(lambda: any(each.poll() is not None for each in heirs), "one of the two is refused")
         training.let_go()
         said = [each.communicate(timeout=120) for each in heirs]
     finally:
@@ -122,6 +121,74 @@ def test_command_that_is_killed_and_typed_again_takes_the_run_over(four: Lab, tm
     assert not record.exists()
 
 
+MEETS_LATE = """
+    import os, time
+    open(f"began-{os.environ['RANK']}", "w").close()
+    while os.environ["RANK"] == "1" and not os.path.exists("meet"):
+        time.sleep(0.05)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_workers_whose_head_is_cut_off_while_they_meet_form_their_group_when_it_is_back(
+    make_lab: Callable[..., Lab], tmp_path: Path
+) -> None:
+    """One worker comes to the meeting while the others wait there and the head is cut off for 20 s."""
+    hosts = make_lab(3, prefix="meet")
+    training = Training(hosts, tmp_path, 30)
+    training.source = MEETS_LATE + SOURCE + WAITS_AT_THE_END
+    try:
+        command = training.type()
+        began = [host.path(training.folder / f"began-{rank}") for rank, host in enumerate(hosts)]
+        wait_until(lambda: all(each.exists() for each in began), "all scripts have begun", timeout_s=90)
+        hosts.desk.cut()
+        hosts[1].path(training.folder / "meet").touch()
+        time.sleep(20)
+        assert training.step() == 0, "no group without the head, through which they meet"
+        hosts.desk.mend()
+        training.let_go()
+        _, err = command.communicate(timeout=120)
+    finally:
+        training.end()
+    assert command.returncode == 0, err
+    training.is_whole()
+    assert (summary(training.run_dir)["restarts"], restarts(training.run_dir)) == (0, [])
+
+
+@pytest.mark.slow
+@needs("nft")
+@pytest.mark.timeout(400)
+def test_run_whose_hosts_reach_the_head_through_ssh_alone_goes_on_when_ssh_had_given_all_of_them_up(
+    make_lab: Callable[..., Lab], tmp_path: Path
+) -> None:
+    """The head is cut off until no ssh of it is left; its tunnels are opened again, and its agents find it there."""
+    hosts = make_lab(3, prefix="tunnel")
+    hosts.desk.run(["nft", CLOSED])
+    training = Training(hosts, tmp_path, 400)
+    try:
+        command = training.type()
+        training.wait_for_step(10, "it trains")
+        before = ssh(hosts.desk)
+        assert len(before) >= 3, "one for each host at least"
+        hosts.desk.cut()
+        training.wait_for_step(training.step() + 20, "workers make steps without a head")
+        wait_until(lambda: not before & ssh(hosts.desk), "ssh has given all hosts up", timeout_s=120)
+        hosts.desk.mend()
+        training.let_go()
+        _, err = command.communicate(timeout=300)
+    finally:
+        training.end()
+    assert command.returncode == 0, err
+    training.is_whole()
+    assert (summary(training.run_dir)["restarts"], restarts(training.run_dir)) == (0, [])
+
+
+def ssh(host: Host) -> set[int]:
+    """What runs there and leads to other hosts."""
+    return {pid for pid, words in host.processes().items() if words.startswith("ssh ")}
+
+
 @pytest.mark.slow
 @needs("nft")
 @pytest.mark.timeout(400)
@@ -131,11 +198,11 @@ def test_run_of_hosts_that_may_go_and_reach_the_head_through_ssh_alone_is_taken_
     """Its command is killed before any worker has started, and again when they train; then a host is lost, too."""
     hosts = make_lab(3, prefix="over")
     hosts.desk.run(["nft", CLOSED])
-    training = Training(hosts, tmp_path, 600)
+    training = Training(hosts, tmp_path, 2000)
     training.options += ["--nodes", "2:3"]
     try:
         first = training.type()
-        wait_until(lambda: bool(ours(hosts[2])) or first.poll() is not None, "an agent is there", timeout_s=90)
+        wait_until(lambda: bool(ours(hosts[2])) or first.poll() is not None, "an agent is there")
         kill(hosts, first)
         second = training.type()
         training.wait_for_step(10, "it trains")

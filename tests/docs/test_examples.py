@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -66,6 +67,26 @@ def test_stream_learns_the_law(tmp_path: Path) -> None:
     assert summary(folder)["steps"] == 200
     assert summary(folder)["validation"]["loss"] < 0.01
     assert "learned: [1.0" in said
+
+
+def loss_of_language_model(folder: Path, strategy: str) -> float:
+    words = ["--workers", "2", "--set", "duration=60 steps", "--set", f"strategy={strategy}"]
+    said = run(folder, MANYHOSTS, "run", *words, "--run-dir", strategy, str(EXAMPLES / "char_lm.py"))
+    facts = summary(folder / strategy)
+    assert facts["strategy"] == strategy
+    loss: float = facts["validation"]["loss"]
+    assert loss < float(re.findall(r"characters alone ([\d.]+)", said)[0]) - 0.5
+    return loss
+
+
+def test_language_model_soon_knows_more_than_how_frequent_characters_are(tmp_path: Path) -> None:
+    loss_of_language_model(tmp_path, "ddp")
+
+
+@pytest.mark.slow
+def test_language_model_learns_the_same_in_parts(tmp_path: Path) -> None:
+    whole, parts = (loss_of_language_model(tmp_path, strategy) for strategy in ("ddp", "fsdp"))
+    assert parts == pytest.approx(whole, rel=0.01)
 
 
 def test_script_that_knows_nothing_of_us_trains_together(tmp_path: Path) -> None:

@@ -12,12 +12,7 @@ from pages import PAGES, ROOT, blocks_of, run_page
 from manyhosts import errors, events
 from manyhosts.config.overrides import known_keys
 
-FROM_A_WHEEL = {ROOT / "README.md"}  # see test_wheel.py
-WITH_BLOCKS = [
-    page
-    for page in PAGES
-    if page not in FROM_A_WHEEL and {"python", "bash", "console"} & {b.language for b in blocks_of(page)}
-]
+WITH_BLOCKS = [page for page in PAGES if {"python", "bash", "console"} & {b.language for b in blocks_of(page)}]
 
 
 def name_of(page: Path) -> str:

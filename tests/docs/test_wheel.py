@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,14 @@ def test_wheel_is_found_and_not_the_checkout(installed: Path, tmp_path: Path) ->
     assert (Path(file).parent / "py.typed").exists(), "type checkers look for it"
 
 
+def test_script_of_the_readme_trains_from_the_wheel(installed: Path, tmp_path: Path) -> None:
+    script = next(block for block in blocks_of(ROOT / "README.md") if block.text.startswith("# train.py\n"))
+    words = replace(script, language="bash", text="manyhosts run --workers 2 train.py\n")
+    run_page([script, words], tmp_path, programs=installed)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("page", ["README.md", pytest.param("docs/tour.md", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("page", ["README.md", "docs/tour.md"])
 def test_every_block_of_the_page_runs_from_the_wheel(page: str, installed: Path, tmp_path: Path) -> None:
     run_page(blocks_of(ROOT / page), tmp_path, programs=installed)

@@ -1,4 +1,4 @@
-"""A training script for tests: where `FAILS` is set, the optimizer of rank 1 raises some steps after each start."""
+"""A training script for tests: the optimizer of the rank that `FAILS` names raises some steps after each start."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Failing(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> Any:
         self.made += 1
-        if os.environ["RANK"] == "1" and os.environ.get("FAILS") and self.made > STEPS:
+        if os.environ["RANK"] == os.environ.get("FAILS") and self.made > STEPS:
             raise RuntimeError(f"no step at start {os.environ['TORCHELASTIC_RESTART_COUNT']}")
         return super().step(closure)
 

@@ -36,7 +36,11 @@ def test_script_knows_its_place_its_input_and_its_name_in_ps(tmp_path: Path) -> 
         f"[0] {tmp_path / 'script.py'} script.py 'typed\\n' ['manyhosts', 'rank', '0', 'of', '2:', 's"
     )
     assert f"{tmp_path / 'script.py'} script.py '' " in second, "one reads, and the other finds the end"
-    parents = ["manyhosts template of the workers", "manyhosts agent of node 0: script.py", "manyhosts run --workers 2"]
+    parents = [
+        "manyhosts fork server of the workers",
+        "manyhosts agent of node 0: script.py",
+        "manyhosts run --workers 2",
+    ]
     for title in parents:
         assert title in first
 
@@ -105,7 +109,7 @@ SPAWNS = """
 """
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
+@pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.slow), "fork"])
 def test_processes_of_a_script_meet_at_a_port_of_its_own(method: str, tmp_path: Path) -> None:
     ended = run(tmp_path, SPAWNS, "--env", f"METHOD={method}")
     assert (ended.code, sorted(ended.out.splitlines())) == (0, ["rank 0 sum 2", "rank 1 sum 2"]), ended.err

@@ -161,7 +161,7 @@ def train_honest(rank: int, folder: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_honest_workers_are_never_accused_and_audits_leave_no_trace(workers: int, tmp_path: Path) -> None:
     for found in run_ranks(workers, train_honest, tmp_path):
         for name, (with_audits, without) in found.items():

@@ -152,19 +152,19 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     }
 
 
-@pytest.mark.parametrize("workers", [2, 3, 4, 8])
+@pytest.mark.parametrize("workers", [2, 3, pytest.param(4, marks=pytest.mark.slow), 8])
 def test_convolutions_on_any_number_of_workers_have_the_same_bits(workers: int, alone: Any, tmp_path: Path) -> None:
     together = bits(workers, Job(), tmp_path)
     assert together == alone["digits"]
     assert len(together["steps"]) == 7
 
 
-@pytest.mark.parametrize("workers", [3, 4])
+@pytest.mark.parametrize("workers", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_transformer_on_any_number_of_workers_has_the_same_bits(workers: int, alone: Any, tmp_path: Path) -> None:
     assert bits(workers, Job(model="transformer"), tmp_path) == alone["transformer"]
 
 
-@pytest.mark.parametrize("model", ["digits", "transformer"])
+@pytest.mark.parametrize("model", ["digits", pytest.param("transformer", marks=pytest.mark.slow)])
 def test_number_of_workers_may_change_within_an_epoch(model: str, alone: Any, tmp_path: Path) -> None:
     for workers, steps in ((4, 1), (2, 3), (3, 4), (1, 6)):
         bits(workers, Job(model=model, steps=steps), tmp_path)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 import torch
@@ -21,17 +20,24 @@ from manyhosts.errors import CommunicationError
 pytestmark = pytest.mark.multiprocess
 
 
+class Line:
+    """A worker's line to an agent that says nothing."""
+
+    joins, is_broken = False, False
+    on_broken: Callable[[], None] | None = None
+
+
 def world_of_a_member() -> World:
-    return World(Place.from_environment(), membership=cast(Any, SimpleNamespace(on_broken=None, joins=False)))
+    return World(Place.from_environment(), membership=Line())
 
 
 def left_waiting(rank: int, folder: Path) -> str:
     world = world_of_a_member()
     if rank == 1:
-        wait_until((folder / "over").exists, "rank 0 has come back from its wait", timeout_s=60)
+        wait_until((folder / "over").exists, "rank 0 has come back from its wait")
         return ""
     world_module._GRACE_S = 0.1
-    cast(Any, world._sockets).shut = lambda: None  # as if Gloo were deaf
+    world._sockets.shut = lambda: None  # as if Gloo were deaf
     threading.Timer(0.5, world.abort).start()
     try:
         with pytest.raises(CommunicationError) as caught:
@@ -45,7 +51,7 @@ def left_waiting(rank: int, folder: Path) -> str:
 def answered_late(rank: int) -> list[float]:
     world = world_of_a_member()
     time.sleep(3 * world_module._GLANCE.total_seconds() / 2 if rank == 1 else 0)
-    return cast(list[float], world.all_reduce(torch.full((2,), rank + 1.0)).tolist())
+    return world.all_reduce(torch.full((2,), rank + 1.0)).tolist()
 
 
 def test_wait_that_gloo_does_not_end_is_ended_when_the_group_is_broken(tmp_path: Path) -> None:

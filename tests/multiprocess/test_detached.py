@@ -30,7 +30,7 @@ SOURCE = """
 
 def manyhosts(folder: Path, *words: str) -> Any:
     return subprocess.run(
-        [*MANYHOSTS, *words], cwd=folder, env=environment(), capture_output=True, text=True, timeout=90
+        [*MANYHOSTS, *words], cwd=folder, env=environment(), capture_output=True, text=True, timeout=120
     )
 
 
@@ -75,7 +75,7 @@ def test_detached_run_that_fails_says_why_and_with_which_code(tmp_path: Path) ->
 def test_cancelled_run_leaves_no_process_and_can_be_cancelled_twice(tmp_path: Path) -> None:
     handle = detach(tmp_path, "waits")
     log = tmp_path / "run" / "logs" / "detached.log"
-    wait_until(lambda: log.read_text().count("begins") == 2, "both workers run", timeout_s=60)
+    wait_until(lambda: log.read_text().count("begins") == 2, "both workers run")
     head = head_of(tmp_path)
     family = [head, *descendants(head)]
     with ThreadPoolExecutor(4) as terminals:  # all look at the same lock
@@ -97,7 +97,7 @@ def test_same_run_directory_is_not_started_twice(tmp_path: Path) -> None:
 def test_run_whose_process_was_killed_is_failed_and_its_workers_end(tmp_path: Path) -> None:
     handle = detach(tmp_path, "waits")
     log = tmp_path / "run" / "logs" / "detached.log"
-    wait_until(lambda: log.read_text().count("begins") == 2, "both workers run", timeout_s=60)
+    wait_until(lambda: log.read_text().count("begins") == 2, "both workers run")
     head = head_of(tmp_path)
     family = descendants(head)
     os.kill(head.pid, signal.SIGKILL)

@@ -19,6 +19,7 @@ from manyhosts.data.fetch import Fetcher
 from manyhosts.training.compute import autocast
 from manyhosts.training.evaluate import Evaluation
 from manyhosts.training.metrics import flattened
+from manyhosts.training.passes import ForwardPasses
 
 pytestmark = pytest.mark.multiprocess
 SIZES = (1, 2, 7, 21, 150)
@@ -56,16 +57,19 @@ def evaluate(rank: int) -> dict[int, dict[str, float]]:
                 "auroc": MulticlassAUROC(10, thresholds=None),
             }
         )
-        evaluation = Evaluation(
+        passes = ForwardPasses(
             Fetcher(dataset, seed=0, name="test"),
             size,
             batch=8,
             loader_workers=0,
             world=world,
+            context=autocast("fp32", world.device),
+        )
+        evaluation = Evaluation(
+            passes,
             loss=nn.CrossEntropyLoss(),
             step=None,
             metrics=metrics,
-            context=autocast("fp32", world.device),
         )
         evaluation(model)  # twice, because nothing of the first time may be left in the second
         found[size] = evaluation(model)
@@ -106,15 +110,18 @@ def test_mean_squared_error_is_not_thrown_off_by_uneven_shares() -> None:
 def error_of_21(rank: int) -> float:
     world = World(Place.from_environment())
     values = torch.arange(21.0)[:, None]
-    evaluation = Evaluation(
+    passes = ForwardPasses(
         Fetcher(TensorDataset(values, values), seed=0, name="test"),
         21,
         batch=8,
         loader_workers=0,
         world=world,
+        context=autocast("fp32", world.device),
+    )
+    evaluation = Evaluation(
+        passes,
         loss=lambda outputs, targets: targets.mean(),
         step=None,
         metrics={"error": MeanSquaredError()},
-        context=autocast("fp32", world.device),
     )
     return evaluation(nn.Identity())["loss"]

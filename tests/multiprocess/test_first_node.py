@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from launching import environment, wait_until
+from ranks import free_port
 
 from manyhosts.control import first_node, job_file
 from manyhosts.control.first_node import AGAIN, NodeInfo
@@ -24,11 +24,6 @@ from manyhosts.launchers.kubernetes import node as kubernetes_node
 from manyhosts.launchers.sagemaker import node as sagemaker_node
 
 pytestmark = pytest.mark.multiprocess
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return int(listening.getsockname()[1])
 
 
 def start(job: Job, index: int, port: int, address: str = "127.0.0.1") -> subprocess.Popen[str]:
@@ -52,7 +47,7 @@ def job(folder: Path, source: str) -> Job:
 
 
 def told(process: subprocess.Popen[str]) -> tuple[int, str]:
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=120)
     return process.returncode, out
 
 
@@ -95,7 +90,7 @@ def test_nodes_find_each_other_whoever_is_first_and_no_worker_sees_the_token(add
 def test_nodes_come_again_when_one_was_asked_to_end(asked: int, tmp_path: Path) -> None:
     wished, port = job(tmp_path, WAITS), free_port()
     nodes = [start(wished, index, port) for index in range(2)]
-    wait_until(lambda: len(list(tmp_path.glob("begun-*"))) == 2, "both workers run", timeout_s=60)
+    wait_until(lambda: len(list(tmp_path.glob("begun-*"))) == 2, "both workers run")
     nodes[asked].send_signal(signal.SIGTERM)
     assert [told(node)[0] for node in nodes] == [AGAIN, AGAIN]
 
@@ -103,7 +98,7 @@ def test_nodes_come_again_when_one_was_asked_to_end(asked: int, tmp_path: Path) 
 def test_node_that_has_lost_the_first_comes_again(tmp_path: Path) -> None:
     wished, port = job(tmp_path, WAITS), free_port()
     nodes = [start(wished, index, port) for index in range(2)]
-    wait_until(lambda: len(list(tmp_path.glob("begun-*"))) == 2, "both workers run", timeout_s=60)
+    wait_until(lambda: len(list(tmp_path.glob("begun-*"))) == 2, "both workers run")
     nodes[0].kill()
     assert told(nodes[1])[0] == AGAIN
     told(nodes[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from dataclasses import asdict
@@ -24,11 +25,10 @@ RECIPE = Recipe(duration="6 steps", accuracy=False, trainer={"snapshots": {"ever
 
 def bytes_in(folder: Path) -> int:
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size if path.is_file() else 0
-        except FileNotFoundError:
-            continue  # another worker has moved or removed it
+    for place, _, names in os.walk(folder):  # which passes over a folder that another worker has removed
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.stat(os.path.join(place, name)).st_size
     return total
 
 
@@ -55,7 +55,7 @@ def saved(run_dir: Path) -> list[str]:
     return sorted(path.name for path in (run_dir / "snapshots").iterdir() if path.suffix != ".half")
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("workers", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_full_disk_at_the_end_costs_an_older_snapshot_or_is_no_success(tmp_path: Path, workers: int) -> None:
     whole = summary_of(workers, tmp_path / "whole")
     one = bytes_in(tmp_path / "whole" / "snapshots" / "step-00000006")
@@ -70,7 +70,7 @@ def test_full_disk_at_the_end_costs_an_older_snapshot_or_is_no_success(tmp_path:
     ]
 
     told = run_ranks(workers, fit, tmp_path / "one", int(1.6 * one))
-    assert len(set(told)) == 1
+    assert len({one_told.partition("\n  go on: ")[0] for one_told in told}) == 1, "the first also says how to go on"
     assert told[0].startswith("the snapshot of the last step, 6, could not be written: ")
     assert os.strerror(errno.ENOSPC) in told[0]
     assert "step-00000002" in told[0], "the last good one is named"

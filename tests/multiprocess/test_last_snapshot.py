@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from commands import alive_workers, finish, kill_all, start, steps_done, summary, wait_for_step
-from launching import agents, family
+from launching import HANGS_S, agents, alive, family, wait_until
 from preloaded import descendants
 from runs import CHANCY, events, restarts, samples_by_step, step_lines, trained
 
@@ -62,8 +62,7 @@ def lose_head(process: subprocess.Popen[str], pids: Path) -> None:
     everything = family(process)
     process.kill()
     process.communicate()
-    psutil.wait_procs(everything, timeout=25)
-    assert not [each for each in everything if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+    wait_until(lambda: not alive(everything), "all have ended")
 
 
 def lose_head_and_leader(process: subprocess.Popen[str], pids: Path) -> None:
@@ -75,18 +74,19 @@ def lose_head_and_leader(process: subprocess.Popen[str], pids: Path) -> None:
     beside = [beside, *descendants(beside)]
     others = [each for each in everything if each not in beside]
     process.kill()
-    _, left = psutil.wait_procs(others, timeout=25)
-    for each in beside:
-        with suppress(psutil.NoSuchProcess):
-            each.kill()
-    process.communicate()
-    psutil.wait_procs(everything, timeout=10)
-    assert not left, left
+    try:
+        wait_until(lambda: not alive(others), "those that are left have ended")
+    finally:
+        for each in beside:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+        process.communicate()
+    wait_until(lambda: not alive(everything), "all have ended")
 
 
 def freeze_hosts(process: subprocess.Popen[str], pids: Path) -> None:
     """All hosts but one stand still: too few are left, and the head says that nobody goes on."""
-    everything, until = set(family(process)), time.monotonic() + 90
+    everything, until = set(family(process)), time.monotonic() + HANGS_S
     [stays, *_] = agents(family(process))
     while process.poll() is None and time.monotonic() < until:
         with suppress(psutil.NoSuchProcess):  # also those that come in the place of hosts that were given up
@@ -98,7 +98,7 @@ def freeze_hosts(process: subprocess.Popen[str], pids: Path) -> None:
     for each in everything:  # those that stand still hold what it printed to
         with suppress(psutil.NoSuchProcess):
             each.kill()
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=120)
     assert process.returncode == 4, output
     assert "was lost: the host has given no sign of life" in output
 
@@ -111,7 +111,9 @@ LOSSES: dict[str, tuple[int, list[str], Callable[[subprocess.Popen[str], Path], 
 }
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    "loss", ["head, 1 worker", pytest.param("head, 3 workers", marks=pytest.mark.slow), "head and leader", "hosts"]
+)
 def test_worker_that_is_left_saves_its_step_and_the_next_start_goes_on_there(
     loss: str, tmp_path: Path, undisturbed: Path
 ) -> None:
@@ -160,6 +162,18 @@ def test_worker_that_is_left_saves_before_each_restart_and_when_those_are_used_u
     assert [line["loss"] for line in step_lines(run_dir)] == [line["loss"] for line in step_lines(undisturbed)]
     assert samples_by_step(run_dir) == samples_by_step(undisturbed)
     assert sum(line["steps_redone"] for line in restarts(run_dir)) == 0
+
+
+def test_the_end_that_the_leader_has_told_is_told_once(tmp_path: Path) -> None:
+    run_dir, script = tmp_path / "run", Path(__file__).with_name("failing_script.py")
+    process = start(2, run_dir, WHOLE, ["--env", "FAILS=0"], script=script)
+    output = finish(process)
+    assert process.returncode == 1, output
+    assert "saved step" in output, "the worker that is left has led"
+    assert [line["reason"] for line in events(run_dir, "end")] == ["RuntimeError: no step at start 0"]
+    assert sum(line.startswith("failed ") for line in output.splitlines()) == 1, output
+    [step] = saved(run_dir)
+    assert summary(run_dir)["steps"] == step, "though the leader had not come so far"
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from commands import alive_workers, finish, kill_all, start, steps_done, summary, wait_for_step
-from launching import agents, alive, family
+from launching import agents, alive, family, wait_until
 from runs import CHANCY, Recipe, samples_by_step, step_lines, trained
 
 pytestmark = pytest.mark.multiprocess
@@ -60,9 +60,7 @@ class Victim:
         with suppress(ProcessLookupError):
             os.kill(draw.choice(found), signal.SIGKILL)
         if kind == "launcher":
-            psutil.wait_procs(all_of_it, timeout=20)
-            left = alive(all_of_it)
-            assert not left, f"outlived the launcher: {left}"
+            wait_until(lambda: not alive(all_of_it), "nothing outlives the launcher")
         return True
 
     def go_on(self) -> None:

@@ -22,6 +22,7 @@ from manyhosts.data.fetch import Fetcher
 from manyhosts.training.compute import autocast
 from manyhosts.training.evaluate import Evaluation
 from manyhosts.training.metrics import flattened
+from manyhosts.training.passes import ForwardPasses
 
 pytestmark = pytest.mark.multiprocess
 SAMPLES, BATCH = 21, 4
@@ -194,16 +195,19 @@ def evaluate(rank: int) -> dict[str, float]:
     rows = Rows()
     found: dict[str, float] = {}
     for kind, given in (("one", metrics()), ("two", two_collections())):
-        evaluation = Evaluation(
+        passes = ForwardPasses(
             Fetcher(rows, seed=0, name="test"),
             SAMPLES,
             batch=BATCH,
             loader_workers=0,
             world=world,
+            context=autocast("fp32", world.device),
+        )
+        evaluation = Evaluation(
+            passes,
             loss=lambda outputs, targets: outputs.mean(),
             step=None,
             metrics=flattened(given),
-            context=autocast("fp32", world.device),
         )
         model: Any = nn.Identity() if kind == "one" else nn.Sequential(Column())
         evaluation(model)  # twice, because nothing of the first time may be left in the second

@@ -18,7 +18,7 @@ import multiprocessing, resource, torch
 print(json.dumps({
     "loaded": loaded,
     "here": os.getcwd(),
-    "path": [each for each in sys.path if "manyhosts-tests-" not in each],
+    "path": [each for each in sys.path if "preloaded-" not in each],
     "variables": {name: value for name, value in os.environ.items() if name.startswith("OF_")},
     "flags": list(sys.flags),
     "daemon": [multiprocessing.current_process().daemon, multiprocessing.parent_process() is None],

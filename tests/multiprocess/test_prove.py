@@ -8,19 +8,20 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+import stages
+from launching import alive, wait_until
 from preloaded import descendants
 from prove_faults import FAULTS
 from prove_scripts import BROKEN, RIGHT, Script
 
 from manyhosts.errors import ConfigError, ScriptError
+from manyhosts.launchers.stage import Stage
 from manyhosts.prove.prove import Proof, prove
-from manyhosts.prove.stage import Stage
 from manyhosts.prove.trials import Asked, make_stage
 
 STEPS = 8
@@ -28,13 +29,8 @@ STEPS = 8
 
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    """One process that the workers of all these scripts are forked from."""
-    folder = tmp_path_factory.mktemp("stage")
-    (folder / "script.py").write_text("import manyhosts")
-    made = make_stage(Asked(script=str(folder / "script.py"), folder=folder))
-    made.load()
-    yield made
-    made.close()
+    with stages.loaded(lambda *place: make_stage(Asked(script=place[0], folder=place[1])), tmp_path_factory) as made:
+        yield made
 
 
 def proof_of(script: Script, folder: Path, stage: Stage, workers: tuple[int, ...] = (1, 2)) -> Proof:
@@ -197,12 +193,11 @@ def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
     )
-    while not (tmp_path / "there").exists() and process.poll() is None:
-        time.sleep(0.05)
+    wait_until(lambda: (tmp_path / "there").exists() or process.poll() is not None, "the script has begun")
     family = descendants(psutil.Process(process.pid))
     assert family
     process.send_signal(signal.SIGINT)
     _, words = process.communicate(timeout=120)
     assert process.returncode == 130, words
-    assert not psutil.wait_procs(family, timeout=30)[1]
+    wait_until(lambda: not alive(family), "all have ended")
     assert {path.name for path in tmp_path.iterdir()} - {"slow.py", "there"} <= {f"torchinductor_{getpass.getuser()}"}

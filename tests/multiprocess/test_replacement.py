@@ -47,19 +47,19 @@ def test_replacement_finds_loaded_what_the_script_imports(tmp_path: Path) -> Non
     (tmp_path / "started").mkdir()
     head = start(tmp_path, SCRIPT, "--workers", "2", "--env", "OMP_NUM_THREADS=1")
     try:
-        wait_until(lambda: len(list((tmp_path / "started").iterdir())) == 2, "both workers", timeout_s=60)
+        wait_until(lambda: len(list((tmp_path / "started").iterdir())) == 2, "both workers")
         assert {path.read_text() for path in (tmp_path / "started").iterdir()} <= {"cold", ""}
         [template] = templates(family(head))
-        wait_until(lambda: loaded(template), "the template has loaded it, too", timeout_s=90)
+        wait_until(lambda: loaded(template), "the template has loaded it, too")
         before = {path.name for path in (tmp_path / "started").iterdir()}
         victim = min(int(name) for name in before if psutil.pid_exists(int(name)))
         os.kill(victim, signal.SIGKILL)
         new = lambda: [path for path in (tmp_path / "started").iterdir() if path.name not in before]  # noqa: E731
-        wait_until(lambda: bool(new()) and new()[0].read_text() != "", "the one in its place", timeout_s=60)
+        wait_until(lambda: bool(new()) and new()[0].read_text() != "", "the one in its place")
         assert new()[0].read_text() == "warm"
         assert template.num_threads() == 1, "what is forked must not lack threads that it counts on"
         head.send_signal(signal.SIGTERM)
-        assert head.wait(timeout=60) == 130
+        assert head.wait(timeout=120) == 130
     finally:
         for process in family(head) if head.poll() is None else []:
             process.kill()

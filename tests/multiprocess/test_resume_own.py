@@ -15,6 +15,7 @@ import torch
 from ranks import run_ranks
 from runs import Recipe, events, make_trainer
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 import manyhosts as mh
 from manyhosts.records.manifest import InFolder
@@ -70,14 +71,14 @@ class Watched:
     def __init__(self, readings: Readings, path: Path, framework: str) -> None:
         self.readings, self.name, self.file = readings, Path(path).name, safe_open(path, framework=framework)
 
-    def __enter__(self) -> Watched:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
     def keys(self) -> list[str]:
         return list(self.file.keys())
+
+    def metadata(self) -> dict[str, str]:
+        return dict(self.file.metadata())
+
+    def get_slice(self, name: str) -> Any:
+        return self.file.get_slice(name)  # asked for its shape alone: nothing here is cut
 
     def get_tensor(self, name: str) -> Any:
         tensor = self.file.get_tensor(name)
@@ -112,7 +113,7 @@ def resume(_rank: int, folders: list[Path]) -> dict[tuple[str, str], tuple[str, 
 def own_bytes(snapshot: Path) -> dict[str, int]:
     """How many bytes of tensors each worker alone had."""
     return {
-        path.name: sum(tensor.nbytes for tensor in tensors.read(path).values())
+        path.name: sum(tensor.nbytes for tensor in load_file(path).values())
         for path in sorted(snapshot.glob("own-*.safetensors"))
     }
 

@@ -303,6 +303,6 @@ def test_group_that_a_script_takes_down_does_not_hold_it_up(tmp_path: Path) -> N
     )
     for _ in range(3):
         command = [sys.executable, "-m", "manyhosts.cli.main", "run", "--workers", "2", str(script)]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("went on") == 2

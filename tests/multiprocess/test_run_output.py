@@ -83,7 +83,7 @@ def test_line_appears_at_once(tmp_path: Path) -> None:
         assert head.stdout.readline() == "waiting\n", "the worker still runs, and waits for us"
     finally:
         (tmp_path / "go-on").touch()
-        head.communicate(timeout=60)
+        head.communicate(timeout=120)
     assert head.returncode == 0
 
 
@@ -101,7 +101,7 @@ def test_terminal_that_has_stopped_to_read_stops_no_worker(tmp_path: Path) -> No
     head = subprocess.Popen(words, cwd=tmp_path, env=environment(), stdin=terminal, stdout=terminal, stderr=terminal)
     os.close(terminal)
     try:
-        wait_until((tmp_path / "printed").exists, "the worker has printed everything", timeout_s=60)
+        wait_until((tmp_path / "printed").exists, "the worker has printed everything")
         assert head.poll() is None, "the end waits for a reader"
         shown = bytearray()
         with contextlib.suppress(OSError):  # so a terminal says that its last program has ended

@@ -30,7 +30,7 @@ def head(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     wait_until(lambda: (tmp_path / "up").exists() or started.poll() is not None, "the worker is up")
     yield started
     (tmp_path / "end").touch()
-    out, err = started.communicate(timeout=60)
+    out, err = started.communicate(timeout=120)
     assert (started.returncode, out) == (0, "ended well\n"), err
 
 

@@ -156,7 +156,7 @@ def different(rank: int, folder: Path) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("workers", [2, 3])
 def test_what_differs_from_worker_to_worker_is_named_before_anything_is_exchanged(workers: int, tmp_path: Path) -> None:
-    answers = run_ranks(workers, different, tmp_path, timeout_s=60)
+    answers = run_ranks(workers, different, tmp_path)
     assert all(answer == answers[0] for answer in answers)
     assert {told["kind"] for told in answers[0].values()} == {"ConfigError"}
     for way, words in {

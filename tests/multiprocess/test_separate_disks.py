@@ -20,7 +20,7 @@ from manyhosts.communication import transfer
 from manyhosts.communication.world import World
 from manyhosts.records import run_directory
 from manyhosts.records.manifest import Facts
-from manyhosts.snapshot import store as store_module
+from manyhosts.snapshot import writing
 from manyhosts.snapshot.store import Store
 
 pytestmark = pytest.mark.multiprocess
@@ -137,9 +137,11 @@ def save_while_one_is_lost(rank: int, folder: Path) -> list[tuple[str, str]]:
         store._world.abort()
         raise RuntimeError("gone")
 
+    store._side_group()
+    store._world.barrier()  # the connections are made everywhere, and then one is lost
     with pytest.MonkeyPatch.context() as patch:
         if rank == 2:
-            patch.setattr(store_module, "send_own", be_lost)
+            patch.setattr(writing, "send_own", be_lost)
         store.save(STATE, facts(3), own={"number": 10 + rank})
         store.wait()
     assert not [path for path in (folder / f"disk{rank}").rglob("*") if path.is_file()], "nothing half written stays"

@@ -110,8 +110,8 @@ def test_node_that_goes_within_an_epoch_and_comes_back_takes_no_sample_along(tmp
     try:
         wait_for_step(process, run_dir, 40)  # an epoch has about 31
         agents(family(process))[0].kill()
-        wait_until(lambda: "with 1 worker" in told(run_dir), "the other goes on", timeout_s=100)
-        wait_until(lambda: "goes on with 2 workers, 1 of them new" in told(run_dir), "it is back", timeout_s=100)
+        wait_until(lambda: "with 1 worker" in told(run_dir), "the other goes on")
+        wait_until(lambda: "goes on with 2 workers, 1 of them new" in told(run_dir), "it is back")
         back = steps_done(run_dir)
         wait_for_step(process, run_dir, back + 50)
         process.send_signal(signal.SIGTERM)

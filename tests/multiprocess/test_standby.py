@@ -13,7 +13,7 @@ import pytest
 from launching import alive, wait_until
 
 from manyhosts.control.agent import standby
-from manyhosts.control.agent.workers import ForkServer
+from manyhosts.control.agent.fork_server import ForkServer
 from manyhosts.control.loop import Loop
 
 pytestmark = [
@@ -25,7 +25,7 @@ pytestmark = [
 AGENT = """
 import json, os, sys
 from pathlib import Path
-from manyhosts.control.agent.workers import ForkServer
+from manyhosts.control.agent.fork_server import ForkServer
 from manyhosts.control.loop import Loop
 name, launcher, scratch = sys.argv[1:]
 loop = Loop()

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import manyhosts as mh
 from manyhosts.cluster.place import Place
-from manyhosts.communication.world import Work, World
+from manyhosts.communication.collectives import Work
+from manyhosts.communication.world import World
 from manyhosts.strategies.ddp import DataParallel
 from manyhosts.strategies.strategy import Piece
 

@@ -21,8 +21,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launching import environment, wait_until
+from launching import HANGS_S, environment, wait_until
 from preloaded import descendants
+from ranks import free_port
 
 from manyhosts.control import job_file
 from manyhosts.control.acceptor import MOST_STRANGERS
@@ -57,11 +58,6 @@ mh.Trainer(
 """
 TOKEN, VALUE = "5e" * 16, "the value of an --env option"
 _MANY = 2000
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return int(listening.getsockname()[1])
 
 
 class Relay:
@@ -152,7 +148,7 @@ def weights_of(nodes: list[subprocess.Popen[str]], folder: Path) -> str:
 
 
 def call(port: int) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", port), timeout=30)
+    return socket.create_connection(("127.0.0.1", port), timeout=HANGS_S)
 
 
 def is_hung_up_on(connection: socket.socket) -> bool:
@@ -180,11 +176,17 @@ def nonsense() -> Iterator[bytes]:
 
 
 def speak_nonsense(port: int) -> None:
-    for words in nonsense():
+    """All at once: some of it might go on, and is listened to for as long as a stranger is."""
+
+    def speak(words: bytes) -> bool:
         with call(port) as connection:
             with contextlib.suppress(ConnectionError):
                 connection.sendall(words)
-            assert is_hung_up_on(connection), words[:60]
+            return is_hung_up_on(connection)
+
+    said = list(nonsense())
+    with ThreadPoolExecutor(len(said)) as pool:
+        assert all(pool.map(speak, said))
 
 
 def come_in_crowds(port: int, head: psutil.Process) -> None:
@@ -204,7 +206,7 @@ def write_slowly(port: int) -> None:
     """The beginning of a TLS handshake, byte by byte."""
     connections = [call(port) for _ in range(10)]
     words = itertools.chain(b"\x16\x03\x01\x40\x00", itertools.repeat(0))
-    until = time.monotonic() + 60
+    until = time.monotonic() + HANGS_S
     while connections and time.monotonic() < until:
         word = bytes([next(words)])
         for connection in list(connections):
@@ -260,7 +262,7 @@ def test_strangers_change_nothing_and_learn_nothing(tmp_path: Path) -> None:
     nodes = start(folder, disturbed, way=relay.port)
     try:
         begun = folder / "begun"
-        wait_until(lambda: begun.exists() or nodes[0].poll() is not None, "it trains", timeout_s=90)
+        wait_until(lambda: begun.exists() or nodes[0].poll() is not None, "it trains")
         head = psutil.Process(nodes[0].pid)
         assert is_kept_from_workers_and_disks(nodes, folder)
         with ThreadPoolExecutor() as pool:
@@ -269,10 +271,11 @@ def test_strangers_change_nothing_and_learn_nothing(tmp_path: Path) -> None:
             slow.result()
         come_in_crowds(disturbed, head)
         take_all_files(disturbed, head)
-        for calls in range(relay.calls + 1, relay.calls + 4):
+        for _ in range(3):
+            calls = relay.calls
             relay.hang_up()
-            wait_until(lambda calls=calls: relay.calls == calls, "the agent calls again")
-            time.sleep(1)
+            wait_until(lambda calls=calls: relay.calls > calls, "the agent calls again")
+            time.sleep(1)  # so that they talk, more often than not
     finally:
         (folder / "go on").touch()
         got, wanted = weights_of(nodes, folder), weights_of(expected, tmp_path / "undisturbed")
@@ -293,7 +296,7 @@ def test_host_that_the_head_does_not_hear_for_half_a_minute_trains_on(tmp_path: 
     nodes = start(folder, port, way=relay.port, script=slowly.replace('"2 epochs"', '"28 epochs"'))
     (folder / "go on").touch()
     try:
-        wait_until((folder / "begun").exists, "it trains", timeout_s=90)
+        wait_until((folder / "begun").exists, "it trains")
         relay.passes.clear()
         time.sleep(35)
         relay.passes.set()

@@ -189,8 +189,8 @@ def test_workers_of_the_host_that_is_left_step_alone_until_the_other_is_back(tmp
     try:
         wait_for_step(process, run_dir, 11)
         agents(family(process))[1].kill()
-        wait_until(lambda: bool(restarts(run_dir)), "the host that is left goes on", timeout_s=120)
-        wait_until(lambda: "goes on with 4 workers" in (run_dir / "metrics.jsonl").read_text(), "back", timeout_s=120)
+        wait_until(lambda: bool(restarts(run_dir)), "the host that is left goes on")
+        wait_until(lambda: "goes on with 4 workers" in (run_dir / "metrics.jsonl").read_text(), "back")
         wait_for_step(process, run_dir, steps_done(run_dir) + 20)
         process.send_signal(signal.SIGTERM)
         output = finish(process)

@@ -6,7 +6,7 @@
 import sys
 from importlib.machinery import PathFinder
 
-AWAITED = "manyhosts.control.agent.workers"
+AWAITED = "manyhosts.control.agent.fork_server"
 
 
 class Finder:

@@ -2,7 +2,8 @@
 
 A stream does nothing by itself. What was launched on it runs when somebody waits for it: the host, or another stream by
 an event. So whoever forgets to wait reads what was there before, every time and not one time in a thousand. A thread
-runs what nobody has waited for in a while, as a GPU would have long ago.
+runs what nobody has waited for in a while, as a GPU would have long ago. While a collective waits for other workers,
+those of other groups go on, as they do on a GPU.
 """
 
 from __future__ import annotations
@@ -16,6 +17,11 @@ from contextlib import contextmanager
 
 IDLE_S = 0.2
 """After so long without any call of the host's, what is queued runs all the same."""
+COLLECTIVES = "collectives"
+"""The name of streams on which groups of workers exchange."""
+_GLANCE_S = 0.0002
+Work = Callable[[], object]
+"""False says that it is not done yet, and is to be asked again."""
 
 early = False
 """Whether side streams do their work at once instead: who forgets to have them wait finds that out."""
@@ -35,26 +41,47 @@ class Stream:
     def __init__(self, name: str = "side") -> None:
         self.name = name
         self.launched = self.done = 0
-        self._waiting: deque[Callable[[], None]] = deque()
+        self._waiting: deque[Work] = deque()
+        self._is_busy = False
         all_streams.append(self)
 
-    def launch(self, work: Callable[[], None]) -> None:
+    def launch(self, work: Work) -> None:
         """Queue it."""
         global _touched
         with _lock:
             self._waiting.append(work)
             self.launched += 1
             _touched = time.monotonic()
-            if early and self is not _main:
-                self.run_until(self.launched)
+            runs_now = early and self is not _main and not self._is_busy
+        if runs_now:
+            self.run_until(self.launched)
+
+    def advance(self, position: int) -> bool:
+        """Do of what was launched before `position` all that need not wait for other workers. Whether it is done."""
+        with _lock:
+            while self.done < position:
+                if self._is_busy or not self._do_next():
+                    return False
+            return True
+
+    def _do_next(self) -> bool:
+        self._is_busy, is_done = True, True
+        try:
+            is_done = self._waiting[0]() is not False
+        finally:
+            self._is_busy = False
+            if is_done:
+                self._waiting.popleft()
+                self.done += 1
+        return is_done
 
     def run_until(self, position: int) -> None:
         """Do what was launched before `position`."""
-        with _lock:
-            while self.done < position:
-                work = self._waiting.popleft()
-                self.done += 1
-                work()
+        while not self.advance(position):
+            time.sleep(_GLANCE_S)
+            for other in list(all_streams):
+                if other.name == COLLECTIVES:
+                    other.advance(other.launched)
 
     def wait_event(self, event: Event) -> None:
         """What is launched from now on begins after what `event` stands behind."""
@@ -102,10 +129,9 @@ class Event:
         """Have `stream`, or the current one, wait for it."""
         (stream or current_stream()).wait_event(self)
 
-    def reach(self) -> None:
-        """Run what is before it."""
-        if self.stream is not None:
-            self.stream.run_until(self.position)
+    def reach(self) -> bool:
+        """Do what is before it. Whether it has been passed."""
+        return self.stream is None or self.stream.advance(self.position)
 
     def query(self) -> bool:
         """Whether it has been passed."""
@@ -113,7 +139,8 @@ class Event:
 
     def synchronize(self) -> None:
         """The host waits."""
-        self.reach()
+        if self.stream is not None:
+            self.stream.run_until(self.position)
 
     def elapsed_time(self, end: Event) -> float:
         """Milliseconds from this one to `end`."""
@@ -153,9 +180,8 @@ def synchronize() -> None:
 
 def run_everything() -> None:
     """Do what is queued, the side streams last: who relies on them without waiting for them is found out."""
-    with _lock:
-        for stream in list(all_streams):
-            stream.run_until(stream.launched)
+    for stream in list(all_streams):
+        stream.run_until(stream.launched)
 
 
 def note_synchronisation(what: str) -> None:
@@ -182,7 +208,8 @@ def _run_what_nobody_waits_for() -> None:
         time.sleep(IDLE_S / 4)
         if time.monotonic() - _touched > IDLE_S:
             try:
-                run_everything()
+                for stream in list(all_streams):
+                    stream.advance(stream.launched)
             except BaseException:  # shown here, since nobody waits for it
                 traceback.print_exc()
 

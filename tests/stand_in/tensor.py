@@ -1,18 +1,16 @@
 """Tensors of the stand-in: torch sees a device of its own, and each operation is launched on a stream.
 
-Memory that is given back is overwritten in the order of the stream it was made on, as PyTorch's allocator reuses it: a
-stream that still reads it without having said so (`record_stream`) reads nonsense.
+Their memory is a subject of its own: see `memory`.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
@@ -20,7 +18,9 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from manyhosts import device
 from manyhosts.snapshot import flatten
-from stand_in import group, streams
+from stand_in import group, module, streams
+from stand_in.kernels import KERNELS
+from stand_in.memory import Memory
 
 NAME = "standin"
 _aten = torch.ops.aten
@@ -28,20 +28,6 @@ STAGED_BYTES = 1024
 """As much of unpinned memory goes to the device without a wait; 64 KB on a real one, where batches are larger."""
 _pinned: set[int] = set()
 """Where pinned host memory begins."""
-
-
-class Memory:
-    """What tensors on the device share that are views of each other."""
-
-    def __init__(self, data: Tensor) -> None:
-        self.streams: set[streams.Stream] = set()
-        weakref.finalize(self, _give_back, data.untyped_storage(), streams.current_stream(), self.streams)
-
-
-def _give_back(storage: torch.UntypedStorage, made_on: streams.Stream, used_on: set[streams.Stream]) -> None:
-    for stream in used_on - {made_on}:
-        made_on.wait_stream(stream)
-    made_on.launch(lambda: storage.fill_(0x7F))
 
 
 class OnDevice(Tensor):
@@ -72,13 +58,22 @@ class OnDevice(Tensor):
         """Its numbers, for which the host waits."""
         return self.detach().cpu().tolist()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        made = self.detach().clone().requires_grad_(self.requires_grad)
+        memo[id(self)] = made
+        return made
+
     def untyped_storage(self) -> Any:
         """What holds it."""
-        return self.data_there.untyped_storage()
+        return self.memory.storage
 
     def data_ptr(self) -> int:
         """Where it is."""
         return self.data_there.data_ptr()
+
+    def record_stream(self, stream: Any) -> None:
+        """Say that `stream` reads it."""
+        self.memory.streams.add(stream)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -95,6 +90,10 @@ def _there(value: Any) -> Any:
 def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     if func in _SPECIAL:
         return _SPECIAL[func](*args, **kwargs)
+    if func.namespace == "fsdp":
+        return func._op_dk(torch._C.DispatchKey.PrivateUse1, *args, **kwargs)
+    if func in KERNELS:
+        return _launch_new(KERNELS[func], KERNELS[func], tree_map(_there, args), tree_map(_there, kwargs))
     # Of factories like zeros_like: what they make is on this device, in memory that is the host's.
     kwargs = kwargs | {name: _ON_HOST[name] for name in kwargs.keys() & _ON_HOST.keys()}
     schema = func._schema
@@ -247,7 +246,7 @@ def _copy_(own: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if non_blocking and is_pinned(host):
         _launch(lambda: to.copy_(origin))
         return own
-    if isinstance(own, OnDevice) and (source.dim() == 0 or (non_blocking and source.nbytes <= STAGED_BYTES)):
+    if isinstance(own, OnDevice) and non_blocking and source.nbytes <= STAGED_BYTES:
         value = source.clone()
         _launch(lambda: to.copy_(value))
         return own
@@ -282,16 +281,15 @@ def _local_scalar_dense(tensor: Tensor) -> Any:
     return _there(tensor).item()
 
 
-def _record_stream(tensor: OnDevice, stream: Any) -> None:
-    tensor.memory.streams.add(stream)
-
-
 _READS = {_aten.equal.default, _aten.is_nonzero.default}
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     _aten.copy_.default: _copy_,
     _aten._to_copy.default: _to_copy,
     _aten._local_scalar_dense.default: _local_scalar_dense,
     _aten.is_pinned.default: lambda tensor, device=None: False,
+    torch.ops._c10d_functional.all_gather_into_tensor.default: group.gathered,
+    torch.ops._c10d_functional.all_reduce.default: group.summed,
+    torch.ops._c10d_functional.wait_tensor.default: lambda tensor: tensor,
 }
 
 
@@ -307,66 +305,10 @@ def _copy_from(source: Tensor, own: Tensor, non_blocking: bool = False) -> Tenso
     return _copy_(own, source, non_blocking)
 
 
-class _Module:
-    """`torch.standin`, with the names of `torch.cuda`."""
-
-    Event = streams.Event
-
-    def __init__(self) -> None:
-        self.is_used = False
-
-    def is_initialized(self) -> bool:
-        return self.is_used
-
-    def is_available(self) -> bool:
-        return True
-
-    def set_device(self, device: Any) -> None:
-        self.is_used = True
-
-    def current_device(self) -> int:
-        return 0
-
-    def device_count(self) -> int:
-        return 8
-
-    def get_device_name(self, device: Any = None) -> str:
-        return "stand-in"
-
-    def device(self, device: Any) -> Any:
-        return nullcontext()
-
-    def Stream(self, device: Any = None) -> streams.Stream:  # as torch names it
-        return streams.Stream()
-
-    def current_stream(self, device: Any = None) -> streams.Stream:
-        return streams.current_stream()
-
-    def stream(self, stream: streams.Stream) -> Any:
-        return streams.on(stream)
-
-    def synchronize(self, device: Any = None) -> None:
-        streams.synchronize()
-
-    def manual_seed(self, seed: int) -> None:
-        generator.manual_seed(seed)
-
-    manual_seed_all = manual_seed
-
-    def get_rng_state(self, device: Any = None) -> Tensor:
-        return generator.get_state()
-
-    def set_rng_state(self, state: Tensor, device: Any = None) -> None:
-        generator.set_state(state)
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16]
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
-
-
 _library: torch.library.Library | None = None
+_fused: torch.library.Library | None = None
+_autocast: torch.library.Library | None = None
+"""Autocasting changes no dtype here: what is tried is the scaling of the loss."""
 _torch_empty = torch.empty
 
 
@@ -376,20 +318,42 @@ def _empty_on_host(*size: Any, pin_memory: bool = False, **options: Any) -> Tens
     return pin(made) if pin_memory else made
 
 
+_module_to = nn.Module.to
+
+
+def _to_with_ties(module: nn.Module, *args: Any, **options: Any) -> nn.Module:
+    """`Module.to`, which makes new parameters here, and one for each place of a parameter that has several."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(id(parameter), []).append((part, name))
+    _module_to(module, *args, **options)
+    for (first, name), *others in places.values():
+        for part, other in others:
+            part._parameters[other] = first._parameters[name]
+    return module
+
+
 def install() -> torch.device:
     """Let torch and manyhosts know the device. Once in a process, before anything else is done there."""
-    global _library
+    global _library, _autocast, _fused
     if _library is None:
-        _setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
+        _setup_privateuseone_for_python_backend(NAME, backend_module=module.Module(generator))
         _library = torch.library.Library("aten", "IMPL")
         _library.impl("empty.memory_format", _empty, "PrivateUse1")
         _library.impl("empty_strided", _empty_strided, "PrivateUse1")
         _library.impl("_copy_from", _copy_from, "PrivateUse1")
         _library.impl("_pin_memory", lambda tensor, device=None: pin(tensor), "CPU")
         _library.impl("is_pinned", lambda tensor, device=None: is_pinned(tensor), "CPU")
+        _fused = torch.library.Library("aten", "IMPL", "Meta")
+        for name in ("_fused_sgd_", "_fused_adamw_"):
+            _fused.impl(name, lambda *args, **kwargs: None)
+        _autocast = torch.library.Library("_", "IMPL")
+        _autocast.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
         torch.empty = _empty_on_host  # type: ignore[assignment]
+        nn.Module.to = _to_with_ties  # type: ignore[method-assign]
         group.register(NAME)
         flatten.TENSOR_TYPES.add(OnDevice)
         device.ACCELERATORS.clear()
-        device.ACCELERATORS[NAME] = NAME
+        device.ACCELERATORS[NAME] = device.Kind(backend=NAME, activity="PrivateUse1")
     return torch.device(NAME, 0)

@@ -31,6 +31,8 @@ def changed(*words: str, to: Settings = PLAIN) -> Settings:
         ("duration=3 epochs or 2h", "duration", "3 epochs or 2h"),
         ("compile=yes", "compile", True),
         ("shuffle=off", "shuffle", False),
+        ("activation_checkpointing=blocks", "activation_checkpointing", "blocks"),
+        ("activation_checkpointing=0.5", "activation_checkpointing", 0.5),
         ("micro_batch_size=none", "micro_batch_size", None),
         ("snapshots.every=5 steps", "snapshots", Snapshots(every="5 steps")),
         ("snapshots.keep=9", "snapshots", Snapshots(keep=9)),
@@ -83,13 +85,29 @@ def test_table_has_every_key_with_its_default() -> None:
 
 
 @pytest.mark.parametrize(
-    "word", ["batch_size=many", "batch_size=1.5", "lr=fast", "compile=perhaps", "precision=fp8", "batch_size=0"]
+    "word",
+    [
+        "batch_size=many",
+        "batch_size=1.5",
+        "lr=fast",
+        "compile=perhaps",
+        "precision=fp8",
+        "batch_size=0",
+        "activation_checkpointing=2",
+        "activation_checkpointing=0",
+    ],
 )
 def test_value_that_does_not_fit_is_refused(word: str) -> None:
     with pytest.raises(ConfigError) as refused:
         changed(word)
     assert word.partition("=")[0] in refused.value.what
     assert refused.value.fix
+
+
+def test_number_that_may_be_a_word_is_refused_with_the_words() -> None:
+    with pytest.raises(ConfigError, match="not a number") as refused:
+        changed("activation_checkpointing=block")
+    assert "'blocks', 'all'" in refused.value.fix
 
 
 def test_word_without_a_sign_is_refused() -> None:

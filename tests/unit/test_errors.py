@@ -53,7 +53,7 @@ def ended(source: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """A script of its own that speaks plainly."""
     begin = "from manyhosts.errors import ConfigError, speak_plainly\nspeak_plainly()\nspeak_plainly()\n"
     command = [sys.executable, "-c", begin + source]
-    return subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=120)
 
 
 def test_script_that_nobody_launched_ends_with_the_sentence_and_the_exit_code() -> None:
@@ -80,7 +80,7 @@ def test_error_before_any_trainer_is_told_in_a_sentence() -> None:
         env={**os.environ, "MANYHOSTS_TRACE": ""},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )
     assert done.returncode == 2
     assert done.stderr.startswith("manyhosts: ")
@@ -90,5 +90,5 @@ def test_error_before_any_trainer_is_told_in_a_sentence() -> None:
 def test_worker_of_an_agent_leaves_the_telling_to_it() -> None:
     code = "import sys, manyhosts as mh\nmh.EarlyStopping\nsys.exit(sys.excepthook is not sys.__excepthook__)"
     for environment, told_here in [({}, 1), ({"MANYHOSTS_AGENT": "/nowhere"}, 0)]:
-        done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **environment}, timeout=60, check=False)
+        done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **environment}, timeout=120, check=False)
         assert done.returncode == told_here, environment

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import subprocess
-import sys
 from pathlib import Path
 
 import click
@@ -13,28 +10,6 @@ import pytest
 from manyhosts import errors
 from manyhosts.cli.boundary import exit_code_of
 from manyhosts.cli.main import VERBS, cli, main
-
-
-@pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["init", "--help"], ["snapshots", "--help"]])
-def test_help_does_not_load_torch(words: list[str]) -> None:
-    code = f"import sys; from manyhosts.cli.main import main; main({words}); sys.exit('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, "Usage:" in done.stdout) == (0, True), done.stderr
-
-
-def test_help_takes_little_longer_than_python_itself() -> None:
-    def seconds(*words: str) -> float:
-        """Of a processor, not of the clock: other programs of this machine take their time from the clock's."""
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, *words], check=True, capture_output=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-    bare, ours = [], []
-    for _ in range(5):
-        bare.append(seconds("-c", "pass"))
-        ours.append(seconds("-m", "manyhosts.cli.main", "run", "--help"))
-    assert min(ours) < 25 * min(bare), f"{min(ours):.3f} s against {min(bare):.3f} s"  # 4 to 6 where it was measured
 
 
 def test_overview_names_every_verb_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,7 +60,7 @@ def test_command_line_takes_them(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("")
     words = ["run", "--standalone", "--nproc_per_node", "3", "--dry-run", "a.py"]
     done = subprocess.run(
-        [sys.executable, "-m", "manyhosts.cli.main", *words], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "manyhosts.cli.main", *words], cwd=tmp_path, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     assert "rank 2:" in done.stdout

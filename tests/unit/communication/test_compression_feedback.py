@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from links import ThreadLink, on_links
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from manyhosts.communication.comm_queue import Job
 from manyhosts.communication.compression.exchange import Chunk, Compression
@@ -29,7 +30,7 @@ class InlineLanes:
 
     def __init__(self, link: ThreadLink) -> None:
         self.link = link
-        self.world = SimpleNamespace(rank=link.rank, size=link.size)
+        self.world = link  # it knows its rank, and how many there are
 
     def ready(self) -> None:
         pass
@@ -225,6 +226,37 @@ def test_what_is_kept_follows_the_scale_of_the_loss() -> None:
 
     total = sum(on_links(2, work))
     torch.testing.assert_close(total, 3 * (gradient(2, 0) + gradient(2, 1)).double(), rtol=1e-4, atol=1e-4)
+
+
+def test_another_scale_of_the_loss_costs_no_pass_over_what_is_kept() -> None:
+    class Touched(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            sizes.extend(each.numel() for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
+            return func(*args, **(kwargs or {}))
+
+    def work(link: ThreadLink) -> None:
+        worker = Worker(make("int8"), link)
+        worker.step(gradient(2, link.rank), 1024.0)
+        scale = torch.tensor(512.0)
+        with Touched():
+            worker.compressor.begin(scale)
+
+    sizes: list[int] = []
+    on_links(1, work)
+    assert set(sizes) == {1}
+
+
+def test_step_that_breaks_off_leaves_the_scale_of_what_is_kept() -> None:
+    def work(link: ThreadLink) -> bool:
+        worker = Worker(make("int8"), link)
+        worker.step(gradient(2, link.rank) * 1024, 1024.0)
+        before = worker.compressor.state_dict()["kept"]
+        worker.step(gradient(3, link.rank) * 512, 512.0)
+        worker.compressor.step_back()
+        after = worker.compressor.state_dict()["kept"]
+        return all(torch.equal(before[key], after[key]) for key in before)
+
+    assert on_links(2, work) == [True] * 2
 
 
 def test_function_of_a_users_own_is_a_compression() -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
-from typing import Any, cast
+from pathlib import Path
 
 import pytest
+from hosts_at_head import Display
 
 from manyhosts.control.head.agents import Agents
-from manyhosts.control.head.placement import HeadEndpoint
+from manyhosts.control.head.state import HeadEndpoint, HeadState, Node
+from manyhosts.control.job import Job
+from manyhosts.control.protocol import FromAgent
 
 REFUSED = 255
 
@@ -50,15 +52,29 @@ class Call:
         pass
 
 
+class Idle:
+    """A head that does nothing when agents come and go."""
+
+    def welcome(self, node: Node) -> None:
+        pass
+
+    def hear(self, node: Node, message: FromAgent) -> None:
+        pass
+
+    def lose(self, node: Node, why: str) -> None:
+        pass
+
+
 class Scene:
     def __init__(self, patience_s: float, ends: list[int | None]) -> None:
         self.loop, self.calls, self.ends = Loop(), 0, ends
-        course = SimpleNamespace(loop=self.loop, is_over=False, generation=0, job=SimpleNamespace(ports=""))
+        job = Job(program="t.py", folder=Path("/w"), run_dir=Path("/w/run"))
+        state = HeadState(job, Display(), self.loop)
         endpoint = HeadEndpoint(patience_s=patience_s)
-        self.agents = Agents(cast(Any, course), ["far"], self.start, "127.0.0.1", cast(Any, None), endpoint)
+        self.agents = Agents(state, ["far"], self.start, "127.0.0.1", Idle(), endpoint)
         self.failed = 0
 
-    def start(self, *_: Any) -> Any:
+    def start(self, node: int, head: str, token: str) -> Call:
         self.calls += 1
         return Call(self.ends.pop(0))
 

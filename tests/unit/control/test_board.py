@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from manyhosts.control.head.board import Asker, Board
+from manyhosts.control.head.store import Asker, Board
 
 FIRST, SECOND = Asker(node=0, line=0, id=1), Asker(node=1, line=0, id=1)
 LOST = "a worker of this group is lost"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from manyhosts.control.head.membership import MOST_WITHOUT_PROGRESS, GroupState, Member, places
+from manyhosts.control.head.group_state import MOST_WITHOUT_PROGRESS, GroupState, Member, places
 
 
 def group_state(workers: int, *, per_node: int = 1, most: int = 0) -> GroupState:

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
+from hosts_at_head import Clock, Hosts, begun
 
-from manyhosts.control.display import Display
 from manyhosts.control.head import hang_monitor
-from manyhosts.control.head.agents import Agents
 from manyhosts.control.head.diagnosis import Diagnosis
-from manyhosts.control.head.hang_monitor import GIVEN_UP_S, LEAST_GIVEN_UP_S, MOST_GIVEN_UP_S, PATIENCE_S, HangMonitor
-from manyhosts.control.head.placement import Node
-from manyhosts.control.head.state import Course
-from manyhosts.control.head.workers import WorkerGroup
+from manyhosts.control.head.group_state import Member
+from manyhosts.control.head.hang_monitor import PATIENCE_S, HangMonitor
+from manyhosts.control.head.silences import GIVEN_UP_S, LEAST_GIVEN_UP_S, MOST_GIVEN_UP_S
+from manyhosts.control.head.state import Node
 from manyhosts.control.job import Job
-from manyhosts.control.loop import Loop
 from manyhosts.control.protocol import FromHead, Look, Seen, SeenWorker
 
 SPIN = 'Current thread 0x1 (most recent call first):\n  File "/home/me/train.py", line 12 in spin\n'
@@ -28,79 +25,60 @@ REDUCE = (
 )
 
 
-class Clock:
-    """A loop whose time goes on when a test says so."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-        self.waiting: list[tuple[float, Callable[[], None]]] = []
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def after(self, seconds: float, callback: Callable[[], None]) -> None:
-        self.waiting.append((self.now + seconds, callback))
-
-    def jump(self, seconds: float) -> None:
-        """Time passes, and nobody is called meanwhile, as in a process that is stopped."""
-        self.now += seconds
-        due, self.waiting = self.waiting, []
-        for _, callback in due:
-            callback()
-
-    def pass_by(self, seconds: float) -> None:
-        for _ in range(round(seconds / 0.25)):
-            self.jump(0.25)
-
-
 class Scene:
-    """Two workers on two hosts, whose agents give signs of life and answer looks, unless a test says otherwise."""
+    """Two workers on two hosts, whose agents give signs of life and answer looks, unless a test says otherwise.
+
+    A third host of the run is away.
+    """
 
     def __init__(self, clock: Clock, hang_timeout_s: float | None) -> None:
-        self.clock = clock
-        self.told: list[str] = []
-        job = Job(program="t.py", folder=Path("/w"), run_dir=Path("/w/run"), nodes=2, hang_timeout_s=hang_timeout_s)
-        self.course = Course(
-            job, cast(Display, SimpleNamespace(warn=self.told.append)), loop=cast(Loop, clock), running={0, 1}
+        self.clock, self.hosts = clock, Hosts(clock, 3)
+        self.hosts.lose(2)
+        job = Job(
+            program="t.py",
+            folder=Path("/w"),
+            run_dir=Path("/w/run"),
+            nodes=3,
+            least_nodes=1,
+            hang_timeout_s=hang_timeout_s,
         )
-        self.nodes = [Node(number, f"n{number}", cast(Any, None), cast(Any, object())) for number in (0, 1)]
-        for node in self.nodes:
-            node.heard = clock.now
+        self.state, self.group = begun(job, clock, self.hosts)
+        self.hosts.answer = self.answer
         self.looks = 0
         self.stacks = {0: REDUCE, 1: REDUCE}
         self.cpu_s = 0.0
-        self.steps: dict[int, int] = {}
-        agents = SimpleNamespace(nodes=self.nodes, present=lambda: [0, 1], tell=self.tell)
-        self.regroup = SimpleNamespace(is_forming=False)
-        worker_group = SimpleNamespace(regroup=self.regroup, rank=lambda seen: seen.rank)
         self.silent: list[tuple[str, float]] = []
         self.verdicts: list[tuple[float, Diagnosis]] = []
         self.hang_monitor = HangMonitor(
-            self.course,
-            cast(Agents, agents),
-            cast(WorkerGroup, worker_group),
+            self.state,
+            self.hosts,
+            self.group,
             on_silence=lambda node, seconds: self.silent.append((node.name, seconds)),
             on_verdict=lambda diagnosis: self.verdicts.append((clock.now, diagnosis)),
             gone=list,
         )
 
-    def tell(self, nodes: list[Node], message: FromHead) -> None:
-        assert isinstance(message, Look)
-        self.looks += 1
-        for node in nodes:
-            number = node.number
-            seen = SeenWorker(
-                member=number,
-                rank=number,
-                generation=0,
-                step=self.steps.get(number),
-                state="S",
-                cpu_s=self.cpu_s,
-                busy=0.0,
-                stack=self.stacks[number],
-                loader="",
-            )
-            self.hang_monitor.take_sights(node, Seen(round=message.round, workers=[seen]))
+    @property
+    def told(self) -> list[str]:
+        return self.state.display.said
+
+    def answer(self, node: Node, message: FromHead) -> None:
+        if not isinstance(message, Look):
+            return
+        self.looks += node.number == 0
+        number = node.number
+        seen = SeenWorker(
+            member=number,
+            rank=number,
+            generation=0,
+            step=None,
+            state="S",
+            cpu_s=self.cpu_s,
+            busy=0.0,
+            stack=self.stacks[number],
+            loader="",
+        )
+        self.hang_monitor.take_sights(node, Seen(round=message.round, workers=[seen]))
 
     def report(self, number: int, kind: str, **fields: Any) -> None:
         self.hang_monitor.take_report(number, kind, fields)
@@ -112,7 +90,7 @@ class Scene:
     def pass_by(self, seconds: float, *, alive: tuple[int, ...] = (0, 1)) -> None:
         for _ in range(round(seconds / 0.25)):
             for number in alive:
-                self.nodes[number].heard = self.clock.now + 0.25
+                self.hosts.nodes[number].heard = self.clock.now + 0.25
             self.clock.jump(0.25)
 
 
@@ -205,9 +183,12 @@ def test_zero_means_that_nobody_minds(scene: Callable[..., Scene]) -> None:
 def test_workers_that_wait_for_a_new_group_do_not_hang(scene: Callable[..., Scene]) -> None:
     here = scene()
     here.both_step(1)
-    here.regroup.is_forming = True
+    regroup = here.group.regroup
+    regroup.add_late(Member(number=7, node=2, local_rank=0, rank=2, late=True))
+    regroup.hear(7, "join", {"call": 1, "most": 0})
     here.pass_by(100)
-    here.regroup.is_forming = False
+    for number in (0, 1):
+        regroup.hear(number, "regroup", {"call": 1, "group": 0, "step": 1})
     here.pass_by(20)
     assert here.verdicts == [], "they have met a moment ago"
     here.pass_by(30)
@@ -245,12 +226,12 @@ def test_agent_that_waits_for_its_disk_is_named_and_given_up_as_a_worker_that_ha
 ) -> None:
     here = scene(hang_timeout_s)
     for tenths in range(0, 70, 5):
-        here.nodes[1].held_s = tenths / 10
+        here.hosts.nodes[1].held_s = tenths / 10
         here.pass_by(0.5)
     words = "manyhosts: host n1 is there, but its agent has waited for a disk or the like for 6 s; its workers go on"
     assert here.told == [f"{words} if they can"]
     for step in range(20):
-        here.nodes[1].held_s = 1000.0
+        here.hosts.nodes[1].held_s = 1000.0
         here.report(0, "step", step=step)
         here.pass_by(1)
     assert here.silent == [], "the workers of others get on, and so do its own"
@@ -258,7 +239,7 @@ def test_agent_that_waits_for_its_disk_is_named_and_given_up_as_a_worker_that_ha
     assert here.silent == []
     here.pass_by(4)
     assert [name for name, _ in here.silent[:1]] == ([] if limit_s is None else ["n1"])
-    here.nodes[1].held_s = 0.0
+    here.hosts.nodes[1].held_s = 0.0
     here.pass_by(1)
     assert here.told[-1] == "manyhosts: the agent of host n1 goes on after 1000 s"
 

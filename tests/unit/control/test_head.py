@@ -10,7 +10,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -142,7 +142,7 @@ class Scene:
             self.agents.append(agent(node, connection.dup(), play))
             return self.agents[-1]
 
-        self.head = Head(asked, hosts, cast(Any, None), self.display, start_here=start)
+        self.head = Head(asked, hosts, None, self.display, start_here=start)
 
 
 def test_ranks_follow_the_order_in_which_hosts_were_named_not_that_in_which_they_came(tmp_path: Path) -> None:
@@ -363,9 +363,10 @@ def test_set_without_a_trainer_is_noticed(tmp_path: Path, heard: bool, said: int
                 agent.send("report", rank=0, generation=0, kind="trainer", fields={})
             all_end_well(agent, message)
 
-    scene = Scene(job(tmp_path, overrides={"lr": "1"}), talk)
+    scene = Scene(job(tmp_path, overrides={"lr": "1"}, for_trainer=("--profile",)), talk)
     assert scene.head.run() == 0
-    assert len([text for text in scene.display.said if "--set had no effect" in text]) == said
+    for option in ("--set", "--profile"):
+        assert len([text for text in scene.display.said if f"{option} had no effect" in text]) == said
 
 
 def test_elastic_run_waits_for_a_host_that_is_coming_and_for_none_that_has_failed(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def tried(folder: Path, *names: str) -> tuple[list[str], int]:
         env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(folder)]), "TMPDIR": str(folder)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == "", "nobody is to see what is printed a second time"

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhosts.cli.main import main
-from manyhosts.control.head.placement import ExternalAgent, Folder, Joining, Node
+from manyhosts.control.handshake import ANY_NODE, Ask, Hello, Offer
+from manyhosts.control.head.state import ExternalAgent, Folder, Joining, Node
 from manyhosts.control.job import Job
 from manyhosts.control.join_secret import JoinSecret
 from manyhosts.errors import ConfigError
@@ -85,22 +86,29 @@ class Session:
     channel: Any = "connected"
 
 
-def hello(session: str, machine: str = "", host: str = "box", **more: Any) -> dict[str, Any]:
-    told = {"session": session, "machine": machine, "host": host, "folder": "/home/b", "mark": session, "marks": []}
-    return {**told, "address": "10.0.0.2", "heard": 0, **more}
+def hello(session: str, machine: str = "", host: str = "box", **more: Any) -> Hello:
+    told = {"session": session, "machine": machine, "host": host, "folder": "/home/b", "mark": session, **more}
+    return Hello(**{"node": ANY_NODE, "address": "10.0.0.2", "heard": 0, "process": 1, "cores": 1, "gpus": 0, **told})
+
+
+OFFER = Offer(run="r", script="s", host="box", folder="/p", run_dir="runs/x", files={}, versions={})
+
+
+def asking(machine: str) -> Ask:
+    return Ask(proof="", machine=machine)
 
 
 class Scene:
     def __init__(self) -> None:
         self.said: list[str] = []
-        self.joining = Joining(identity=None, offer={"run": "r"}, mark="head", tell=self.said.append)  # type: ignore[arg-type]
+        self.joining = Joining(identity=None, offer=OFFER, mark="head", tell=self.said.append)  # type: ignore[arg-type]
         self.nodes = [Node(number, f"node{number}", ExternalAgent()) for number in range(3)]
         self.nodes[0].channel, self.nodes[0].name = Session(), "box"  # type: ignore[assignment]
 
-    def come(self, told: dict[str, Any]) -> Node | None:
+    def come(self, told: Hello) -> Node | None:
         node: Node | None = self.joining.place_for(told, self.nodes)
         if node is not None and node.channel is None:
-            node.facts, node.session, node.channel = told, told["session"], Session()  # type: ignore[assignment]
+            node.facts, node.session, node.channel = told, told.session, Session()  # type: ignore[assignment]
             self.joining.take_in(node, self.nodes)
         return node
 
@@ -113,9 +121,9 @@ def test_hosts_take_free_places_and_get_names_of_their_own() -> None:
     assert [node.name for node in scene.nodes] == ["box", "box-2", "we_ird"]
     assert scene.come(hello("one", "m1", heard=7)) is one, "it calls again"
     assert scene.come(hello("three", "m3")) is None
-    assert "has all of its 3 hosts" in scene.joining.answer({"machine": "m3"}, scene.nodes)["refused"]
-    assert "is a host of the run already, as box-2" in scene.joining.answer({"machine": "m1"}, scene.nodes)["refused"]
-    assert scene.come({"session": "x", "node": -1}) is None, "it lacks what a host that joins says"
+    assert "has all of its 3 hosts" in scene.joining.answer(asking("m3"), scene.nodes).refused
+    assert "is a host of the run already, as box-2" in scene.joining.answer(asking("m1"), scene.nodes).refused
+    assert scene.come(hello("x", mark="")) is None, "it lacks what a host that joins says"
 
 
 def test_host_sees_by_a_mark_whose_disk_it_has() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from manyhosts.control.agent.watched_worker import Log
+from manyhosts.control.agent.log import Log
 from manyhosts.errors import ConfigError
 from manyhosts.units import bytes_of
 

@@ -6,22 +6,30 @@ import errno
 import socket
 import subprocess
 import sys
-from types import SimpleNamespace
-from typing import Any, cast
+from dataclasses import dataclass
 
 import pytest
 
 from manyhosts.control.head import failures
-from manyhosts.control.head.placement import AgentProcess
+from manyhosts.control.head.state import ExternalAgent
 from manyhosts.control.loop import Channel, Loop
 
 
-def channel(**facts: Any) -> Channel:
-    return cast(Channel, SimpleNamespace(**{"trouble": None, "unanswered_s": None, **facts}))
+@dataclass
+class Line:
+    """A connection whose other side has not answered for so long; None where nobody knows."""
+
+    unanswered_s: float | None
 
 
-def agent(code: int | None) -> AgentProcess:
-    return cast(AgentProcess, SimpleNamespace(poll=lambda: code))
+class Agent(ExternalAgent):
+    """One whose process has ended so, or runs."""
+
+    def __init__(self, code: int | None) -> None:
+        self.code = code
+
+    def poll(self) -> int | None:
+        return self.code
 
 
 @pytest.mark.parametrize(
@@ -38,7 +46,7 @@ def agent(code: int | None) -> AgentProcess:
 )
 def test_end_of_an_agent_is_told_with_what_is_known(code: int | None, number: int, said: str) -> None:
     trouble = OSError(number, "Connection reset by peer") if number else None
-    assert failures.why_connection_ended(agent(code), channel(trouble=trouble)) == said
+    assert failures.why_connection_ended(Agent(code), trouble) == said
 
 
 @pytest.mark.parametrize("number", [0, errno.ECONNRESET])
@@ -46,9 +54,7 @@ def test_process_that_ends_a_moment_after_its_connection_is_waited_for(number: i
     trouble = OSError(number, "Connection reset by peer") if number else None
     process = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(0.05); raise SystemExit(4)"])
     for _ in range(20):  # a busy machine takes longer to start it than it is waited for
-        if (said := failures.why_connection_ended(process, channel(trouble=trouble))).startswith(
-            f"{failures.GONE}: it ended"
-        ):
+        if (said := failures.why_connection_ended(process, trouble)).startswith(f"{failures.GONE}: it ended"):
             break
     assert said == "its agent is gone: it ended with exit code 4"
 
@@ -62,7 +68,7 @@ def test_process_that_ends_a_moment_after_its_connection_is_waited_for(number: i
     ],
 )
 def test_silent_host_is_told_with_what_its_system_does(unanswered_s: float | None, said: str) -> None:
-    told = failures.why_silent(10.2, channel(unanswered_s=unanswered_s))
+    told = failures.why_silent(10.2, Line(unanswered_s))
     assert told == f"the host has given no sign of life for 10 s{said}"
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
 
-from manyhosts.control.agent.host_state import Kills, kills, limit_bytes
+from manyhosts.control.agent.host_state import Kills, kills, limit_bytes, memory_left
 
 
 class Kernel:
@@ -60,3 +61,40 @@ def test_without_such_counters_those_of_the_machine_are_left(tmp_path: Path, cgr
 def test_system_without_any_of_it(tmp_path: Path) -> None:
     assert kills(tmp_path, tmp_path) == Kills(None, 0)
     assert limit_bytes(tmp_path, tmp_path) == (0, False)
+
+
+def test_memory_left_is_the_least_of_machine_and_cgroups_shared_by_those_of_the_host(tmp_path: Path) -> None:
+    kernel = Kernel(tmp_path, "0::/job/step\n")
+    kernel.write("proc/meminfo", "MemTotal: 16000000 kB\nMemAvailable:   8000000 kB\n")
+    for folder, most, used, files in (("job/step", "max", 10, 0), ("job", "5000000000", 2_000_000_000, 500_000_000)):
+        kernel.write(f"cgroup/{folder}/memory.events", "oom_kill 0\n")
+        kernel.write(f"cgroup/{folder}/memory.max", f"{most}\n")
+        kernel.write(f"cgroup/{folder}/memory.current", f"{used}\n")
+        kernel.write(f"cgroup/{folder}/memory.stat", f"anon 5\ninactive_file {files}\n")
+    assert memory_left(1, kernel.mount, kernel.proc) == 3_500_000_000
+    assert memory_left(7, kernel.mount, kernel.proc) == 500_000_000
+    kernel.write("cgroup/job/memory.max", "max\n")
+    assert memory_left(2, kernel.mount, kernel.proc) == 4_000_000 * 1024
+
+
+def test_memory_left_in_version_1_of_cgroups(tmp_path: Path) -> None:
+    kernel = Kernel(tmp_path, "4:cpuset,memory:/job\n")
+    kernel.write("proc/meminfo", "MemTotal: 16000000 kB\nMemAvailable:   8000000 kB\n")
+    kernel.write("cgroup/memory/job/memory.oom_control", "oom_kill 0\n")
+    kernel.write("cgroup/memory/job/memory.limit_in_bytes", "1000000000\n")
+    kernel.write("cgroup/memory/job/memory.usage_in_bytes", "900000000\n")
+    kernel.write("cgroup/memory/job/memory.stat", "inactive_file 1\ntotal_inactive_file 300000000\n")
+    assert memory_left(1, kernel.mount, kernel.proc) == 400_000_000
+
+
+def test_memory_left_by_the_limits_of_the_process_is_its_own(tmp_path: Path) -> None:
+    """Of what it has taken already the kernel's table tells."""
+    kernel = Kernel(tmp_path, "0::/\n")
+    kernel.write("proc/self/status", "VmSize:\t  500000 kB\nVmData:\t  100000 kB\n")
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (1 << 40, before[1]))
+    try:
+        assert memory_left(4, kernel.mount, kernel.proc) == (1 << 40) - 100_000 * 1024
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+    assert memory_left(1, kernel.mount, kernel.proc) is None, "nobody says"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhosts.control.agent.watched_worker import Lines
+from manyhosts.control.agent.log import Lines
 
 
 @given(st.text(alphabet="ab\n\N{EURO SIGN}"), st.lists(st.integers(1, 7)))

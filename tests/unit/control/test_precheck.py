@@ -7,50 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hosts_at_head import Clock, Display, Hosts
 
 from manyhosts.control.agent import host_state
 from manyhosts.control.head import checks
 from manyhosts.control.head.checks import Precheck
-from manyhosts.control.head.state import Course
+from manyhosts.control.head.state import HeadState
 from manyhosts.control.job import Job
-from manyhosts.control.protocol import Condition, ConnectionsTried, FromHead, TryConnections
+from manyhosts.control.protocol import Condition, ConnectionsTried, TryConnections
 from manyhosts.errors import CommunicationError, LaunchError
 
 GIB = 1 << 30
-
-
-class Display:
-    """Remembers what was said."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
-
-    def warn(self, text: str) -> None:
-        self.said.append(text)
-
-
-class Node:
-    """A host whose agent is here."""
-
-    def __init__(self, number: int) -> None:
-        self.number, self.name, self.facts = number, f"n{number}", {"address": f"10.0.0.{number}"}
-
-
-class Agents:
-    """All of them, and what they were told."""
-
-    def __init__(self, count: int) -> None:
-        self.nodes = [Node(number) for number in range(count)]
-        self.told: list[FromHead] = []
-
-    def present(self) -> list[int]:
-        return [node.number for node in self.nodes]
-
-    def tell_all(self, message: FromHead) -> None:
-        self.told.append(message)
 
 
 class Scene:
@@ -59,14 +26,14 @@ class Scene:
     def __init__(self, count: int = 2, *, ways: bool = True, check: bool = True) -> None:
         job = Job(program="t.py", folder=Path("/p"), run_dir=Path("/p/run"), nodes=count, check=check)
         self.display = Display()
-        self.course = Course(job, self.display)
-        self.agents = Agents(count)
-        self.look = Precheck(self.course, self.agents, ways=ways)
+        self.state = HeadState(job, self.display)
+        self.agents = Hosts(Clock(), count)
+        self.look = Precheck(self.state, self.agents, ways=ways)
         self.requests = [self.look.requests(node) for node in self.agents.nodes]
 
     @property
     def begun(self) -> bool:
-        return self.look.is_over and self.course.result is None
+        return self.look.is_over and self.state.result is None
 
     def begin(self) -> None:
         self.look.begin()
@@ -101,11 +68,12 @@ def test_workers_start_when_all_have_told_and_reached_each_other() -> None:
     scene.begin()
     assert not scene.begun
     scene.tell(1)
-    assert scene.agents.told == [TryConnections(places=[["10.0.0.0", 4000], ["10.0.0.1", 4001]])]
+    question = TryConnections(places=[["10.0.0.0", 4000], ["10.0.0.1", 4001]])
+    assert scene.agents.told == [(0, question), (1, question)]
     scene.answer(0, "", "")
     assert not scene.begun
     scene.answer(1, "", "")
-    assert (scene.begun, scene.display.said, scene.course.result) == (True, [], None)
+    assert (scene.begun, scene.display.said, scene.state.result) == (True, [], None)
 
 
 def test_where_the_ways_are_known_nobody_knocks() -> None:
@@ -122,7 +90,7 @@ def test_error_ends_the_run_with_one_sentence_that_counts_the_others() -> None:
     scene.begin()
     scene.tell(0, disks=full(1 << 20))
     scene.tell(1, disks=full(1 << 20))
-    error = scene.course.result
+    error = scene.state.result
     assert isinstance(error, LaunchError)
     assert error.what == (
         "the disk of host n0 is nearly full: 1.0 MB are left for the run directory"
@@ -157,7 +125,7 @@ def test_hosts_that_do_not_reach_each_other_end_the_run() -> None:
     scene.tell(1)
     scene.answer(0, "", "No route to host")
     scene.answer(1, "", "")
-    error = scene.course.result
+    error = scene.state.result
     assert isinstance(error, CommunicationError)
     assert error.what == "host n0 cannot open a connection to host n1 at 10.0.0.1 port 4001: No route to host"
     assert not scene.begun
@@ -168,9 +136,9 @@ def test_host_that_does_not_tell_is_not_waited_for(monkeypatch: pytest.MonkeyPat
     scene = Scene()
     scene.tell(0)
     scene.begin()
-    scene.course.loop.run(until=lambda: scene.begun)
+    scene.state.loop.run(until=lambda: scene.begun)
     scene.tell(1, disks=full(0))  # too late to matter
-    assert (scene.begun, scene.course.result) == (True, None)
+    assert (scene.begun, scene.state.result) == (True, None)
 
 
 def test_nothing_is_asked_where_no_look_is_wanted() -> None:

@@ -7,14 +7,8 @@ from typing import Any
 
 import pytest
 
-from manyhosts.control.head.membership import (
-    BREAK_AFTER_S,
-    KILL_AFTER_S,
-    MOST_WITHOUT_PROGRESS,
-    START_LIMIT_S,
-    Member,
-    Regroup,
-)
+from manyhosts.control.head.group_state import MOST_WITHOUT_PROGRESS, Member
+from manyhosts.control.head.membership import BREAK_AFTER_S, KILL_AFTER_S, START_LIMIT_S, Regroup
 
 
 class Clock:

@@ -3,36 +3,22 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
-from typing import Any, cast
+from pathlib import Path
+from typing import Any
 
 import pytest
+from hosts_at_head import Clock, Display, Hosts
 
-from manyhosts.control.head.board import Asker
-from manyhosts.control.head.store import Store
-from manyhosts.control.protocol import FromHead
-
-
-class Agents:
-    """Four hosts, and what their agents were told."""
-
-    def __init__(self) -> None:
-        self.nodes = [SimpleNamespace(number=number, facts={"address": f"10.0.0.{number}"}) for number in range(4)]
-        self.away: set[int] = set()
-        self.address = "10.0.0.99"
-        self.told: list[tuple[int, str]] = []
-
-    def present(self) -> list[int]:
-        return [node.number for node in self.nodes if node.number not in self.away]
-
-    def tell(self, nodes: list[Any], message: FromHead) -> None:
-        kind = "take_port" if not getattr(message, "listens", True) else message.NAME
-        self.told += [(node.number, kind) for node in nodes]
+from manyhosts.control.head.state import HeadState
+from manyhosts.control.head.store import Asker, Store
+from manyhosts.control.job import Job
 
 
 class Scene:
     def __init__(self) -> None:
-        self.agents, self.told = Agents(), list[tuple[str, int]]()
+        self.clock = Clock()
+        self.hosts = Hosts(self.clock, 4)
+        self.told: list[tuple[str, int]] = []
         self.answers: list[tuple[Asker, Any]] = []
         self.store = self.another()
 
@@ -40,17 +26,25 @@ class Scene:
         def answer(asker: Asker, value: Any = None, error: str = "") -> None:
             self.answers.append((asker, value or error))
 
-        return Store(cast(Any, SimpleNamespace(generation=0)), cast(Any, self.agents), answer)
+        job = Job(program="t.py", folder=Path("/w"), run_dir=Path("/w/run"), nodes=4)
+        return Store(HeadState(job, Display(), self.clock), self.hosts, answer)
+
+    @property
+    def asked(self) -> list[tuple[int, str]]:
+        """What hosts were asked to do."""
+        return [
+            (number, message.NAME if getattr(message, "listens", True) else "take_port")
+            for number, message in self.hosts.told
+        ]
 
     def wish(self, *best: int, listens: bool = True) -> None:
         self.store.open(lambda address, port: self.told.append((address, port)), best=best, listens=listens)
 
     def answer(self, number: int, port: int, *, listens: bool = True) -> None:
-        self.store.take(cast(Any, self.agents.nodes[number]), port, shared=True, listens=listens)
+        self.store.take(self.hosts.nodes[number], port, shared=True, listens=listens)
 
     def lose(self, number: int) -> None:
-        self.agents.away.add(number)
-        self.store.lose(cast(Any, self.agents.nodes[number]))
+        self.store.lose(self.hosts.lose(number))
 
 
 @pytest.fixture
@@ -66,13 +60,13 @@ def test_store_that_is_open_is_told_at_once_until_it_is_closed(scene: Scene) -> 
     scene.store.close()
     scene.wish()
     assert len(scene.told) == 2
-    assert scene.agents.told == [(0, "open_store"), (0, "close_store"), (0, "open_store")]
+    assert scene.asked == [(0, "open_store"), (0, "close_store"), (0, "open_store")]
 
 
 def test_host_whose_workers_train_keeps_it(scene: Scene) -> None:
-    scene.agents.away.add(2)
+    scene.hosts.lose(2)
     scene.wish(2, 3)
-    assert scene.agents.told == [(3, "open_store")], "the first of them is away"
+    assert scene.asked == [(3, "open_store")], "the first of them is away"
 
 
 def test_host_that_is_lost_before_it_has_answered_leaves_nobody_waiting(scene: Scene) -> None:
@@ -85,7 +79,7 @@ def test_host_that_is_lost_before_it_has_answered_leaves_nobody_waiting(scene: S
 def test_host_that_comes_back_with_an_old_answer_is_not_believed(scene: Scene) -> None:
     scene.wish(2, 3)
     scene.lose(2)
-    scene.agents.away.clear()
+    scene.hosts.come_back(2)
     scene.answer(2, 7)
     assert scene.told == []
     scene.answer(3, 8)
@@ -110,14 +104,14 @@ WORKER, OTHER = Asker(node=1, line=0, id=1), Asker(node=2, line=3, id=1)
 def test_store_is_served_when_the_first_worker_asks_for_it_and_once(scene: Scene) -> None:
     scene.wish(listens=False)
     scene.store.serve(WORKER)
-    assert scene.agents.told == [(0, "take_port")], "one thing after the other"
+    assert scene.asked == [(0, "take_port")], "one thing after the other"
     scene.answer(0, 7, listens=False)
     assert scene.told == [("10.0.0.0", 7)], "workers may start"
     scene.store.serve(OTHER)
     assert scene.answers == []
     scene.answer(0, 7)
     scene.store.serve(WORKER)
-    assert scene.agents.told == [(0, "take_port"), (0, "open_store")]
+    assert scene.asked == [(0, "take_port"), (0, "open_store")]
     assert scene.answers == [(asker, ["10.0.0.0", 7]) for asker in (WORKER, OTHER, WORKER)]
 
 
@@ -138,7 +132,7 @@ def test_worker_that_asks_hears_it_where_its_group_is_lost_and_a_port_that_is_on
     scene.store.serve(WORKER)
     scene.store.close()
     assert scene.answers == [(WORKER, "a worker of this group is lost")]
-    assert scene.agents.told[-1] == (0, "close_store")
+    assert scene.asked[-1] == (0, "close_store")
     assert scene.store.place is None
 
 

@@ -12,10 +12,11 @@ from typing import Any, cast
 import pytest
 
 from manyhosts.control.head import takeover
-from manyhosts.control.head.membership import GroupState, Member
+from manyhosts.control.head.group_state import GroupState, Member
 from manyhosts.control.head.takeover import Handover, Record, fingerprint, left_for
 from manyhosts.control.job import Job
 from manyhosts.control.loop import Channel
+from manyhosts.control.protocol import Asked, Start, Tell, Trouble, Warm
 from manyhosts.control.session import Session
 from manyhosts.errors import ConfigError
 from manyhosts.records import run_directory
@@ -63,17 +64,17 @@ def test_another_session_goes_on_from_what_was_written_and_every_message_counts_
     first = head()
     agent = Session(lambda _, then: timers.append(then), lambda message: at_agent.append(message["message"]))
     wires = join(first, agent)
-    first.send("start")
+    first.say(Start(generation=0, workers=[]))
     assert (wires[0].way, first.holds_some_back) == ([], True), "nothing leaves before it is written down"
     first.release()
     wires[0].arrive()
-    for word in ("began", "lost on the way"):
-        agent.send(word)
+    for said in (Asked(signal=15), Warm(modules=["lost on the way"])):
+        agent.say(said)
     wires[1].way.pop()
     wires[1].arrive()
-    first.send("tell")
+    first.say(Tell(member=0, content={}))
     written = json.loads(json.dumps(first.written_down()))
-    agent.send("never heard by the first")
+    agent.say(Trouble(text="never heard by the first", where="", early=False))
 
     second = head()
     second.go_on_from(written)
@@ -82,7 +83,7 @@ def test_another_session_goes_on_from_what_was_written_and_every_message_counts_
     for wire in wires:
         wire.arrive()
     assert at_agent == ["start", "tell"]
-    assert at_head == ["began", "lost on the way", "never heard by the first"]
+    assert at_head == ["asked", "warm", "trouble"]
     for then in timers:
         then()
     for wire in wires:

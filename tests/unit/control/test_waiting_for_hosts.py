@@ -4,27 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
+from hosts_at_head import Clock, Hosts, begun
 
 from manyhosts.control.head import hang_monitor
-from manyhosts.control.head.agents import Agents
 from manyhosts.control.head.hang_monitor import HangMonitor
-from manyhosts.control.head.placement import Node
-from manyhosts.control.head.state import Course
-from manyhosts.control.head.workers import WorkerGroup
 from manyhosts.control.job import Job
-from manyhosts.control.loop import Loop
 
 
 class Scene:
     """Three hosts with a worker each; the last is not heard any more. Time goes on when a test says so."""
 
-    def __init__(self, head_timeout_s: float, hang_timeout_s: float | None) -> None:
-        self.now = 1000.0
-        self.warned: list[str] = []
+    def __init__(self, clock: Clock, head_timeout_s: float, hang_timeout_s: float | None) -> None:
+        self.clock, self.hosts = clock, Hosts(clock, 3)
         job = Job(
             program="t.py",
             folder=Path("/w"),
@@ -33,40 +26,37 @@ class Scene:
             head_timeout_s=head_timeout_s,
             hang_timeout_s=hang_timeout_s,
         )
-        loop = SimpleNamespace(after=lambda *_: None)
-        display = SimpleNamespace(warn=self.warned.append)
-        course = Course(job, cast(Any, display), loop=cast(Loop, loop), running={0, 1, 2})
-        self.nodes = [Node(number, f"n{number}", cast(Any, None), cast(Any, object())) for number in range(3)]
-        for node in self.nodes:
-            node.heard = self.now
-        members = {number: SimpleNamespace(node=number) for number in range(3)}
-        worker_group = SimpleNamespace(regroup=SimpleNamespace(group_state=SimpleNamespace(members=members)))
-        agents = SimpleNamespace(nodes=self.nodes)
+        self.state, group = begun(job, clock, self.hosts)
         self.hang_monitor = HangMonitor(
-            course,
-            cast(Agents, agents),
-            cast(WorkerGroup, worker_group),
+            self.state,
+            self.hosts,
+            group,
             on_silence=lambda *_: None,
             on_verdict=lambda _: None,
             gone=list,
         )
 
+    @property
+    def warned(self) -> list[str]:
+        return self.state.display.said
+
     def pass_by(self, seconds: float, *, alive: tuple[int, ...], steps: tuple[int, ...] = ()) -> bool:
         """Time goes by; returns whether the last host is waited for then."""
         for number in alive:
-            self.nodes[number].heard = self.now + seconds
-        self.now += seconds
+            self.hosts.nodes[number].heard = self.clock.now + seconds
+        self.clock.now += seconds  # and nobody looks by himself
         for number in steps:
-            self.hang_monitor.take_report(number, "step", {"step": int(self.now)})
-        return self.hang_monitor.waits_for(self.nodes[2], self.now - self.nodes[2].heard)
+            self.hang_monitor.take_report(number, "step", {"step": int(self.clock.now)})
+        silent = self.hosts.nodes[2]
+        return self.hang_monitor.waits_for(silent, self.clock.now - silent.heard)
 
 
 @pytest.fixture
 def scene(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Scene]:
     def make(head_timeout_s: float = 300.0, hang_timeout_s: float | None = None) -> Scene:
-        made = Scene(head_timeout_s, hang_timeout_s)
-        monkeypatch.setattr(hang_monitor, "time", SimpleNamespace(monotonic=lambda: made.now))
-        return made
+        clock = Clock()
+        monkeypatch.setattr(hang_monitor, "time", clock)
+        return Scene(clock, head_timeout_s, hang_timeout_s)
 
     return make
 
@@ -92,6 +82,14 @@ def test_host_is_waited_for_where_nobody_is_heard_but_not_for_ever(scene: Callab
     assert here.pass_by(280, alive=())
     assert not here.pass_by(10, alive=())
     assert "no host is heard from" in here.warned[0]
+
+
+def test_hosts_that_were_cut_off_together_need_not_be_back_at_once(scene: Callable[..., Scene]) -> None:
+    here = scene()
+    assert here.pass_by(21, alive=())
+    assert here.pass_by(1, alive=(0,)), "the first of them is only just back"
+    assert here.pass_by(8, alive=(0, 1))
+    assert not here.pass_by(2, alive=(0, 1)), "this one is gone by itself"
 
 
 @pytest.mark.parametrize(("head_timeout_s", "hang_timeout_s"), [(20.0, None), (300.0, 20.0), (20.0, 0.0)])

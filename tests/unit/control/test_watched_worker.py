@@ -17,7 +17,8 @@ from manyhosts.cluster.store_line import StoreGone, StoreLine, StoreTimeout
 from manyhosts.control.agent.store_lines import StoreLines
 from manyhosts.control.agent.watched_worker import ReportServer, WatchedWorker, WorkerId
 from manyhosts.control.loop import Loop
-from manyhosts.control.protocol import AnswerStore, FromAgent, content_of
+from manyhosts.control.protocol import AnswerStore, FromAgent
+from manyhosts.control.wire_format import content_of
 
 
 class Host:

@@ -11,9 +11,10 @@ import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from manyhosts.data import randomness
+from manyhosts.data.cut import Cut, Cuts
 from manyhosts.data.fetch import Fetcher, rows_of
 from manyhosts.data.order import Order, Position
-from manyhosts.data.steps import Cut, Loader, mapped
+from manyhosts.data.steps import Loader, mapped
 from manyhosts.errors import DataError
 
 
@@ -104,9 +105,11 @@ def test_samples_that_do_not_fit_together_are_named() -> None:
 def test_steps_are_the_same_with_and_without_loader_processes(processes: int) -> None:
     order = Order(40, batch=16, seed=1)
     loader = Loader(fetcher(Drawing()), processes=processes, pin=False)
-    steps = loader.steps(order, Cut(3, 1, 2, None), Position(0, 16))
+    steps = loader.steps(order, Cuts(Cut(3, 1, 2, None)), Position(0, 16))
     found = [next(steps) for _ in range(4)]
-    expected = Loader(fetcher(Drawing()), processes=0, pin=False).steps(order, Cut(3, 1, 2, None), Position(0, 16))
+    expected = Loader(fetcher(Drawing()), processes=0, pin=False).steps(
+        order, Cuts(Cut(3, 1, 2, None)), Position(0, 16)
+    )
     for step in found:
         other = next(expected)
         assert (step.epoch, step.after, step.samples, step.ends_epoch) == (

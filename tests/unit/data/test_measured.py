@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +14,11 @@ import torch
 from torch.utils.data import Dataset
 
 from manyhosts.data import measured
+from manyhosts.data.cut import Cut, Cuts
 from manyhosts.data.fetch import Fetcher
 from manyhosts.data.measured import MEASURED, Timed, loaders_for, most_here
 from manyhosts.data.order import Order, Position
-from manyhosts.data.steps import Cut, LoadedPiece, Loader, Step
+from manyhosts.data.steps import LoadedPiece, Loader, Step
 
 
 class Slow(Dataset[torch.Tensor]):
@@ -62,20 +62,35 @@ def test_fetching_that_waits_leaves_room_for_more_processes_than_fetching_that_c
     assert most_here(1.0) == 1
 
 
+class Clock:
+    """Goes on when a test says so."""
+
+    def __init__(self) -> None:
+        self.now, self.busy = 0.0, 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def thread_time(self) -> float:
+        return self.busy
+
+    def pass_by(self, seconds: float, *, busy: float) -> None:
+        self.now += seconds
+        self.busy += busy
+
+
 def test_fetching_and_the_rest_of_a_step_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, busy = [0.0], [0.0]
-    monkeypatch.setattr(measured, "time", SimpleNamespace(perf_counter=lambda: clock[0], thread_time=lambda: busy[0]))
+    clock = Clock()
+    monkeypatch.setattr(measured, "time", clock)
 
     def items() -> Iterator[int]:
         for number in range(3):
-            clock[0] += 5.0
-            busy[0] += 2.0
+            clock.pass_by(5.0, busy=2.0)
             yield number
 
     timed = Timed(items())
     for _ in timed:
-        clock[0] += 20.0
-        busy[0] += 20.0
+        clock.pass_by(20.0, busy=20.0)
     assert (timed.fetching, timed.rest, timed.busy_s) == ([5.0] * 3, [20.0] * 3, 6.0)
 
 
@@ -84,7 +99,7 @@ def steps_of(processes: Any, seconds: float, count: int = 20) -> tuple[list[Step
     loader = Loader(Fetcher(Slow(seconds), seed=3, name="train"), processes=processes, pin=False, say=said.append)
     order = Order(30, batch=4, seed=3, shuffle=True, drop_last=False)
     found = []
-    for step in islice(loader.steps(order, Cut(1, 0, 1, 3), Position(0)), count):
+    for step in islice(loader.steps(order, Cuts(Cut(1, 0, 1, 3)), Position(0)), count):
         pieces = [LoadedPiece(piece.plan, piece.batch) for piece in step.pieces]  # as a forward pass asks for them
         found.append(replace(step, pieces=pieces))
         time.sleep(0.01)

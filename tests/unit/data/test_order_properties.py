@@ -8,8 +8,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from manyhosts.data.cut import Cut
 from manyhosts.data.order import Order, Position, bounds, permutation
-from manyhosts.data.steps import Cut, PiecePlan, plan_pieces
+from manyhosts.data.steps import PiecePlan, plan_pieces
 
 sizes = st.integers(1, 200)
 batches = st.integers(1, 60)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from manyhosts.data.steps import Cut, plan_pieces
+from manyhosts.data.cut import Cut
+from manyhosts.data.steps import plan_pieces
 
 
 def pieces(count: int, parts: int, micro_batch: int | None, *, level: bool = False) -> list[list[tuple[int, float]]]:

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
+from manyhosts.data.cut import Cut, Cuts
 from manyhosts.data.order import Position
 from manyhosts.data.shards import shard_of
-from manyhosts.data.steps import Cut, Step
+from manyhosts.data.steps import Step
 from manyhosts.data.stream import Stream
 from manyhosts.errors import DataError
 
@@ -58,7 +59,7 @@ def take(steps: Iterator[Step], count: int) -> list[tuple[int, Position, bool, l
     return found
 
 
-WHOLE = Cut(1, 0, 1, None)
+WHOLE = Cuts(Cut(1, 0, 1, None))
 
 
 def test_epochs_follow_one_another_with_the_last_batch_partial() -> None:
@@ -75,7 +76,9 @@ def test_drop_last_leaves_the_partial_batch_out() -> None:
 
 def test_workers_together_read_what_one_reads_alone() -> None:
     alone = take(stream(Numbers(10)).steps(WHOLE, Position(), {}), 4)
-    parts = [take(stream(Numbers(10)).steps(Cut(3, part, part + 1, None), Position(), {}), 4) for part in range(3)]
+    parts = [
+        take(stream(Numbers(10)).steps(Cuts(Cut(3, part, part + 1, None)), Position(), {}), 4) for part in range(3)
+    ]
     for step, (*_, values) in enumerate(alone):
         assert [value for part in parts for value in part[step][3]] == values
 

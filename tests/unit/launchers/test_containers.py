@@ -54,7 +54,7 @@ class Host:
             input="the input\n",
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=120,
         )
 
     @property

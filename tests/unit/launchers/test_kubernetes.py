@@ -6,7 +6,6 @@ import base64
 import io
 import json
 import os
-import sys
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 from kubernetes_cluster import VERSION, Cluster, cluster, kubeconfig
 from launching import wait_until
 from plans import assert_sent, files_in
+from pod_security import refused
 
 from manyhosts.cli.main import main
 from manyhosts.control.job import Job
@@ -123,12 +123,39 @@ def test_values_of_env_are_in_the_secret_alone_and_pods_may_do_nothing_else() ->
     pod = made["Job"]["spec"]["template"]["spec"]
     [container] = pod["containers"]
     assert pod["automountServiceAccountToken"] is False
-    assert pod["securityContext"]["runAsNonRoot"] is True
-    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-    assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    assert refused(pod) == []
     assert container["resources"]["requests"] == {"cpu": "1", "memory": "2Gi"}
     policy = kubernetes_manifest.manifests(job(options={"network-policy": "yes"}))["NetworkPolicy"]["spec"]
     assert policy["ingress"] == [{"from": [{"podSelector": policy["podSelector"]}]}]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"folder": "/work", "volumes": "claim:/work"}, {"gpus": "2", "pull-secret": "p", "service-account": "s"}],
+)
+def test_pods_are_let_into_restricted_namespaces_once_their_user_is_named(options: dict[str, str]) -> None:
+    def pod(**more: str) -> dict[str, Any]:
+        made = kubernetes_manifest.manifests(job(options={**options, **more}, workers_per_node=2))
+        return made["Job"]["spec"]["template"]["spec"]
+
+    assert refused(pod(user="1000")) == []
+    assert refused(pod()) == ["running as non-root"], "the image says who"
+
+
+def test_rules_of_restricted_namespaces_notice_each_thing_that_they_are_about() -> None:
+    pod = kubernetes_manifest.manifests(job(options={"user": "7"}))["Job"]["spec"]["template"]["spec"]
+
+    def context(**more: Any) -> dict[str, Any]:
+        [container] = pod["containers"]
+        return {**pod, "containers": [{**container, "securityContext": {**container["securityContext"], **more}}]}
+
+    assert refused({**pod, "hostNetwork": True}) == ["host namespaces: hostNetwork"]
+    assert refused({**pod, "volumes": [{"name": "x", "hostPath": {"path": "/"}}]}) == ["volume types: hostPath"]
+    assert refused(context(privileged=True)) == ["privileged containers"]
+    assert refused(context(allowPrivilegeEscalation=True)) == ["privilege escalation"]
+    assert refused(context(capabilities={"drop": ["ALL"], "add": ["SYS_ADMIN"]})) == ["capabilities: SYS_ADMIN"]
+    assert refused(context(runAsUser=0)) == ["running as non-root user"]
+    assert refused(context(seccompProfile={"type": "Unconfined"})) == ["seccomp", "seccomp"]
 
 
 def test_network_policy_is_made_and_goes_with_the_job_and_kueue_says_when_it_begins(here: Cluster) -> None:
@@ -170,7 +197,6 @@ def test_run_directory_that_no_volume_keeps_is_told(run_dir: str, volumes: str, 
 @pytest.mark.parametrize(
     ("more", "what"),
     [
-        ({"options": {"imagee": "x"}}, "no option 'imagee'"),
         ({"options": {"gpus": "two"}}, "gpus is 'two'"),
         ({"options": {"gpus": "4"}}, "4 GPUs, and one worker"),
         ({"options": {"memory": "64 GB"}}, "memory is '64 GB'"),
@@ -182,8 +208,6 @@ def test_run_directory_that_no_volume_keeps_is_told(run_dir: str, volumes: str, 
         ({"options": {"time": "5 epochs"}}, "time is '5 epochs'"),
         ({"options": {"folder": "app"}}, "folder is 'app'"),
         ({"sync": False}, "nothing brings the script"),
-        ({"hosts": ("a", "b")}, "chooses the hosts"),
-        ({"encrypt": True}, "--encrypt required"),
     ],
 )
 def test_request_that_makes_no_sense_is_refused_before_it_is_sent(more: dict[str, Any], what: str) -> None:
@@ -284,25 +308,6 @@ def test_folder_that_is_too_large_to_be_sent_is_a_sentence(here: Cluster, capsys
     assert here.asked == []
     Path(".manyhostsignore").write_text("*.bin\n")
     assert send("--detach") == 0
-
-
-def test_missing_client_is_a_sentence_with_the_line_to_type(
-    here: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "kubernetes", None)
-    assert send() == 3
-    said = capsys.readouterr().err
-    assert "the Kubernetes client is not installed here" in said
-    assert "-m pip install 'manyhosts[kubernetes]'" in said
-
-
-@pytest.mark.parametrize("handle", ["kubernetes://first", "kubernetes://Team/first", "kubernetes://a/b c"])
-def test_word_that_names_no_job_is_a_wrong_request(
-    handle: str, here: Cluster, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["status", handle]) == 2
-    assert "is no name of a job" in capsys.readouterr().err
-    assert here.asked == []
 
 
 def test_handle_remembers_the_context(here: Cluster, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 
 from manyhosts.control.agent import node
-from manyhosts.control.display import PlainDisplay
-from manyhosts.control.head.placement import Placement
 from manyhosts.control.job import Job
 from manyhosts.errors import ConfigError, LaunchError
 from manyhosts.hosts import addresses
 from manyhosts.launchers.mpi import Mpi
+from manyhosts.launchers.placed import Placement
 
 
 def job(folder: Path = Path("/work"), **more: object) -> Job:
@@ -36,34 +35,12 @@ def test_plan_is_one_mpirun_with_one_agent_on_each_host() -> None:
     )
 
 
-def test_plan_touches_nothing_and_is_the_same_again(tmp_path: Path) -> None:
-    assert Mpi().plan(job(tmp_path)) == Mpi().plan(job(tmp_path))
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_options_reach_mpirun() -> None:
     options = {"mpirun": "/opt/mpirun", "mca": "btl_tcp_if_include:eth1", "python": "/opt/python"}
     command = " ".join(Mpi().plan(job(options=options)).command)
     assert command.startswith("/opt/mpirun ")
     assert "--mca btl_tcp_if_include eth1" in command
     assert " /opt/python -P -m " in command
-
-
-def test_unknown_option_is_refused_with_the_one_that_was_meant() -> None:
-    with pytest.raises(ConfigError, match="no option 'mpirum'") as caught:
-        Mpi().plan(job(options={"mpirum": "x"}))
-    assert "did you mean 'mpirun'" in caught.value.fix
-
-
-def test_host_that_is_named_twice_is_refused() -> None:
-    with pytest.raises(ConfigError, match="a, a"):
-        Mpi().plan(job(hosts=("a", "a")))
-
-
-def test_missing_mpirun_is_named(tmp_path: Path) -> None:
-    plan = Mpi().plan(job(tmp_path, options={"mpirun": "no-such-mpirun"}))
-    with pytest.raises(LaunchError, match="no-such-mpirun"):
-        Mpi().submit(plan, PlainDisplay(sys.stdout, sys.stderr))
 
 
 def test_no_worker_takes_itself_for_a_rank_of_mpirun() -> None:
@@ -119,20 +96,20 @@ def test_waiting_in_vain_for_all_takes_as_long_as_for_one() -> None:
         node_agents[0].wait(timeout=0.1)
     for node_agent in node_agents[1:]:
         with pytest.raises(subprocess.TimeoutExpired):
-            node_agent.wait(timeout=100)  # the test's own time limit would end this
+            node_agent.wait(timeout=120)  # the test's own time limit would end this
     for node_agent in node_agents:
         node_agent.kill()
-    assert node_agents[0].wait(timeout=10) == -15
+    assert node_agents[0].wait(timeout=120) == -15
 
 
 def test_engine_is_left_alone_while_agents_tidy_up_and_killed_where_it_does_not_end_when_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("manyhosts.control.head.placement._END_S", 0.2)
+    monkeypatch.setattr("manyhosts.launchers.placed._END_S", 0.2)
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
     node_agent = Placement(1, lambda *_: subprocess.Popen([sys.executable, "-c", deaf])).start_agent(0, "h:1", "secret")
     node_agent.terminate()
     time.sleep(1)  # so that it has had time to become deaf, too
     assert node_agent.poll() is None
     node_agent.kill()
-    assert node_agent.wait(timeout=10) == -9
+    assert node_agent.wait(timeout=120) == -9

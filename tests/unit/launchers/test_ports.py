@@ -61,8 +61,8 @@ def test_what_listens_takes_the_ports_of_the_range_that_are_free(three: tuple[Ra
         with pytest.raises(LaunchError) as caught:
             ports.listen(HERE, chosen, backlog=1, what="the store of the workers")
         assert caught.value.what == f"none of the ports {chosen} is free for the store of the workers"
-        assert remote_probe._listen(HERE, [chosen.first, chosen.last], held) == 0
-    assert remote_probe._listen(HERE, [chosen.first, chosen.last], held) == chosen.last
+        assert remote_probe.listen(HERE, [chosen.first, chosen.last], held) == 0
+    assert remote_probe.listen(HERE, [chosen.first, chosen.last], held) == chosen.last
     held.pop().close()
     ports.see_that_enough_are_free(HERE, chosen, 1)
     with pytest.raises(LaunchError) as caught:
@@ -121,7 +121,7 @@ os._exit(0)
 def test_gloo_takes_the_port_that_is_left_and_fails_where_none_is(three: tuple[Range, list[socket.socket]]) -> None:
     chosen, _ = three
     words = [sys.executable, "-c", GLOO]
-    said = subprocess.run(words, env={"PATH": "", VARIABLE: str(chosen)}, capture_output=True, text=True, timeout=100)
+    said = subprocess.run(words, env={"PATH": "", VARIABLE: str(chosen)}, capture_output=True, text=True, timeout=120)
     assert said.returncode == 0, said.stderr
     first, second = said.stdout.splitlines()
     assert first == f"[{chosen.last}] {chosen}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,20 +16,9 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "train.py"
 
 
-def test_missing_ray_is_a_sentence_with_the_line_to_type(
-    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    assert main(["run", "--on", "ray", script]) == 3
-    said = capsys.readouterr().err
-    assert "Ray is not installed here" in said
-    assert "-m pip install 'manyhosts[ray]'" in said
-
-
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (["--hosts", "a,b"], "ray chooses the hosts"),
         (["-o", "gpus=two"], "gpus is 'two'"),
         (["-o", "cpus=0"], "cpus is '0'"),
     ],

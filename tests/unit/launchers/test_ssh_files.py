@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -93,7 +93,7 @@ class Far:
 
     def ask(self, question: str, *, timeout_s: float = 0, **details: Any) -> Any:
         there = {key: value.replace(self.here, self.root) for key, value in details.items() if isinstance(value, str)}
-        return remote_probe._answer({"ask": question, **details, **there}, [])
+        return remote_probe.DEEDS[question](**{**details, **there})
 
 
 def test_shell_with_a_banner_and_much_on_stderr_stops_nothing(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_shell_with_a_banner_and_much_on_stderr_stops_nothing(tmp_path: Path) ->
     (here / "data" / "x.bin").write_bytes(bytes(10_000_000))
     found = Files.to_bring(here)
     (here / "gone.py").unlink()
-    far = cast(Any, Far(here, root))
+    far = Far(here, root)
     told: list[tuple[int, int]] = []
     sync.bring(far, found, tell=lambda *numbers: told.append(numbers))
     assert sorted(str(path.relative_to(root)) for path in root.rglob("*.*")) == ["data/x.bin", "train.py"]
@@ -115,7 +115,7 @@ def test_shell_with_a_banner_and_much_on_stderr_stops_nothing(tmp_path: Path) ->
 def test_what_is_here_already_is_not_brought_again_in_either_direction(tmp_path: Path) -> None:
     here, root = tmp_path / "here", tmp_path / "there"
     put(here, "train.py", "sub/part.py")
-    found, far = Files.to_bring(here), cast(Any, Far(here, root))
+    found, far = Files.to_bring(here), Far(here, root)
     sync.bring(far, found)
     put(root, "run/kept.txt", "run/gone.txt", "run/deep/new name.txt", "run/-f", f"run/{MARK_OF_DISK}1")
     (root / "run" / "link").symlink_to("deep")
@@ -138,7 +138,7 @@ def test_file_that_vanishes_while_it_is_fetched_is_no_trouble(tmp_path: Path) ->
     put(here, "train.py")
     far = Far(here, root, f"rm {root}/run/gone.txt; ")
     put(root, "run/kept.txt", "run/gone.txt")
-    sync.fetch(cast(Any, far), here / "run")
+    sync.fetch(far, here / "run")
     assert [path.name for path in (here / "run").iterdir()] == ["kept.txt"]
 
 

@@ -18,7 +18,7 @@ from screens import Screen
 
 from manyhosts.listeners import terminal
 from manyhosts.listeners.paint import bare, paint
-from manyhosts.listeners.terminal import Display, display, live_line
+from manyhosts.listeners.terminal import Display, live_line
 
 FIELDS: dict[str, Any] = {
     "epoch": 3,
@@ -107,7 +107,7 @@ def test_bar_keeps_its_width(fraction: float) -> None:
 
 def test_live_line_is_drawn_over_itself_in_one_write_without_being_erased_first() -> None:
     stream = Terminal()
-    shows = display(stream)
+    shows = Display(stream)
     for step in (1, 2, 10_000, 3):
         before = len(stream.writes)
         shows.progress({**FIELDS, "step": step})
@@ -148,7 +148,7 @@ def test_run_that_ended_takes_the_live_line_away_and_a_new_one_brings_it_back() 
 
 def test_errors_go_to_their_own_stream_where_that_is_given() -> None:
     out, errors = io.StringIO(), io.StringIO()
-    shows = display(out, errors)
+    shows = Display(out, errors)
     shows.line("fine", "[0] ", False)
     shows.line("bad", "[1] ", True)
     assert (out.getvalue(), errors.getvalue()) == ("[0] fine\n", "[1] bad\n")
@@ -157,7 +157,7 @@ def test_errors_go_to_their_own_stream_where_that_is_given() -> None:
 def test_pipe_gets_plain_lines_one_each_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, stream = Clock(), io.StringIO()
     monkeypatch.setattr(terminal.time, "monotonic", clock.monotonic)
-    shows = display(stream)
+    shows = Display(stream)
     for tenth in range(350):
         clock.now = 100 + tenth / 10
         shows.progress({**FIELDS, "step": tenth})
@@ -171,7 +171,7 @@ def test_pipe_gets_plain_lines_one_each_ten_seconds(monkeypatch: pytest.MonkeyPa
 def test_line_that_was_said_counts_as_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, stream = Clock(), io.StringIO()
     monkeypatch.setattr(terminal.time, "monotonic", clock.monotonic)
-    shows = display(stream)
+    shows = Display(stream)
     shows.progress(FIELDS)
     clock.now += 9
     shows.say("epoch 3 is done")
@@ -186,7 +186,7 @@ def test_terminal_that_wants_no_colours_gets_none(
 ) -> None:
     monkeypatch.setenv(name, value)
     stream = Terminal()
-    shows = display(stream)
+    shows = Display(stream)
     shows.progress(FIELDS)
     shows.say(paint("said", "red"))
     shows.line("printed", "[0] ")
@@ -198,13 +198,13 @@ def test_terminal_that_wants_no_colours_gets_none(
 
 def test_what_a_worker_painted_itself_passes_as_it_is() -> None:
     stream = io.StringIO()
-    display(stream).line("\x1b[35mpurple\x1b[0m", "[0] ")
+    Display(stream).line("\x1b[35mpurple\x1b[0m", "[0] ")
     assert stream.getvalue() == "[0] \x1b[35mpurple\x1b[0m\n"
 
 
 def test_terminal_in_the_c_locale_gets_letters_for_signs() -> None:
     stream = Terminal("ascii")
-    shows = display(stream)
+    shows = Display(stream)
     shows.progress(FIELDS)
     shows.say("98 % ★ best")
     shows.line("Zürich", "")
@@ -216,7 +216,7 @@ def test_reader_that_went_away_hurts_nobody() -> None:
     reading, writing = os.pipe()
     with os.fdopen(writing, "w") as stream:
         os.close(reading)
-        shows = display(stream)
+        shows = Display(stream)
         shows.say("nobody hears this")
         shows.line("nor this", "")
         shows.close()
@@ -228,7 +228,7 @@ def test_reader_that_went_away_hurts_nobody() -> None:
 
 def test_many_threads_never_tear_a_line() -> None:
     stream = Terminal()
-    shows = display(stream)
+    shows = Display(stream)
 
     def talk(name: str) -> None:
         for number in range(200):
@@ -248,7 +248,7 @@ def test_many_threads_never_tear_a_line() -> None:
 
 def test_head_starts_without_rich_and_without_torch() -> None:
     code = (
-        "import sys; from manyhosts.listeners.terminal import display; shows = display(sys.stdout);"
+        "import sys; from manyhosts.listeners.terminal import Display; shows = Display(sys.stdout);"
         "shows.line('x', ''); shows.progress({'epoch': 1}); shows.close();"
         "sys.exit(any(name in sys.modules for name in ('rich', 'torch', 'tensorboard')))"
     )
@@ -275,7 +275,7 @@ def real_terminal() -> Iterator[tuple[TextIO, Any]]:
 def test_prints_of_the_script_appear_above_the_live_line_just_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     with real_terminal() as (stream, read):
         monkeypatch.setattr(sys, "stdout", stream)
-        shows = display(stream)
+        shows = Display(stream)
         shows.guard()
         shows.progress(FIELDS)
         sys.stdout.write("whole\n")
@@ -294,7 +294,7 @@ def test_prints_of_the_script_appear_above_the_live_line_just_as_they_are(monkey
 def test_output_that_is_no_terminal_is_not_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stdout", stream)
-    shows = display(stream)
+    shows = Display(stream)
     shows.guard()
     assert sys.stdout is stream
 
@@ -303,7 +303,7 @@ def test_output_that_is_no_terminal_is_not_guarded(monkeypatch: pytest.MonkeyPat
 def test_no_line_of_ours_is_longer_than_the_terminal_is_wide(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     monkeypatch.setattr(terminal, "_columns", lambda stream: width)
     stream = Terminal()
-    shown = display(stream)
+    shown = Display(stream)
     rule, bar = paint("─" * 40, "dim"), paint("█" * 28, "green")
     shown.say(f"epoch  1/12   loss 1.2210   validation: accuracy 88.89 %, loss 1.0900{paint('  ★ best', 'green')}")
     shown.say(f"{paint('completed', 'bold')} ─ all 12 epochs done {rule} 2 workers · ddp\n  computing  99 %  {bar}")
@@ -318,13 +318,13 @@ def test_no_line_of_ours_is_longer_than_the_terminal_is_wide(monkeypatch: pytest
 def test_bars_are_left_out_together_where_one_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(terminal, "_columns", lambda stream: 30)
     stream = Terminal()
-    display(stream).say(f"computing  90 %  {paint('█' * 20, 'green')}\nwaiting    10 %  {paint('██▏', 'yellow')}")
+    Display(stream).say(f"computing  90 %  {paint('█' * 20, 'green')}\nwaiting    10 %  {paint('██▏', 'yellow')}")
     assert [bare(line) for line in stream.getvalue().splitlines()] == ["computing  90 %", "waiting    10 %"]
 
 
 def test_lines_of_ours_stay_whole_where_there_is_no_terminal() -> None:
     stream = io.StringIO()
-    display(stream).say("word " * 40 + "end")
+    Display(stream).say("word " * 40 + "end")
     assert stream.getvalue() == "word " * 40 + "end\n"
 
 
@@ -332,6 +332,6 @@ def test_live_line_leaves_room_for_what_the_terminal_shows_of_ctrl_c(monkeypatch
     for width in range(40, 121):
         monkeypatch.setattr(terminal, "_columns", lambda stream, width=width: width)
         stream = Terminal()
-        display(stream).progress(FIELDS)
+        Display(stream).progress(FIELDS)
         drawn = bare(stream.getvalue().removeprefix("\r").removesuffix("\x1b[K"))
         assert len(drawn) + len("^C") < width, "or the line that is erased would be the next one"

@@ -36,7 +36,7 @@ def test_thread_works_without_being_asked() -> None:
         lambda items: worked.set() if items == [7] else None, every_s=0.01, name="test"
     )
     background_writer.put(7)
-    assert worked.wait(timeout=20)
+    assert worked.wait(timeout=120)
     background_writer.close()
 
 
@@ -69,7 +69,7 @@ def test_failure_in_the_thread_comes_out_of_the_next_put() -> None:
 
     background_writer: BackgroundWriter[int] = BackgroundWriter(fail, every_s=0.001, name="test")
     background_writer.put(1)
-    assert tried.wait(timeout=20)
+    assert tried.wait(timeout=120)
     deadline = time.monotonic() + 20
     while not isinstance(failure, OSError) and time.monotonic() < deadline:
         try:

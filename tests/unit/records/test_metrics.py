@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -20,10 +21,21 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from stories import BEGIN, ended, epoch_done, snapshot_saved, started, stepped, validated, was_tested
 
-from manyhosts.events import CompressionChosen, Event, Note, Recovered, Slowdown, SnapshotCopied, SnapshotSkipped
+from manyhosts.events import (
+    CompressionChosen,
+    Event,
+    Note,
+    Recovered,
+    Slowdown,
+    SnapshotCopied,
+    SnapshotSkipped,
+    WorkersTimed,
+    WorkerTimes,
+)
 from manyhosts.records import metrics
 from manyhosts.records.metrics import MetricsFile, line_of, text_of
 
+WENT_ON = Recovered(step=4, reason="rank 1 died", how="without it", steps_redone=1, seconds_lost=0.5, time=BEGIN)
 EVERY_KIND: list[Event] = [
     started(),
     stepped(1),
@@ -32,9 +44,27 @@ EVERY_KIND: list[Event] = [
     snapshot_saved(4),
     SnapshotCopied(step=4, address="s3://bucket/run/step-00000004.0123456789ab", bytes=9, seconds=0.1, time=BEGIN),
     SnapshotSkipped(step=4, path=Path("snapshots/step-4"), reason="one bit is wrong", time=BEGIN),
-    Recovered(step=4, reason="rank 1 died", how="without it", steps_redone=1, seconds_lost=0.5, time=BEGIN),
+    WENT_ON,
     Note(text="said once", step=4, time=BEGIN),
-    Slowdown(step=5, text="host b is slow", what="worker", who="host b", factor=2.5, time=BEGIN),
+    Slowdown(step=5, text="host b is slow", what="worker", who="host b", factor=2.5, time=BEGIN, cause="data"),
+    WorkersTimed(
+        step=5,
+        steps=3,
+        workers=(
+            WorkerTimes(
+                rank=0,
+                host="a",
+                samples=8,
+                total=0.5,
+                compute=0.25,
+                communication_exposed=0.125,
+                data_wait=0.0625,
+                snapshot_stall=0.0625,
+            ),
+        ),
+        communication=0.125,
+        time=BEGIN,
+    ),
     CompressionChosen(step=5, compression="int8", why="slow", bandwidth=1e6, latency=1e-4, time=BEGIN),
     ended(4),
     was_tested(4, loss=0.4),
@@ -57,7 +87,7 @@ def test_every_kind_of_event_has_its_line(tmp_path: Path) -> None:
     write(tmp_path / "m", *EVERY_KIND)
     lines = metrics.read(tmp_path / "m")
     words = ["start", "step", "epoch", "validation", "snapshot", "copied", "skipped", "restart", "note"]
-    words += ["slow", "compression", "end", "test"]
+    words += ["slow", "workers", "compression", "end", "test"]
     assert [line["event"] for line in lines] == words
     for line in lines:
         assert isinstance(line["step"], int)
@@ -268,6 +298,27 @@ def test_killed_process_leaves_every_step_that_is_older_than_a_second(tmp_path: 
     file.add(stepped(old[-1] + 1))
     file.close()
     assert steps_in(path) == list(range(1, old[-1] + 2))
+
+
+@pytest.mark.parametrize(
+    ("events", "is_told"),
+    [
+        ([started(), stepped(1)], False),
+        ([started(), stepped(1), ended(1)], True),
+        ([started(), stepped(1), ended(1), snapshot_saved(1)], True),
+        ([started(), stepped(1), ended(1), started(1)], False),
+        ([started(), stepped(1), ended(1), replace(WENT_ON, step=1)], False),
+    ],
+)
+def test_who_takes_a_file_over_knows_whether_the_end_is_told(
+    tmp_path: Path, events: list[Event], is_told: bool
+) -> None:
+    write(tmp_path / "metrics.jsonl", *events)
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    told = file.take_over()
+    file.close()
+    assert told.end is is_told
+    assert (told(stepped(1)), told(stepped(2))) == (True, False)
 
 
 def test_flush_has_every_line_on_the_disk(tmp_path: Path) -> None:

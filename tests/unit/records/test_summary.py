@@ -160,6 +160,12 @@ def test_percentile_is_linear_between_neighbours(percent: float, value: float) -
     assert percentile([7], percent) == 7
 
 
+def test_step_behind_the_end_is_of_a_worker_that_had_come_farther_than_who_told_it() -> None:
+    events = [started(), stepped(1), ended(1, status="failed", reason="a sample"), stepped(2), snapshot_saved(2)]
+    found = summarise(map(line_of, events), record())
+    assert (found.status, found.reason, found.steps, found.weights_sha256) == ("failed", "a sample", 2, "")
+
+
 def test_summary_is_read_back_also_with_a_loss_that_is_no_number(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
     whole = summary_of(*WHOLE)

@@ -12,7 +12,7 @@ from disks import CountingDisk, CutDisk, FullDisk, Loses, PowerCut
 
 from manyhosts.errors import SnapshotError
 from manyhosts.events import SnapshotSaved, SnapshotSkipped
-from manyhosts.records.manifest import best_in, found_in
+from manyhosts.records.manifest import found_in
 from manyhosts.snapshot.disk import Disk
 from manyhosts.snapshot.load import load
 from manyhosts.snapshot.store import Facts, Store
@@ -44,7 +44,8 @@ def newest_step(run: Path) -> int:
 
 
 def best_step(run: Path) -> int:
-    for path in best_in(run):
+    """Of the first that is whole: a crash while it is replaced may leave two."""
+    for path in (run / "best.new", run / "best", run / "best.old"):
         try:
             loaded = load(path)
         except SnapshotError:

@@ -15,12 +15,14 @@ from typing import Any
 import pytest
 import torch
 from disks import CountingDisk, FullDisk
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from manyhosts.communication.parts import TensorPart
 from manyhosts.errors import SnapshotError
 from manyhosts.events import SnapshotSaved, SnapshotSkipped
 from manyhosts.records.manifest import found_in
+from manyhosts.records.tensor_parts import Box, flaw
 from manyhosts.snapshot.commit import Part, hear, tell
 from manyhosts.snapshot.disk import Disk
 from manyhosts.snapshot.load import everything_fits, newest
@@ -116,19 +118,120 @@ def test_every_worker_writes_its_share_and_the_folder_holds_no_more(tmp_path: Pa
     ]
 
 
-@given(sizes=st.lists(st.integers(0, 1000), max_size=40), workers=st.integers(1, 9))
-def test_each_tensor_has_one_writer_and_no_worker_has_much_more_than_another(sizes: list[int], workers: int) -> None:
-    tensors = {str(index): torch.empty(size, dtype=torch.uint8) for index, size in enumerate(sizes)}
-    shares = share_out(tensors, workers)
-    assert sorted(name for share in shares for name in share) == sorted(tensors)
-    loads = [sum(tensor.nbytes for tensor in share.values()) for share in shares]
-    assert max(loads) - min(loads) <= max(sizes, default=0)
+@example(shapes=[[2, 3], [3, 2]], workers=3, cut_above=1)
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 30), max_size=2), max_size=30),
+    workers=st.integers(1, 9),
+    cut_above=st.sampled_from([1, 100, 1 << 20]),
+)
+def test_each_element_has_one_writer_and_no_worker_has_much_more_than_another(
+    shapes: list[list[int]], workers: int, cut_above: int
+) -> None:
+    tensors = {str(index): torch.empty(shape, dtype=torch.uint8) for index, shape in enumerate(shapes)}
+    shares = share_out(tensors, workers, cut_above=cut_above)
+    for name, tensor in tensors.items():
+        boxes = [share[name].box for share in shares if name in share]
+        assert flaw(tuple(tensor.shape), boxes) == ""
+        assert len(boxes) <= 1 or tensor.nbytes > cut_above
+    parts = [part.local.nbytes for share in shares for part in share.values()]
+    loads = [sum(part.local.nbytes for part in share.values()) for share in shares]
+    assert max(loads) - min(loads) <= max(parts, default=0)
+
+
+def test_tensor_larger_than_an_equal_share_is_cut_in_rows() -> None:
+    tensors = {"large": torch.arange(90.0).reshape(30, 3), "small": torch.zeros(3)}
+    first, second, third = share_out(tensors, 3, cut_above=8)
+    assert [share["large"].box for share in (first, second, third)] == [
+        Box((0, 0), (10, 3)),
+        Box((10, 0), (10, 3)),
+        Box((20, 0), (10, 3)),
+    ]
+    assert first["large"].local.data_ptr() == tensors["large"].data_ptr()
+    assert [share["large"].is_all for share in share_out(tensors, 1, cut_above=8)] == [True]
 
 
 def test_one_large_tensor_is_outweighed_by_many_small_ones() -> None:
     sizes = {"small-1": 1, "large": 10} | {f"small-{index}": 1 for index in range(2, 11)}
     tensors = {name: torch.empty(size, dtype=torch.uint8) for name, size in sizes.items()}
     assert [len(share) for share in share_out(tensors, 2)] == [1, 10]
+
+
+def cut(worker: Worker, tensor: torch.Tensor) -> TensorPart:
+    """What this worker holds of a tensor that is cut along its first dimension; of some nothing."""
+    size = -(-tensor.shape[0] // worker.size)
+    local = tensor[worker.rank * size : (worker.rank + 1) * size]
+    return TensorPart(local, (worker.rank * size, *[0] * (tensor.dim() - 1)), tuple(tensor.shape))
+
+
+@pytest.mark.parametrize("writers", [1, 2, 4])
+def test_what_each_worker_holds_a_part_of_is_saved_from_where_it_is(tmp_path: Path, writers: int) -> None:
+    weights = {"wide": torch.arange(10.0).reshape(5, 2), "short": torch.arange(2.0), "alike": torch.ones(3)}
+
+    def work(world: Any) -> Store:
+        held = {name: cut(world, tensor) for name, tensor in weights.items() if name != "alike"}
+        store = Store(tmp_path, keep=2, world=world)
+        store.save({"model": {**held, "alike": weights["alike"]}}, facts(1))
+        store.wait()
+        return store
+
+    [event] = WorkerGroup(writers).run(work)[0].finished()
+    assert isinstance(event, SnapshotSaved)
+    loaded = Store(tmp_path, keep=2).latest()
+    assert loaded is not None
+    assert all(torch.equal(loaded.state["model"][name], tensor) for name, tensor in weights.items())
+    assert len(loaded.records["model.wide"].parts) == min(writers, -(-5 // -(-5 // writers)))
+
+
+def test_tensor_that_outweighs_all_others_is_written_by_several_and_read_whole(tmp_path: Path) -> None:
+    large = torch.arange(3 * (1 << 18), dtype=torch.float32).reshape(-1, 3)  # 3 MiB
+    state = {"large": large, "turned": large.t(), "small": torch.ones(5)}
+
+    def work(world: Any) -> Store:
+        store = Store(tmp_path, keep=2, world=world)
+        store.save(state, facts(1), unchanged_until_update=[large])
+        store.before_update()
+        store.wait()
+        return store
+
+    [event] = WorkerGroup(4).run(work)[0].finished()
+    assert isinstance(event, SnapshotSaved)
+    sizes = [path.stat().st_size for path in (tmp_path / "step-00000001").glob("tensors-*")]
+    assert max(sizes) < large.nbytes
+    for loaded in WorkerGroup(2).run(lambda world: Store(tmp_path, keep=2, world=world).latest()):
+        assert all(torch.equal(loaded.state[name], tensor) for name, tensor in state.items())
+        assert len(loaded.records["large"].parts) > 1
+
+
+@pytest.mark.parametrize(
+    ("mine", "words"),
+    [
+        (lambda rank: {"a": torch.zeros(2 + rank)}, "the workers do not hold the same state: a is "),
+        (lambda rank: {f"of-{rank}": torch.zeros(2)}, "the workers do not hold the same state: of-"),
+        (
+            lambda rank: {"a": TensorPart(torch.zeros(1 + rank), (rank,), (4,))},
+            "the workers do not hold all of the state: a is not whole: 1 of its 4 elements are missing",
+        ),
+        (
+            lambda rank: {"a": TensorPart(torch.zeros(3), (rank,), (4,))},
+            "the workers do not hold all of the state: a is not whole: parts of it overlap",
+        ),
+    ],
+    ids=["other shapes", "other names", "a gap", "an overlap"],
+)
+def test_parts_that_are_not_just_the_state_make_no_snapshot(
+    tmp_path: Path, mine: Callable[[int], dict[str, Any]], words: str
+) -> None:
+    def work(world: Any) -> Store:
+        store = Store(tmp_path, keep=2, world=world)
+        filled = {f"fill-{index}": torch.zeros(3) for index in range(3)}
+        store.save({**filled, **mine(world.rank)}, facts(1))
+        store.wait()
+        return store
+
+    [event] = WorkerGroup(2).run(work)[0].finished()
+    assert isinstance(event, SnapshotSkipped)
+    assert event.reason.startswith(words)
+    assert found_in(tmp_path) == []
 
 
 @pytest.mark.parametrize("sick", [0, 1, 2])
@@ -261,10 +364,8 @@ def test_no_worker_is_left_waiting_when_none_fits(tmp_path: Path) -> None:
 
 def test_failure_of_a_worker_is_heard_before_the_others_are_done(tmp_path: Path) -> None:
     tell(tmp_path, 2, Part(failure="its disk caught fire"), Disk())
-    begin = time.monotonic()
     with pytest.raises(SnapshotError, match="worker 2 could not write its part: its disk caught fire"):
-        hear(tmp_path, range(3), patience_s=60, gave_up=str)
-    assert time.monotonic() - begin < 30
+        hear(tmp_path, range(3), patience_s=1e9, gave_up=str)
 
 
 def test_full_disk_that_takes_only_an_empty_file_still_says_who_failed(tmp_path: Path) -> None:
@@ -273,7 +374,7 @@ def test_full_disk_that_takes_only_an_empty_file_still_says_who_failed(tmp_path:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     tell(tmp_path, 1, Part(failure="No space left on device"), NoRoomForBytes())
-    with pytest.raises(SnapshotError, match="worker 1 could not write its part: its disk is full"):
+    with pytest.raises(SnapshotError, match="worker 1 could not write its part: No space left on device"):
         hear(tmp_path, [1], patience_s=60, gave_up=str)
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from manyhosts.errors import SnapshotError
 from manyhosts.events import SnapshotSaved
-from manyhosts.records.manifest import FORMAT_VERSION, best_in, found_in
+from manyhosts.records.manifest import FORMAT_VERSION, found_in
 from manyhosts.snapshot.copy import CopySpace
 from manyhosts.snapshot.fingerprint import fingerprint, weights_sha256
 from manyhosts.snapshot.load import load, same_model
@@ -254,7 +254,7 @@ def test_best_is_replaced_and_lies_outside_the_count_of_those_kept(tmp_path: Pat
         store.save_as(tmp_path / "best", state(step), facts(step))
     save(store, 3)
     assert names(tmp_path) == ["best", "snapshots"]
-    assert load(best_in(tmp_path)[0]).facts.step == 3
+    assert load(tmp_path / "best").facts.step == 3
 
 
 def test_manifest_is_readable_by_any_tool(tmp_path: Path) -> None:

@@ -79,7 +79,10 @@ def test_how_far_it_pays_and_what_it_costs(tmp_path: Path) -> None:
 
 def test_more_than_ideal_is_doubted(tmp_path: Path) -> None:
     study = make_study(tmp_path, asked(), lambda point: {**ideal(point), "compute": 1.0 / point.workers**1.3})
-    assert "That is more than ideal" in study.verdict()
+    verdict = study.verdicts()[()]
+    assert "That is more than ideal" in verdict.text
+    assert "A further worker" not in verdict.text
+    assert (verdict.pays_up_to, verdict.fastest) == (None, None)
 
 
 def test_the_fastest_of_the_settings_that_were_tried_is_named(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def commands(tmp_path: Path, *words: str) -> list[str]:
 
 
 def test_each_size_each_variant_and_each_seed_is_a_run(tmp_path: Path) -> None:
-    words = ["--workers", "2,1", "--vary", "compression=none,bf16", "--repeat", "2", "--budget", "5 epochs"]
+    words = ["--workers", "2,1,2", "--vary", "compression=none,bf16", "--repeat", "2", "--budget", "5 epochs"]
     assert commands(tmp_path, *words) == [
         f"--workers {workers} --set 'duration=5 epochs' --set compression={compression} --set seed={seed} "
         f"--run-dir S/points/{workers}-worker{'s' * (workers > 1)}-compression-{compression}-seed-{seed}"

@@ -47,6 +47,55 @@ def test_every_second_has_its_cause() -> None:
     assert found.epoch_seconds == pytest.approx((6 + 1.75 + 0.125 + 1.75 + 2.75, 2.5 + 2.0))
 
 
+def run_of(*times: tuple[float, float, float, float], steps: int = 4) -> dict[str, float]:
+    """The seconds of a run whose workers take these times for each step; rank 0's are the first."""
+    run = Story()
+    run.start()
+    run.step(0.5)
+    for _ in range(steps):
+        compute, exposed, data, stall = times[0]
+        run.step(compute, exposed, data, stall)
+    run.workers(*times, steps=steps)
+    run.step(*times[0])  # nobody has told of this one
+    run.add("end")
+    return dict(run.spent().seconds)
+
+
+def lasting(**parts: float) -> dict[str, float]:
+    return {**dict.fromkeys(CAUSES, 0.0), "start_up": 0.5, **parts}
+
+
+def test_what_one_worker_takes_more_than_the_others_is_the_stragglers() -> None:
+    found = run_of((1.0, 3.5, 0.0, 0.0), (4.0, 0.5, 0.0, 0.0))
+    own = {"compute": 1.0, "communication_exposed": 3.5}  # of the step that nobody has told of
+    assert found == pytest.approx(
+        lasting(compute=4 * 1.0 + own["compute"], communication_exposed=4 * 0.5 + own["communication_exposed"],
+                straggler=4 * 3.0)
+    )  # fmt: skip
+
+
+def test_the_same_is_found_where_the_slow_worker_keeps_the_record() -> None:
+    found = run_of((4.0, 0.5, 0.0, 0.0), (1.0, 3.5, 0.0, 0.0))
+    assert found["straggler"] == pytest.approx(12.0)
+    assert found["communication_exposed"] == pytest.approx(4 * 0.5 + 0.5)
+
+
+def test_data_that_one_worker_waits_for_holds_the_others_up_and_what_all_wait_for_is_data() -> None:
+    assert run_of((1.0, 2.0, 0.0, 0.0), (1.0, 2.0, 0.0, 0.0), (1.0, 0.0, 2.0, 0.0))["straggler"] == pytest.approx(8.0)
+    found = run_of((1.0, 0.0, 2.0, 0.0), (1.0, 0.0, 2.0, 0.0))
+    assert (found["straggler"], found["data_wait"]) == pytest.approx((0.0, 5 * 2.0))
+
+
+def test_snapshot_that_the_leader_alone_stands_still_for_is_a_snapshots_cost() -> None:
+    found = run_of((1.0, 0.0, 0.0, 2.0), (1.0, 2.0, 0.0, 0.0))
+    assert found == pytest.approx(lasting(compute=5.0, snapshot=5 * 2.0))
+
+
+def test_lines_of_all_workers_take_nothing_from_the_whole_time() -> None:
+    times = [(1.0, 1.0, 0.5, 0.0), (0.5, 1.5, 0.0, 0.5), (0.25, 0.25, 2.0, 0.0)]
+    assert sum(run_of(*times).values()) == pytest.approx(0.5 + 5 * 2.5)
+
+
 def test_the_time_to_a_loss_is_that_of_the_validation() -> None:
     found = whole_run().spent()
     assert found.lowest_loss() == 0.5
@@ -75,7 +124,7 @@ def test_the_time_between_an_end_and_going_on_is_nobodys(has_end: bool) -> None:
 
 
 def test_a_run_without_a_line_has_spent_nothing() -> None:
-    assert spent(lambda: iter(())).total == 0
+    assert spent(()).total == 0
 
 
 def a_run(*seconds: float, samples: int = 100) -> Spent:

@@ -59,6 +59,8 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "unknown precision": ({"precision": "fp8"}, "precision is 'fp8'"),
     "unknown strategy": ({"strategy": "dpp"}, "no strategy named 'dpp'"),
     "nccl without a GPU": ({"backend": "nccl"}, "no GPU"),
+    "computing again more than all": ({"activation_checkpointing": 1.5}, "activation_checkpointing is 1.5"),
+    "computing again without blocks": ({"activation_checkpointing": "blocks"}, "the model has no blocks"),
     "clipping at 0": ({"clip_gradients": 0.0}, "clip_gradients is 0"),
     "scaling without growth": ({"lr_scaling": "linear"}, "nothing to follow"),
     "warm-up by the clock": ({"warmup": "10 min"}, "is a time"),

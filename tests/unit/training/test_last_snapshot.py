@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +14,18 @@ from torch.utils.data import TensorDataset
 
 import manyhosts as mh
 from manyhosts.snapshot.load import load
+from manyhosts.strategies.traits import TRAITS
 from manyhosts.training.last_snapshot import LastSnapshot
 from manyhosts.training.loop import Loop
+from manyhosts.training.process_session import ProcessSession
 from manyhosts.training.stop_signals import StopSignals
+
+
+@pytest.fixture(autouse=True)
+def world_of_the_test() -> Iterator[None]:
+    """The launcher that a test pretends is not the next one's."""
+    yield
+    ProcessSession.current().close()
 
 
 class Member:
@@ -115,7 +124,10 @@ def be_beside_the_one_that_records(last: LastSnapshot) -> None:
         (put("snapshot_schedule.parts.auditor", object()), "whether it computed rightly"),
         (put("loop.at.trusted", 2), "whether it computed rightly"),
         (
-            put("snapshot_schedule.parts.strategy", SimpleNamespace(state_dict=lambda: {"kept": 1})),
+            put(
+                "snapshot_schedule.parts.strategy",
+                SimpleNamespace(traits=TRAITS["ddp"], state_dict=lambda: {"kept": 1}),
+            ),
             "something of its own",
         ),
         (put("loop.state.stream", {"read": [3]}), "how far the stream is read"),

@@ -21,9 +21,10 @@ from torch.utils.data import IterableDataset
 
 from manyhosts.cluster.place import Place
 from manyhosts.communication.world import World
+from manyhosts.data.cut import Cut, Cuts
 from manyhosts.data.order import Position, bounds
 from manyhosts.data.shards import ShardProgress
-from manyhosts.data.steps import Cut, Step
+from manyhosts.data.steps import Step
 from manyhosts.data.stream import Stream
 from manyhosts.errors import DataError
 from manyhosts.training.bad_steps import named
@@ -373,7 +374,7 @@ def test_snapshot_in_which_each_worker_kept_its_own_place_alone_is_read() -> Non
 def test_epoch_that_was_begun_in_shards_cannot_go_on_without_them() -> None:
     run = Run(Uneven(40), 8, streams=[{}] * 2)
     run.go(2, 2)
-    whole = StreamSource(Stream(Uneven(40), batch=8, seed=3, name="train"), Cut(1, 0, 1, None))
+    whole = StreamSource(Stream(Uneven(40), batch=8, seed=3, name="train"), Cuts(Cut(1, 0, 1, None)))
     with pytest.raises(DataError, match="read a part of its stream in shards, and now there are none"):
         whole.of_snapshot(run.streams, 0, run.position)
 

@@ -1,0 +1,163 @@
+"""`strategy="auto"`: the same on all workers, what it names gives the same, and what cannot be is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cgroups import cgroup_with, within
+from commands import summary
+from launching import MANYHOSTS, environment
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import manyhosts as mh
+from manyhosts.control.agent import host_state
+from manyhosts.errors import ConfigError
+
+pytestmark = pytest.mark.multiprocess
+MUCH = 10**12
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        out: Tensor = inputs + self.down(torch.tanh(self.up(inputs)))
+        return out
+
+
+def make_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 32), *[Block(32) for _ in range(4)], nn.Linear(32, 3))
+
+
+def trainer(run_dir: Path, **options: Any) -> mh.Trainer:
+    generator = torch.Generator().manual_seed(0)
+    inputs, targets = torch.randn(16, 4, generator=generator), torch.randint(0, 3, (16,), generator=generator)
+    return mh.Trainer(
+        model=make_model,
+        loss=nn.CrossEntropyLoss(),
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3),
+        data=mh.Data(train=TensorDataset(inputs, targets), batch_size=8),
+        run_dir=run_dir,
+        **options,
+    )
+
+
+def name_of(made: mh.Trainer) -> str:
+    strategy = made.settings.strategy
+    zero = f" zero={strategy.zero}" if isinstance(strategy, mh.FSDP) else ""
+    return f"{strategy.name}{zero}{' again' if made.settings.activation_checkpointing else ''}"
+
+
+def decided(rank: int, run_dir: Path, rooms: list[int], options: dict[str, Any]) -> list[str]:
+    """What is decided where the last worker alone has so little room beyond what every worker needs."""
+    found = []
+    for room in rooms:
+        own = room + 64_000_000 if rank == 1 else MUCH
+        host_state.memory_left = lambda share=1, own=own: own  # type: ignore[assignment]
+        try:
+            found.append(name_of(trainer(run_dir, strategy="auto", **options)))
+        except ConfigError as error:
+            found.append(str(error))
+    return found
+
+
+def test_worker_with_the_least_memory_decides_for_all(tmp_path: Path) -> None:
+    """The model has 69 kB; with gradients, optimizer and the copy for a snapshot a worker of `ddp` has 380 kB."""
+    rooms = [MUCH, 360_000, 250_000, 0]
+    told = run_ranks(2, decided, tmp_path, rooms, {})
+    assert told[0] == told[1]
+    plain, less, least, nothing = told[0]
+    assert plain == "ddp"
+    assert less.startswith("fsdp zero=")
+    assert least.startswith("fsdp zero=3") or "does not fit" in least
+    assert "the training does not fit into" in nothing
+    for word in ("ddp needs", "fsdp zero=3, activation checkpointing needs", "kB parameters +", "and there are 2",
+                 "rank 1", "to spare"):  # fmt: skip
+        assert word in nothing, nothing
+
+
+def trained(rank: int, folder: Path) -> dict[str, str]:
+    """The weights of each strategy, where there is memory enough."""
+    found = {}
+    for strategy in ("ddp", "auto"):
+        made = trainer(folder / strategy, strategy=strategy)
+        found[strategy] = made.fit("3 steps").weights_sha256
+    return found
+
+
+def test_where_there_is_memory_enough_it_is_ddp_to_the_last_bit_and_says_so(tmp_path: Path) -> None:
+    for found in run_ranks(2, trained, tmp_path):
+        assert found["auto"] == found["ddp"]
+    assert summary(tmp_path / "auto")["strategy"] == "ddp"
+    record = json.loads((tmp_path / "auto" / "run.json").read_text())
+    assert record["settings"]["strategy"]["name"] == "ddp"
+    lines = [json.loads(line) for line in (tmp_path / "auto" / "metrics.jsonl").read_text().splitlines()]
+    [said] = [line["text"] for line in lines if line["event"] == "note" and "auto" in line["text"]]
+    assert said.startswith("strategy='auto' is ddp: ")
+    assert [line.split("  ")[1] for line in said.splitlines()[2:]][::2] == [
+        "ddp", "fsdp zero=1", "fsdp zero=2", "fsdp zero=3"
+    ]  # fmt: skip
+    assert "auto" not in (tmp_path / "ddp" / "metrics.jsonl").read_text()
+
+
+def gone_on(rank: int, folder: Path, room: int) -> list[str]:
+    """Two steps with all the memory there is, and two more with little."""
+    notes = []
+    for steps, own in ((2, MUCH), (4, room + 64_000_000)):
+        host_state.memory_left = lambda share=1, own=own: own  # type: ignore[assignment]
+        made = trainer(folder, strategy="auto")
+        made.fit(f"{steps} steps")
+        notes.append(name_of(made))
+    return notes
+
+
+def test_run_that_is_gone_on_with_decides_anew_and_says_what_changed(tmp_path: Path) -> None:
+    first, second = run_ranks(2, gone_on, tmp_path, 360_000)[0]
+    assert first == "ddp"
+    assert second.startswith("fsdp")
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert any("strategy ddp → fsdp" in line.get("text", "") for line in lines)
+
+
+def test_one_worker_is_single_and_virtual_workers_stay_what_they_are(tmp_path: Path) -> None:
+    assert run_ranks(1, decided, tmp_path, [MUCH], {}) == [["single"]]
+    assert run_ranks(2, decided, tmp_path, [MUCH], {"virtual_workers": 4}) == [["ddp"]] * 2
+    [[refused], _] = run_ranks(2, decided, tmp_path, [0], {"virtual_workers": 4})
+    assert "no number of workers" in refused
+    assert "fsdp" not in refused
+
+
+LIMITED = Path(__file__).with_name("limited_script.py")
+
+
+def limited(strategy: str, folder: Path, group: Path) -> tuple[int, str]:
+    """The script's run within `group`, where each worker may have 450 MB beyond what it had before the trainer."""
+    words = [*MANYHOSTS, "run", "--workers", "4", "--env", f"GROUP={group}", "--env", "ROOM=450000000"]
+    words += ["--set", f"strategy={strategy}", "--run-dir", str(folder), str(LIMITED)]
+    done = subprocess.run(
+        within(group, words), cwd=folder.parent, env=environment(), capture_output=True, text=True, timeout=240
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_model_that_ddp_has_no_memory_for_under_a_limit_of_the_kernel_trains_with_auto(tmp_path: Path) -> None:
+    """AdamW and 30 million parameters: a worker of `ddp` holds 480 MB, and 570 MB while it makes a snapshot."""
+    with cgroup_with(None) as group:
+        _, said = limited("ddp", tmp_path / "ddp", group)
+    assert "was killed by the kernel for want of memory" in said, "the others may go on, with what that one had"
+    with cgroup_with(None) as group:
+        code, said = limited("auto", tmp_path / "auto", group)
+    assert code == 0, said
+    assert "killed" not in said
+    assert "strategy='auto' is fsdp" in said
+    assert summary(tmp_path / "auto")["steps"] == 3

@@ -1,0 +1,69 @@
+"""Fully sharded data parallelism equals one process, and `ddp` where one process computes other shapes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sharded import Case, Outcome, assert_same, trained
+from torch import nn
+
+pytestmark = pytest.mark.multiprocess
+
+CASES = {
+    "plain": Case(),
+    "three micro-batches": Case(trainer={"micro_batch_size": 2}),
+    "clipped": Case(trainer={"clip_gradients": 0.1}),
+    "batch of two": Case(samples=5, batch=2),  # and one of one: some workers have none
+    "batch norm": Case(block={"norm": nn.BatchNorm1d}),
+    "loss with parameters": Case(centred=True),
+    "AdamW": Case(optimizer="AdamW"),
+}
+"""What one process computes, too: sums in another order apart."""
+ALIKE = {
+    "bf16": Case(trainer={"precision": "bf16"}),
+    "fp16": Case(trainer={"precision": "fp16", "clip_gradients": 0.5}),
+    "dropout": Case(block={"dropout": 0.3}),
+    "accumulated batch norm": Case(block={"norm": nn.BatchNorm1d, "dropout": 0.1}, trainer={"micro_batch_size": 3}),
+}
+"""What `ddp` on as many workers computes in the same shapes, from the same random numbers."""
+WAYS: dict[int, dict[str, Any]] = {2: {"zero": 2}, 3: {"zero": 3}, 4: {"zero": 1, "shard": 2}}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    return trained(1, CASES, tmp_path_factory.mktemp("alone"))
+
+
+@pytest.mark.parametrize("workers", WAYS)
+def test_parts_on_several_workers_equal_one_process(workers: int, alone: Any, tmp_path: Path) -> None:
+    cases = {name: replace(case, options=WAYS[workers]) for name, case in CASES.items()}
+    for name, found in trained(workers, cases, tmp_path).items():
+        assert len(found.norms) == 5, name
+        assert_same(alone[name], found)
+
+
+def test_parts_equal_whole_models_on_as_many_workers(tmp_path: Path) -> None:
+    ways = ({"zero": 3}, {"zero": 2}, {"zero": 1})
+    cases = {f"{name}, {way}": replace(case, options=way) for way in ways for name, case in ALIKE.items()}
+    whole = {name: replace(case, strategy="ddp") for name, case in ALIKE.items()}
+    found = trained(2, {**cases, **whole}, tmp_path)
+    for name in ALIKE:
+        for way in ways:
+            assert_same(found[name], found[f"{name}, {way}"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_every_way_on_every_number_of_workers_equals_one_process_or_whole_models(
+    workers: int, alone: Any, tmp_path: Path
+) -> None:
+    shards = [shard for shard in (None, 1, 2) if shard != workers and (shard is None or workers % shard == 0)]
+    ways = [{"zero": zero, "shard": shard} for zero in (1, 2, 3) for shard in shards]
+    whole = trained(workers, {name: replace(case, strategy="ddp") for name, case in ALIKE.items()}, tmp_path / "whole")
+    for number, way in enumerate(ways):
+        cases = {name: replace(case, options=way) for name, case in {**CASES, **ALIKE}.items()}
+        for name, found in trained(workers, cases, tmp_path / str(number)).items():
+            assert_same(alone[name] if name in CASES else whole[name], found)

@@ -1,0 +1,107 @@
+"""How workers are laid out along the axes of a mesh: by numbers alone."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from manyhosts.communication.mesh import AXES, Mesh
+from manyhosts.config.strategies import BY_NAME
+from manyhosts.errors import ConfigError
+from manyhosts.strategies.local_updates import LocalUpdates
+from manyhosts.strategies.single import SingleProcess
+from manyhosts.strategies.strategy import FixedParts, Survivable
+from manyhosts.strategies.table import STRATEGIES
+from manyhosts.strategies.traits import TRAITS
+from manyhosts.strategies.virtual import VirtualWorkers
+
+
+@dataclass
+class Numbered:
+    """A world that nobody has joined: of it only the numbers are known."""
+
+    size: int
+    rank: int = 0
+    group: object = field(default_factory=object)
+    device: torch.device | None = None
+
+
+def world_of(size: int, rank: int = 0) -> Numbered:
+    return Numbered(size, rank)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"shard": 2}, {"tensor": 3}, {"shard": 2, "pipe": 2}])
+def test_every_worker_stands_once_in_each_group_along_any_axes(sizes: dict[str, int]) -> None:
+    workers = 12
+    if workers % math.prod(sizes.values()):
+        workers = 16
+    mesh = Mesh(world_of(workers), **sizes)
+    assert math.prod(mesh.size(axis) for axis in AXES) == workers
+    for wanted in product([False, True], repeat=len(AXES)):
+        axes = tuple(axis for axis, is_in in zip(AXES, wanted, strict=True) if is_in)
+        groups = list(mesh.groups(*axes))
+        assert sorted(rank for ranks in groups for rank in ranks) == list(range(workers))
+        assert {len(ranks) for ranks in groups} == {mesh.size(*axes)}
+        for ranks in groups:  # within a group only the coordinates along its axes differ
+            places = [Mesh(world_of(workers, rank), **sizes) for rank in ranks]
+            others = {tuple(place.coordinate(axis) for axis in AXES if axis not in axes) for place in places}
+            assert len(others) == 1
+
+
+def test_tensor_runs_over_neighbours_and_pipe_over_the_farthest() -> None:
+    mesh = Mesh(world_of(8), tensor=2, pipe=2)
+    assert next(mesh.groups("tensor")) == (0, 1)
+    assert next(mesh.groups("pipe")) == (0, 4)
+    assert next(mesh.groups("replicate")) == (0, 2)
+
+
+@pytest.mark.parametrize("sizes", [{"shard": 3}, {"shard": 2, "tensor": 4}, {"shard": 8}])
+def test_mesh_that_the_workers_do_not_fill_is_refused_with_what_would(sizes: dict[str, int]) -> None:
+    block = math.prod(sizes.values())
+    with pytest.raises(ConfigError, match=re.escape(f"blocks of {block} workers, and 4 workers")):
+        Mesh(world_of(4), **sizes)
+
+
+def test_mesh_with_an_axis_of_nobody_is_refused() -> None:
+    with pytest.raises(ConfigError, match="shard is 0"):
+        Mesh(world_of(4), shard=0)
+
+
+def test_whole_world_is_asked_for_itself_and_no_group_is_made() -> None:
+    world = world_of(4)
+    assert Mesh(world).data is world  # it has nothing to make a group with
+    assert Mesh(world, shard=4).along("shard") is world
+    assert Mesh(world).replica.size == 1
+    assert Mesh(world).replica.rank == 0
+
+
+def test_mesh_follows_its_world() -> None:
+    world: Any = world_of(4)
+    mesh = Mesh(world, shard=2)
+    world.size, world.group = 6, object()
+    assert mesh.size("replicate") == 3
+    world.size, world.group = 5, object()
+    with pytest.raises(ConfigError, match="5 workers"):
+        mesh.along("shard")
+
+
+def test_traits_say_what_each_strategy_has_the_calls_for() -> None:
+    assert BY_NAME.keys() - {"auto"} == {"single", *STRATEGIES.own} == TRAITS.keys() - {"virtual"}
+    kinds: list[Any] = [SingleProcess, VirtualWorkers, *map(STRATEGIES.load, STRATEGIES.own)]
+    assert {id(kind.traits) for kind in kinds} == {id(traits) for traits in TRAITS.values()}
+    for kind in kinds:
+        assert kind.traits.survives_loss == has(kind, Survivable)
+        assert kind.traits.steps_together == (not has(kind, LocalUpdates, but="givers"))
+        assert kind.traits.computes_fixed_parts == has(kind, FixedParts)
+
+
+def has(kind: Any, protocol: Any, *, but: str = "") -> bool:
+    """Whether a class has all calls of `protocol`; what it sets when it is made cannot be seen."""
+    calls = {name for name in vars(protocol) if not name.startswith("_") and name != but}
+    return all(hasattr(kind, name) for name in calls)

@@ -1,0 +1,77 @@
+"""What is made of the answers of several starts; the workers are made up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from measured_training import MEASURED
+
+from manyhosts.measure.measure import Asked, Told, collect, settings_of
+from manyhosts.measure.request import Request
+
+ALONE_S = 2.7
+"""What a pass of 9 samples takes in `MEASURED`."""
+
+
+class Hosts:
+    """Workers that say what they are asked for. `sharing`: so many hosts are one machine.
+
+    Where the script cuts its model into parts, passes of several workers exchange, and take ten times as long.
+    """
+
+    def __init__(self, sharing: int, pass_s: float, strategy: str = "ddp") -> None:
+        self.sharing, self.pass_s, self.strategy = sharing, pass_s, strategy
+
+    def __call__(self, request: Request, nodes: int, workers_per_node: int) -> Told:
+        told = Told(lambda _: None)
+        if not request.together:
+            measured = replace(MEASURED, cores=2).to_json()
+            told.by_kind["measured"] = {"measured": measured, "strategy": {"name": self.strategy}, "devices": 0}
+            return told
+        in_parts = settings_of(asked(), request).get("strategy", self.strategy) == "fsdp"
+        said: dict[str, Any] = {
+            "samples": 9, "pass_s": self.pass_s * (10 if in_parts else 1), "latency_s": 0.001, "bandwidth": 1000.0,
+            "of_one_machine": self.sharing,
+            "processor_s_per_message": 0.01, "processor_s_per_byte": 1e-9,
+        }  # fmt: skip
+        told.by_kind["together"] = said
+        return told
+
+
+def asked(**changes: Any) -> Asked:
+    return Asked(script="train.py", folder=Path("/"), nodes=(1, 4), **changes)
+
+
+def test_hosts_that_share_a_machine_are_known_with_what_their_passes_cost_each_other() -> None:
+    found = collect(asked(), Hosts(4, 2 * ALONE_S), between=True)
+    assert found.hosts_per_machine == 4
+    assert (found.measured.contention, found.measured.contention_of_hosts) == ({}, {4: pytest.approx(2.0)})
+    assert found.between is not None
+    assert (found.between.processor_s_per_message, found.between.processor_s_per_byte) == (0.01, 1e-9)
+
+
+def test_workers_of_a_script_that_cuts_its_model_are_timed_with_all_of_it() -> None:
+    found = collect(asked(workers_per_node=(1, 2)), Hosts(1, ALONE_S, "fsdp"))
+    assert found.measured.contention == {2: 1.0}
+    assert found.strategy == {"name": "fsdp"}
+    given = asked(settings={"zero": "2", "micro_batch_size": "4"})
+    assert "zero" in settings_of(given, Request())
+    whole = settings_of(given, Request(whole=True))
+    assert (whole["strategy"], whole["micro_batch_size"], "zero" in whole) == ("ddp", "4", False)
+
+
+def test_hosts_of_their_own_share_nothing() -> None:
+    found = collect(asked(), Hosts(1, 2 * ALONE_S), between=True)
+    assert found.hosts_per_machine == 1
+    assert not found.measured.contention_of_hosts
+
+
+def test_several_workers_of_a_host_are_no_hosts_of_one_machine() -> None:
+    found = collect(asked(workers_per_node=(1, 2)), Hosts(2, ALONE_S))
+    assert found.hosts_per_machine == 1
+    assert found.measured.contention == {2: 1.0}
+    assert found.within is not None
+    assert found.within.bytes_per_second == 2000

@@ -1,0 +1,157 @@
+"""The page of a run, however it stands, and of several."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from html_pages import Page
+from made_runs import HOSTS, make_run, story
+from stories import record, started, stepped
+
+from manyhosts.cli.report import report
+from manyhosts.errors import ConfigError
+from manyhosts.records import metrics, run_lock
+from manyhosts.records.line_file import Line
+from manyhosts.records.summary import summarise
+
+
+def written(*words: str | Path) -> Page:
+    done = CliRunner().invoke(report, [str(word) for word in words], standalone_mode=False)
+    if done.exception is not None:
+        raise done.exception
+    return Page(Path(done.output.strip()).read_text())
+
+
+def words_of(page: Page) -> str:
+    return " ".join(" ".join(page.words).split())
+
+
+def test_page_tells_everything_and_fetches_nothing(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    page = written(tmp_path)
+    words = words_of(page)
+    assert all(source.startswith("data:") for source in page.fetched)
+    assert page.images == 6  # the first batch
+    for part in (
+        "A run of train.py", "completed: why it completed", "test accuracy 97.00 %", "Validation accuracy",
+        "rank 3 on a-host-with-a-rather-long-name", "went on with the 3 workers that were left", "<5>",
+        "host beyond is 2.4 times as slow", "<b>& another model</b>", "early_stopping.metric", "ab" * 32,
+        "manyhosts run --hosts here,there,beyond,", "--workers-per-node 1 train.py --width 'a b'", "2.4 times as slow",
+        "slow: host beyond", "went on after a failure",
+    ):  # fmt: skip
+        assert part in words, part
+    assert "rank 0 alone" not in words
+
+
+def test_record_is_read_once_for_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run(tmp_path)
+    stream, read = metrics.stream, list[Path]()
+
+    def counted(path: Path) -> Iterator[Line]:
+        read.append(path)
+        return stream(path)
+
+    monkeypatch.setattr(metrics, "stream", counted)
+    written(tmp_path)
+    assert read == [tmp_path / "metrics.jsonl"]
+
+
+@pytest.mark.parametrize("end", ["completed", "stopped early", "interrupted", "failed"])
+def test_page_tells_how_the_run_ended(end: str, tmp_path: Path) -> None:
+    make_run(tmp_path, end=end)
+    assert f"{end}: why it {end}" in words_of(written(tmp_path))
+
+
+def test_run_that_broke_off_says_so_and_how_to_go_on(tmp_path: Path) -> None:
+    make_run(tmp_path, end=None)
+    words = words_of(written(tmp_path))
+    assert "broke off: no end is on record; the last step is 96, and the same command goes on" in words
+
+
+def test_run_whose_launcher_alone_knows_why_it_failed(tmp_path: Path) -> None:
+    directory = make_run(tmp_path, end=None)
+    lines = metrics.stream(directory.metrics)
+    summarise(lines, record(), failure="rank 1 on there was killed").write(directory.summary)
+    assert "failed: rank 1 on there was killed" in words_of(written(tmp_path))
+
+
+def test_run_that_goes_on_says_so(tmp_path: Path) -> None:
+    make_run(tmp_path, end=None)
+    lock = run_lock.take(tmp_path, run_lock.new_token(), launches=True)
+    assert lock is not None
+    try:
+        words = words_of(written(tmp_path))
+    finally:
+        lock.release()
+    assert "status running" in words
+    assert "step 96 of 96" in words
+
+
+def test_run_that_has_not_begun_has_sentences_and_no_plots(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    page = written(tmp_path)
+    words = words_of(page)
+    assert "not begun" in words
+    assert "No step is on record" in words
+    assert page.svgs == 0
+
+
+def test_run_of_one_step_whose_loss_is_no_number_has_no_empty_plot(tmp_path: Path) -> None:
+    make_run(tmp_path, [started(), stepped(1, loss=math.nan)], end="failed", pictures=False, hosts=["here"])
+    page = written(tmp_path)
+    text = (tmp_path / "report.html").read_text()
+    assert ">Loss<" not in text  # but rate and speed have a point
+    assert text.count("<figure>") == text.count('class="chart"') == text.count("<circle") == 2
+    assert "failed" in words_of(page)
+
+
+def test_run_of_several_workers_without_their_times_says_whose_they_are(tmp_path: Path) -> None:
+    make_run(tmp_path, list(story(hosts=["here"])), hosts=HOSTS)
+    assert "This record holds the times of rank 0 alone" in words_of(written(tmp_path))
+
+
+def test_runs_are_compared(tmp_path: Path) -> None:
+    make_run(tmp_path / "a" / "run")
+    make_run(tmp_path / "b" / "run", list(story(48)), end=None, batch_size=16)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "metrics.jsonl").touch()
+    place = tmp_path / "page.html"
+    page = written("--output", place, tmp_path / "a" / "run", tmp_path / "b" / "run", tmp_path / "empty")
+    words = words_of(page)
+    assert "3 runs compared" in words
+    assert "status completed broke off not begun workers 4 4 - steps 96 48 - epochs 24 12 -" in words
+    assert "batch_size 8 16 -" in words
+    assert "clip_gradients" not in words  # None in both, and the same
+    assert place.read_text().count("<figure>") == 9
+    assert place.read_text().count("<polyline") == 18
+
+
+def test_runs_that_were_asked_the_same_say_so(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        make_run(tmp_path / name)
+    words = words_of(written("--output", tmp_path / "page.html", tmp_path / "a", tmp_path / "b"))
+    assert "Script, arguments, settings, versions and hosts are the same." in words
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds neither a run nor a study"):
+        written(tmp_path)
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        written(tmp_path / "nowhere")
+    (tmp_path / "plain" / "logs").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"a script without mh\.Trainer, so only what it printed"):
+        written(tmp_path / "plain")
+    make_run(tmp_path / "a")
+    with pytest.raises(ConfigError, match="named twice"):
+        written(tmp_path / "a", tmp_path / "a")
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / "study.json").write_text("{}")
+    with pytest.raises(ConfigError, match="a study cannot be compared"):
+        written(tmp_path / "a", tmp_path / "s")
+    (tmp_path / "a" / "run.json").write_text("{}")
+    with pytest.raises(ConfigError, match="schema version None"):
+        written(tmp_path / "a")

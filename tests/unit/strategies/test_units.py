@@ -1,0 +1,62 @@
+"""Units of a model that is to be cut: found, named, or refused in a sentence."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from manyhosts.errors import ConfigError
+from manyhosts.strategies.fsdp.units import find_units
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+
+
+class Deep(nn.Module):
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(9, 4), nn.Linear(4, 9)
+        self.blocks = nn.ModuleList([*(Block() for _ in range(blocks)), nn.Identity()])
+
+
+def test_repeated_blocks_are_the_units_and_not_what_repeats_inside_them() -> None:
+    assert list(find_units(Deep(), ())) == ["blocks.0", "blocks.1", "blocks.2"]
+
+
+def test_a_model_without_repeats_is_cut_by_size() -> None:
+    model = nn.Sequential(nn.Linear(50, 50), nn.ReLU(), nn.LayerNorm(5), nn.Linear(50, 40))
+    assert list(find_units(model, ())) == ["0", "3"]
+
+
+@pytest.mark.parametrize("patterns", [["blocks.*"], ["Block"], ["blocks.0", "blocks.[12]"]])
+def test_units_are_named_by_path_or_class(patterns: list[str]) -> None:
+    assert list(find_units(Deep(), patterns)) == ["blocks.0", "blocks.1", "blocks.2"]
+
+
+def test_a_unit_that_shares_a_parameter_with_another_is_left_to_the_rest() -> None:
+    model = Deep()
+    model.blocks[1].layers[0].weight = model.blocks[0].layers[0].weight  # type: ignore[index,union-attr]
+    assert list(find_units(model, ())) == ["blocks.2"]
+    with pytest.raises(ConfigError, match=r"'blocks\.0' has the parameter .*, which a module outside it has, too"):
+        find_units(model, ["blocks.*"])
+
+
+@pytest.mark.parametrize(
+    ("patterns", "sentence"),
+    [
+        (["layers.*"], r"'layers\.\*' names no module of the model"),
+        (["blocks"], "is a ModuleList, which is never called itself"),
+        (["Identity"], "have no parameters"),
+    ],
+)
+def test_names_that_make_no_unit_are_refused(patterns: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        find_units(Deep(), patterns)
+
+
+def test_a_model_that_is_one_module_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no units are found in the model, a Linear"):
+        find_units(nn.Linear(4, 4), ())

@@ -1,0 +1,180 @@
+"""An optimizer's state goes by the names of parameters, and comes back to them whatever their order was."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from manyhosts.errors import SnapshotError
+from manyhosts.training.optimizer_names import by_name, load_by_name
+from manyhosts.training.trained import ModelAndLoss, names_kept
+
+Make = Callable[[list[nn.Parameter]], Optimizer]
+
+
+class Tied(nn.Module):
+    """Two layers that share a weight, one that is frozen, one scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.frozen = nn.Linear(3, 3), nn.Linear(3, 3, bias=False), nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.frozen.requires_grad_(False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.scale * self.frozen(self.second(self.first(inputs)).tanh())
+
+
+class Odd(torch.optim.SGD):
+    """Keeps numbers and nested things, also under a key that is no parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        self.state["all"] = {"steps": self.state.get("all", {}).get("steps", 0) + 1}
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["history"] = [torch.ones(2), {"count": 3}, None]
+
+
+class OfItsOwn(torch.optim.SGD):
+    """Has a state of another form."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mine": [group["lr"] for group in self.param_groups]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for group, lr in zip(self.param_groups, state_dict["mine"], strict=True):
+            group["lr"] = lr
+
+
+def two_groups(parameters: list[nn.Parameter]) -> Optimizer:
+    return torch.optim.AdamW([{"params": parameters[2:], "lr": 0.3}, {"params": parameters[:2]}], lr=0.01, amsgrad=True)
+
+
+MAKERS: dict[str, Make] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "SGD with momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "Adam in two groups": two_groups,
+    "Adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.1),
+    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1),
+    "LBFGS": lambda parameters: torch.optim.LBFGS(parameters, lr=0.1),
+    "named by the script": lambda parameters: torch.optim.Adam([(f"its own {n}", p) for n, p in enumerate(parameters)]),
+    "one with more than tensors": lambda parameters: Odd(parameters, lr=0.1, momentum=0.5),
+    "one with a form of its own": lambda parameters: OfItsOwn(parameters, lr=0.1),
+}
+
+
+def made(make: Make, *, with_loss: bool = False, seed: int = 0) -> tuple[nn.Module, Optimizer]:
+    torch.manual_seed(seed)
+    module: nn.Module = ModelAndLoss(Tied(), nn.Linear(3, 1)) if with_loss else Tied()
+    return module, make([parameter for parameter in module.parameters() if parameter.requires_grad])
+
+
+def train(module: nn.Module, optimizer: Optimizer, steps: int) -> None:
+    inputs = torch.arange(12.0).reshape(4, 3) / 10
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        output = module.loss(module.model(inputs)) if isinstance(module, ModelAndLoss) else module(inputs)
+        loss = output.square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(steps):
+        optimizer.step(closure)  # type: ignore[arg-type]  # of some kinds it may be None
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+@pytest.mark.parametrize("with_loss", [False, True], ids=["model", "model and loss"])
+@pytest.mark.parametrize("kind", MAKERS)
+def test_state_by_name_comes_back_as_it_was_and_trains_on_to_the_same_bits(kind: str, with_loss: bool) -> None:
+    module, optimizer = made(MAKERS[kind], with_loss=with_loss)
+    train(module, optimizer, 3)
+    kept = copy.deepcopy(by_name(optimizer, module))
+    weights = copy.deepcopy(module.state_dict())
+    fresh, its_own = made(MAKERS[kind], with_loss=with_loss, seed=1)
+    fresh.load_state_dict(weights)
+    load_by_name(its_own, fresh, kept)
+    assert same(its_own.state_dict(), optimizer.state_dict())
+    train(module, optimizer, 2)
+    train(fresh, its_own, 2)
+    assert same(dict(fresh.state_dict()), dict(module.state_dict()))
+
+
+def test_names_are_those_under_which_a_snapshot_has_the_parameters() -> None:
+    module, optimizer = made(MAKERS["Adam in two groups"], with_loss=True)
+    train(module, optimizer, 1)
+    kept = by_name(optimizer, module)
+    assert [group["params"] for group in kept["param_groups"]] == [
+        ["model.first.bias", "loss.weight", "loss.bias"],
+        ["model.scale", "model.first.weight"],
+    ]
+    assert set(kept["state"]) == {"model.scale", "model.first.weight", "model.first.bias", "loss.weight", "loss.bias"}
+    assert set(names_kept(Tied()).values()) >= {"model.scale", "model.first.weight"}
+
+
+def test_state_finds_its_parameters_in_another_order() -> None:
+    module, optimizer = made(MAKERS["Adam in two groups"])
+    train(module, optimizer, 2)
+    kept = by_name(optimizer, module)
+    kept["param_groups"][1]["params"] = kept["param_groups"][1]["params"][::-1]
+    kept["state"] = dict(reversed(kept["state"].items()))
+    fresh, its_own = made(MAKERS["Adam in two groups"])
+    load_by_name(its_own, fresh, kept)
+    for (_, one), (_, other) in zip(module.named_parameters(), fresh.named_parameters(), strict=True):
+        assert same(dict(optimizer.state.get(one, {})), dict(its_own.state.get(other, {})))
+
+
+def test_numbers_of_snapshots_of_before_are_still_taken() -> None:
+    module, optimizer = made(MAKERS["Adam in two groups"])
+    train(module, optimizer, 2)
+    fresh, its_own = made(MAKERS["Adam in two groups"])
+    load_by_name(its_own, fresh, copy.deepcopy(optimizer.state_dict()))
+    assert same(its_own.state_dict(), optimizer.state_dict())
+
+
+def test_state_of_other_groups_is_refused_in_a_sentence() -> None:
+    module, optimizer = made(MAKERS["Adam in two groups"])
+    train(module, optimizer, 1)
+    kept = by_name(optimizer, module)
+    other, in_one = made(MAKERS["SGD"])
+    with pytest.raises(SnapshotError, match="has 1 groups of parameters, and there were 2"):
+        load_by_name(in_one, other, kept)
+    moved = copy.deepcopy(kept)
+    moved["param_groups"][0]["params"][0] = "model.elsewhere"
+    with pytest.raises(SnapshotError, match=r"has model\.elsewhere in another group than it was, or it was not there"):
+        load_by_name(optimizer, module, moved)
+
+
+def test_parameter_without_a_name_and_a_taken_name_are_refused() -> None:
+    module, optimizer = made(MAKERS["SGD with momentum"])
+    optimizer.state["model.scale"] = {"x": 1}  # type: ignore[index]  # as a script may
+    with pytest.raises(SnapshotError, match=r"keeps something under 'model\.scale', which is the name of a parameter"):
+        by_name(optimizer, module)
+    del optimizer.state["model.scale"]  # type: ignore[arg-type]
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, 2))]})
+    with pytest.raises(SnapshotError, match=r"holds a parameter of shape \(2, 2\) that the model has not"):
+        by_name(optimizer, module)
+
+
+def test_kernels_are_those_of_the_optimizer_that_goes_on() -> None:
+    module = Tied()
+    kept = by_name(torch.optim.Adam(module.parameters(), fused=True), module)
+    ours = torch.optim.Adam(module.parameters(), foreach=False)
+    load_by_name(ours, module, kept)
+    assert [(group["fused"], group["foreach"]) for group in ours.param_groups] == [(None, False)]

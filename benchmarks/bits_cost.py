@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ class Trainee:
         parts = WAYS[way] or world.size
         inputs = torch.randn(batch, WIDTH, generator=torch.Generator().manual_seed(1))
         cut = [(part, *bounds(batch, parts, part)) for part in range(*bounds(parts, world.size, world.rank))]
-        self.pieces = [Piece(inputs[a:b].clone(), b - a, (b - a) / batch, (0, part, 0)) for part, a, b in cut]
+        self.pieces = [Piece(partial(inputs[a:b].clone), b - a, (b - a) / batch, (0, part, 0)) for part, a, b in cut]
 
     def step(self) -> None:
         def compute(model: nn.Module, piece: Piece) -> dict[str, torch.Tensor]:

@@ -33,8 +33,8 @@ from pathlib import Path
 
 from machine import describe
 
-from manyhosts.control.head import takeover
 from manyhosts.lab import Lab, lab
+from manyhosts.records.run_directory import HEAD
 
 HERE = Path(__file__).parent
 REPORT = Path(__file__).with_suffix(".md")
@@ -170,7 +170,7 @@ def pester(address: str, port: int, seconds: float, sockets: int) -> int:
 @contextlib.contextmanager
 def pestered(run: Run, seconds: float, sockets: int) -> Iterator[list[int]]:
     """Within, the fifth host pesters the command's port; at the end it is waited for. Gives how often it has called."""
-    left = json.loads((run.folder / "run" / takeover.NAME).read_text())
+    left = json.loads((run.folder / "run" / HEAD).read_text())
     words = [sys.executable, str(Path(__file__).resolve()), "--stranger", f"{left['address']}:{left['port']}"]
     words += ["--fuzz", str(seconds), "--sockets", str(sockets)]
     stranger = run.hosts[4].start(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)

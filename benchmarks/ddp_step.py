@@ -49,7 +49,7 @@ def work(rounds: int) -> None:
     ours = DataParallel(mh.DDP(), world)
     model = ours.place(network())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    piece = Piece((inputs, targets), 64, 1 / world.size, (0,))
+    piece = Piece(lambda: (inputs, targets), 64, 1 / world.size, (0,))
     theirs = DistributedDataParallel(network(), gradient_as_bucket_view=True)
     their_optimizer = torch.optim.SGD(theirs.parameters(), lr=0.01)
 
@@ -96,7 +96,8 @@ def measure(workers: int, rate: str, rounds: int) -> dict[str, list[float]]:
         out, _ = processes[0].communicate(timeout=900)
         for process in processes[1:]:
             process.communicate(timeout=60)
-    return json.loads(out)
+    found: dict[str, list[float]] = json.loads(out)
+    return found
 
 
 def main() -> None:

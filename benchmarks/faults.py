@@ -205,7 +205,7 @@ def _how(line: dict[str, Any]) -> str:
 
 
 def _next_step(lines: Sequence[dict[str, Any]], after: float) -> float:
-    return min(line["time"] for line in lines if line["event"] == "step" and line["time"] > after)
+    return float(min(line["time"] for line in lines if line["event"] == "step" and line["time"] > after))
 
 
 def undisturbed(shared: Path, steps: int, model: str) -> Path:

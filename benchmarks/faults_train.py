@@ -43,7 +43,7 @@ def texts(first: int = 0, count: int = SAMPLES) -> Tensor:
     return (images(first, count)[0] * 16).long().flatten(1)[:, 16 : 16 + LENGTH]
 
 
-class Noisy(Dataset):
+class Noisy(Dataset[tuple[Tensor, Tensor]]):
     """Digits with noise that is new in each epoch."""
 
     def __init__(self, first: int = 0, count: int = SAMPLES) -> None:
@@ -56,7 +56,7 @@ class Noisy(Dataset):
         return self.images[index] + 0.1 * torch.randn(1, 8, 8), self.labels[index]
 
 
-class Streamed(IterableDataset):
+class Streamed(IterableDataset[tuple[Tensor, Tensor]]):
     """Digits that come one after another."""
 
     def __init__(self, first: int = 0, count: int = SAMPLES) -> None:
@@ -94,7 +94,8 @@ class Reader(nn.Module):
     def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         text, lengths = batch
         packed = pack_padded_sequence(self.symbols(text), lengths.cpu(), batch_first=True, enforce_sorted=False)
-        return self.head(self.lstm(packed)[1][0][-1])
+        scores: Tensor = self.head(self.lstm(packed)[1][0][-1])
+        return scores
 
 
 class Language(nn.Module):
@@ -112,7 +113,9 @@ class Language(nn.Module):
     def forward(self, text: Tensor) -> Tensor:
         length = text.shape[1]
         mask = nn.Transformer.generate_square_subsequent_mask(length) if self.causal else None
-        return self.head(self.layers(self.symbols(text) + self.places[:length], mask=mask, is_causal=self.causal))
+        flow = self.symbols(text) + self.places[:length]
+        scores: Tensor = self.head(self.layers(flow, mask=mask, is_causal=self.causal))
+        return scores
 
 
 class AveragedAdamW(torch.optim.AdamW):

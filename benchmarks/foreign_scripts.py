@@ -307,7 +307,12 @@ def make_models(place: Path) -> None:
         "mask_token": "[MASK]",
     }
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token="[EOS]", model_max_length=64, **names)
-    sizes = {"vocab_size": len(words), "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {
+        "vocab_size": len(words),
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     sizes |= {"intermediate_size": 64, "pad_token_id": 0, "max_position_embeddings": 128}
     for name, model in (
         ("bert", BertForSequenceClassification(BertConfig(**sizes))),

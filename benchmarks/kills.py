@@ -144,7 +144,7 @@ def _words(process: psutil.Process) -> str:
 
 def _alive(process: psutil.Process) -> bool:
     with suppress(psutil.Error):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False
 
 
@@ -258,8 +258,8 @@ def page(record: Path) -> str:
     for model in MODELS:
         own = [run for run in runs if run["model"] == model]
         if own:
-            kills = sum(len(run["kills"]) for run in own)
-            rows.append(f"| {model} | {len(own)} | {kills} | {sum(map(well, own))} of {len(own)} |")
+            count = sum(len(run["kills"]) for run in own)
+            rows.append(f"| {model} | {len(own)} | {count} | {sum(map(well, own))} of {len(own)} |")
     kills = [tuple(kill) for run in runs for kill in run["kills"]]
     by_moment, by_victim = Counter(kill[0] for kill in kills), Counter(kill[1] for kill in kills)
     bad = [run for run in runs if not well(run)]
@@ -267,7 +267,7 @@ def page(record: Path) -> str:
     text = [
         "# Kills at every moment of a run",
         "",
-        f"Made by `python benchmarks/kills.py`. {describe(sys.executable, ['torch'])}",
+        f"Made by `python benchmarks/kills.py`. {describe(Path(sys.executable), ['torch'])}",
         "",
         f"{len(kills)} kills in {len(runs)} runs on {sizes} workers.",
         "By moment: " + ", ".join(f"{moment} {by_moment[moment]}" for moment in MOMENTS) + ".",

@@ -51,7 +51,8 @@ class Slow(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         time.sleep(0.02)
-        return self.layer(inputs)
+        outputs: torch.Tensor = self.layer(inputs)
+        return outputs
 
 
 def work(loaders: str, folder: str) -> None:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from machine import describe
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
     from torch.optim import Optimizer
     from torch.utils.data import Dataset
 
@@ -52,7 +52,7 @@ class Clock:
         return (self.times[-1] - self.times[WARM_UP]) / (len(self.times) - 1 - WARM_UP) * 1e6
 
 
-def digits() -> Dataset:
+def digits() -> Dataset[tuple[Tensor, ...]]:
     import torch
     from sklearn.datasets import load_digits
     from torch.utils.data import TensorDataset
@@ -115,7 +115,7 @@ def lightning(epochs: int, clock: Clock) -> None:
     import warnings
 
     import lightning
-    from torch import Tensor, nn
+    from torch import nn
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
@@ -124,7 +124,8 @@ def lightning(epochs: int, clock: Clock) -> None:
 
         def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
             inputs, targets = batch
-            return self.loss_of(self.model(inputs), targets)
+            loss: Tensor = self.loss_of(self.model(inputs), targets)
+            return loss
 
         def configure_optimizers(self) -> Optimizer:
             return sgd(self.parameters(), clock)

@@ -25,8 +25,8 @@ from machine import describe  # noqa: E402  # lies beside this file
 from prove_scripts import BROKEN, RIGHT, Script  # noqa: E402  # lies among the tests
 
 from manyhosts.errors import ManyhostsError  # noqa: E402
+from manyhosts.launchers.stage import Stage  # noqa: E402
 from manyhosts.prove.prove import prove  # noqa: E402
-from manyhosts.prove.stage import Stage  # noqa: E402
 from manyhosts.prove.trials import Asked, make_stage  # noqa: E402
 
 ANSWER = Path(__file__).with_suffix(".md")

@@ -105,7 +105,8 @@ class Paced(nn.Module):
 
     def forward(self, flow: Tensor) -> Tensor:
         time.sleep(self.forward_s)
-        return Held.apply(self.layer(flow), self.backward_s)
+        computed: torch.Tensor = Held.apply(self.layer(flow), self.backward_s)  # type: ignore[no-untyped-call]
+        return computed
 
 
 def vgg19() -> nn.Sequential:
@@ -141,7 +142,7 @@ def one_case(config: Any, steps: int, world: World) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     torch.manual_seed(world.rank)
     pictures, kinds = torch.randn(2, 3, 32, 32), torch.randint(LINEAR[-1], (2,))
-    piece = Piece((pictures, kinds), 2, 1 / world.size, (0, 1))
+    piece = Piece(lambda: (pictures, kinds), 2, 1 / world.size, (0, 1))
 
     def compute(net: nn.Module, part: Piece) -> dict[str, Tensor]:
         return {"loss": functional.cross_entropy(net(part.batch[0]), part.batch[1])}
@@ -197,7 +198,7 @@ def replay(workers: int) -> dict[str, Any]:
     with lab(workers, bandwidth=f"{rate / 1e6:.1f}mbit", prefix="replay") as hosts:
         processes = []
         for rank, host in enumerate(hosts):
-            place = {"RANK": rank, "WORLD_SIZE": workers, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+            place: dict[str, Any] = {"RANK": rank, "WORLD_SIZE": workers, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
             place |= {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": 29511, "GLOO_SOCKET_IFNAME": "eth0"}
             variables = {key: str(value) for key, value in place.items()} | {
                 "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"

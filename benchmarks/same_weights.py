@@ -39,10 +39,10 @@ def train(width: int, layers: int, snapshots: int) -> None:
     from torch.utils.data import TensorDataset
 
     import manyhosts as mh
-    from manyhosts.training import snapshot_schedule
+    from manyhosts.training import same_weights, snapshot_schedule
 
     times: dict[str, list[float]] = {"compared": [], "with": [], "without": []}
-    compare, saved = snapshot_schedule.compare_weights, [0]
+    compare, saved = same_weights.compare_weights, [0]
 
     def every_second_time(parts: Any, moment: str) -> None:
         begin = time.perf_counter()
@@ -60,7 +60,8 @@ def train(width: int, layers: int, snapshots: int) -> None:
         times["with" if saved[0] % 2 else "without"].append(time.perf_counter() - begin)
         self.store.wait()  # so that nothing is written while the next one is measured
 
-    snapshot_schedule.compare_weights, snapshot_schedule.SnapshotSchedule.save = every_second_time, timed  # type: ignore[method-assign]
+    snapshot_schedule.compare_weights = every_second_time  # type: ignore[attr-defined]
+    snapshot_schedule.SnapshotSchedule.save = timed  # type: ignore[method-assign]
     middle = [each for _ in range(layers) for each in (nn.Linear(width, width), nn.ReLU())]
     samples = TensorDataset(torch.randn(64, width), torch.randn(64, 1))
     trainer = mh.Trainer(

@@ -111,7 +111,8 @@ class Transformer(nn.Module):
         flow = self.letters(text) + self.places.weight[: text.shape[1]]
         for block in self.blocks:
             flow = block(flow)
-        return self.head(self.norm(flow)).transpose(1, 2)
+        scores: Tensor = self.head(self.norm(flow))
+        return scores.transpose(1, 2)
 
 
 class Block(nn.Module):
@@ -125,9 +126,11 @@ class Block(nn.Module):
     def forward(self, flow: Tensor) -> Tensor:
         batch, length, width = flow.shape
         parts = self.look(self.before(flow)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        seen = functional.scaled_dot_product_attention(*parts.unbind(0), is_causal=True)
+        query, key, value = parts.unbind(0)
+        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         flow = flow + self.join(seen.transpose(1, 2).reshape(batch, length, width))
-        return flow + self.think(self.between(flow))
+        thought: Tensor = self.think(self.between(flow))
+        return flow + thought
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,7 +250,6 @@ def _child(wanted: Wanted, rank: int, count: int, port: int, folder: str, answer
         if rank == 0 and code == 0:
             time.sleep(0.2)  # the store lives here: let the others finish with it
         os._exit(code)
-    return 0
 
 
 def recorded(path: Path) -> list[dict[str, Any]]:

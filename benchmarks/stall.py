@@ -128,7 +128,7 @@ class OurStore(Nothing):
         loaded = self.store.latest()
         assert loaded is not None
         assert loaded.facts.step == step
-        assert same(loaded.state, state), f"the snapshot of step {step} is not its state"
+        assert same(dict(loaded.state), state), f"the snapshot of step {step} is not its state"
 
 
 CONTESTANTS: dict[str, Callable[[Path], Nothing]] = {

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from manyhosts import device
 from manyhosts.communication import volume
-from manyhosts.communication.compression.exchange import Chunk, takes_whole_tensors, worth_it
+from manyhosts.communication.compression.exchange import Chunk, Compression, takes_whole_tensors, worth_it
 from manyhosts.communication.compression.feedback import PARCEL_BYTES, exchange
 from manyhosts.communication.compression.table import make_compression
 from manyhosts.communication.link import Link
@@ -130,27 +130,20 @@ def cost_of(
         sent = sum(volume.all_reduce_bytes(volume.size_of(parameter), size) for parameter in parameters)
         return Cost(0.0, sent, len(groups))
     link = dry_link(rank, size, each)
-    elements = rehearsed = 0
-    seconds = processor = 0.0
-    exact = 0
+    elements = exact = 0
+    chunks: list[Chunk] = []
+    rehearsed = 0
     for group in groups:
         large = [parameter for parameter in group if worth_it(compression, parameter, above=config.compress_above)]
         exact += sum(volume.size_of(parameter) for parameter in group) - sum(volume.size_of(one) for one in large)
         elements += sum(parameter.numel() for parameter in large)
-        if rehearsed >= _SAMPLE or not large:
+        if not large or rehearsed >= _SAMPLE:
             continue
         for chunk in _chunks(large, whole=takes_whole_tensors(compression)):
-            together = torch.ones_like(chunk.values)
-            kept = torch.ones_like(chunk.values) if config.error_feedback else None
-            device.wait_for(chunk.values.device)
-            begin, busy = time.perf_counter(), time.process_time()
-            exchange(compression, chunk, link, kept, together=together)
-            device.wait_for(chunk.values.device)
-            seconds += time.perf_counter() - begin
-            processor += time.process_time() - busy
-            rehearsed += chunk.values.numel()
-            if rehearsed >= _SAMPLE:
-                break
+            if rehearsed < _SAMPLE:
+                chunks.append(chunk)
+                rehearsed += chunk.values.numel()
+    seconds, processor = _exchanged(compression, chunks, link, feedback=config.error_feedback)
     scale = elements / rehearsed if rehearsed else 0.0
     return Cost(
         arithmetic_s=seconds * scale,
@@ -158,6 +151,23 @@ def cost_of(
         exchanges=math.ceil((link.exchanges + getattr(link.across, "exchanges", 0)) * scale) + len(groups),
         processor_s=processor * scale,
     )
+
+
+def _exchanged(compression: Compression, chunks: Sequence[Chunk], link: Link, *, feedback: bool) -> tuple[float, float]:
+    """Seconds, and of these seconds of all cores, to exchange all `chunks`.
+
+    All their memory is made before: as in a step, none of it is in a cache because it was written a moment ago.
+    """
+    kept = [torch.ones_like(chunk.values) if feedback else None for chunk in chunks]
+    dropped = [torch.ones_like(chunk.values) for chunk in chunks]
+    for place in (places := {chunk.values.device for chunk in chunks}):
+        device.wait_for(place)
+    begin, busy = time.perf_counter(), time.process_time()
+    for chunk, residual, together in zip(chunks, kept, dropped, strict=True):
+        exchange(compression, chunk, link, residual, together=together)
+    for place in places:
+        device.wait_for(place)
+    return time.perf_counter() - begin, time.process_time() - busy
 
 
 def choose(costs: Mapping[str, Cost], network: Network, *, compute_s: float, hidden_s: float) -> Choice:

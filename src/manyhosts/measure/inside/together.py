@@ -26,8 +26,10 @@ _SHARE = 0.6
 _PROBE_S = 0.15
 """Shares of the time: for passes, and for the network."""
 _LINGER_S = 0.3
-_SMALL_SUMS, _LARGE_SUMS, _LARGE_COUNT = 20, 4, 1 << 18
-"""How many sums tell what they take of a core, and how many numbers are in a large one."""
+_SMALL_SUMS, _SMALL_COUNT = 20, 1 << 12
+_LARGE_SUMS, _LARGE_COUNT = 4, 1 << 18
+"""How many sums tell what they take of a core, and how many numbers are in each. A small one has some for every worker:
+a worker that has no part of a sum is sent no message."""
 
 
 def measure(parts: Parts, settings: Settings, state: RunState, seconds: float) -> None:
@@ -71,9 +73,10 @@ def measure(parts: Parts, settings: Settings, state: RunState, seconds: float) -
 def processor_seconds(world: World) -> tuple[float, float]:
     """That this worker's cores are busy for one message of a sum, and for each byte that it sends in a large one."""
     messages = 2 * (world.size - 1)
-    small = _busy(world, 1, _SMALL_SUMS)
+    small = _busy(world, _SMALL_COUNT, _SMALL_SUMS)
     large = _busy(world, _LARGE_COUNT, _LARGE_SUMS)
-    return small / messages, max(0.0, large - small) / volume.all_reduce_bytes(4 * _LARGE_COUNT, world.size)
+    sent = volume.all_reduce_bytes(4 * (_LARGE_COUNT - _SMALL_COUNT), world.size)
+    return small / messages, max(0.0, large - small) / sent
 
 
 def _busy(world: World, count: int, times: int) -> float:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from manyhosts.cli.progress import Progress
-from manyhosts.cli.where import doubling, hosts_of, is_here, numbers, said_again, sizes_options, variables_of
+from manyhosts.cli.where import doubling, hosts_of, is_here, numbers, price_of, said_again, sizes_options, variables_of
 from manyhosts.config import overrides
 from manyhosts.errors import ConfigError
 from manyhosts.launchers import scripts
@@ -76,7 +76,7 @@ def plan(script: str, as_json: bool, dry_run: bool, **words: Any) -> int:
         from manyhosts.measure.measure import without_trainer
 
         raise without_trainer(script)
-    study = _study(words["calibrate"])
+    study = _study(words["calibrate"], asked)
     if dry_run:
         return _show(asked, place)
     try:
@@ -106,7 +106,7 @@ class _Place:
         self.where = said_again(words)
         self.network = None if words["network"] is None else Network.parse(words["network"], where="--network")
         self.catalog = None if words["machines"] is None else catalog.read(Path(words["machines"]))
-        self.price = _price(words["price"])
+        self.price = price_of(words)
         self.sizes = self._sizes(words, each)
 
     def _sizes(self, words: Mapping[str, Any], each: int | None) -> list[tuple[int, int]]:
@@ -170,12 +170,6 @@ class _Place:
         ]
 
 
-def _price(price: float | None) -> float | None:
-    if price is not None and not 0 <= price < float("inf"):
-        raise ConfigError(f"--price is {price}", where="--price", fix="give what a machine costs in an hour")
-    return price
-
-
 def _asked(script: str, place: _Place, words: Mapping[str, Any]) -> Asked:
     """What is to be measured."""
     from manyhosts.measure.measure import Asked
@@ -209,13 +203,18 @@ def _measured(asked: Asked, place: _Place, *, silent: bool) -> Found:
         )
 
 
-def _study(folder: str | None) -> Path | None:
-    """The folder of a study, seen to be one."""
-    from manyhosts.study.study import in_folder
+def _study(folder: str | None, asked: Asked) -> Path | None:
+    """The folder of a study, seen to be one of what is asked.
 
-    if folder is not None:
-        in_folder(Path(folder))
-    return None if folder is None else Path(folder)
+    Raises:
+        ConfigError: it holds none, or one of something else.
+    """
+    from manyhosts.study.study import see_that_of
+
+    if folder is None:
+        return None
+    see_that_of(Path(folder), asked.script, asked.arguments, asked.settings)
+    return Path(folder)
 
 
 def _planned(found: Found, place: _Place, study: Path | None) -> Plan:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from manyhosts.cli.where import doubling, hosts_of, is_here, numbers, pairs, said_again, sizes_options
+from manyhosts.cli.where import doubling, hosts_of, is_here, numbers, pairs, price_of, said_again, sizes_options
 from manyhosts.config import overrides
 from manyhosts.errors import ConfigError
 from manyhosts.launchers import scripts
@@ -52,7 +52,7 @@ def study(script: str, as_json: bool, dry_run: bool, **words: Any) -> int:
     """
     scripts.check(script, "script")
     asked = _asked(script, words)
-    price, chosen = words["price"], words["run_dir"]
+    price, chosen = price_of(words), words["run_dir"]
     if chosen:
         check_is_folder(chosen, where="--run-dir")
     folder = Path(chosen or Path("runs") / f"study-{Path(script).stem}").absolute()
@@ -97,6 +97,8 @@ def _asked(script: str, words: dict[str, Any]) -> Asked:
     if words["repeat"] < 1:
         raise ConfigError(f"--repeat is {words['repeat']}", where="--repeat", fix="give 1 or more")
     settings, vary = overrides.parse(words["settings"]), _varied(words["vary"])
+    for key, value in settings.items():
+        overrides.check_value(key, value, where="--set")
     for key, option in _OURS.items():
         if key in vary or (key in settings and key == "duration" and words["budget"] is not None):
             raise ConfigError(f"both {option} and {key} are given", where=option, fix=f"leave {key} out")
@@ -153,6 +155,9 @@ def _varied(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
             raise ConfigError(f"cannot read {key}={text!r}", where="--vary", fix=f"write it as --vary {key}=A,B")
         found[key.strip()] = values
     overrides.check_keys(found)
+    for key, values in found.items():
+        for value in values:
+            overrides.check_value(key, value, where="--vary")
     return found
 
 

@@ -129,6 +129,18 @@ def hosts_of(words: Mapping[str, Any]) -> tuple[tuple[str, ...], int | None]:
     return hosts, each if each is not None or not slots else slots[0]
 
 
+def price_of(words: Mapping[str, Any]) -> float | None:
+    """What one machine costs in an hour; None where that is not said.
+
+    Raises:
+        ConfigError: it is no price.
+    """
+    price: float | None = words["price"]
+    if price is not None and not 0 <= price < float("inf"):
+        raise ConfigError(f"--price is {price:g}", where="--price", fix="give what a machine costs in an hour")
+    return price
+
+
 def is_here(words: Mapping[str, Any], hosts: Sequence[str]) -> bool:
     """Whether nothing but this machine is named."""
     return not hosts and words["target"] in (None, "local") and words["cluster"] is None

@@ -63,6 +63,37 @@ def check_keys(overrides: Iterable[str]) -> None:
             )
 
 
+def check_value(key: str, text: str, *, where: str) -> None:
+    """Raise ConfigError where `text` can be no value of `key`, whatever the other settings are.
+
+    What else a value must fit (the strategy, the size of a batch) is known to the run alone.
+    """
+    try:
+        if key == "strategy":
+            named(text)
+        elif "." in key:
+            section, _, field = key.partition(".")
+            _replace(_section_type(section)(), {field: text}, section + ".")
+        elif key in (types_of := typing.get_type_hints(Settings)):
+            _check_word(text, types_of[key], key)
+            _read(text, types_of[key], key)
+        else:
+            _replace(BY_NAME[_strategies_with(key)[0]](), {key: text}, "")
+    except ConfigError as error:
+        raise ConfigError(error.what, where=f"{where} {key}={text}", fix=error.fix) from error
+
+
+def _check_word(text: str, kind: Any, key: str) -> None:
+    """Raise ConfigError where `kind` is a few words, and `text` is none of them."""
+    members = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+    words = [word for member in members for word in typing.get_args(member)]
+    may_be_none = types.NoneType in members
+    if not words or any(not typing.get_args(member) and member is not types.NoneType for member in members):
+        return
+    if text not in words and not (may_be_none and text.lower() == "none"):
+        raise ConfigError(f"{key} is {text!r}", fix=f"{nearest(text, words)}known: {', '.join(map(str, words))}")
+
+
 def _like(key: str, known: Sequence[str]) -> str:
     """Keys that look like `key`, beside the nearest; empty where there are none."""
     few = nearest_few(key, known)

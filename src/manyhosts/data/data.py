@@ -59,6 +59,23 @@ class Data:
                 check_dataset(name, dataset, where=f"mh.Data({name}=…)", is_stream_fine=name == "train")
 
 
+def _see_that_no_several(name: str, given: object, *, where: str) -> None:
+    """Raise ConfigError for a list of datasets, each of which would be taken for a sample."""
+    if not isinstance(given, (list, tuple)) or not given:
+        return
+    if isinstance(given[0], DataLoader):
+        kind, parts = "DataLoaders", "[each.dataset for each in …]"
+    elif isinstance(given[0], Dataset):
+        kind, parts = "datasets", "[…]"
+    else:
+        return
+    raise ConfigError(
+        f"the {name} set is a {type(given).__name__} of {kind}, not of samples",
+        where=where,
+        fix=f"give one dataset: torch.utils.data.ConcatDataset({parts})",
+    )
+
+
 def check_dataset(name: str, dataset: Dataset[Any], *, where: str, is_stream_fine: bool) -> None:
     """See that `dataset`, the `name` set, can be read on any number of workers.
 
@@ -74,6 +91,7 @@ def check_dataset(name: str, dataset: Dataset[Any], *, where: str, is_stream_fin
             if where.startswith("mh.Data")
             else "give its dataset: loader.dataset",
         )
+    _see_that_no_several(name, dataset, where=where)
     if isinstance(dataset, IterableDataset):
         if not is_stream_fine:
             raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 
 _SHARES = ("accuracy", "precision", "recall", "f1", "specificity")
@@ -19,9 +20,14 @@ def number(value: float) -> str:
 
 def figure(name: str, value: float) -> str:
     """A value by its name: `loss 0.0612`, `accuracy 98.33 %`."""
-    if 0 <= value <= 1 and any(share in name.lower() for share in _SHARES):
+    if 0 <= value <= 1 and _is_share(name.lower()):
         return f"{name} {100 * value:.2f} %"
     return f"{name} {number(value)}"
+
+
+def _is_share(name: str) -> bool:
+    """Whether a name says that the value is a share: `val_accuracy`, `MulticlassF1Score`, `acc`, `token_acc`."""
+    return any(share in name for share in _SHARES) or "acc" in re.split(r"[^a-z]+", name)
 
 
 def figures(values: Mapping[str, float], between: str) -> str:

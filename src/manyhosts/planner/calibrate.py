@@ -28,6 +28,9 @@ NAME = "plan-calibration.json"
 """Beside the `study.json` that it was made from."""
 _PARTS = ("compute", "communication_exposed", "data_wait", "straggler")
 _FEWEST_EPOCHS = 3
+_OF_A_WAY = {"strategy", "compression"}
+_OF_NO_MATTER = {"duration", "seed"}
+"""Settings of a point that the model knows, and those that change no step: with others it is another training."""
 _MOST, _FINEST = 16.0, 2e-3
 """Factors are looked for between the first and its inverse, to a five-hundredth."""
 _FIRST, _FEW, _FINER = 8, 2, 0.6
@@ -141,8 +144,9 @@ def runs_of(study: Mapping[str, Any], between: Network, within: Network, known: 
         ConfigError: it has none.
     """
     found = []
+    always = study.get("asked", {}).get("settings", {})
     for point in study.get("points", ()):
-        way = _way_of(point, known)
+        way = _way_of(point, always, known)
         if "seconds" not in point or way is None or point["steps"] - point["restarts"] < 2:
             continue  # it has not ended well, or has no step but the first, which is another thing
         per_step = sum(point["seconds"][part] for part in _PARTS) / (point["steps"] - 1 - point["restarts"])
@@ -168,8 +172,12 @@ def _usual(point: Mapping[str, Any]) -> float:
     return statistics.median(epochs) / statistics.fmean(epochs) if len(epochs) >= _FEWEST_EPOCHS else 1.0
 
 
-def _way_of(point: Mapping[str, Any], known: Sequence[Way]) -> Way | None:
-    settings = point.get("settings", {})
+def _way_of(point: Mapping[str, Any], always: Mapping[str, str], known: Sequence[Way]) -> Way | None:
+    """How a point trained; None where the model has no such way, or a setting was tried that makes its steps others."""
+    varied = point.get("settings", {})
+    if varied.keys() - _OF_A_WAY - _OF_NO_MATTER:
+        return None
+    settings = {**always, **varied}
     strategy = str(settings.get("strategy", "")).replace("_", "-")
     compression = str(settings.get("compression", "none"))
     if point.get("workers") == 1 and not strategy:

@@ -110,8 +110,8 @@ def see_that_run(folder: Path) -> None:
         if not folder.exists():
             what = "there is no such folder"
         elif (folder / "logs").is_dir():
-            what = "the run in this folder was of a script without mh.Trainer, so only what it printed is on record"
-            fix = "read the files in its folder logs; manyhosts study measures such a script, and has a page"
+            what = "nothing but what the workers printed is on record here: no training by mh.Trainer began"
+            fix = "read the files in its folder logs: the script failed before it trained, or trains by other means"
         else:
             what = "this folder holds neither a run nor a study"
         raise ConfigError(what, where=str(folder), fix=fix)

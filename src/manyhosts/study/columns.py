@@ -64,9 +64,8 @@ def results(study: Study) -> Table:
     """What each size has learned. `time to` is the training time to a loss that every point of the study reached."""
     goal = loss_that_all_reached(study.rows)
     tests = sorted({name for row in study.rows if row.measured for name in row.measured.summary.test if name != "loss"})
-    reached = "time to it" if goal is None else f"time to loss {goal:.4g}"
     head = [*_head(study), "rate", "batch", "steps/epoch", "best loss", "test loss", *(f"test {n}" for n in tests)]
-    table = [[*head, reached]]
+    table = [[*head, *([] if goal is None else [f"time to loss {goal:.4g}"])]]
     for size in _sizes(study):
         done = [row.measured for row in size.rows if row.measured]
         summary = done[0].summary
@@ -79,7 +78,7 @@ def results(study: Study) -> Table:
                 _spread([each.spent.lowest_loss() for each in done], "{:.4f}"),
                 _spread([each.summary.test.get("loss") for each in done], "{:.4f}"),
                 *(_spread([each.summary.test.get(name) for each in done], "{:.4f}") for name in tests),
-                NOTHING if goal is None else _mean([each.spent.seconds_to(goal) for each in done], seconds_in_words),
+                *([] if goal is None else [_mean([each.spent.seconds_to(goal) for each in done], seconds_in_words)]),
             ]
         )
     return table

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,10 @@ SCHEMA_VERSION = 1
 NAME = "study.json"
 POINTS = "points"
 """The folder of the runs, below that of the study."""
+_NO_RECORD = (
+    "the run ended well, and its record is no longer whole\n  where: {folder}\n"
+    "  fix:   delete that folder: the same command then runs it again"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +107,7 @@ def recorded(asked: Asked) -> dict[str, Any]:
     """What two studies in one folder must have in common, and the sizes."""
     return {
         "script": asked.script,
-        "script_sha256": hashlib.sha256(Path(asked.script).read_bytes()).hexdigest(),
+        "script_sha256": _hash_of(asked.script),
         "arguments": list(asked.arguments),
         "budget": asked.budget,
         "settings": dict(asked.settings),
@@ -114,6 +119,10 @@ def recorded(asked: Asked) -> dict[str, Any]:
         "vary": {key: list(values) for key, values in asked.vary.items()},
         "repeat": asked.repeat,
     }
+
+
+def _hash_of(script: str) -> str:
+    return hashlib.sha256(Path(script).read_bytes()).hexdigest()
 
 
 _IN_COMMON = {
@@ -142,11 +151,44 @@ def see_that_same(asked: Asked, folder: Path) -> None:
     before, now = read_json(folder / NAME).get("asked", {}), recorded(asked)
     for key, words in _IN_COMMON.items():
         if before.get(key) != now[key]:
+            differs = words.format(before=before.get(key) or "not given")
             raise ConfigError(
-                f"this folder holds a study that cannot be compared: {words.format(before=before.get(key))}",
+                f"this folder holds a study that cannot be compared: {differs}",
                 where=str(folder),
                 fix="give another folder with --run-dir DIR, or ask as before",
             )
+
+
+_OF_NO_MATTER = ("duration", "seed")
+"""Settings that change no step's time."""
+
+
+def see_that_of(folder: Path, script: str, arguments: Sequence[str], settings: Mapping[str, str]) -> None:
+    """See that the study in `folder` has measured steps of this script, as it is now and with these settings.
+
+    Raises:
+        ConfigError: it has not, or there is no study.
+    """
+    studied = asked_in(folder)
+    before = read_json(folder / NAME)["asked"].get("script_sha256")
+
+    def counting(given: Mapping[str, str]) -> dict[str, str]:
+        return {key: value for key, value in given.items() if key not in _OF_NO_MATTER}
+
+    if before != _hash_of(script):
+        same_name = Path(studied.script).name == Path(script).name
+        what = f"{studied.script}, which has changed since" if same_name else f"{studied.script}, not of {script}"
+    elif list(studied.arguments) != list(arguments):
+        what = f"{script} with the arguments {shlex.join(studied.arguments) or '(none)'}"
+    elif counting(studied.settings) != counting(settings):
+        what = f"{script} with " + (" ".join(f"--set {k}={v}" for k, v in studied.settings.items()) or "no --set")
+    else:
+        return
+    raise ConfigError(
+        f"the study is of {what}, so its steps are others",
+        where=str(folder),
+        fix="ask for the same, or run a study of this",
+    )
 
 
 def in_folder(folder: Path) -> Study:
@@ -164,6 +206,10 @@ def asked_in(folder: Path) -> Asked:
     Raises:
         ConfigError: there is none, or another version of manyhosts wrote it.
     """
+    if not (folder / NAME).exists():
+        raise ConfigError(
+            f"there is no study in {folder}", where=str(folder), fix="give the folder that `manyhosts study` made"
+        )
     found = read_json(folder / NAME, version=SCHEMA_VERSION)
     try:
         asked = found["asked"]
@@ -192,7 +238,10 @@ def known(asked: Asked, folder: Path, price: float | None = None) -> Study:
     for point in asked.points():
         place = Place(folder / POINTS, point.name)
         outcome = outcome_of(place)
-        rows.append(Row(point=point, place=place, outcome=outcome, measured=read(place, outcome)))
+        measured = read(place, outcome)
+        if outcome.done and measured is None:
+            outcome = replace(outcome, status="failed", reason=_NO_RECORD.format(folder=place.run.path))
+        rows.append(Row(point=point, place=place, outcome=outcome, measured=measured))
     return Study(asked=asked, folder=folder, rows=tuple(compared(rows)), price=price)
 
 

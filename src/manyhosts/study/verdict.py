@@ -24,6 +24,8 @@ _SMALL_BYTES = 1e6
 """Of what is sent in a step: below, compression has next to nothing to save."""
 _BEYOND = 4
 """Predictions go this many times beyond the largest size that was measured, and no further."""
+_FEW_STEPS = 20
+"""Runs of fewer steps are mostly what is spent once: the first step, the last snapshot."""
 
 CAUSES = {
     "compute": "computing",
@@ -56,7 +58,7 @@ class Verdict:
     """What the largest size has most to gain from; None where that is next to nothing, or there is one size."""
     change: str
     speed_up_without: float | None
-    """What the largest size would gain over the smallest without that cause."""
+    """What the largest size would gain over the smallest without that cause; None where it is faster than ideal."""
     pays_up_to: int | None
     """Workers; None where there are too few sizes to say."""
     fastest: int | None
@@ -88,6 +90,8 @@ def judge(group: Sequence[Size], laws: Mapping[str, Fit], asked: Asked, price: f
     if large.efficiency > _BEST:
         sentences.append(_MORE_THAN_IDEAL)
     limit, change, without = _limit(large, asked)
+    if large.efficiency > _BEST:  # the smallest size is no measure of what there could be, either
+        without = None
     sentences += [_what_limits(small, large, limit, change, without)]
     law = best(laws)
     pays = fastest = None
@@ -97,6 +101,7 @@ def judge(group: Sequence[Size], laws: Mapping[str, Fit], asked: Asked, price: f
     cost = None if price is None else _cost(small, large, price)
     if cost is not None:
         sentences.append(_what_it_costs(cost, small, large))
+    sentences += _what_is_short(group)
     launch = large.mean([row.measured.launch_seconds for row in large.rows if row.measured])
     if launch is not None:
         sentences.append(f"Starting took {launch:.1f} s before the training began, which is not counted.")
@@ -145,10 +150,10 @@ def _of_exchanges(large: Size) -> str:
     if sent is not None and sent < _SMALL_BYTES:
         return (
             f"Exchanges are small ({bytes_in_words(sent)} a step), so it is their number that costs: "
-            "a larger batch_size has fewer, and strategy=local_sgd exchanges less often"
+            "a larger batch_size has fewer, and strategy=local-sgd exchanges less often"
         )
     return (
-        "Send less: --vary compression=none,bf16,powersgd tries which compression helps; strategy=local_sgd or diloco "
+        "Send less: --vary compression=none,bf16,powersgd tries which compression helps; strategy=local-sgd or diloco "
         "exchanges less often, and so does a larger batch_size"
     )
 
@@ -157,14 +162,27 @@ def _what_limits(small: Size, large: Size, limit: str | None, change: str, witho
     ordered = sorted(large.causes.items(), key=lambda item: -item[1])
     lost = [f"{CAUSES[cause]} ({_percent(share)})" for cause, share in ordered if share >= _HARDLY]
     text = f"What is lost goes to {', '.join(lost)}. " if lost else ""
-    if limit is None or without is None:
+    if limit is None:
         return f"{text}No cause takes more than a fiftieth of the time."
     share = to_gain(large)[limit]
     takes = f"takes {_percent(share)} of their time" if limit in _COULD_GO else f"costs {_percent(share)} of their time"
+    text = f"{text}There is most to gain from {CAUSES[limit]}, which {takes}. {change}."
     return (
-        f"{text}There is most to gain from {CAUSES[limit]}, which {takes}. {change}. "
-        f"Without it they would be {without:.2f} times as fast as {small.row.workers}."
+        text
+        if without is None
+        else f"{text} Without it they would be {without:.2f} times as fast as {small.row.workers}."
     )
+
+
+def _what_is_short(group: Sequence[Size]) -> list[str]:
+    """A sentence where runs have too few steps to tell what a longer one would come to; else nothing."""
+    steps = min(row.measured.summary.steps for size in group for row in size.rows if row.measured)
+    if steps >= _FEW_STEPS:
+        return []
+    return [
+        f"With {amount(steps, 'step')} a run is mostly what is spent once, at its start and its end: a longer --budget "
+        "tells more."
+    ]
 
 
 def _how_far(law: Fit, small: Size, large: Size) -> tuple[int, int | None, str]:
@@ -202,13 +220,17 @@ def _cost(small: Size, large: Size, price: float) -> dict[str, float] | None:
 
 
 def _what_it_costs(cost: Mapping[str, float], small: Size, large: Size) -> str:
+    first, last = amount(small.row.point.nodes, "machine"), large.row.point.nodes
+    if last == small.row.point.nodes:
+        first, last = amount(small.row.workers, "worker"), large.row.workers
     text = (
-        f"An epoch costs {cost['per_epoch_smallest']:.3g} with {amount(small.row.point.nodes, 'machine')} and "
-        f"{cost['per_epoch_largest']:.3g} with {large.row.point.nodes}"
+        f"An epoch costs {cost['per_epoch_smallest']:.3g} with {first} and {cost['per_epoch_largest']:.3g} with {last}"
     )
-    if "per_hour_saved" in cost:
-        return f"{text}; an hour less of waiting costs {cost['per_hour_saved']:.3g}."
-    return f"{text}, and saves no time."
+    if "per_hour_saved" not in cost:
+        return f"{text}, and saves no time."
+    if cost["per_hour_saved"] <= 0:
+        return f"{text}, and is sooner over."
+    return f"{text}; an hour less of waiting costs {cost['per_hour_saved']:.3g}."
 
 
 def _percent(share: float) -> str:

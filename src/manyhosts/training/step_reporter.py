@@ -155,7 +155,7 @@ class StepReporter:
 
 
 def _where(facts: StepFacts) -> str:
-    return f"epoch {facts.epoch}, {named(facts.indices, facts.shards)}"
+    return f"epoch {facts.epoch + 1}, {named(facts.indices, facts.shards)}"
 
 
 def step_done(numbers: StepNumbers) -> StepDone:

@@ -68,7 +68,9 @@ def check_given(*, model: Any, data: Any, loss: Any, step: Any, schedule: Any, m
         raise ConfigError(
             f"metrics is a {type(metrics).__name__}, and each metric needs a name",
             where="mh.Trainer(metrics=…)",
-            fix='write metrics={"accuracy": MulticlassAccuracy(num_classes=10)}',
+            fix='write metrics={"all": …}: its members keep the names that they have in it'
+            if type(metrics).__name__ == "MetricCollection"
+            else 'write metrics={"accuracy": MulticlassAccuracy(num_classes=10)}',
         )
     for name, function in (("step", step), ("schedule", schedule)):
         if function is not None and not callable(function):

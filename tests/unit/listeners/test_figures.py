@@ -29,7 +29,9 @@ def test_number_has_the_digits_that_matter(value: float, shown: str) -> None:
 def test_shares_are_percentages_and_losses_are_not() -> None:
     assert figures.figure("accuracy", 0.98333) == "accuracy 98.33 %"
     assert figures.figure("val_f1", 1) == "val_f1 100.00 %"
+    assert figures.figure("token_acc", 0.5) == "token_acc 50.00 %"
     assert figures.figure("loss", 0.5) == "loss 0.5000"
+    assert figures.figure("acceleration", 0.5) == "acceleration 0.5000"
     assert figures.figure("accuracy", 98.3) == "accuracy 98.300"
 
 

@@ -90,6 +90,11 @@ def test_points_of_a_study_become_runs_and_failed_ones_do_not() -> None:
         (1, 1, "ddp", "none"), (2, 2, "ddp", "bf16"), (2, 2, "local-sgd", "none"),
     ]  # fmt: skip
     assert [each.step_seconds for each in found] == pytest.approx([2.46, 1.3, 1.1])
+    several = {"asked": {"settings": {"compression": "bf16"}}, "points": [
+        point(2, 1.3, settings={"seed": "1"}), point(2, 1.0, settings={"batch_size": "7"}),
+    ]}  # fmt: skip
+    [found] = runs_of(several, NETWORK, NETWORK, ways(MEASURED))
+    assert (found.way.compression, found.step_seconds) == ("bf16", pytest.approx(1.3)), "another batch has other steps"
     with pytest.raises(ConfigError, match="no run of this study ended well"):
         runs_of({"points": [failed]}, NETWORK, NETWORK, ways(MEASURED))
 

@@ -143,7 +143,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no such folder"):
         written(tmp_path / "nowhere")
     (tmp_path / "plain" / "logs").mkdir(parents=True)
-    with pytest.raises(ConfigError, match=r"a script without mh\.Trainer, so only what it printed"):
+    with pytest.raises(ConfigError, match=r"nothing but what the workers printed is on record here"):
         written(tmp_path / "plain")
     make_run(tmp_path / "a")
     with pytest.raises(ConfigError, match="named twice"):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
 from studies import Costs, make_study
 
+from manyhosts.config.strategies import named
+from manyhosts.study import columns
 from manyhosts.study.points import Asked, Point
+from manyhosts.study.study import known
 from manyhosts.study.verdict import Verdict, to_gain
 
 SCRIPT = __file__  # any file that is there
@@ -77,11 +82,56 @@ def test_how_far_it_pays_and_what_it_costs(tmp_path: Path) -> None:
     assert price["per_hour_saved"] == pytest.approx(extra / ((before - now) / 3600))
 
 
+def test_what_is_advised_can_be_asked_for(tmp_path: Path) -> None:
+    verdict = make_study(tmp_path, asked(), lambda point: {**ideal(point), "exposed": 0.5}).verdicts()[()]
+    [name] = re.findall(r"strategy=([\w-]+)", verdict.change)
+    assert named(name).name == name
+
+
+def test_workers_of_one_machine_are_named_with_the_price(tmp_path: Path) -> None:
+    study = make_study(tmp_path, Asked(script=SCRIPT, workers=(1, 2)), ideal)
+    assert "with 1 worker and " in study.verdict()
+    assert "sooner over" in study.verdict(), "a machine that is used for less time is paid for less"
+
+
+def test_runs_of_a_few_steps_are_said_to_tell_little(tmp_path: Path) -> None:
+    study = make_study(tmp_path, asked(), ideal)
+    assert "a longer --budget" not in study.verdict()
+    for row in study.rows:
+        assert row.measured is not None
+        summary = json.loads(row.place.run.summary.read_text())
+        row.place.run.summary.write_text(json.dumps({**summary, "steps": 1}))
+    assert "With 1 step a run is mostly what is spent once" in known(asked(), tmp_path).verdict()
+
+
+def test_a_run_whose_record_is_gone_is_told_with_what_helps(tmp_path: Path) -> None:
+    study = make_study(tmp_path, asked(), ideal)
+    study.rows[0].place.run.run_json.unlink()
+    after = known(asked(), tmp_path)
+    assert [row.outcome.done for row in after.rows] == [False, True, True]
+    [(_, reason)] = columns.failures(after)
+    assert "its record is no longer whole" in reason
+    assert f"where: {study.rows[0].place.run.path}\n  fix:   delete that folder" in reason
+
+
+def test_without_validation_there_is_no_time_to_a_loss(tmp_path: Path) -> None:
+    study = make_study(tmp_path, asked(), ideal)
+    assert "time to loss" in columns.results(study)[0][-1]
+    for row in study.rows:
+        lines = row.place.run.metrics.read_text().splitlines()
+        row.place.run.metrics.write_text("".join(f"{line}\n" for line in lines if '"validation"' not in line))
+    table = columns.results(known(asked(), tmp_path))
+    assert not any("time to" in cell for cell in table[0])
+    assert {len(row) for row in table} == {len(table[0])}
+
+
 def test_more_than_ideal_is_doubted(tmp_path: Path) -> None:
     study = make_study(tmp_path, asked(), lambda point: {**ideal(point), "compute": 1.0 / point.workers**1.3})
     verdict = study.verdicts()[()]
     assert "That is more than ideal" in verdict.text
     assert "A further worker" not in verdict.text
+    assert "Without it" not in verdict.text
+    assert verdict.speed_up_without is None
     assert (verdict.pays_up_to, verdict.fastest) == (None, None)
 
 

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from manyhosts.cli.study import study
 from manyhosts.errors import ConfigError
 from manyhosts.study.points import Asked
-from manyhosts.study.study import NAME, known, see_that_same, write
+from manyhosts.study.study import NAME, known, see_that_of, see_that_same, write
 
 
 def commands(tmp_path: Path, *words: str) -> list[str]:
@@ -75,6 +75,15 @@ def test_a_scheduler_is_told_how_many_nodes(tmp_path: Path) -> None:
         (["--workers", "1", "--budget", "soon"], "soon"),
         (["--workers", "1", "--vary", "strateggy=ddp"], "there is no setting named 'strateggy'"),
         (["--workers", "1", "--vary", "lr=,"], "cannot read lr="),
+        (["--workers", "1", "--vary", "lr=1,fast"], "lr is 'fast', which is not a number"),
+        (["--workers", "1", "--vary", "compression=none,bf17"], "there is no compression named 'bf17'"),
+        (["--workers", "1", "--vary", "precision=fp32,bf17"], "precision is 'bf17'"),
+        (["--workers", "1", "--vary", "batch_norm=none,local"], "batch_norm is 'none'"),
+        (["--workers", "1", "--vary", "lr_scaling=none,sqr"], "lr_scaling is 'sqr'"),
+        (["--workers", "1", "--vary", "strategy=ddp,local_sgd"], "there is no strategy named 'local_sgd'"),
+        (["--workers", "1", "--set", "early_stopping.mode=up"], "mode is 'up'"),
+        (["--workers", "1", "--price", "-3"], "--price is -3"),
+        (["--workers", "1", "--price", "nan"], "--price is nan"),
         (["--workers", "1", "--vary", "seed=1,2"], "both --repeat and seed"),
         (["--workers", "1", "--budget", "1h", "--set", "duration=2h"], "both --budget and duration"),
         (["--workers", "1", "--vary", "lr=1,2", "--set", "lr=1"], "lr is both set and varied"),
@@ -95,9 +104,45 @@ def test_a_folder_holds_what_can_be_compared(tmp_path: Path) -> None:
     see_that_same(Asked(script=str(script), workers=(1, 2, 4), repeat=3, vary={"lr": ("1",)}, budget="1h"), tmp_path)
     with pytest.raises(ConfigError, match=r"--budget was 1h"):
         see_that_same(Asked(script=str(script), workers=(1, 2)), tmp_path)
+    write(known(Asked(script=str(script), workers=(1, 2)), tmp_path / "whole"))
+    with pytest.raises(ConfigError, match=r"--budget was not given"):
+        see_that_same(asked, tmp_path / "whole")
     script.write_text("1\n")
     with pytest.raises(ConfigError, match="the script has changed since"):
         see_that_same(asked, tmp_path)
+
+
+def test_settings_that_fit_some_scripts_only_are_left_to_the_runs(tmp_path: Path) -> None:
+    words = ["lr_scaling=none,linear", "loader_workers=auto,2", "activation_checkpointing=blocks,0.5", "gather=bf16"]
+    words += [
+        "sync_every=4,8",
+        "powersgd_rank=2",
+        "micro_batch_size=none,8",
+        "snapshots.every=5 steps",
+        "strategy=fsdp",
+    ]
+    assert commands(tmp_path, "--workers", "1", *[part for word in words for part in ("--vary", word)])
+
+
+def test_a_study_is_told_from_one_of_something_else(tmp_path: Path) -> None:
+    script, other = tmp_path / "train.py", tmp_path / "other.py"
+    script.write_text("pass\n")
+    other.write_text("1\n")
+    asked = Asked(script=str(script), workers=(1, 2), arguments=("--depth", "3"), settings={"lr": "1", "seed": "4"})
+    write(known(asked, tmp_path))
+    settings = {"lr": "1", "duration": "3 epochs"}
+    see_that_of(tmp_path, str(script), ("--depth", "3"), settings)
+    with pytest.raises(ConfigError, match=r"of .*train\.py, not of .*other\.py"):
+        see_that_of(tmp_path, str(other), ("--depth", "3"), settings)
+    with pytest.raises(ConfigError, match=r"with the arguments --depth 3"):
+        see_that_of(tmp_path, str(script), (), settings)
+    with pytest.raises(ConfigError, match=r"with --set lr=1"):
+        see_that_of(tmp_path, str(script), ("--depth", "3"), {})
+    script.write_text("2\n")
+    with pytest.raises(ConfigError, match="has changed since"):
+        see_that_of(tmp_path, str(script), ("--depth", "3"), settings)
+    with pytest.raises(ConfigError, match="there is no study in"):
+        see_that_of(tmp_path / "nowhere", str(script), (), {})
 
 
 def test_a_folder_that_cannot_be_made_is_told_in_a_sentence(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 from runs import images_and_labels, network
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanSquaredError, MetricCollection
 
 import manyhosts as mh
 from manyhosts.config.arguments import OF_DATA, OF_FIT, OF_TRAINER
@@ -47,6 +48,21 @@ SLIPS: dict[str, tuple[Callable[[], Any], str, str]] = {
         lambda: mh.Data(train=DataLoader(dataset(), batch_size=7)),
         "the train set is a DataLoader",
         "mh.Data(train=loader.dataset, batch_size=7)",
+    ),
+    "several loaders as a set": (
+        lambda: mh.Data(dataset(), validation=[DataLoader(dataset())], batch_size=7),
+        "the validation set is a list of DataLoaders, not of samples",
+        "ConcatDataset([each.dataset for each in …])",
+    ),
+    "several datasets as a set": (
+        lambda: mh.Data(dataset(), validation=(dataset(), dataset()), batch_size=7),  # type: ignore[arg-type]  # the slip
+        "the validation set is a tuple of datasets, not of samples",
+        "ConcatDataset([…])",
+    ),
+    "a collection as metrics": (
+        lambda: trainer(metrics=MetricCollection({"error": MeanSquaredError()})),
+        "metrics is a MetricCollection",
+        'metrics={"all": …}',
     ),
     "the length as a number of epochs": (lambda: trainer().fit(max_epochs=3), "no argument 'max_epochs'", "20 epochs"),
     "model and loader for fit": (

@@ -128,7 +128,7 @@ def test_loss_that_is_no_number_stops_with_step_samples_and_snapshot(tmp_path: P
     with pytest.raises(TrainingError) as caught:
         run.fit("1 epoch")
     assert caught.value.what == "the loss is nan in step 4"
-    assert "samples [6, 7]" in caught.value.where
+    assert caught.value.where == "epoch 1, samples [6, 7]", "epochs are counted as the screen counts them"
     assert "step-00000003" in caught.value.fix
     assert '"status": "failed"' in (tmp_path / "run" / "summary.json").read_text()
 

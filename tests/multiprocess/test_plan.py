@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -112,8 +113,11 @@ fit(model=model, batch_size=None, data={"batch_size_per_worker": 10})
 def test_what_cannot_be_measured_is_said_in_a_sentence(
     text: str, kind: type[ManyhostsError], said: str, tmp_path: Path, stage: Stage
 ) -> None:
-    with pytest.raises(kind, match=said):
+    with pytest.raises(kind, match=said) as caught:
         measured(text, tmp_path, stage)
+    if kind is ScriptError:
+        assert re.search(r"script\.py, line \d+, rank 0$", caught.value.where), caught.value.where
+        assert "manyhosts run " in caught.value.fix
 
 
 def test_a_fit_that_never_comes_is_not_waited_for(tmp_path: Path, stage: Stage) -> None:

@@ -116,7 +116,10 @@ def test_each_size_is_run_once_whatever_happens(studied: Studied) -> None:
     assert "failed, or not run: 3 workers" in out
     assert "there is no room for so many" in out
     assert [point["status"] for point in studied.result()["points"]] == ["completed", "completed", "failed"]
-    assert "there is no room for so many" in studied.result()["points"][2]["reason"]
+    reason = studied.result()["points"][2]["reason"]
+    assert "there is no room for so many" in reason
+    assert f"see the traceback in {studied.study / 'points' / '3-workers.log'}" in reason, "nobody has seen one above"
+    assert "go on:" not in reason, "the study's own command goes on"
 
     studied.say("fails", "")
     study = studied.start("--workers", "1,2,3", "--json")

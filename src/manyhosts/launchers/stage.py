@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import socket
@@ -163,7 +165,7 @@ class Stage:
             return None
         if first.error is not None:
             words = first.error.get("words")
-            return rebuilt(words) if words else ScriptError(str(first.error["summary"]), where=f"rank {first.rank}")
+            return rebuilt(words) if words else _of_the_script(first.error, first.rank, job)
         if hung:
             return ScriptError(
                 "the workers got no further", where=job.program, fix="see which collective one of them does not enter"
@@ -194,6 +196,18 @@ class Stage:
 
     def _be_warm(self) -> None:
         self._warm = True
+
+
+def _of_the_script(error: Mapping[str, Any], rank: int, job: Job) -> ScriptError:
+    """What the script raised, with the line of its own that led there: nobody sees the traceback here."""
+    frames = re.findall(r'^ *File "(.*)", line (\d+)', str(error.get("text", "")), re.MULTILINE)
+    own = [number for file, number in frames if Path(file).name == Path(job.program).name]
+    line = f", line {own[-1]}" if own else ""
+    return ScriptError(
+        str(error["summary"]),
+        where=f"{job.program}{line}, rank {rank}",
+        fix=f"see the whole traceback: {shlex.join(['manyhosts', 'run', job.program, *job.arguments])}",
+    )
 
 
 class _Worker:

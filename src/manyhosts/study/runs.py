@@ -31,6 +31,8 @@ _LOOK_S = 0.2
 _SHOWN_LINES = 12
 _BETWEEN_RUNS_S = 60.0
 _NO_OTHER_S = 0.1
+_ABOVE = "see the traceback above"
+"""What a run says of its own screen, which is a file here."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -203,7 +205,9 @@ def _judge(place: Place, code: int, size: int, launched: float | None, *, interr
     else:
         with place.log.open("rb") as log:
             log.seek(size)
-            reason = _reason(log.read().decode(errors="replace"), code)
+            reason = _reason(log.read().decode(errors="replace"), code).replace(
+                _ABOVE, f"see the traceback in {place.log}"
+            )
     return Outcome(status="failed", reason=reason, launched=launched)
 
 
@@ -212,7 +216,7 @@ def _reason(said: str, code: int) -> str:
     lines = said.splitlines()
     for number in range(len(lines) - 1, -1, -1):
         if lines[number].startswith("manyhosts: "):
-            more = [line for line in lines[number + 1 : number + 4] if line.startswith("  ")]
+            more = [line for line in lines[number + 1 : number + 3] if line.startswith(("  where:", "  fix:"))]
             return "\n".join([lines[number].removeprefix("manyhosts: "), *more])
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
     return "\n".join([f"manyhosts run {how}", *(f"  {line}" for line in lines[-_SHOWN_LINES:])])

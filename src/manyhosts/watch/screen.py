@@ -26,7 +26,8 @@ _COLOURS = {
 }  # fmt: skip
 _STATUS = {"running": "blue", "starting": "blue", "completed": "green", "stopped early": "green", "failed": "red"}
 _MOST_WORKERS = 8
-_BAR = 24
+_BAR, _LEAST_BAR, _BESIDE_BAR = 24, 10, 58
+"""Columns of a worker's bar, as far as the names of the others have room beside it."""
 _SPARKS = "▁▂▃▄▅▆▇█"
 _LEAST_TOLD = 4
 
@@ -94,13 +95,14 @@ def _workers(totals: dict[Who, Spent], console: Console) -> RenderableType:
     if console.width >= 70:
         table.add_column("of that", no_wrap=True)
     for part in PARTS[:3]:
-        table.add_column(PART_NAMES[part], justify="right")
+        words = PART_NAMES[part]
+        table.add_column(words, justify="right", min_width=max(map(len, words.split())))
     several = len(totals) > _MOST_WORKERS
     shown = sorted(totals.items(), key=lambda each: -each[1].own_s)[:_MOST_WORKERS] if several else totals.items()
     for who, spent in shown:
         whole = sum(spent.seconds.values()) or 1.0
         shares = [spent.seconds.get(part, 0.0) / whole for part in PARTS]
-        bar = [_bar(shares)] if len(table.columns) == 6 else []
+        bar = [_bar(shares, max(_LEAST_BAR, min(_BAR, console.width - _BESIDE_BAR)))] if len(table.columns) == 6 else []
         table.add_row(
             Text(str(who)), seconds_in_words(spent.step_s), *bar, *(f"{100 * each:.0f} %" for each in shares[:3])
         )
@@ -109,12 +111,12 @@ def _workers(totals: dict[Who, Spent], console: Console) -> RenderableType:
     return table
 
 
-def _bar(shares: Sequence[float]) -> Text:
+def _bar(shares: Sequence[float], width: int) -> Text:
     bar, at, until = Text(), 0.0, 0
     for part, share in zip(PARTS, shares, strict=True):
         at += share
-        bar.append("█" * (round(at * _BAR) - until), _COLOURS[part])
-        until = round(at * _BAR)
+        bar.append("█" * (round(at * width) - until), _COLOURS[part])
+        until = round(at * width)
     return bar
 
 

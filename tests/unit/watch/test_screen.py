@@ -57,6 +57,13 @@ def test_no_line_is_wider_than_the_terminal(width: int, height: int, live: LiveR
     assert any("train.py" in line for line in lines)
 
 
+def test_on_80_columns_no_word_is_cut(live: LiveRun) -> None:
+    text = shown(live, width=80)
+    assert "computing" in text
+    assert "computi…" not in text
+    assert all(word in text for word in ("of that", "waiting", "workers", "for data"))
+
+
 def test_run_that_has_not_begun_is_drawn_too(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     live = LiveRun(tmp_path)

@@ -49,7 +49,7 @@ def start(
         str(script or (SCRIPT if dies_at is None else DEADLY)),
     ]
     return subprocess.Popen(
-        [sys.executable, "-m", "manyhosts.cli.main", *words],
+        [sys.executable, "-P", "-m", "manyhosts.cli.main", *words],
         env={
             **os.environ,
             "RECIPE": json.dumps(asdict(recipe)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
+from forker import Forker, can_be
 from hypothesis import HealthCheck, settings
 from preloaded import Preloaded
 
@@ -42,7 +44,8 @@ def fork_servers_are_forked(request: pytest.FixtureRequest) -> Iterator[Preloade
         yield None
         return
     preloaded: Preloaded = request.getfixturevalue("preloaded")
-    with preloaded.used():
+    forker: Forker | None = request.getfixturevalue("forker")
+    with preloaded.used(), forker.used() if forker else contextlib.nullcontext():
         yield preloaded
 
 
@@ -50,6 +53,19 @@ def fork_servers_are_forked(request: pytest.FixtureRequest) -> Iterator[Preloade
 def preloaded() -> Iterator[Preloaded]:
     """Forks the fork servers of what tests start; one for the session."""
     process = Preloaded()
+    SERVANTS.add(process.process.pid)
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="session")
+def forker(preloaded: Preloaded) -> Iterator[Forker | None]:
+    """Forks the commands and agents that tests start; one for the session."""
+    if not can_be():
+        yield None
+        return
+    with preloaded.used():
+        process = Forker(os.environ["PYTHONPATH"])
     SERVANTS.add(process.process.pid)
     yield process
     process.close()

@@ -53,7 +53,7 @@ class HeldRun:
         self._output = (folder / "output").open("wb")
         words = ["run", "--workers", "2", "--run-dir", str(self.run_dir), str(SCRIPT)]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "manyhosts.cli.main", *words],
+            [sys.executable, "-P", "-m", "manyhosts.cli.main", *words],
             env={
                 **environment(),
                 "HELD": str(self._gate),

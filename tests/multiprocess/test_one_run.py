@@ -29,11 +29,12 @@ PYTHON = [sys.executable, str(SCRIPT)]
 
 
 def command(folder: Path, words: Sequence[str], recipe: Recipe, **variables: str) -> subprocess.Popen[str]:
+    paths = [str(SCRIPT.parents[1]), *os.environ["PYTHONPATH"].split(os.pathsep)]
     own = {"RECIPE": json.dumps(asdict(recipe)), "PIDS": str(folder / "pids"), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         words,
         cwd=folder,
-        env={**environment(), "PYTHONPATH": str(SCRIPT.parents[1]), **own, **variables},
+        env={**environment(), "PYTHONPATH": os.pathsep.join(paths), **own, **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

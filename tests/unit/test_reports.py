@@ -22,7 +22,7 @@ class Agent:
         self.listening = socket.socket(socket.AF_UNIX)
         self.listening.bind(address)
         self.listening.listen()
-        self.listening.settimeout(5)
+        self.listening.settimeout(120)
 
     def read_all(self) -> list[dict[str, Any]]:
         connection, _ = self.listening.accept()

@@ -112,7 +112,7 @@ def test_reader_that_never_comes_back_cannot_hold_the_end() -> None:
         say_last(out.stream, "nor this\n")
         reader = out.drain()
         out.stream.close()
-        reader.join(5)
+        reader.join(120)
 
 
 def test_slow_reader_gets_the_last_lines(monkeypatch: pytest.MonkeyPatch) -> None:

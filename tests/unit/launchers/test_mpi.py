@@ -107,9 +107,13 @@ def test_engine_is_left_alone_while_agents_tidy_up_and_killed_where_it_does_not_
 ) -> None:
     monkeypatch.setattr("manyhosts.launchers.placed._END_S", 0.2)
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
-    node_agent = Placement(1, lambda *_: subprocess.Popen([sys.executable, "-c", deaf])).start_agent(0, "h:1", "secret")
+    engine = subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE)
+    node_agent = Placement(1, lambda *_: engine).start_agent(0, "h:1", "secret")
+    assert engine.stdout is not None
+    with engine.stdout:
+        engine.stdout.readline()  # it is deaf now
     node_agent.terminate()
-    time.sleep(1)  # so that it has had time to become deaf, too
+    time.sleep(0.5)
     assert node_agent.poll() is None
     node_agent.kill()
     assert node_agent.wait(timeout=120) == -9

@@ -155,7 +155,7 @@ def test_owner_elsewhere_that_beats_keeps_the_directory_and_a_silent_one_that_is
         assert run_lock.wrest(tmp_path, "the run's")
         assert not run_lock.wrest(tmp_path, "the run's"), "another worker has it"
     back = run_lock.RunLock(tmp_path / NAME, head.owner)  # it is back, and beats again
-    back._thread.join(timeout=10)
+    back._thread.join(timeout=120)
     with pytest.raises(ConfigError, match="is going on"):
         back.check()
     after = run_lock.take(tmp_path, "the next run's")
@@ -199,7 +199,7 @@ def test_another_head_of_the_same_start_takes_the_lock_only_of_one_that_is_dead(
     assert lock is not None, "workers of the run are no rivals"
     lock.check()
     put(tmp_path, replace(parent(launches=True), token="mine"))
-    lock._thread.join(timeout=10)
+    lock._thread.join(timeout=120)
     with pytest.raises(ConfigError, match="is going on"):
         lock.check()  # this head stood still, and another one has come in its place
 

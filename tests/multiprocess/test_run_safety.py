@@ -10,7 +10,8 @@ import psutil
 import pytest
 from launching import agents, family, start, wait_until
 
-pytestmark = pytest.mark.multiprocess
+# Started cold: what is forked from a process of the tests shows the environment of that one.
+pytestmark = [pytest.mark.multiprocess, pytest.mark.starts_cold]
 
 WAIT = """
 import os, time

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "strategies.py"
-pytestmark = pytest.mark.multiprocess
+# slow: that parts train as whole models do is held by tests/multiprocess/test_fsdp.py and test_fsdp_parts.py
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 
 @pytest.mark.timeout(400)

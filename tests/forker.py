@@ -335,9 +335,11 @@ def _take_over(request: dict[str, Any], extra: Sequence[str]) -> None:
     for kind, limit in request["limits"].items():
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(int(kind), limit)
-    for number in request["ignored"]:
-        with contextlib.suppress(OSError):
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGPIPE, signal.SIGXFSZ}:
+        if number in request["ignored"]:
             signal.signal(number, signal.SIG_IGN)
+        elif signal.getsignal(number) == signal.SIG_IGN:  # the tests were started in the background of a shell, say
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
 
 

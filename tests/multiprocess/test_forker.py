@@ -8,7 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +152,15 @@ def test_what_cannot_be_forked_the_same_is_started(
     assert not forked(close_fds=False)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Tests that a shell has started in its background ignore SIGINT, and so does all that they start."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_signal_that_ends_it_is_what_its_caller_sees(shows: list[str], tmp_path: Path) -> None:
     (tmp_path / "stops.py").write_text("import signal; print(flush=True); signal.pause()")
     for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT):
@@ -165,6 +174,7 @@ def test_signal_that_ends_it_is_what_its_caller_sees(shows: list[str], tmp_path:
         assert process.returncode == -number
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_agents_are_children_of_their_command_and_are_shown_as_agents(tmp_path: Path) -> None:
     process = start(tmp_path, "import signal; signal.pause()", "--nodes", "2")
     command = psutil.Process(process.pid)

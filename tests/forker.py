@@ -220,7 +220,9 @@ def _serve(line: socket.socket) -> str | None:
             return None
         request = json.loads(message)
         extra = _extra_paths(request, paths)
-        pid = None if extra is None else _fork_for_parent()
+        pid = None
+        with contextlib.suppress(OSError):  # a sandbox that knows no such fork: Python is started as ever
+            pid = None if extra is None else _fork_for_parent()
         if pid == 0:
             return _become(request, extra or [], line, descriptors)
         for each in descriptors:

@@ -106,6 +106,8 @@ def test_frozen_host_does_nothing_until_it_is_thawed(make_lab: Callable[..., Lab
     os.set_blocking(pipe, False)
     wait_until(lambda: read_all(pipe), "it ticks")
     host.freeze()
+    stands_still = [psutil.Process(process).status for process in host.processes()]
+    wait_until(lambda: {status() for status in stands_still} == {psutil.STATUS_STOPPED}, "the last tick is over")
     read_all(pipe)
     time.sleep(0.3)
     assert read_all(pipe) == b""
@@ -130,14 +132,14 @@ def test_host_without_power_is_gone_and_comes_back_with_an_empty_disk(make_lab: 
 
 @needs("iperf3")
 def test_wire_is_as_fast_as_it_was_asked_for(make_lab: Callable[..., Lab]) -> None:
-    """Never faster; and as fast, though a busy machine may need several tries."""
+    """A busy machine may need several tries: it sends too late, or begins too late to count what has come."""
     one, two = make_lab(2, bandwidth="200mbit")
     for rate in (200, 50):
         two.slow(f"{rate}mbit")
         rates = [measured(one, two)]
-        while max(rates) < 0.85 * rate and len(rates) < 10:
+        while not 0.85 * rate <= rates[-1] <= 1.15 * rate and len(rates) < 10:
             rates.append(measured(one, two))
-        assert 0.85 * rate <= max(rates) <= 1.15 * rate, rates
+        assert 0.85 * rate <= rates[-1] <= 1.15 * rate, rates
 
 
 def measured(one: Host, two: Host) -> float:

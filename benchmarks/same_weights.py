@@ -63,6 +63,7 @@ def train(width: int, layers: int, snapshots: int) -> None:
     snapshot_schedule.compare_weights = every_second_time  # type: ignore[attr-defined]
     snapshot_schedule.SnapshotSchedule.save = timed  # type: ignore[method-assign]
     middle = [each for _ in range(layers) for each in (nn.Linear(width, width), nn.ReLU())]
+    torch.manual_seed(0)
     samples = TensorDataset(torch.randn(64, width), torch.randn(64, 1))
     trainer = mh.Trainer(
         model=lambda: nn.Sequential(*middle, nn.Linear(width, 1)),

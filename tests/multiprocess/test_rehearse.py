@@ -147,7 +147,7 @@ def test_trainer_rehearses_as_it_runs(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         "import torch\nfrom torch import nn\nfrom torch.utils.data import TensorDataset\nimport manyhosts as mh\n"
-        "data = TensorDataset(torch.randn(16, 4), torch.randint(0, 2, (16,)))\n"
+        "data = TensorDataset(torch.ones(16, 4), torch.arange(16) % 2)\n"
         "trainer = mh.Trainer(model=lambda: nn.Linear(4, 2), loss=nn.CrossEntropyLoss(), backend='nccl',\n"
         "    optimizer=lambda params: torch.optim.SGD(params, lr=0.1), data=mh.Data(train=data, batch_size=4))\n"
         "print(trainer.fit('1 epoch').status)\n"

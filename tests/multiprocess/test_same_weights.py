@@ -10,7 +10,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import TensorDataset, random_split
 
 import manyhosts as mh
 from manyhosts.errors import ManyhostsError
@@ -147,6 +147,11 @@ def different(rank: int, folder: Path) -> dict[str, dict[str, Any]]:
         "frozen": {"model": plain()},
         "order": {"model": nn.ModuleDict({name: nn.Linear(4, 1) for name in ("ba" if odd else "ab")})},
         "data": {"data": {"train": shorter if odd else TensorDataset(X, Y)}},
+        "split": {
+            "data": {"train": random_split(TensorDataset(X, Y), [20, 10], torch.Generator().manual_seed(rank))[0]}
+        },
+        "samples": {"data": {"train": TensorDataset(X, Y), "validation": TensorDataset(X + odd, Y)}},
+        "rounding": {"data": {"train": TensorDataset(X * (1 + 1e-6 * rank), Y)}},
         "seed": {"seed": rank},
         "optimizer": {"optimizer": lambda params: torch.optim.SGD(params, lr=0.1 + 0.1 * odd)},
     }
@@ -158,7 +163,9 @@ def different(rank: int, folder: Path) -> dict[str, dict[str, Any]]:
 def test_what_differs_from_worker_to_worker_is_named_before_anything_is_exchanged(workers: int, tmp_path: Path) -> None:
     answers = run_ranks(workers, different, tmp_path)
     assert all(answer == answers[0] for answer in answers)
-    assert {told["kind"] for told in answers[0].values()} == {"ConfigError"}
+    kinds = {way: told["kind"] for way, told in answers[0].items()}
+    assert kinds.pop("rounding") == "none", "two kinds of processors round otherwise"
+    assert set(kinds.values()) == {"ConfigError"}
     for way, words in {
         "shape": "models differ: weight is float32 (1, 4) on rank 0 and float32 (2, 4) on rank 1",
         "name": "models differ: weight is float32 (1, 4) on rank 0 and not there on rank 1",
@@ -168,6 +175,8 @@ def test_what_differs_from_worker_to_worker_is_named_before_anything_is_exchange
         "frozen": "models differ: 0.weight is float32 (3, 4) on rank 0 and float32 (3, 4), frozen on rank 1",
         "order": "models differ: they come in another order on rank 1",
         "data": "data differ: train is TensorDataset of 30 samples on rank 0 and TensorDataset of 29 samples on rank 1",
+        "split": "the train set holds other samples on rank 1 than on rank 0",
+        "samples": "the validation set holds other samples on rank 1 than on rank 0",
         "seed": "settings differ: seed is 0 on rank 0 and 1 on rank 1",
         "optimizer": "optimizers differ: group 0 is 4 parameters with",
     }.items():

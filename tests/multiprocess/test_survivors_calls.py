@@ -120,6 +120,7 @@ def test_worker_that_dies_behind_the_last_call_has_its_lines_done_by_another(
 def test_error_that_a_worker_meets_in_an_exchange_of_the_scripts_own_is_told_by_its_cause(tmp_path: Path) -> None:
     source = """
         import os, signal, torch, torch.distributed as dist, manyhosts as mh
+        torch.manual_seed(0)
         data = torch.utils.data.TensorDataset(torch.randn(32, 4), torch.randn(32, 2))
         mh.Trainer(
             model=lambda: torch.nn.Linear(4, 2), loss=torch.nn.MSELoss(),

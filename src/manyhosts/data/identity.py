@@ -35,7 +35,7 @@ Print = list[str | list[float]]
 """Of a sample: words that must be equal, and sums of numbers that must be near each other."""
 
 
-class _Unknown(Exception):
+class Unknown(Exception):
     """A value of a kind that cannot be compared."""
 
 
@@ -77,7 +77,7 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
         return f"the training set has {now.get('length')} samples, and the run began with {before.get('length')}"
     kept, found = before.get("samples", {}), now.get("samples", {})
     for index in kept.keys() & found.keys():
-        if not _alike(kept[index], found[index]):
+        if not are_alike(kept[index], found[index]):
             return f"sample {index} of the training set is not what it was when the run began"
     return ""
 
@@ -96,7 +96,7 @@ def _look_at_samples(dataset: Dataset[Any], length: int, seed: int) -> dict[str,
                 samples[str(index)] = first
                 if len(samples) >= AT_LEAST and time.perf_counter() - begin > BUDGET_S:
                     break
-    except _Unknown as kind:
+    except Unknown as kind:
         return {"samples": {}, "unknown": f"samples hold a {kind}"}
     except Exception as trouble:  # who trains on it will say more
         return {"samples": {}, "unknown": f"a sample cannot be read ({type(trouble).__name__})"}
@@ -105,7 +105,7 @@ def _look_at_samples(dataset: Dataset[Any], length: int, seed: int) -> dict[str,
 
 def _read(dataset: Dataset[Any], index: int, seed: int) -> Print:
     randomness.seed_all(seed, randomness.SAMPLE, 0, index)
-    return list(_print(dataset[index]))
+    return list(print_of(dataset[index]))
 
 
 class _Looking(IterableDataset[dict[str, Any]]):
@@ -121,29 +121,34 @@ class _Looking(IterableDataset[dict[str, Any]]):
 # What a sample holds.
 
 
-def _print(value: Any) -> Iterator[str | list[float]]:
+def print_of(value: Any) -> Iterator[str | list[float]]:
+    """Of what a sample holds, or a batch of them.
+
+    Raises:
+        Unknown: it holds a kind of thing that cannot be compared.
+    """
     if isinstance(value, torch.Tensor):
         yield from _tensor_print(value)
     elif isinstance(value, np.ndarray | np.generic):
         yield from _array_print(np.asarray(value))
     elif value is None or isinstance(value, bool | int | float | str | bytes):
-        yield _scalar_print(value)
+        yield _scalarprint_of(value)
     elif isinstance(value, Mapping):
         for key in value:
             yield str(key)
-            yield from _print(value[key])
+            yield from print_of(value[key])
     elif isinstance(value, list | tuple):
-        yield from _list_print(value)
+        yield from _listprint_of(value)
     elif dataclasses.is_dataclass(value):
         for entry in dataclasses.fields(value):
-            yield from _print(getattr(value, entry.name))
+            yield from print_of(getattr(value, entry.name))
     elif hasattr(value, "__array_interface__"):  # a picture of PIL
         yield from _array_print(np.asarray(value))
     else:
-        raise _Unknown(type(value).__qualname__)
+        raise Unknown(type(value).__qualname__)
 
 
-def _scalar_print(value: bool | float | str | bytes | None) -> str | list[float]:
+def _scalarprint_of(value: bool | float | str | bytes | None) -> str | list[float]:
     if isinstance(value, float):
         return [value if np.isfinite(value) else 0.0]
     if isinstance(value, str | bytes):
@@ -151,26 +156,26 @@ def _scalar_print(value: bool | float | str | bytes | None) -> str | list[float]
     return repr(value)
 
 
-def _list_print(value: Sequence[Any]) -> Iterator[str | list[float]]:
+def _listprint_of(value: Sequence[Any]) -> Iterator[str | list[float]]:
     yield f"{len(value)} items"
     if len(value) > _EXACT_NUMBERS and all(type(item) is int for item in value):
         yield hashlib.sha256(repr(list(value)).encode()).hexdigest()[:16]
         return
     for item in value:
-        yield from _print(item)
+        yield from print_of(item)
 
 
 def _tensor_print(tensor: torch.Tensor) -> Iterator[str | list[float]]:
     plain = tensor.detach().cpu()
     if plain.layout is not torch.strided or plain.is_quantized:
-        raise _Unknown(f"tensor of layout {plain.layout}")
+        raise Unknown(f"tensor of layout {plain.layout}")
     plain = plain.resolve_conj().resolve_neg()
     yield from _array_print((plain.float() if plain.dtype is torch.bfloat16 else plain).numpy())
 
 
 def _array_print(array: NDArray[Any]) -> Iterator[str | list[float]]:
     if array.dtype.kind not in "biufc":
-        raise _Unknown(f"numpy array of {array.dtype}")
+        raise Unknown(f"numpy array of {array.dtype}")
     yield f"{array.dtype}{list(array.shape)}"
     flat = array.reshape(-1)
     if array.dtype.kind in "biu" and flat.size <= _EXACT_NUMBERS:
@@ -187,7 +192,8 @@ def _sums(numbers: NDArray[np.float64]) -> list[float]:
     if not numbers.size:
         return []
     root = float(np.sqrt(numbers.size))
-    sums = [np.linalg.norm(numbers) / root, *(_signs(numbers.size) @ numbers) / root]
+    # No product of matrices: that may start threads, and loader processes are forked from this one.
+    sums = [np.sqrt(np.square(numbers).sum()) / root, *(_signs(numbers.size) * numbers).sum(axis=1) / root]
     return [float(f"{each:.6g}") for each in sums]  # the manifest is read by people, too
 
 
@@ -198,7 +204,8 @@ def _signs(size: int) -> NDArray[np.float64]:
     return (drawn.astype(np.float64) * 2 - 1).reshape(4, size)
 
 
-def _alike(before: Sequence[Any], now: Sequence[Any]) -> bool:
+def are_alike(before: Sequence[Any], now: Sequence[Any]) -> bool:
+    """Whether two of what `print_of` gives may be of the same things."""
     if len(before) != len(now):
         return False
     for old, new in zip(before, now, strict=True):

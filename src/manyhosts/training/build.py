@@ -6,11 +6,13 @@ import os
 import warnings
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import Dataset
 
 from manyhosts.communication.batch_norm import GlobalBatch, make_global
 from manyhosts.communication.mesh import Mesh
@@ -38,7 +40,7 @@ from manyhosts.training.compute import ForwardPass, Loss, UserStep, pair
 from manyhosts.training.make_strategy import make_strategy
 from manyhosts.training.optimizer_kernels import fuse
 from manyhosts.training.precision import Precision
-from manyhosts.training.same_given import compare_descriptions, described, settings_compared
+from manyhosts.training.same_given import compare_data, compare_descriptions, described, settings_compared
 from manyhosts.training.source import Source, make_source
 from manyhosts.training.suitable import (
     check_kept,
@@ -193,7 +195,9 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
         make_whole(bare, data, step or (lambda model, batch: model(pair(batch)[0])), seed=settings.seed)
     made = trained(bare, loss)
     compare_descriptions(world, _given(made, data, settings))  # before the first exchange, which would not end
-    if watching.watcher is not None:
+    if watching.watcher is None:  # who watches looks for the reason in what was trained
+        compare_data(world, _sets(data))
+    else:
         watching.watcher.made(made)
     compute = ForwardPass(loss, step, seed=settings.seed, context=Precision(settings.precision, world.device).context)
     settings = choose(Given(settings=settings, made=made, data=data, compute=compute, optimizer=optimizer, world=world))
@@ -274,12 +278,15 @@ def _place(made: nn.Module, strategy: Strategy, settings: Settings, world: World
         return strategy.place(made)
 
 
+def _sets(data: Data) -> dict[str, Dataset[Any] | None]:
+    return {"train": data.train, "validation": data.validation, "test": data.test}
+
+
 def _given(model: nn.Module, data: Data, settings: Settings) -> dict[str, dict[str, str]]:
     """What the script has given, in words, as far as it must be the same on every worker."""
-    sets = {"train": data.train, "validation": data.validation, "test": data.test}
     lengths = {
         name: type(each).__qualname__ + (f" of {len(each)} samples" if isinstance(each, Sized) else "")
-        for name, each in sets.items()
+        for name, each in _sets(data).items()
         if each is not None
     }
     return {"models": described(model), "data": lengths, "settings": settings_compared(settings)}

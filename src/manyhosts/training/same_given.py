@@ -10,10 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from manyhosts.communication.collectives import Collectives
 from manyhosts.communication.gathering import gather_plain
 from manyhosts.communication.world import World
+from manyhosts.data.identity import are_alike
+from manyhosts.data.same_everywhere import look_at
 from manyhosts.errors import ConfigError
 from manyhosts.snapshot.tensors import dtype_name
 from manyhosts.training.optimizer_kernels import KERNELS
@@ -37,6 +40,27 @@ def compare_descriptions(world: World, own: Mapping[str, Mapping[str, str]]) -> 
                     where=f"mh.Trainer(…), rank 0 and rank {rank}",
                     fix="make the same on every worker: nothing that the script gives its Trainer may depend on RANK",
                 )
+
+
+def compare_data(world: World, sets: Mapping[str, Dataset[Any] | None]) -> None:
+    """See that all workers hold the same samples, as far as it shows without reading any. Every worker calls this.
+
+    Raises:
+        ConfigError: they do not, on all workers alike.
+    """
+    if world.size == 1:
+        return
+    told = gather_plain(world, {name: look_at(each) for name, each in sets.items() if each is not None})
+    for name, first in told[0].items():
+        for rank, other in enumerate(told):
+            if are_alike(first, other[name]):
+                continue
+            raise ConfigError(
+                f"the {name} set holds other samples on rank {rank} than on rank 0: every worker has made its own",
+                where=f"mh.Data({name}=…), rank 0 and rank {rank}",
+                fix="draw alike on every worker: random_split(dataset, lengths, torch.Generator().manual_seed(0)), or "
+                "torch.manual_seed(0) before the data is made; what depends on RANK must not be in it",
+            )
 
 
 def _first_difference(first: list[list[str]], other: list[list[str]], rank: int) -> str:

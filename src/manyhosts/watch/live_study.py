@@ -82,6 +82,12 @@ class LiveStudy:
         return sum(row.status in WELL for row in self.rows)
 
     @property
+    def share(self) -> float | None:
+        """How far the whole study is, what is under way included; None where it has no run."""
+        under_way = sum((row.fraction or 0.0) for row in self.rows if row.status not in WELL)
+        return (self.done + under_way) / len(self.rows) if self.rows else None
+
+    @property
     def exit_code(self) -> int:
         """0: every run has ended well; else 1."""
         return 0 if self.done == len(self.rows) else 1

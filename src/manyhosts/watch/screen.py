@@ -12,7 +12,7 @@ from rich.text import Text
 
 from manyhosts.listeners.figures import clock, rate
 from manyhosts.records.summary import PARTS
-from manyhosts.report.run import WELL, Run
+from manyhosts.report.run import Run
 from manyhosts.report.run_page import under
 from manyhosts.report.run_sections import PART_NAMES, current_facts
 from manyhosts.report.windows import Spent, Who
@@ -72,10 +72,8 @@ def _study(live: LiveStudy, console: Console) -> RenderableType:
         speed = "" if row.speed is None else rate(row.speed)
         painted = Text(row.status, _STATUS.get(row.status, "yellow" if row.status != "waiting" else "dim"))
         table.add_row(Text(row.name), painted, done, row.step, speed, row.loss)
-    whole = live.done + sum((row.fraction or 0.0) for row in live.rows if row.status not in WELL)
-    share = whole / len(live.rows) if live.rows else None
     status = "running" if live.is_running else "over"
-    return Group(head, _progress(share, status, console), Text(), table)
+    return Group(head, _progress(live.share, status, console), Text(), table)
 
 
 def _progress(fraction: float | None, status: str, console: Console) -> RenderableType:

@@ -98,11 +98,10 @@ def _of_study(live: LiveStudy) -> Parts:
     for row in live.rows:
         done = "" if row.fraction is None else f"{100 * row.fraction:.0f} %"
         rows.append([row.name, row.status, done, row.step, "" if row.speed is None else rate(row.speed), row.loss])
-    said = "somebody studies" if live.is_running else "nobody studies any more; manyhosts report makes a page of it"
+    said = "running" if live.is_running else "over; manyhosts report makes a page of it"
     empty = dict.fromkeys(_TITLES, "")
-    share = live.done / len(live.rows) if live.rows else None
     counted = [("runs done", f"{live.done} of {len(live.rows)}"), ("status", said)]
-    return empty | {"progress": _bar(share), "current_facts": pairs(counted), "runs": table(rows, kind="named")}
+    return empty | {"progress": _bar(live.share), "current_facts": pairs(counted), "runs": table(rows, kind="named")}
 
 
 def _bar(fraction: float | None) -> str:

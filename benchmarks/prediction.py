@@ -22,31 +22,26 @@ import argparse
 import json
 import os
 import shutil
-import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from machine import describe
+from prediction_page import PROGRAM, Line, Row, kept, machines_of, measured_of, page, read, told, write
 from prediction_train import KINDS
 
 from manyhosts.config.strategies import DDP
 from manyhosts.lab import Lab, lab
-from manyhosts.planner.catalog import Machines
-from manyhosts.planner.measured import Measured, Network
 from manyhosts.planner.predict import predictions, ways
 from manyhosts.planner.recommend import recommend
 
 HERE = Path(__file__).parent
 SCRIPT = "prediction_train.py"
+RECORD = HERE / "prediction.jsonl"
 RATES = ("100mbit", "1gbit")
 SIZES = (2, 4)
 WAYS = ("none", "bf16", "powersgd")
-PROGRAM = (sys.executable, "-P", "-m", "manyhosts.cli.main")
-MARK = "STEPS "
 
 
 def planned(hosts: Lab, folder: str, kind: str, seconds: float) -> tuple[dict[str, Any], float]:
@@ -64,24 +59,17 @@ def trained(hosts: Lab, folder: str, workers: int, steps: int) -> Iterator[dict[
     words = [*PROGRAM, "run", "--hosts", ",".join(hosts.names[:workers]), "--env", f"STEPS={steps}", "--no-prefix"]
     words += ["--run-dir", f"{folder}/run-{time.time_ns()}", SCRIPT, ",".join(KINDS), ",".join(WAYS)]
     done = hosts.desk.run(words, folder=folder, timeout_s=900, check=False)
-    told = [line.partition(MARK)[2] for line in done.stdout.splitlines() if MARK in line]
-    if done.returncode or len(told) != len(KINDS) * len(WAYS):
+    found = told(done.stdout)
+    if done.returncode or len(found) != len(KINDS) * len(WAYS):
         raise SystemExit(f"{workers} workers ended with {done.returncode}: {done.stderr[-2000:]} {done.stdout[-2000:]}")
-    yield from map(json.loads, told)
+    yield from found
 
 
-def machines_of(plan: Mapping[str, Any]) -> Machines:
-    """Those that it was planned for."""
-    [kind] = plan["machines"]
-    networks = {key: Network(**kind[key]) for key in ("between", "within")}
-    return Machines(**{**kind, **networks})
-
-
-def predicted(plan: Mapping[str, Any], workers: int) -> tuple[dict[str, float], str]:
+def predicted(plan: Line, workers: int) -> tuple[dict[str, float], str]:
     """The seconds of a step by each of the three ways, and which of them is advised for that size."""
-    measured, machines = Measured.from_json(plan["measured"]), machines_of(plan)
+    measured = measured_of(plan)
     asked = [way for way in ways(measured, DDP(bucket_mb=2)) if way.strategy == "ddp" and way.compression in WAYS]
-    found = predictions(measured, machines, [(workers, 1)], asked)
+    found = predictions(measured, machines_of(plan), [(workers, 1)], asked)
     times = {each.compression: each.step.seconds for each in found}
     if missing := [name for name in WAYS if name not in times]:
         raise SystemExit(f"the plan did not come to measuring {', '.join(missing)}: take a quieter machine")
@@ -94,8 +82,7 @@ def measure(rate: str, *, seconds: float, steps: int) -> Iterator[dict[str, Any]
         shutil.copy(HERE / SCRIPT, folder)
         for kind in KINDS:
             plan, took = planned(hosts, folder, kind, seconds)
-            kept = {key: plan[key] for key in ("measured", "machines")}
-            yield {"kind": kind, "rate": rate, "plan": kept, "plan_seconds": round(took, 1)}
+            yield {"kind": kind, "rate": rate, "plan": kept(plan), "plan_seconds": round(took, 1)}
         for workers in SIZES:
             for line in trained(hosts, folder, workers, steps):
                 yield {
@@ -104,24 +91,18 @@ def measure(rate: str, *, seconds: float, steps: int) -> Iterator[dict[str, Any]
                 }  # fmt: skip
 
 
-def compared(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def compared(lines: Sequence[Line], plans: Mapping[Any, Line]) -> list[dict[str, Any]]:
     """What was measured, each beside what is predicted of it and what is advised."""
-    plans = {(line["kind"], line["rate"]): line["plan"] for line in lines if "plan" in line}
     found = []
     for line in lines:
-        if "plan" not in line:
-            times, advised = predicted(plans[line["kind"], line["rate"]], line["workers"])
-            found.append({**line, "predicted": times[line["compression"]], "advised": advised})
+        times, advised = predicted(plans[line["kind"], line["rate"]], line["workers"])
+        found.append({**line, "predicted": times[line["compression"]], "advised": advised})
     return found
 
 
-def error(line: Mapping[str, Any]) -> float:
-    return float(abs(line["predicted"] - line["measured"]) / line["measured"])
-
-
-def advice(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def advice(lines: Sequence[Line]) -> list[dict[str, Any]]:
     """For each size of each model on each network: what is advised, the fastest measured, and how much slower it is."""
-    cases: dict[tuple[Any, ...], dict[str, Mapping[str, Any]]] = {}
+    cases: dict[tuple[Any, ...], dict[str, Line]] = {}
     for line in lines:
         cases.setdefault((line["kind"], line["rate"], line["workers"]), {})[line["compression"]] = line
     found = []
@@ -135,35 +116,36 @@ def advice(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def page(recorded: Sequence[Mapping[str, Any]], began: str) -> str:
-    """What was found, as a page."""
-    lines, slowest = compared(recorded), max(line["plan_seconds"] for line in recorded if "plan" in line)
-    errors, cases = [error(line) for line in lines], advice(lines)
+def written() -> str:
+    """The page of what is recorded."""
+    recorded, plans, trained = read(RECORD, lambda line: (line["kind"], line["rate"]))
+    lines, slowest = compared(trained, plans), max(line["plan_seconds"] for line in recorded if "plan" in line)
+    cases = advice(lines)
     right = sum(case["slower"] <= 0.05 for case in cases)
-    text = ["# How far off a plan is", "", (__doc__ or "").split("\n\n")[2].replace("\n", " "), ""]
-    text += [describe(Path(sys.executable), ["torch"]), began, ""]
-    text += [
-        f"**Steps are off by {100 * statistics.median(errors):.1f} % (median of {len(errors)}), at worst by "
-        f"{100 * max(errors):.1f} %. What is advised is the fastest measured, or within 5 % of it, in {right} of "
-        f"{len(cases)} cases.** A plan took {slowest:.0f} s at most.",
-        "",
-        "| model | cable | workers | compression | predicted, s | measured, s (median, range, n) | off by |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for line in lines:
-        steps = line["steps"]
-        text.append(
-            f"| {line['kind']} | {line['rate']} | {line['workers']} | {line['compression']} | {line['predicted']:.3f} "
-            f"| {line['measured']:.3f} ({min(steps):.3f} to {max(steps):.3f}, {len(steps)}) "
-            f"| {100 * (line['predicted'] / line['measured'] - 1):+.1f} % |"
-        )
-    text += ["", "| model | cable | workers | advised | fastest | slower by |", "|---|---|---|---|---|---|"]
+    text = page(
+        [
+            Row(
+                (line["kind"], line["rate"], str(line["workers"]), line["compression"]),
+                line["predicted"],
+                line["measured"],
+                line["steps"],
+            )
+            for line in lines
+        ],
+        ("model", "cable", "workers", "compression"),
+        title="How far off a plan is",
+        about=__doc__ or "",
+        began=recorded[0]["began"],
+        found=f" What is advised is the fastest measured, or within 5 % of it, in {right} of {len(cases)} cases.** "
+        f"A plan took {slowest:.0f} s at most.",
+    )
+    text += "\n| model | cable | workers | advised | fastest | slower by |\n|---|---|---|---|---|---|\n"
     for case in cases:
-        text.append(
+        text += (
             f"| {case['kind']} | {case['rate']} | {case['workers']} | {case['advised']} | {case['fastest']} "
-            f"| {100 * case['slower']:.1f} % |"
+            f"| {100 * case['slower']:.1f} % |\n"
         )
-    return "\n".join(text) + "\n"
+    return text
 
 
 def main() -> None:
@@ -172,7 +154,6 @@ def main() -> None:
     parser.add_argument("--rates", default=",".join(RATES), help="of the cables: some of these")
     parser.add_argument("--page", action="store_true", help="write the page anew from what is recorded")
     asked = parser.parse_args()
-    recorded = HERE / "prediction.jsonl"
     if not asked.page:
         load = f"When it began, {os.getloadavg()[1]:.1f} processes wanted the {os.cpu_count()} cores."
         lines = []
@@ -180,9 +161,8 @@ def main() -> None:
             for line in measure(rate, seconds=20, steps=11 if asked.quick else 33):
                 lines.append({**line, "began": load})
                 print({key: value for key, value in line.items() if key not in ("steps", "plan")}, flush=True)
-        recorded.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    lines = [json.loads(line) for line in recorded.read_text().splitlines()]
-    (HERE / "prediction.md").write_text(page(lines, lines[0]["began"]))
+        write(RECORD, lines)
+    (HERE / "prediction.md").write_text(written())
 
 
 if __name__ == "__main__":

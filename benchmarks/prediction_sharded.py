@@ -18,9 +18,7 @@ import argparse
 import json
 import os
 import shutil
-import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,15 +26,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from machine import describe
-from prediction import MARK, PROGRAM, machines_of
+from prediction_page import PROGRAM, Line, Row, kept, machines_of, measured_of, page, read, told, write
 
 from manyhosts.lab import lab
-from manyhosts.planner.measured import Measured
 from manyhosts.planner.predict import predictions, ways
 
 HERE = Path(__file__).parent
 SCRIPT = "prediction_sharded_train.py"
+RECORD = HERE / "prediction_sharded.jsonl"
 PLACES = {"host": "workers of one host", "lab": "hosts, 1 Gbit/s"}
 SIZES = (2, 4)
 ZEROS = (1, 2, 3)
@@ -60,10 +57,12 @@ def host() -> Iterator[tuple[Run, Callable[[int], list[str]]]]:
 
 @contextmanager
 def hosts() -> Iterator[tuple[Run, Callable[[int], list[str]]]]:
-    """Hosts of a lab, and the words for so many of them."""
+    """Hosts of a lab that share a disk, for their snapshots, and the words for so many of them."""
     with tempfile.TemporaryDirectory(prefix="prediction-", dir="/var/tmp") as folder:
         shutil.copy(HERE / SCRIPT, folder)
-        with lab(max(SIZES), bandwidth="1gbit") as made:
+        disk = Path(folder, "shared")
+        disk.mkdir()
+        with lab(max(SIZES), bandwidth="1gbit", shared={str(disk): range(max(SIZES))}) as made:
 
             def run(words: Sequence[str]) -> str:
                 done = made.desk.run([*PROGRAM, *words], folder=folder, timeout_s=600, check=False)
@@ -84,53 +83,38 @@ def measure(place: str, *, seconds: float, steps: int) -> Iterator[dict[str, Any
         sizes = ["--nodes", "1,2,4"] if place == "lab" else []
         where = on(max(SIZES)) if place == "lab" else ["--workers", "1,2,4"]
         plan = json.loads(run(["plan", *where, *sizes, "--seconds", f"{seconds:g}", "--json", SCRIPT, "3"]))
-        yield {"place": place, "plan": {key: plan[key] for key in ("measured", "machines")}}
+        yield {"place": place, "plan": kept(plan)}
         for workers in SIZES:
             words = ["run", *on(workers), "--env", f"STEPS={steps}", "--no-prefix", "--run-dir"]
-            printed = run([*words, f"run-{time.time_ns()}", SCRIPT, ",".join(map(str, ZEROS))])
-            for told in [line.partition(MARK)[2] for line in printed.splitlines() if MARK in line]:
-                yield {"place": place, "workers": workers, **json.loads(told)}
+            printed = run([*words, f"shared/run-{time.time_ns()}", SCRIPT, ",".join(map(str, ZEROS))])
+            for line in told(printed):
+                yield {"place": place, "workers": workers, **line}
 
 
-def predicted(plan: Mapping[str, Any], place: str, workers: int) -> Mapping[int, float]:
+def predicted(plan: Line, place: str, workers: int) -> Mapping[int, float]:
     """By `zero`, the seconds of a step."""
-    measured, machines = Measured.from_json(plan["measured"]), machines_of(plan)
+    measured = measured_of(plan)
     size = (1, workers) if place == "host" else (workers, 1)
-    found = predictions(measured, machines, [size], [way for way in ways(measured) if way.strategy == "fsdp"])
+    found = predictions(measured, machines_of(plan), [size], [way for way in ways(measured) if way.strategy == "fsdp"])
     return {int(each.setting.removeprefix("zero=")): each.step.seconds for each in found}
 
 
-def compared(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What was measured, each beside what is predicted of it."""
-    plans = {line["place"]: line["plan"] for line in lines if "plan" in line}
-    return [
-        {**line, "predicted": predicted(plans[line["place"]], line["place"], line["workers"])[line["zero"]]}
-        for line in lines
-        if "plan" not in line
-    ]
-
-
-def page(lines: Sequence[Mapping[str, Any]], began: str) -> str:
-    """What was found, as a page."""
-    found = compared(lines)
-    errors = [abs(line["predicted"] / line["median"] - 1) for line in found]
-    text = ["# How far off a plan is of parts", "", (__doc__ or "").split("\n\n")[2].replace("\n", " "), ""]
-    text += [describe(Path(sys.executable), ["torch"]), began, ""]
-    text += [
-        f"**Steps are off by {100 * statistics.median(errors):.1f} % (median of {len(errors)}), at worst by "
-        f"{100 * max(errors):.1f} %.**",
-        "",
-        "| place | workers | way | predicted, s | measured, s (median, range, n) | off by |",
-        "|---|---|---|---|---|---|",
-    ]
-    for line in found:
-        steps = line["seconds"]
-        text.append(
-            f"| {PLACES[line['place']]} | {line['workers']} | zero={line['zero']} | {line['predicted']:.3f} "
-            f"| {line['median']:.3f} ({min(steps):.3f} to {max(steps):.3f}, {len(steps)}) "
-            f"| {100 * (line['predicted'] / line['median'] - 1):+.1f} % |"
+def written() -> str:
+    """The page of what is recorded."""
+    lines, plans, trained = read(RECORD, lambda line: line["place"])
+    rows = [
+        Row(
+            (PLACES[line["place"]], str(line["workers"]), f"zero={line['zero']}"),
+            predicted(plans[line["place"]], line["place"], line["workers"])[line["zero"]],
+            line["measured"],
+            line["steps"],
         )
-    return "\n".join(text) + "\n"
+        for line in trained
+    ]
+    head = ("place", "workers", "way")
+    return page(
+        rows, head, title="How far off a plan is of parts", about=__doc__ or "", began=lines[0]["began"], found="**"
+    )
 
 
 def main() -> None:
@@ -139,17 +123,15 @@ def main() -> None:
     parser.add_argument("--places", default=",".join(PLACES), help="some of these")
     parser.add_argument("--page", action="store_true", help="write the page anew from what is recorded")
     asked = parser.parse_args()
-    recorded = HERE / "prediction_sharded.jsonl"
     if not asked.page:
         began = f"When it began, {os.getloadavg()[1]:.1f} processes wanted the {os.cpu_count()} cores."
         lines = []
         for place in asked.places.split(","):
             for line in measure(place, seconds=20, steps=13 if asked.quick else 33):
                 lines.append({**line, "began": began})
-                print({key: value for key, value in line.items() if key not in ("seconds", "plan")}, flush=True)
-        recorded.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    lines = [json.loads(line) for line in recorded.read_text().splitlines()]
-    (HERE / "prediction_sharded.md").write_text(page(lines, lines[0]["began"]))
+                write(RECORD, lines)
+                print({key: value for key, value in line.items() if key not in ("steps", "plan")}, flush=True)
+    (HERE / "prediction_sharded.md").write_text(written())
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from manyhosts.communication.nodes import find_levels, make_link
 from manyhosts.communication.world import World
 from manyhosts.errors import CommunicationError
 
-LANES_ON_CPU = 2
+QUEUES_ON_CPU = 2
 
 Job = Callable[[Link], None]
 
@@ -80,7 +80,7 @@ class CommQueue:
             self._stream = device.module(world.device).Stream(world.device)
             self.links = [make_link(world, levels)]
             return
-        for _ in range(LANES_ON_CPU):
+        for _ in range(QUEUES_ON_CPU):
             self.links.append(make_link(world, levels))
             queue: SimpleQueue[tuple[Job, QueuedExchange] | None] = SimpleQueue()
             self._queues.append(queue)
@@ -93,16 +93,16 @@ class CommQueue:
     def submit(self, job: Job) -> QueuedExchange:
         """Hand in a job. It begins when those before it in its communication queue are over."""
         queued = QueuedExchange()
-        lane, self._next = self._next, (self._next + 1) % len(self.links)
+        number, self._next = self._next, (self._next + 1) % len(self.links)
         if self._stream is None:
-            self._queues[lane].put((job, queued))
+            self._queues[number].put((job, queued))
             return queued
         module = device.module(self.world.device)
         self._stream.wait_stream(module.current_stream(self.world.device))
         with module.stream(self._stream):
-            sent = self.links[lane].bytes_sent
-            job(self.links[lane])
-            queued.bytes_sent = self.links[lane].bytes_sent - sent
+            sent = self.links[number].bytes_sent
+            job(self.links[number])
+            queued.bytes_sent = self.links[number].bytes_sent - sent
             queued.event = self._stream.record_event()
         queued.done()
         self._under_way.append(queued)

@@ -132,13 +132,13 @@ def print_of(value: Any) -> Iterator[str | list[float]]:
     elif isinstance(value, np.ndarray | np.generic):
         yield from _array_print(np.asarray(value))
     elif value is None or isinstance(value, bool | int | float | str | bytes):
-        yield _scalarprint_of(value)
+        yield _scalar_print(value)
     elif isinstance(value, Mapping):
         for key in value:
             yield str(key)
             yield from print_of(value[key])
     elif isinstance(value, list | tuple):
-        yield from _listprint_of(value)
+        yield from _list_print(value)
     elif dataclasses.is_dataclass(value):
         for entry in dataclasses.fields(value):
             yield from print_of(getattr(value, entry.name))
@@ -148,7 +148,7 @@ def print_of(value: Any) -> Iterator[str | list[float]]:
         raise Unknown(type(value).__qualname__)
 
 
-def _scalarprint_of(value: bool | float | str | bytes | None) -> str | list[float]:
+def _scalar_print(value: bool | float | str | bytes | None) -> str | list[float]:
     if isinstance(value, float):
         return [value if np.isfinite(value) else 0.0]
     if isinstance(value, str | bytes):
@@ -156,7 +156,7 @@ def _scalarprint_of(value: bool | float | str | bytes | None) -> str | list[floa
     return repr(value)
 
 
-def _listprint_of(value: Sequence[Any]) -> Iterator[str | list[float]]:
+def _list_print(value: Sequence[Any]) -> Iterator[str | list[float]]:
     yield f"{len(value)} items"
     if len(value) > _EXACT_NUMBERS and all(type(item) is int for item in value):
         yield hashlib.sha256(repr(list(value)).encode()).hexdigest()[:16]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from manyhosts.config.fully_sharded import FSDP
 from manyhosts.config.strategies import DDP, Single
+from manyhosts.errors import ConfigError
 from manyhosts.planner.memory import Memory, ModelBytes, in_parts, whole
 from manyhosts.planner.strategies.virtual import gradients_kept
 from manyhosts.units import bytes_in_words
@@ -133,3 +134,21 @@ def in_one_line(memory: Memory) -> str:
     """The sum: `2.0 MB parameters + 2.0 MB gradients + …`."""
     names = ("parameters", "gradients", "optimizer", "activations", "other")
     return " + ".join(f"{bytes_in_words(size)} {name}" for name, size in zip(names, _columns(memory), strict=False))
+
+
+def none_fits(found: Sequence[Way], left: int, *, rank: int, would_do: int | None, now: int) -> ConfigError:
+    """That `rank` can have `left` bytes, and all ways need more; `would_do` of such workers would do, not `now`."""
+    needs = "; ".join(f"{each.name} needs {bytes_in_words(each.needed)}" for each in found)
+    least = min(found, key=lambda each: each.needed)
+    reserve = f", and {bytes_in_words(least.needed - least.memory.total)} to spare"
+    more = (
+        f"{would_do} workers with as much memory each would do"
+        if would_do is not None
+        else "no number of workers with as much memory each would do"
+    )
+    return ConfigError(
+        f"the training does not fit into the {bytes_in_words(left)} that a worker can have: {needs} (the least: "
+        f"{in_one_line(least.memory)}{reserve}); {more}, and there are {now}",
+        where=f"strategy='auto', rank {rank}",
+        fix="take more workers or ones with more memory, or cut the passes: micro_batch_size=…",
+    )

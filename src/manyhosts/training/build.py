@@ -322,10 +322,11 @@ def make_optimizer(
             fix="write optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)",
         )
     mesh = strategy.mesh
-    check_optimizer(made, mesh.world)
+    whole = strategy.traits.holds_whole_model
+    check_optimizer(made, mesh.world, holds_whole_model=whole)
     check_optimized(made.param_groups, module, has_step=has_step)
     factor = learning_rate.scale(settings.lr_scaling, counted_workers(settings, mesh))
     for group in made.param_groups:
         group["lr"] = (group["lr"] if settings.lr is None else settings.lr) * factor
-    fuse(made, mesh.world, holds_whole_model=strategy.traits.holds_whole_model)
+    fuse(made, mesh.world, holds_whole_model=whole)
     return made

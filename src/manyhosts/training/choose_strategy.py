@@ -19,7 +19,6 @@ from manyhosts.config.strategies import Auto
 from manyhosts.control.agent import host_state
 from manyhosts.data.data import Data
 from manyhosts.data.fetch import Fetcher
-from manyhosts.errors import ConfigError
 from manyhosts.planner import fit
 from manyhosts.planner.memory import ModelBytes
 from manyhosts.strategies.blocks import modules_of_layers, repeated_blocks
@@ -72,7 +71,8 @@ def choose(given: Given) -> Settings:
     found = fit.ways(training, world.size)
     chosen = fit.simplest(found, left)
     if chosen is None:
-        raise _does_not_fit(found, left, rank, fit.workers_that_would_do(training, world.size, left), world.size)
+        would_do = fit.workers_that_would_do(training, world.size, left)
+        raise fit.none_fits(found, left, rank=rank, would_do=would_do, now=world.size)
     if chosen is not found[0] and chosen.on_cpu:
         give_back_at_once()
     room = f"{bytes_in_words(left)}, what rank {rank} can have" if left < _MOST else "nobody says how much that is"
@@ -189,20 +189,3 @@ def _memory_left(world: World, made: nn.Module) -> int:
         return already + device.memory_left(where)
     left = host_state.memory_left(share=world.place.local_size)
     return already + left if left is not None else int(_MOST)
-
-
-def _does_not_fit(found: list[fit.Way], left: int, rank: int, would_do: int | None, now: int) -> ConfigError:
-    needs = "; ".join(f"{each.name} needs {bytes_in_words(each.needed)}" for each in found)
-    least = min(found, key=lambda each: each.needed)
-    reserve = f", and {bytes_in_words(least.needed - least.memory.total)} to spare"
-    more = (
-        f"{would_do} workers with as much memory each would do"
-        if would_do is not None
-        else "no number of workers with as much memory each would do"
-    )
-    return ConfigError(
-        f"the training does not fit into the {bytes_in_words(left)} that a worker can have: {needs} (the least: "
-        f"{fit.in_one_line(least.memory)}{reserve}); {more}, and there are {now}",
-        where=f"strategy='auto', rank {rank}",
-        fix="take more workers or ones with more memory, or cut the passes: micro_batch_size=…",
-    )

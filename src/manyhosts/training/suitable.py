@@ -179,12 +179,23 @@ def check_tensors(model: nn.Module) -> None:
             )
 
 
-def check_optimizer(optimizer: Optimizer, world: World) -> None:
-    """See that `optimizer` steps by gradients alone.
+_OF_WHOLE_MATRICES = ("Adafactor",)
+"""Classes of optimizers that take means over the rows and columns of a matrix, by name: several packages have them."""
+
+
+def check_optimizer(optimizer: Optimizer, world: World, *, holds_whole_model: bool) -> None:
+    """See that `optimizer` steps by gradients alone, and by those that a worker holds.
 
     Raises:
-        ConfigError: it computes the loss itself, or wants sparse gradients.
+        ConfigError: it computes the loss itself, wants sparse gradients, or whole matrices where workers hold parts.
     """
+    kind = next((each.__name__ for each in type(optimizer).__mro__ if each.__name__ in _OF_WHOLE_MATRICES), None)
+    if kind is not None and not holds_whole_model:
+        raise ConfigError(
+            f"{kind} looks at whole rows and columns of each matrix, of which a worker holds a part here",
+            where="mh.Trainer(optimizer=…, strategy=…)",
+            fix="choose an optimizer that treats each number alone, such as AdamW, or strategy='ddp'",
+        )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ConfigError(

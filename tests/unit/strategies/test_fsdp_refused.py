@@ -8,9 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from manyhosts.cluster.place import Place
+from manyhosts.communication.world import World
 from manyhosts.config.fully_sharded import FSDP
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.fsdp.refused import Replaced, check_placeable
+from manyhosts.training.suitable import check_optimizer
 
 
 def deep(change: Callable[[nn.Sequential], object]) -> nn.Sequential:
@@ -64,3 +67,11 @@ def test_a_parameter_that_was_kept_elsewhere_is_told_when_it_gets_a_gradient() -
     kept.sum().backward()
     with pytest.raises(ConfigError, match=r"'0\.weight'.*before it was cut into parts"):
         replaced.check()
+
+
+def test_an_optimizer_that_looks_at_whole_matrices_is_refused_where_workers_hold_parts() -> None:
+    world, adafactor = World(Place()), torch.optim.Adafactor(nn.Linear(3, 3).parameters())
+    check_optimizer(adafactor, world, holds_whole_model=True)
+    check_optimizer(torch.optim.AdamW(nn.Linear(3, 3).parameters()), world, holds_whole_model=False)
+    with pytest.raises(ConfigError, match="Adafactor looks at whole rows and columns"):
+        check_optimizer(adafactor, world, holds_whole_model=False)

@@ -15,14 +15,14 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-IDLE_S = 0.2
-"""After so long without any call of the host's, what is queued runs all the same."""
 COLLECTIVES = "collectives"
 """The name of streams on which groups of workers exchange."""
 _GLANCE_S = 0.0002
 Work = Callable[[], object]
 """False says that it is not done yet, and is to be asked again."""
 
+idle_s = 0.2
+"""After so long without any call of the host's, what is queued runs all the same."""
 early = False
 """Whether side streams do their work at once instead: who forgets to have them wait finds that out."""
 
@@ -205,8 +205,8 @@ def no_synchronisation() -> Iterator[None]:
 
 def _run_what_nobody_waits_for() -> None:
     while True:
-        time.sleep(IDLE_S / 4)
-        if time.monotonic() - _touched > IDLE_S:
+        time.sleep(min(idle_s / 4, 0.05))
+        if time.monotonic() - _touched > idle_s:
             try:
                 for stream in list(all_streams):
                     stream.advance(stream.launched)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,6 +106,7 @@ def _asked(script: str, words: dict[str, Any]) -> Asked:
         raise ConfigError(f"seed is {settings['seed']!r}", where="--set", fix="give a whole number")
     if both := sorted(settings.keys() & vary.keys()):
         raise ConfigError(f"{both[0]} is both set and varied", where="--vary", fix="leave one of them out")
+    _see_that_used(settings, vary)
     hosts, each = hosts_of(words)
     workers, nodes = _sizes(words, hosts)
     return Asked(
@@ -159,6 +160,25 @@ def _varied(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
         for value in values:
             overrides.check_value(key, value, where="--vary")
     return found
+
+
+def _see_that_used(settings: Mapping[str, str], vary: Mapping[str, Sequence[str]]) -> None:
+    """See that each setting is one of a strategy that is tried.
+
+    Raises:
+        ConfigError: no run could take it; or it is set for all, and some of them cannot.
+    """
+    tried = vary.get("strategy", [settings["strategy"]] if "strategy" in settings else [])
+    for option, keys in (("--set", settings), ("--vary", vary)):
+        for key in keys:
+            lacking = [name for name in tried if overrides.lacks(name, key)]
+            if len(lacking) == len(tried) and lacking:
+                fix = "leave it out, or choose a strategy that has it"
+            elif lacking and option == "--set":
+                fix = f"write --vary {key}={settings[key]}: then it is left out where the strategy lacks it"
+            else:
+                continue
+            raise ConfigError(f"{key!r} is no setting of the strategy {lacking[0]!r}", where=option, fix=fix)
 
 
 def _draw(found: Study) -> str:

@@ -160,6 +160,12 @@ def apply(settings: Settings, overrides: Mapping[str, str]) -> Settings:
     return dataclasses.replace(settings, **changes)
 
 
+def lacks(strategy: str, key: str) -> bool:
+    """Whether `key` is a setting of other strategies, and not of the one with that name."""
+    having = _strategies_with(key)
+    return bool(having) and strategy in BY_NAME and strategy not in having
+
+
 def _strategies_with(key: str) -> list[str]:
     return [name for name, kind in BY_NAME.items() if key in {field.name for field in dataclasses.fields(kind)}]
 

@@ -96,16 +96,13 @@ def lost(study: Study) -> Table:
 
 def laws(study: Study) -> Table:
     """The laws that were fitted, with their coefficients."""
-    varied = list(study.asked.vary)
-    table = [["law", *varied, "coefficient", "value", "95 % between", "error"]]
+    table = [["law", *study.asked.vary, "coefficient", "value", "95 % between", "error"]]
     for values, found in study.fits().items():
         for law, fit in found.items():
             for name, value in fit.coefficients.items():
                 ends = None if fit.intervals is None else fit.intervals[name]
                 between = "too few sizes" if ends is None else f"{ends[0]:.4f} … {ends[1]:.4f}"
-                table.append(
-                    [law, *(value for _, value in values), name, f"{value:.4f}", between, f"{100 * fit.error:.1f} %"]
-                )
+                table.append([law, *_values(study, values), name, f"{value:.4f}", between, f"{100 * fit.error:.1f} %"])
     return table
 
 
@@ -131,7 +128,12 @@ def _head(study: Study) -> list[str]:
 
 def _named(row: Row, study: Study) -> list[str]:
     nodes = [str(row.point.nodes)] if study.asked.nodes else []
-    return [str(row.workers), *nodes, *(value for _, value in row.point.varied)]
+    return [str(row.workers), *nodes, *_values(study, row.point.varied)]
+
+
+def _values(study: Study, varied: Sequence[tuple[str, str]]) -> list[str]:
+    """Of each setting that is varied; a variant may be without one that its strategy lacks."""
+    return [dict(varied).get(key, NOTHING) for key in study.asked.vary]
 
 
 def _mean(values: Sequence[float | None], form: str | Callable[[float], str]) -> str:

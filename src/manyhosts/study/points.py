@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from manyhosts.config.overrides import lacks
+
 MOST_POINTS = 1000
 """Nobody waits for more; whoever asks for them has made a slip."""
 
@@ -33,23 +35,31 @@ class Asked:
     settings: Mapping[str, str] = field(default_factory=dict)
     """As `--set` gives them, for every run."""
     vary: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Setting → the values that are tried, each with each of the others."""
+    """Setting → the values that are tried, each with each of the others: see `variants`."""
 
     @property
     def is_here(self) -> bool:
         """Whether every run is on this machine."""
         return not self.hosts and not {"--on", "--cluster"} & set(self.where)
 
+    def variants(self) -> list[tuple[tuple[str, str], ...]]:
+        """What is tried of the settings that are varied; a strategy that has no such setting is tried once without."""
+        found = []
+        for values in itertools.product(*self.vary.values()):
+            varied = dict(zip(self.vary, values, strict=True))
+            strategy = varied.get("strategy", self.settings.get("strategy", ""))
+            found.append(tuple((key, value) for key, value in varied.items() if not lacks(strategy, key)))
+        return list(dict.fromkeys(found))
+
     def points(self) -> list[Point]:
         """Every run of the study: the sizes of one variant behind each other, the smallest first."""
         sizes: list[tuple[int | None, int]] = [(count, 1) for count in self.workers]
         sizes += [(self.workers_per_node, count) for count in self.nodes]
-        variants = [tuple(zip(self.vary, values, strict=True)) for values in itertools.product(*self.vary.values())]
         first = int(self.settings.get("seed", "0"))
         seeds = range(first, first + self.repeat) if self.repeat > 1 else [None]
         return [
             Point(workers_per_node=each, nodes=nodes, varied=varied, seed=seed)
-            for varied in variants
+            for varied in self.variants()
             for each, nodes in sorted(sizes, key=lambda size: ((size[0] or 1) * size[1], size[1]))
             for seed in seeds
         ]

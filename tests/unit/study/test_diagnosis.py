@@ -143,6 +143,16 @@ def test_the_fastest_of_the_settings_that_were_tried_is_named(tmp_path: Path) ->
     assert bf16.startswith("compression=bf16: 4 workers are ")
 
 
+def test_a_strategy_without_a_setting_that_is_tried_has_rows_without_its_value(tmp_path: Path) -> None:
+    study = make_study(tmp_path, asked(vary={"strategy": ("ddp", "fsdp"), "compression": ("none", "bf16")}))
+    rows = [row[:4] for row in columns.speed(study)]
+    assert rows[0] == ["workers", "nodes", "strategy", "compression"]
+    assert [row[2:] for row in rows[1::3]] == [["ddp", "none"], ["ddp", "bf16"], ["fsdp", columns.NOTHING]]
+    for table in (columns.results(study), columns.lost(study), columns.laws(study)):
+        assert {len(row) for row in table} == {len(table[0])}
+    assert "\n\nstrategy=fsdp: 4 workers are " in study.verdict()
+
+
 def test_one_size_alone_is_compared_with_nothing(tmp_path: Path) -> None:
     study = make_study(tmp_path, Asked(script=SCRIPT, workers=(1, 2)), fails=2)
     assert study.verdicts()[()] == Verdict(

@@ -38,6 +38,19 @@ def test_each_size_each_variant_and_each_seed_is_a_run(tmp_path: Path) -> None:
     ]
 
 
+def test_a_strategy_that_lacks_a_setting_is_tried_once_without_it(tmp_path: Path) -> None:
+    words = ["--vary", "strategy=ddp,fsdp", "--vary", "compression=none,bf16,powersgd", "--vary", "lr=0.1"]
+    found = [line.split(" --run-dir")[0] for line in commands(tmp_path, "--workers", "1,2", *words)]
+    assert found == [
+        f"--workers {workers} {variant} --set lr=0.1"
+        for variant in (
+            *(f"--set strategy=ddp --set compression={way}" for way in ("none", "bf16", "powersgd")),
+            "--set strategy=fsdp",
+        )
+        for workers in (1, 2)
+    ]
+
+
 def test_hosts_are_taken_from_the_first_on(tmp_path: Path) -> None:
     found = commands(tmp_path, "--hosts", "a,b,c", "--workers-per-node", "2", "-o", "identity=k", "--set", "lr=0.1")
     assert found == [
@@ -87,6 +100,18 @@ def test_a_scheduler_is_told_how_many_nodes(tmp_path: Path) -> None:
         (["--workers", "1", "--vary", "seed=1,2"], "both --repeat and seed"),
         (["--workers", "1", "--budget", "1h", "--set", "duration=2h"], "both --budget and duration"),
         (["--workers", "1", "--vary", "lr=1,2", "--set", "lr=1"], "lr is both set and varied"),
+        (
+            ["--workers", "1", "--vary", "zero=1,2", "--set", "strategy=ddp"],
+            "'zero' is no setting of the strategy 'ddp'",
+        ),
+        (
+            ["--workers", "1", "--vary", "strategy=ddp,fsdp", "--vary", "sync_every=4"],
+            "'sync_every' is no setting of the strategy 'ddp'",
+        ),
+        (
+            ["--workers", "1", "--vary", "strategy=ddp,fsdp", "--set", "compression=bf16"],
+            "write --vary compression=bf16: then it is left out where the strategy lacks it",
+        ),
     ],
 )
 def test_what_cannot_be_run_is_refused_at_once(tmp_path: Path, words: list[str], complaint: str) -> None:
@@ -114,13 +139,7 @@ def test_a_folder_holds_what_can_be_compared(tmp_path: Path) -> None:
 
 def test_settings_that_fit_some_scripts_only_are_left_to_the_runs(tmp_path: Path) -> None:
     words = ["lr_scaling=none,linear", "loader_workers=auto,2", "activation_checkpointing=blocks,0.5", "gather=bf16"]
-    words += [
-        "sync_every=4,8",
-        "powersgd_rank=2",
-        "micro_batch_size=none,8",
-        "snapshots.every=5 steps",
-        "strategy=fsdp",
-    ]
+    words += ["sync_every=4,8", "powersgd_rank=2", "micro_batch_size=none,8", "snapshots.every=5 steps"]
     assert commands(tmp_path, "--workers", "1", *[part for word in words for part in ("--vary", word)])
 
 

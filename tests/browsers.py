@@ -54,6 +54,23 @@ return [...document.querySelectorAll("svg.chart, .strips, .pictures")].filter(ea
 """
 """Plots that show nothing."""
 
+PALE = """
+return [...document.querySelectorAll(".plots img")].filter(image => {
+  const canvas = document.createElement("canvas");
+  [canvas.width, canvas.height] = [image.naturalWidth, image.naturalHeight];
+  const context = canvas.getContext("2d");
+  context.drawImage(image, 0, 0);
+  const dots = context.getImageData(0, 0, canvas.width, canvas.height).data;
+  let coloured = 0;
+  for (let at = 0; at < dots.length; at += 4) {
+    const [red, green, blue, seen] = dots.slice(at, at + 4);
+    coloured += seen > 128 && Math.max(red, green, blue) - Math.min(red, green, blue) > 60;
+  }
+  return coloured < 100;
+}).map(image => image.alt);
+"""
+"""Pictures of plots in which next to nothing has a colour, as curves and bars have."""
+
 SMALL = """
 const found = [];
 for (const each of document.querySelectorAll("body *")) {

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import base64
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from browsers import BROKEN, OVERLAPS, Browser, see_in_order
+from browsers import BROKEN, OVERLAPS, PALE, Browser, see_in_order
 from click.testing import CliRunner
 from made_runs import HOSTS, make_run, story
 from stories import started, stepped
@@ -16,6 +19,10 @@ from manyhosts.cli.report import report
 from manyhosts.study.points import Asked
 
 WIDTHS = [1280, 400]
+PLOTS = Path(sys.prefix, "plots")
+"""Where matplotlib lies for tests alone."""
+LETTERS_PX, LEAST_PX = 12, 10
+"""The smallest letters of a plot of a study, drawn as large as it says; and the smallest that are legible."""
 
 
 def page_of(*words: str | Path) -> str:
@@ -97,6 +104,41 @@ def test_page_fits_on_paper_and_shows_all_there(name: str, pages: dict[str, str]
         assert browser.ask(folded + "{contentVisibilityAuto: true})).length") == 0
     finally:
         browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+
+
+def page_with_plots(folder: Path) -> str:
+    variables = {**os.environ, "MPLCONFIGDIR": str(folder)}
+    variables["PYTHONPATH"] = os.pathsep.join([str(PLOTS), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    code = "import sys; from manyhosts.cli.main import main; sys.exit(main(['report', sys.argv[1]]))"
+    done = subprocess.run([sys.executable, "-c", code, str(folder)], env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return Path(done.stdout.strip()).as_uri()
+
+
+@pytest.mark.skipif(
+    not (PLOTS / "matplotlib").exists(), reason="matplotlib is not in .venv/plots: make test puts it there"
+)
+def test_plots_of_a_study_are_legible_and_none_is_empty(tmp_path: Path, browser: Browser) -> None:
+    (tmp_path / "train.py").write_text("")
+    vary = {"strategy": ("ddp", "fsdp"), "compression": ("none", "bf16", "powersgd")}
+    asked = Asked(script=str(tmp_path / "train.py"), nodes=(1, 2, 4), workers_per_node=1, vary=vary, repeat=2)
+    make_study(tmp_path / "study", asked)
+    address = page_with_plots(tmp_path / "study")
+    for width in WIDTHS:
+        browser.open(address, width)
+        see_in_order(browser, width)
+        shown = browser.ask(
+            "return [...document.querySelectorAll('.plots img')].map(each => each.width / each.naturalWidth)"
+        )
+        assert len(shown) == 6
+        assert min(shown) * LETTERS_PX >= LEAST_PX
+    assert browser.ask(PALE) == []
+    browser.ask(
+        "document.querySelector('.plots img').src = 'data:image/svg+xml,' + encodeURIComponent("
+        '\'<svg xmlns="http://www.w3.org/2000/svg" width="90" height="60"/>\')'
+    )
+    browser.ask("return document.querySelector('.plots img').decode()")
+    assert browser.ask(PALE) == ["Time of an epoch"]
 
 
 def test_overlap_is_found_where_there_is_one(pages: dict[str, str], browser: Browser) -> None:

@@ -22,7 +22,9 @@ USUAL_S, SLOW_S = 0.01, 0.04
 SLOW_UNTIL, STEPS = 45, 140
 
 
-def train(rank: int, workers: int, run_dir: Path, slow: int | None, every_s: float = 0.25) -> list[dict[str, Any]]:
+def train(
+    rank: int, workers: int, run_dir: Path, slow: int | None, every_s: float = 0.25, strategy: str = "ddp"
+) -> list[dict[str, Any]]:
     """What was said to listeners of slow workers, where worker `slow` takes four times as long for its first steps."""
     pace.EVERY_S = every_s
     found: list[dict[str, Any]] = []
@@ -39,8 +41,9 @@ def train(rank: int, workers: int, run_dir: Path, slow: int | None, every_s: flo
             found.append({"step": event.step, "who": event.who, "what": event.what, "factor": event.factor})
 
     trainer = mh.Trainer(
-        model=nn.Linear(4, 1),
+        model=nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))),
         step=step,
+        strategy=strategy,
         optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
         data=mh.Data(train=TensorDataset(torch.ones(60, 4)), batch_size=6),
         run_dir=run_dir,
@@ -55,10 +58,12 @@ def lines_of(run_dir: Path, event: str) -> list[dict[str, Any]]:
     return [line for line in lines if line["event"] == event]
 
 
-@pytest.mark.parametrize("workers", [2, 3])
-def test_slow_worker_is_named_with_its_factor_and_so_is_the_end_of_that(workers: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("workers", "strategy"), [(2, "ddp"), (3, "ddp"), (2, "fsdp")])
+def test_slow_worker_is_named_with_its_factor_and_so_is_the_end_of_that(
+    workers: int, strategy: str, tmp_path: Path
+) -> None:
     slow = workers - 1
-    said = run_ranks(workers, train, workers, tmp_path, slow)[0]
+    said = run_ranks(workers, train, workers, tmp_path, slow, 0.25, strategy)[0]
     assert [one["who"].partition(" on ")[0] for one in said] == [f"rank {slow}"] * 2, said
     first, then = said
     assert first["what"] == "worker"

@@ -46,6 +46,7 @@ th, td { padding: .35rem .7rem; text-align: right; white-space: nowrap; border-b
 th { color: var(--soft); font-weight: 600; }
 .named td:first-child, .named th:first-child { text-align: left; white-space: normal; min-width: 6rem;
   max-width: 16rem; overflow-wrap: break-word; }
+.dense { font-size: .84rem; } .dense th, .dense td { padding: .35rem; }
 .wrapped td { white-space: normal; min-width: 5rem; overflow-wrap: anywhere; }
 .told td:last-child, .told th:last-child { text-align: left; white-space: normal; min-width: 12rem;
   overflow-wrap: anywhere; }
@@ -63,6 +64,8 @@ summary { cursor: pointer; margin-top: .8rem; }
   details::details-content { content-visibility: visible; block-size: auto; }
   .plots { grid-template-columns: 1fr 1fr; } h2 { break-after: avoid; } }
 """
+_WIDE, _GAP = 125, 2.6
+"""Letters beside each other from which on a table is set closer; how many a gap between two columns takes up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +121,9 @@ def table(rows: Sequence[Sequence[str]], *, kind: str = "") -> str:
         return ""
     head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in rows[0])
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows[1:])
+    letters = sum(max(map(len, column)) + _GAP for column in zip(*rows, strict=True))
+    if letters > _WIDE and not kind:
+        kind = "dense"
     opened = f'<table class="{kind}">' if kind else "<table>"
     return f'<div class="wide" tabindex="0">{opened}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 

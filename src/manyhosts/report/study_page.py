@@ -48,22 +48,25 @@ def _plots(study: Study) -> str:
 def _again(study: Study) -> str:
     """The commands of all runs, and with what they ran."""
     facts: list[tuple[str, str]] = []
-    record = _first_record(study)
-    if record is not None:
+    records = _records(study)
+    if records:
+        record = records[0]
         versions = ", ".join(f"{name} {version}" for name, version in record.versions.items() if version)
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(record.started))
-        facts = [("first run", when), ("versions", versions), ("backend", record.backend or "none")]
-        hosts = {host for row in study.rows if (each := _record(row.place.run.run_json)) for host in each.hosts}
-        facts.append(("hosts", ", ".join(sorted(hosts))))
+        backends = sorted({each.backend for each in records if each.backend})
+        hosts = sorted({host for each in records for host in each.hosts})
+        facts = [("first run", when), ("versions", versions), ("backend", ", ".join(backends) or "none")]
+        facts.append(("hosts", ", ".join(hosts)))
     commands = [
         shlex.join(["manyhosts", *command(study.asked, row.point, f"{POINTS}/{row.point.name}")]) for row in study.rows
     ]
     return (pairs(facts) if facts else "") + folded(amount(len(commands), "command"), as_typed("\n".join(commands)))
 
 
-def _first_record(study: Study) -> RunRecord | None:
-    records = [record for row in study.rows if (record := _record(row.place.run.run_json)) is not None]
-    return min(records, key=lambda record: record.started, default=None)
+def _records(study: Study) -> list[RunRecord]:
+    """Of all runs that have begun, the first one first."""
+    known = [record for row in study.rows if (record := _record(row.place.run.run_json)) is not None]
+    return sorted(known, key=lambda record: record.started)
 
 
 def _record(path: Path) -> RunRecord | None:

@@ -37,8 +37,15 @@ _STYLE = {
     "lines.linewidth": 1.8,
     "lines.markersize": 5,
 }
-_INCHES = (5.6, 3.5)
+_INCHES = (4.6, 3.0)
+"""So narrow that the smallest words have ten pixels on a telephone, where a plot is as wide as the page."""
 _INCHES_PER_BAR = 0.36
+_INCHES_PER_ROW = 0.19
+"""Of a legend."""
+_LETTERS, _KEY_LETTERS = 72, 7
+"""That stand beside each other below a plot; those that the mark in front of a name takes the place of."""
+_FEW, _SHORT = 3, 16
+"""Names, and letters of one, that leave room for curves."""
 _MOST_CURVES = 8
 _SEEN = 0.05
 """Percent: shares below are not drawn."""
@@ -76,9 +83,9 @@ def draw(study: Study, folder: Path) -> list[Plot]:
             FigureCanvasAgg(figure)
             axes = figure.add_subplot()
             paint(axes)
-            if name == "causes":
-                bars = len(axes.get_yticks())
-                figure.set_size_inches(_INCHES[0], max(_INCHES[1], 1.2 + _INCHES_PER_BAR * bars))
+            bars = len(axes.get_yticks()) if name == "causes" else 0
+            height = max(_INCHES[1], 1.2 + _INCHES_PER_BAR * bars)
+            figure.set_size_inches(_INCHES[0], height + _INCHES_PER_ROW * _legend(figure, axes))
             axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
             plot = Plot(name, title, folder / f"{name}.svg", folder / f"{name}.png")
             figure.savefig(plot.svg, metadata={"Date": None})
@@ -87,8 +94,20 @@ def draw(study: Study, folder: Path) -> list[Plot]:
     return drawn
 
 
+def _legend(figure: Any, axes: Any) -> int:
+    """Say what is what: inside where that is little, else below, so that no word lies on a curve; its rows below."""
+    handles, labels = axes.get_legend_handles_labels()
+    longest = max((len(label) for label in labels), default=0)
+    if len(labels) <= _FEW and longest <= _SHORT:
+        axes.legend()
+        return 0
+    columns = max(1, _LETTERS // (longest + _KEY_LETTERS))
+    figure.legend(handles, labels, loc="outside lower left", ncols=columns)
+    return -(-len(labels) // columns)
+
+
 def _pictures(study: Study) -> list[tuple[str, str, Callable[[Any], None]]]:
-    groups = {title_of(varied): group for varied, group in study.sizes.items()}
+    groups = {_name(varied, study): group for varied, group in study.sizes.items()}
     found: list[tuple[str, str, Callable[[Any], None]]] = []
     if any(size.epoch_seconds for group in groups.values() for size in group):
         found.append(("epoch-time", "Time of an epoch", lambda axes: _epoch_time(axes, groups)))
@@ -104,6 +123,11 @@ def _pictures(study: Study) -> list[tuple[str, str, Callable[[Any], None]]]:
         title = f"Test {metric} against workers"
         found.append((f"test-{metric}", title, partial(_metric, groups=groups, metric=metric)))
     return found
+
+
+def _name(varied: Sequence[tuple[str, str]], study: Study) -> str:
+    """Of a variant; where several settings are varied their values alone, for tables say of what."""
+    return title_of(varied) if len(study.asked.vary) < 2 else ", ".join(value for _, value in varied)
 
 
 def _epoch_time(axes: Any, groups: Mapping[str, Sequence[Size]]) -> None:
@@ -123,7 +147,7 @@ def _epoch_time(axes: Any, groups: Mapping[str, Sequence[Size]]) -> None:
 
 def _efficiency(axes: Any, study: Study, groups: Mapping[str, Sequence[Size]]) -> None:
     axes.axhline(100, color="#5b6470", linestyle="--", linewidth=1, label="ideal")
-    laws = {title_of(varied): best(found) for varied, found in study.fits().items()}
+    laws = {_name(varied, study): best(found) for varied, found in study.fits().items()}
     for number, (title, group) in enumerate(groups.items()):
         points = [(size.row.workers, 100 * size.efficiency) for size in group]
         axes.plot(*zip(*points, strict=True), label=title or "measured", **_looks(number), linestyle="none")
@@ -153,18 +177,17 @@ def _causes(axes: Any, bars: Sequence[tuple[str, Mapping[str, float]]]) -> None:
         over = [high + max(0.0, share) for high, share in zip(over, shares, strict=True)]
         under = [low + min(0.0, share) for low, share in zip(under, shares, strict=True)]
     axes.axvline(0, color="#5b6470", linewidth=0.8)
-    axes.set_yticks(range(len(bars)), [name for name, _ in bars], fontsize=9 if len(bars) < 9 else 8)
+    axes.set_yticks(range(len(bars)), [name for name, _ in bars], fontsize=9)
     axes.invert_yaxis()
     axes.set_xlabel("% of the ideal speed")
     axes.grid(axis="y", visible=False)
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def _what_was_lost(groups: Mapping[str, Sequence[Size]]) -> list[tuple[str, Mapping[str, float]]]:
     """A bar for each size above the smallest of its variant; none where next to nothing was lost anywhere."""
     bars: list[tuple[str, Mapping[str, float]]] = []
     for title, group in groups.items():
-        values = ", ".join(part.partition("=")[2] for part in title.split(", ")) if title else ""
+        values = title.partition("=")[2] or title
         for size in group[1:]:
             workers = f"{size.row.workers} worker{'s' * (size.row.workers != 1)}"
             bars.append((f"{workers}\n{values}" if values else workers, size.causes))
@@ -203,7 +226,6 @@ def _curves(axes: Any, curves: Mapping[str, Sequence[tuple[float, int, float]]],
         axes.set_yscale("log")
     axes.set_xlabel("seconds of training" if column == 0 else "steps")
     axes.set_ylabel(kind.lower())
-    axes.legend()
 
 
 def _metric(axes: Any, groups: Mapping[str, Sequence[Size]], metric: str) -> None:
@@ -240,4 +262,3 @@ def _workers(axes: Any, groups: Mapping[str, Sequence[Size]]) -> None:
     axes.set_xticks(counts, [str(count) for count in counts])
     axes.minorticks_off()
     axes.set_xlabel("workers")
-    axes.legend()

@@ -12,6 +12,7 @@ from torch import Tensor
 from manyhosts.cluster.place import Place
 from manyhosts.communication.tree import Node, Subtrees
 from manyhosts.communication.tree_sum import Exchange, Pace, TreeSum
+from manyhosts.communication.volume import all_reduce_bytes
 from manyhosts.communication.world import World
 from manyhosts.data.order import bounds
 
@@ -73,6 +74,7 @@ def test_sums_have_the_bits_of_the_tree_however_they_are_cut_into_stretches() ->
 def test_as_many_bytes_leave_in_stretches_as_in_one() -> None:
     whole, cut = (run_ranks(3, bytes_sent, pace)[0] for pace in (PACES[0], Pace(stretch_bytes=100_000, lag=2)))
     assert whole <= cut <= 1.03 * whole, "what is added is rounding up, by less than 64 numbers a chunk"
+    assert whole == pytest.approx(all_reduce_bytes(400_000, 3), rel=0.01)
 
 
 def bytes_sent(rank: int, pace: Pace) -> int:

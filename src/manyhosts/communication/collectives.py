@@ -89,7 +89,7 @@ class Collectives(ABC):
 
     def start_gather(self, rows: Tensor, own: Tensor) -> Work:
         """Begin to fill `rows` with what every worker has in `own`, by rank in the first dim."""
-        self.count_sent(own.numel() * own.element_size())
+        self.count_sent(volume.all_gather_bytes(volume.size_of(own), self.size))
         return gather_rows(rows, own, self.process_group)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:

@@ -343,7 +343,8 @@ class World(Collectives):
         self, received: Tensor, sent: Tensor, received_rows: Sequence[int], sent_rows: Sequence[int]
     ) -> Work:
         """Begin to give each worker its rows of `sent` and to fill `received` with what each gave us, by rank."""
-        self.bytes_sent += sent.numel() * sent.element_size()
+        own = sent_rows[self.rank] * sent[:1].numel()  # which stay here
+        self.count_sent((sent.numel() - own) * sent.element_size())
         work: Work = dist.all_to_all_single(received, sent, list(received_rows), list(sent_rows), async_op=True)
         return work
 

@@ -96,7 +96,8 @@ def steps_done(run_dir: Path) -> int:
 
 
 def kill_all(process: subprocess.Popen[str]) -> None:
-    """A power cut: SIGKILL to the command and to everything that came from it."""
+    """A power cut: SIGKILL to the command and to everything that came from it. Raises where it has ended by itself."""
+    assert process.poll() is None, f"it had ended by itself: {process.communicate()[0]}"
     head = psutil.Process(process.pid)
     family, new = set[psutil.Process](), {head}
     while new:  # all stand still before the first is killed: one that is forked meanwhile would not be found any more

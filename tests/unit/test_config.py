@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
+from manyhosts.config.fully_sharded import FSDP
 from manyhosts.config.settings import Settings
 from manyhosts.config.snapshots import Snapshots
 from manyhosts.config.stopping import EarlyStopping
@@ -51,6 +54,35 @@ def test_setting_that_cannot_work_is_refused(changes: dict[str, Any], where: str
         settings(**changes)
     assert refused.value.where == where
     assert refused.value.fix
+
+
+@pytest.mark.parametrize(
+    ("make", "what", "fix"),
+    [
+        (lambda: settings(snapshots={"every": "5 steps"}), "snapshots is of the type dict", "give it mh.Snapshots(…)"),
+        (lambda: settings(early_stopping=3), "early_stopping is 3", "give it mh.EarlyStopping(…) or None"),
+        (lambda: settings(batch_size="32"), "batch_size is '32'", "give it a whole number or None"),
+        (lambda: settings(batch_size=True), "batch_size is True", "give it a whole number or None"),
+        (lambda: settings(clip_gradients="1"), "clip_gradients is '1'", "give it a number or None"),
+        (lambda: settings(shuffle="no"), "shuffle is 'no'", "give it True or False"),
+        (lambda: settings(validate_every=5), "validate_every is 5", 'a duration such as "500 steps"'),
+        (lambda: settings(strategy=DDP), "strategy is the class DDP", 'write strategy="ddp"'),
+        (lambda: Snapshots(keep="3"), "snapshots.keep is '3'", "give it a whole number"),  # type: ignore[arg-type]
+        (lambda: FSDP(units=3), "FSDP.units is 3", "give it a text or a list of texts"),  # type: ignore[arg-type]
+        (lambda: DDP(compression=3), "DDP.compression is 3", "give it a text or a function"),  # type: ignore[arg-type]
+    ],
+)
+def test_value_of_another_kind_is_named_with_what_the_setting_takes(
+    make: Callable[[], object], what: str, fix: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        make()
+    assert refused.value.what == what
+    assert fix in refused.value.fix
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    assert settings(batch_size=np.int64(32), clip_gradients=np.float32(1), lr=1).batch_size == 32
 
 
 def test_settings_are_plain_and_frozen() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from manyhosts.config.kinds import check_kinds
 from manyhosts.errors import ConfigError
 
 
@@ -31,6 +32,7 @@ class FSDP:
     """What gathered parameters are: `exact`: as they are kept; `bf16`: rounded, half the bytes, for precision bf16."""
 
     def __post_init__(self) -> None:
+        check_kinds(self, prefix="FSDP.")
         if self.zero not in (1, 2, 3):
             raise ConfigError(
                 f"zero is {self.zero!r}, and there are three ways",

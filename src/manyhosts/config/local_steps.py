@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from manyhosts.config.kinds import check_kinds
 from manyhosts.errors import ConfigError
 
 
@@ -35,6 +36,7 @@ class LocalSGD:
     `auto`: that for Adam and its relatives, nothing for others; None: nothing."""
 
     def __post_init__(self) -> None:
+        check_kinds(self, prefix="LocalSGD.")
         check_inside_node("LocalSGD", self.inside_node)
         _check_scaling("LocalSGD", self.local_lr_scaling)
         _check_rule("LocalSGD", self.sync_rule, self.sync_every, self.sync_at_most)
@@ -76,6 +78,7 @@ class DiLoCo:
     """As in `LocalSGD`, for the inner optimizer."""
 
     def __post_init__(self) -> None:
+        check_kinds(self, prefix="DiLoCo.")
         check_inside_node("DiLoCo", self.inside_node)
         _check_scaling("DiLoCo", self.local_lr_scaling)
         _check_rule("DiLoCo", self.sync_rule, self.sync_every, self.sync_at_most)

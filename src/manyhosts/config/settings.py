@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from manyhosts.config.fully_sharded import FSDP
+from manyhosts.config.kinds import check_kinds
 from manyhosts.config.snapshots import Snapshots
 from manyhosts.config.stopping import EarlyStopping
 from manyhosts.config.strategies import Single, Strategy
@@ -79,6 +80,7 @@ class Settings:
     """How many samples of the first batch are kept for `manyhosts report`, where they are pictures. 0: none."""
 
     def __post_init__(self) -> None:
+        check_kinds(self)
         for key in (
             "batch_size",
             "batch_size_per_worker",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from manyhosts.config.kinds import check_kinds
 from manyhosts.errors import ConfigError
 from manyhosts.units import Duration
 
@@ -23,6 +24,7 @@ class Snapshots:
     to: str | None = None
 
     def __post_init__(self) -> None:
+        check_kinds(self, prefix="snapshots.")
         Duration.parse(self.every, where="snapshots.every")
         if self.keep < 1:
             raise ConfigError(

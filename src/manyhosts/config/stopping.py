@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from manyhosts.config.kinds import check_kinds
 from manyhosts.errors import ConfigError
 
 
@@ -22,6 +23,7 @@ class EarlyStopping:
     min_delta: float = 0.0
 
     def __post_init__(self) -> None:
+        check_kinds(self, prefix="early_stopping.")
         if self.mode not in ("min", "max"):
             raise ConfigError(
                 f"mode is {self.mode!r}", where="early_stopping.mode", fix='use "max" (accuracy) or "min" (loss)'

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from manyhosts.config.compression import check_name
 from manyhosts.config.fully_sharded import FSDP
+from manyhosts.config.kinds import check_kinds
 from manyhosts.config.local_steps import DiLoCo, LocalSGD, check_inside_node
 from manyhosts.errors import ConfigError
 from manyhosts.table import nearest
@@ -49,6 +50,7 @@ class DDP:
     """Log for each layer how large what is kept back is, relative to the gradient: `compression_error/LAYER`."""
 
     def __post_init__(self) -> None:
+        check_kinds(self, prefix="DDP.")
         if isinstance(self.compression, str):
             check_name(self.compression)
         if not 0 < self.topk_fraction <= 1:

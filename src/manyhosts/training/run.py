@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from manyhosts import refusals
 from manyhosts.cluster.membership import Passed
@@ -267,6 +267,7 @@ class Run:
 
         Raises:
             Exception: `error`, where nobody goes on.
+            SystemExit: nobody goes on, for the run was asked to stop.
         """
         assert self.recovery is not None, "where nobody goes on nobody joins, and a break ends the run"
         try:
@@ -276,6 +277,9 @@ class Run:
         except Exception:
             if self.recovery.refused:
                 LastSnapshot(self.snapshot_schedule, self.journal, self.loop).make()
+                if self.loop.stop_signals.grant_own():  # a worker was lost, or came, when all were asked
+                    self.end("interrupted", self.loop.stop_signals.granted)
+                    self._exit_by(self.loop.stop_signals.number)
             raise
 
     def leave_out(self, wrong: WrongBits) -> None:
@@ -339,10 +343,14 @@ class Run:
     def result(self, outcome: dict[str, Any]) -> Result:
         """What came out, for the script; where a signal has asked to stop, the script ends with it."""
         if outcome["asked_by"]:
-            if self.go_on_with and self.world.is_leader:
-                sys.stderr.write(f"manyhosts: go on with: {self.go_on_with}\n")
-            raise SystemExit(128 + outcome["asked_by"])
+            self._exit_by(outcome["asked_by"])
         return Result(**outcome["result"], run_dir=self.directory.path)
+
+    def _exit_by(self, number: int) -> NoReturn:
+        """End this script as that signal has asked it to."""
+        if self.go_on_with and self.world.is_leader:
+            sys.stderr.write(f"manyhosts: go on with: {self.go_on_with}\n")
+        raise SystemExit(128 + number)
 
     def take_end(self, outcome: dict[str, Any], *, replaces: bool) -> None:
         """The others have finished this training: be where it ended, where this worker was not there."""

@@ -47,10 +47,19 @@ class StopSignals:
             return
         asked = [known for known, count in zip(SIGNALS, counts, strict=True) if count]
         if asked:
-            self.number = int(asked[0])
-            self.granted = f"asked to stop by {asked[0].name}"
-            if asked[0] == signal.SIGINT:
-                self.granted += " (Ctrl-C)"
+            self._grant(asked[0])
+
+    def grant_own(self) -> bool:
+        """Stop for what this worker was asked itself, where no other worker goes on. Whether it was asked."""
+        if self.asked and not self.granted:
+            self._grant(signal.Signals(self.asked))
+        return bool(self.granted)
+
+    def _grant(self, asked: signal.Signals) -> None:
+        self.number = int(asked)
+        self.granted = f"asked to stop by {asked.name}"
+        if asked == signal.SIGINT:
+            self.granted += " (Ctrl-C)"
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -79,9 +79,10 @@ def check_given(*, model: Any, data: Any, loss: Any, step: Any, schedule: Any, m
                 where=f"mh.Trainer({name}=…)",
                 fix="give a function",
             )
-    if callable(listeners):
+    if callable(listeners) or not isinstance(listeners, Iterable) or not all(callable(each) for each in listeners):
+        kind = "a function" if callable(listeners) else f"{listeners!r}"
         raise ConfigError(
-            "listeners is a function", where="mh.Trainer(listeners=…)", fix="write listeners=[function], a list"
+            f"listeners is {kind}", where="mh.Trainer(listeners=…)", fix="write listeners=[function], a list"
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from manyhosts.control.head.group_state import MOST_WITHOUT_PROGRESS, Member
-from manyhosts.control.head.membership import BREAK_AFTER_S, KILL_AFTER_S, START_LIMIT_S, Regroup
+from manyhosts.control.head.membership import BREAK_AFTER_S, KILL_AFTER_S, START_LIMIT_S, UNKNOWN_S, Regroup
 
 
 class Clock:
@@ -44,7 +44,7 @@ class Hosts:
     def start_late(self, member: Member) -> None:
         self.started.append(member.number)
 
-    def kill_member(self, member: Member) -> None:
+    def kill_member(self, member: Member, why: str = "") -> None:
         self.killed.append(member.number)
 
     def open_store(self, then: Callable[[str, int], None]) -> None:
@@ -70,7 +70,7 @@ def clock() -> Clock:
 @pytest.fixture
 def regroup(hosts: Hosts, clock: Clock) -> Regroup:
     """Two workers that have begun the first call of the script."""
-    made = Regroup(clock, hosts, 0)  # type: ignore[arg-type]  # all of a loop that it uses
+    made = Regroup(clock, hosts, 0, clock=lambda: clock.now)  # type: ignore[arg-type]  # all of a loop that it uses
     for number in range(2):
         made.add(Member(number=number, node=0, local_rank=number, rank=number))
         made.hear(number, "begin", {"call": 1, "most": 0})
@@ -124,12 +124,57 @@ def test_worker_that_does_what_the_script_does_between_two_calls_takes_its_time(
     assert hosts.heard_by(0) == ["broken"], "so that it does not wait for the lost one there"
 
 
+def make_steps(regroup: Regroup, clock: Clock, number: int, step_s: float) -> None:
+    for _ in range(3):
+        clock.pass_time(step_s)
+        regroup.note_report(number, "step")
+
+
 def test_worker_that_does_not_answer_in_a_call_counts_as_hung(regroup: Regroup, hosts: Hosts, clock: Clock) -> None:
+    make_steps(regroup, clock, 0, 1.0)
     assert lose(regroup, 1, 2)
     clock.pass_time(2 * KILL_AFTER_S)
     assert hosts.killed == [0]
     clock.pass_time(START_LIMIT_S)
     assert hosts.killed == [0, 2]
+
+
+@pytest.mark.parametrize("before", [40.0, None])
+def test_worker_whose_steps_are_long_or_unknown_does_not(
+    regroup: Regroup, hosts: Hosts, clock: Clock, before: float | None
+) -> None:
+    if before:
+        make_steps(regroup, clock, 0, before)
+    patience_s = 3 * before if before else UNKNOWN_S
+    assert lose(regroup, 1, 2)
+    clock.pass_time(patience_s - 1)
+    assert 0 not in hosts.killed
+    clock.pass_time(2)
+    assert 0 in hosts.killed
+
+
+def test_worker_that_tells_that_it_is_busy_is_waited_for(regroup: Regroup, hosts: Hosts, clock: Clock) -> None:
+    make_steps(regroup, clock, 0, 1.0)
+    assert lose(regroup, 1, 2)
+    for _ in range(5):
+        clock.pass_time(KILL_AFTER_S - 5)
+        regroup.note_report(0, "busy")
+    assert hosts.killed == []
+
+
+def test_new_worker_may_be_on_its_way_for_as_long_as_the_first_were(hosts: Hosts, clock: Clock) -> None:
+    slow = Regroup(clock, hosts, 0, clock=lambda: clock.now)  # type: ignore[arg-type]  # all of a loop that it uses
+    for number in range(2):
+        slow.add(Member(number=number, node=0, local_rank=number, rank=number))
+    clock.pass_time(2 * START_LIMIT_S)  # the script reads a large file, say
+    for number in range(2):
+        slow.hear(number, "begin", {"call": 1, "most": 0})
+    assert lose(slow, 1, 2)
+    slow.hear(0, "regroup", {"call": 1, "step": 7, "group": 0})
+    clock.pass_time(3 * START_LIMIT_S)
+    assert hosts.killed == []
+    clock.pass_time(3 * START_LIMIT_S + 1)
+    assert hosts.killed == [2]
 
 
 def test_new_worker_does_the_rest_of_the_script_where_the_others_have_come_to_its_end(

@@ -23,6 +23,7 @@ _FIRST_CAUSE_S = 2.0
 _ASKED_TO_STOP = tuple(128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP))
 """How a worker of ours ends when one of them was asked to stop by a signal."""
 _ONE_WISH_S = 0.3
+_SLOW = "see its log; a worker that needs longer is waited for with --hang-timeout"
 
 
 class FailurePolicy:
@@ -129,9 +130,12 @@ class FailurePolicy:
             else:
                 self._consider()
             return
+        rank, why = self._worker_group.rank(message), self._worker_group.killed.pop(message.member, "")
         failure = Failure(
-            rank=self._worker_group.rank(message),
+            rank=rank,
             host=node.name,
+            hang=f"rank {rank} on host {node.name} {why}, and was ended" if why else "",
+            remedy=_SLOW if why else "",
             code=code,
             signal=number,
             error=message.error,

@@ -35,6 +35,14 @@ class Member:
     """Whether it has finished a call and not begun the next: it does what the script does there, and takes its time."""
     most: int = 0
     """Any number of workers up to this gives the same bits, and there cannot be more; 0: each number its own bits."""
+    stepped: float = 0.0
+    """When it told of a step last, by this head's clock; 0: it has told of none."""
+    longest_s: float = 0.0
+    """The longest time between two steps that it told of."""
+    heard: float = 0.0
+    """When it told of a step last, or that it is busy."""
+    given_up: bool = False
+    """Whether it counts as hung, and was killed."""
 
 
 @dataclass(slots=True)
@@ -60,7 +68,7 @@ class GroupState:
     @classmethod
     def of(cls, written: Mapping[str, Any]) -> GroupState:
         """What another head has written down."""
-        members = {each["number"]: Member(**each) for each in written["members"]}
+        members = {each["number"]: Member(**{**each, "stepped": 0.0, "heard": 0.0}) for each in written["members"]}
         call, step = written["_best"]
         return cls(**{**written, "members": members, "_best": (call, step)})
 

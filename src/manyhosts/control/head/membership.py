@@ -6,7 +6,9 @@ of the others says how far it is, and when all have, they get their ranks in a n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from manyhosts.control.head.group_state import GroupState, Member, places
@@ -15,9 +17,14 @@ from manyhosts.control.loop import Loop
 BREAK_AFTER_S = 2.0
 """After so long, whoever has not noticed that the group is broken is told: it may wait for a host that is silent."""
 KILL_AFTER_S = 30.0
-"""After so long, a worker that does not answer counts as hung."""
+"""A worker that does not answer for so long counts as hung, if its steps are not as long themselves."""
+UNKNOWN_S = 600.0
+"""The same where it has made no steps yet: its first may take long, and so may compiling."""
 START_LIMIT_S = 300.0
-"""How long a worker that was started late has from its start to the point where it can join."""
+"""How long a worker that was started late has from its start to the point where it can join, if the first had not been
+as long on their way."""
+_TIMES = 3.0
+"""What took a worker so long may take it so many times longer while others start beside it."""
 _LOOK_S = 0.25
 
 
@@ -30,8 +37,8 @@ class Hosts(Protocol):
     def start_late(self, member: Member) -> None:
         """Start a worker while others train; on a host that is away, when it is back."""
 
-    def kill_member(self, member: Member) -> None:
-        """End a worker that does not answer; its end is told as usual."""
+    def kill_member(self, member: Member, why: str = "") -> None:
+        """End a worker; its end is told as usual, with `why` as the reason."""
 
     def open_store(self, then: Callable[[str, int], None]) -> None:
         """See that there is a store for workers to meet at, and call back with its address and port."""
@@ -43,8 +50,21 @@ class Hosts(Protocol):
 class Regroup:
     """The members of one start of the job."""
 
-    def __init__(self, loop: Loop, hosts: Hosts, generation: int) -> None:
+    def __init__(
+        self,
+        loop: Loop,
+        hosts: Hosts,
+        generation: int,
+        *,
+        hang_timeout_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`hang_timeout_s`: how long a worker may get no further, where the user has said it; 0: for ever."""
         self._loop, self._hosts, self._generation = loop, hosts, generation
+        self._unknown_s = UNKNOWN_S if hang_timeout_s is None else hang_timeout_s or math.inf
+        self._clock, self._made = clock, clock()
+        self._start_s = 0.0
+        """How long the first workers were on their way to where they train."""
         self.group_state = GroupState()
         self._waiting = False
         self._turn = 0
@@ -89,6 +109,8 @@ class Regroup:
         if self.ended:
             self._hosts.tell_member(member, "refused", reason="the run is ending")
         elif kind == "begin":
+            if not member.enrolled and not member.late:
+                self._start_s = max(self._start_s, self._clock() - self._made)
             member.enrolled, member.most, member.resting = True, int(fields["most"]), False
         elif kind == "done":
             self._note_outcome(member, int(fields["call"]), fields["outcome"])
@@ -96,6 +118,18 @@ class Regroup:
             member.enrolled = False
         else:
             self._hear_request(member, kind, fields)
+
+    def note_report(self, number: int, kind: str) -> None:
+        """A worker has made a step, or tells that it is busy with what takes long."""
+        member = self.group_state.members.get(number)
+        if member is None or kind not in ("step", "busy"):
+            return
+        now = self._clock()
+        if kind == "step":
+            if member.stepped:
+                member.longest_s = max(member.longest_s, now - member.stepped)
+            member.stepped = now
+        member.heard = now
 
     def _hear_request(self, member: Member, kind: str, fields: dict[str, Any]) -> None:
         """A worker wants to be in a new group."""
@@ -208,18 +242,27 @@ class Regroup:
         if self.group_state.broken and _passes(waited_s, BREAK_AFTER_S):
             for member in silent:
                 self._hosts.tell_member(member, "broken", group=self.group_state.group)
-        if self.group_state.broken and _passes(waited_s, KILL_AFTER_S):
-            for member in silent:
-                if not member.resting:
-                    self._hosts.kill_member(member)
+        if self.group_state.broken and waited_s >= KILL_AFTER_S:
+            self._kill_hung([member for member in silent if not member.resting], waited_s)
         self._loop.after(_LOOK_S, lambda: self._wait(turn, waited_s + _LOOK_S))
 
-    def _expect(self, member: Member) -> None:
-        self._loop.after(START_LIMIT_S, lambda: self._kill_if_not_there(member))
+    def _kill_hung(self, silent: Sequence[Member], waited_s: float) -> None:
+        """Kill those that nothing was heard of for too long, each once."""
+        now = self._clock()
+        for member in silent:
+            limit_s = max(KILL_AFTER_S, _TIMES * member.longest_s if member.longest_s else self._unknown_s)
+            if not member.given_up and min(waited_s, now - member.heard) >= limit_s:
+                member.given_up = True
+                why = f"did not come to the others for {limit_s:.0f} s after one of them was lost"
+                self._hosts.kill_member(member, why)
 
-    def _kill_if_not_there(self, member: Member) -> None:
+    def _expect(self, member: Member) -> None:
+        limit_s = max(START_LIMIT_S, _TIMES * self._start_s)
+        self._loop.after(limit_s, lambda: self._kill_if_not_there(member, limit_s))
+
+    def _kill_if_not_there(self, member: Member, limit_s: float) -> None:
         if not self.ended and member.late and member.asked is None and member.number in self.group_state.members:
-            self._hosts.kill_member(member)
+            self._hosts.kill_member(member, f"was not ready to train {limit_s:.0f} s after its start")
 
     def _try(self) -> None:
         if self._waiting and self.group_state.due and not self._forming and not self.ended:

@@ -388,6 +388,7 @@ class Head:
                 self._news.show(node, rank, message.lines, is_error=message.stream == "err")
             case protocol.Report():
                 self._hang_monitor.take_report(message.member, message.kind, message.fields)
+                self._worker_group.regroup.note_report(message.member, message.kind)
                 self._news.take_report(rank, message.kind, message.fields)
             case protocol.Unshown():
                 self._news.tell_of_unshown(node, rank, message.lines)

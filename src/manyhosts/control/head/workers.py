@@ -26,13 +26,18 @@ class WorkerGroup:
         self._next_number = 0
         self.has_begun = False
         """Whether any worker was started."""
-        self.regroup = Regroup(state.loop, self, 0)
+        self.regroup = self._regroup(0)
+        self.killed: dict[int, str] = {}
+        """Why workers were killed that others waited for, by number."""
         self.store = Store(state, agents, self._answer)
         self.board = Board(self._answer)
         self._late: dict[int, list[Member]] = {}
         """By node: workers to be started when its agent is back, to join those that train."""
         self._left_out: set[tuple[int, int]] = set()
         """Node and local rank of workers that computed wrongly: nobody takes their places in this start of the job."""
+
+    def _regroup(self, generation: int) -> Regroup:
+        return Regroup(self._state.loop, self, generation, hang_timeout_s=self._state.job.hang_timeout_s)
 
     def rank(self, message: OfWorker | SeenWorker) -> int:
         """What the rank of the worker that a message is about is now."""
@@ -65,7 +70,7 @@ class WorkerGroup:
         self._left_out = {(node, place) for node, place in written["left_out"]}
         self.store.go_on_from(written["store"])
         self.board.go_on_from(written["board"])
-        self.regroup = Regroup(self._state.loop, self, self._state.generation)
+        self.regroup = self._regroup(self._state.generation)
         self.regroup.go_on_from(written["regroup"])
         members = self.regroup.group_state.members
         for number, late in written["late"]:
@@ -77,7 +82,7 @@ class WorkerGroup:
     def start_all(self) -> None:
         """Start every worker of this generation, around the store that is open."""
         assert self.store.place is not None, "it was waited for"
-        self.regroup = Regroup(self._state.loop, self, self._state.generation)
+        self.regroup = self._regroup(self._state.generation)
         self.has_begun = True
         self._left_out.clear()
         job = self._state.job.on(self._agents.present())
@@ -207,8 +212,10 @@ class WorkerGroup:
         message = {"message": kind, **content}
         self._agents.tell([self._agents.nodes[member.node]], Tell(member=member.number, content=message))
 
-    def kill_member(self, member: Member) -> None:
-        """End a worker that does not answer; its end is told as usual."""
+    def kill_member(self, member: Member, why: str = "") -> None:
+        """End a worker; its end is told as usual, with `why` as the reason."""
+        if why:
+            self.killed[member.number] = why
         self._agents.tell([self._agents.nodes[member.node]], Kill(member=member.number))
 
     def drop(self, number: int) -> None:

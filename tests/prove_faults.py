@@ -71,10 +71,9 @@ fit(train=AtOnce(), data={"collate": masked})
     ),
     "random numbers of the step without an address": Fault(
         text=f"""
-from types import SimpleNamespace
-from manyhosts.training import compute
+from manyhosts.data import randomness
 
-compute.randomness = SimpleNamespace(seed_compute={_NOTHING}, COMPUTE=0)
+randomness.seed_compute = {_NOTHING}
 
 
 def mixed(model, batch):

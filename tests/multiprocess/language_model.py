@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -11,32 +12,10 @@ from torch.utils.data import TensorDataset
 
 import manyhosts as mh
 
-VOCABULARY, LENGTH, WIDTH, LAYERS, SEQUENCES = 256, 48, 64, 3, 64
+sys.path.insert(0, str(Path(__file__).parents[1]))  # it is started as a script is
+from small_language_model import language_model, next_words
 
-
-class Block(nn.Module):
-    """Attention to what came before, then two layers for each token."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.between = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.heads, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.inner = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        count, length, _ = tokens.shape
-        query, key, value = self.heads(self.before(tokens)).view(count, length, 3, 4, -1).permute(2, 0, 3, 1, 4)
-        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        tokens = tokens + self.out(mixed.transpose(1, 2).reshape(count, length, WIDTH))
-        return tokens + self.inner(self.between(tokens))
-
-
-def language_model() -> nn.Module:
-    """A decoder."""
-    return nn.Sequential(
-        nn.Embedding(VOCABULARY, WIDTH), *(Block() for _ in range(LAYERS)), nn.LayerNorm(WIDTH),
-        nn.Linear(WIDTH, VOCABULARY),
-    )  # fmt: skip
+VOCABULARY, LENGTH, SEQUENCES = 256, 48, 64
 
 
 def bytes_of(tensors) -> int:
@@ -52,7 +31,7 @@ def step(model: nn.Module, batch: list[Tensor]) -> Tensor:
     if made[0].state:  # the second step, and later ones: everything is there
         held["optimizer"] = bytes_of(value for state in made[0].state.values() for value in state.values())
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        loss = nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+        loss = next_words(model, batch)
     held["activations"] = max(held.get("activations", 0), sum(each.self_cpu_memory_usage for each in seen.events()))
     held["parameters"] = bytes_of(model.parameters())
     return loss
@@ -75,7 +54,7 @@ def optimizer(parameters) -> Optimizer:
 if __name__ == "__main__":
     text = torch.randint(0, VOCABULARY, (SEQUENCES, LENGTH + 1), generator=torch.Generator().manual_seed(0))
     trainer = mh.Trainer(
-        model=language_model,
+        model=lambda: language_model(VOCABULARY, width=64, blocks=3),
         step=step,
         optimizer=optimizer,
         data=mh.Data(train=TensorDataset(text[:, :-1].clone(), text[:, 1:].clone()), batch_size=16),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -23,6 +22,7 @@ from manyhosts import device, refusals
 from manyhosts.cli.run import _rehearsed
 from manyhosts.cluster.place import Place
 from manyhosts.communication.model_watch import Agreement
+from manyhosts.communication.nodes import Levels, Node
 from manyhosts.communication.world import World
 from manyhosts.config import profile
 from manyhosts.config.settings import Settings
@@ -142,8 +142,9 @@ def worlds(port: str) -> None:
     assert world.all_reduce(torch.ones(2, device=world.device)).tolist() == [2.0, 2.0]
     assert world.comes_to_rest()
     alone = LocalGradient(world)
-    shares = alone._share_of(SimpleNamespace(start_all_reduce=lambda shares: None, wait=lambda work: None), 0.5)  # type: ignore[arg-type]
+    shares = alone._share_of(Node(world, Levels.one(world)), 0.5)
     assert isinstance(shares, Tensor), "nobody waits for it"
+    assert shares.item() == 1.0, "both of this node have half a batch"
     world.barrier()
     world.abort()
     world.leave()

@@ -36,6 +36,11 @@ def beside_table(context: click.Context, option: click.Parameter, typed: tuple[s
     return (*context.meta.get(_TABLE, {}).get(option.name, ()), *typed)
 
 
+def target_options(help: str) -> Callable[[Command], Command]:
+    """`-o`: options of the target, where the command line has options of its own."""
+    return click.option("-o", "options", multiple=True, metavar="K=V", callback=beside_table, help=help)
+
+
 def _take(context: click.Context, _: click.Parameter, wanted: str | None) -> None:
     if wanted is None:
         return

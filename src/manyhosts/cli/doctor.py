@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 
-from manyhosts.cli.cluster import beside_table, cluster_option
+from manyhosts.cli.cluster import beside_table, cluster_option, target_options
 from manyhosts.cli.doctor_screen import print_examination
 from manyhosts.cli.progress import Progress
 from manyhosts.cli.where import Where, pairs
@@ -30,14 +30,7 @@ from manyhosts.launchers.launcher import LAUNCHERS
 @click.option("--hosts", metavar="A,B,C", help="Hosts that ssh reaches.")
 @click.option("--hostfile", metavar="FILE", help="A file with a host on each line.")
 @click.option("--nodes", metavar="N", help="Hosts; on local, several are rehearsed here.  [default: 1]")
-@click.option(
-    "-o",
-    "options",
-    multiple=True,
-    metavar="K=V",
-    callback=beside_table,
-    help="An option of the target, as `run` takes it.",
-)
+@target_options("An option of the target, as `run` takes it.")
 @click.option("--run-dir", metavar="DIR", help="Where the record will be kept.  [default: runs]")
 @click.option(
     "--data",

@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from manyhosts.cli import torchrun_options
-from manyhosts.cli.cluster import beside_table, cluster_option
+from manyhosts.cli.cluster import beside_table, cluster_option, target_options
 from manyhosts.cli.measuring import OPTION_OF, environment, measuring_options
 from manyhosts.cli.where import Where, pairs, variables_of
 from manyhosts.cluster.place import REHEARSED_GPUS
@@ -137,14 +137,7 @@ _ENV = "A variable that all workers get; NAME alone takes the value that it has 
     metavar="required",
     help="Refuse links between hosts that are not encrypted.",
 )
-@click.option(
-    "-o",
-    "options",
-    multiple=True,
-    metavar="K=V",
-    callback=beside_table,
-    help="An option of the target; `run --on TARGET --help` lists them.",
-)
+@target_options("An option of the target; `run --on TARGET --help` lists them.")
 @click.option("--show", metavar="RANK", help="Show the output of this rank alone, or of several: 0,3; logs keep all.")
 @click.option(
     "--log-size",

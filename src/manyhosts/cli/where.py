@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from manyhosts.cli.cluster import target_options
 from manyhosts.config import clusters
 from manyhosts.control import variables
 from manyhosts.errors import ConfigError
@@ -20,7 +21,7 @@ _OPTIONS = (
     click.option("--cluster", metavar="NAME|FILE", help="A table of manyhosts.toml, as for `run`."),
     click.option("--hosts", metavar="A,B,C", help="Hosts that ssh reaches; a size of n takes the first n."),
     click.option("--hostfile", metavar="FILE", help="A file with a host on each line."),
-    click.option("-o", "options", multiple=True, metavar="K=V", help="An option of the target, as for `run`."),
+    target_options("An option of the target, as for `run`."),
     click.option("--env", multiple=True, metavar="K[=V]", help="A variable for all workers, as for `run`."),
     click.option("--price", type=float, metavar="P", help="What one machine costs in an hour, in any currency."),
 )

@@ -86,6 +86,17 @@ class Cuts:
         self._from.append((begin, cut))
 
 
+@dataclass(frozen=True, slots=True)
+class CutBatches:
+    """The batches of a run, as one worker cuts them while no worker goes or comes."""
+
+    cuts: Cuts
+    samples: int
+    """Of a full batch."""
+    rank: int
+    """The worker's."""
+
+
 def shared_out(count: int, seconds: Sequence[float]) -> list[int]:
     """How many of `count` equal things each worker takes, so that the last to be done is done as soon as can be.
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
-from manyhosts.data.cut import Cut, Cuts, shared_out
+from manyhosts.data.cut import Cut, CutBatches, Cuts, shared_out
 from manyhosts.data.order import Position
 from manyhosts.events import WorkerTimes
-from manyhosts.training.build import Parts
 
 EVERY_S = 1.0
 """How often workers compare what their steps take: those of so many seconds say more than they vary."""
@@ -32,8 +31,9 @@ _SHOWN = 8
 class Balance:
     """What this worker knows of the speeds of all. All workers call `hear` after the same steps."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    def __init__(self, batches: Callable[[], CutBatches]) -> None:
+        """`batches` gives those of now: they are others when workers have gone or come."""
+        self._batches = batches
         self._cuts: Cuts | None = None
         self._sure = _FIRST
         self._forget()
@@ -49,9 +49,7 @@ class Balance:
     @property
     def reached(self) -> Position:
         """Where the first step begins that this worker has planned nothing for."""
-        cuts = self._parts.source.cuts
-        assert cuts is not None, "make_source() has refused what cannot be cut otherwise"
-        return cuts.reached
+        return self._batches().cuts.reached
 
     def hear(self, table: Sequence[WorkerTimes], *, since: Position, reached: Position) -> str | None:
         """Take what all workers tell of the steps since position `since`, and cut those from `reached` on otherwise.
@@ -59,8 +57,7 @@ class Balance:
         `reached`: the latest that any worker has come to. Returns what is to be said of the new cut, empty where a
         change is under way, None where none is.
         """
-        cuts = self._parts.source.cuts
-        assert cuts is not None, "make_source() has refused what cannot be cut otherwise"
+        cuts = self._batches().cuts
         if cuts is not self._cuts:  # the workers are others than before
             self._cuts = cuts
             self._forget()
@@ -89,7 +86,7 @@ class Balance:
         """How many samples of a full batch, or parts, each worker has."""
         if cut.held:
             return [len(own) for own in cut.held]
-        return [end - begin for begin, end in (cut.bounds(self._parts.batch, rank) for rank in range(workers))]
+        return [end - begin for begin, end in (cut.bounds(self._batches().samples, rank) for rank in range(workers))]
 
     def _slowest_s(self, shares: Sequence[int]) -> float:
         return max(share * each for share, each in zip(shares, self._seconds, strict=True))
@@ -98,7 +95,7 @@ class Balance:
         if not before.held:
             return replace(before, sizes=tuple(shares))
         held = tuple(range(*ends) for ends in pairwise(accumulate(shares, initial=0)))
-        own = held[self._parts.world.rank]
+        own = held[self._batches().rank]
         return replace(before, first=own.start, last=own.stop, held=held)
 
     def _sentence(self, shares: Sequence[int], hosts: Sequence[str]) -> str:

@@ -20,12 +20,13 @@ from manyhosts.communication.shared_norm import Batch, OwnBatch, prepare
 from manyhosts.communication.world import World
 from manyhosts.config.settings import Settings
 from manyhosts.data import randomness
-from manyhosts.data.cut import Cut
+from manyhosts.data.cut import Cut, CutBatches
 from manyhosts.data.data import Data
 from manyhosts.data.identity import DataIdentity
 from manyhosts.data.order import bounds
 from manyhosts.device import is_asynchronous
 from manyhosts.errors import ConfigError
+from manyhosts.planner.fit import Training
 from manyhosts.snapshot.fingerprint import Fingerprint, fingerprint, tensor_checksums
 from manyhosts.strategies.audit import Auditor
 from manyhosts.strategies.local_updates import LocalUpdates
@@ -65,6 +66,8 @@ class Parts:
 
     settings: Settings
     """With the strategy that `auto` stands for."""
+    chosen_for: Training | None
+    """The sizes that it was chosen for; None where the strategy was named."""
     world: World
     strategy: Strategy
     trained: nn.Module
@@ -99,6 +102,12 @@ class Parts:
     def fingerprint(self) -> Fingerprint:
         """What a snapshot must match to be one of this model."""
         return fingerprint(self.model) if self.strategy.traits.holds_whole_model else self.own_fingerprint
+
+    def cut_batches(self) -> CutBatches:
+        """The batches of now, where their cut may change from one step to the next."""
+        cuts = self.source.cuts
+        assert cuts is not None, "make_source() has refused what cannot be cut otherwise"
+        return CutBatches(cuts, self.batch, self.world.rank)
 
     def recut(self, batch: int) -> None:
         """Read from now on what this worker's place is to read of each global batch. Every worker calls this."""
@@ -194,13 +203,10 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
     if is_lazy(bare):
         make_whole(bare, data, step or (lambda model, batch: model(pair(batch)[0])), seed=settings.seed)
     made = trained(bare, loss)
-    compare_descriptions(world, _given(made, data, settings))  # before the first exchange, which would not end
-    if watching.watcher is None:  # who watches looks for the reason in what was trained
-        compare_data(world, _sets(data))
-    else:
-        watching.watcher.made(made)
+    _compare_given(made, data, settings, world)
     compute = ForwardPass(loss, step, seed=settings.seed, context=Precision(settings.precision, world.device).context)
-    settings = choose(Given(settings=settings, made=made, data=data, compute=compute, optimizer=optimizer, world=world))
+    chosen = choose(Given(settings=settings, made=made, data=data, compute=compute, optimizer=optimizer, world=world))
+    settings = chosen.settings
     strategy = make_strategy(settings, world, auditor)
     check_kept(made)
     if world.is_shared or settings.virtual_workers is not None:
@@ -231,15 +237,10 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
     batch = batch_of(settings, strategy.mesh)
     source = cut_source(batch)
     options = options_of(made_optimizer)
-    made_schedule = None if schedule is None else make_schedule(schedule, made_optimizer)
-    if isinstance(made_schedule, ReduceLROnPlateau) and data.validation is None:
-        raise ConfigError(
-            "the schedule is a ReduceLROnPlateau, which moves after validations, and there is no validation set",
-            where="mh.Trainer(schedule=…)",
-            fix="give mh.Data(validation=…), or choose a schedule that moves by steps",
-        )
+    made_schedule = _make_schedule(schedule, made_optimizer, data)
     return Parts(
         settings=settings,
+        chosen_for=chosen.training,
         world=world,
         strategy=strategy,
         trained=placed,
@@ -261,6 +262,26 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
         make_source=cut_source,
         make_warmup=warm,
     )
+
+
+def _compare_given(made: nn.Module, data: Data, settings: Settings, world: World) -> None:
+    """See that all workers were given the same, before the first exchange that would not end where they were not."""
+    compare_descriptions(world, _given(made, data, settings))
+    if watching.watcher is None:  # who watches looks for the reason in what was trained
+        compare_data(world, _sets(data))
+    else:
+        watching.watcher.made(made)
+
+
+def _make_schedule(make: MakeSchedule | None, optimizer: Optimizer, data: Data) -> LRScheduler | None:
+    schedule = None if make is None else make_schedule(make, optimizer)
+    if isinstance(schedule, ReduceLROnPlateau) and data.validation is None:
+        raise ConfigError(
+            "the schedule is a ReduceLROnPlateau, which moves after validations, and there is no validation set",
+            where="mh.Trainer(schedule=…)",
+            fix="give mh.Data(validation=…), or choose a schedule that moves by steps",
+        )
+    return schedule
 
 
 def _place(made: nn.Module, strategy: Strategy, settings: Settings, world: World) -> nn.Module:

@@ -56,15 +56,25 @@ class _Sizes:
     notes: list[str] = field(default_factory=list)
 
 
-def choose(given: Given) -> Settings:
-    """The settings with what `auto` stands for; as they are where they name a strategy. All workers call it together.
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What `auto` stands for."""
+
+    settings: Settings
+    """With it, or as they were where they name a strategy."""
+    training: fit.Training | None
+    """What it was chosen for: the largest sizes of all workers. None where there was nothing to choose."""
+
+
+def choose(given: Given) -> Choice:
+    """Find what `auto` stands for. All workers call it together.
 
     Raises:
         ConfigError: the training fits in no way.
     """
     settings, world = given.settings, given.world
     if not isinstance(settings.strategy, Auto):
-        return settings
+        return Choice(settings, None)
     sizes = _sizes(given)
     training = _agreed(given, sizes)  # all have found theirs: nobody takes memory while the others look what is left
     left, rank = _least(world, _memory_left(world, given.made))
@@ -80,7 +90,7 @@ def choose(given: Given) -> Settings:
     words = f"strategy='auto' is {chosen.name}: the first of these that fits into the memory of each worker ({room})"
     world.notes += ["\n  ".join([words, *table]), *sizes.notes]
     again = "blocks" if chosen.checkpoints else settings.activation_checkpointing
-    return replace(settings, strategy=chosen.strategy, activation_checkpointing=again)
+    return Choice(replace(settings, strategy=chosen.strategy, activation_checkpointing=again), training)
 
 
 def _sizes(given: Given) -> _Sizes:

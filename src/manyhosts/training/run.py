@@ -149,7 +149,7 @@ class Run:
     def make_loop(self, *, survives: bool) -> None:
         """Make what trains and, where others go on without a worker that is lost, what takes this one through that."""
         journal, settings, mesh = self.journal, self.settings, self.parts.strategy.mesh
-        balance = Balance(self.parts) if settings.balance == "speed" else None
+        balance = Balance(self.parts.cut_batches) if settings.balance == "speed" else None
         self.profiling = profiling_for(profile.asked(), self.world, self.directory.profile, journal.tell)
         self._loop = Loop(
             self.parts,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import pytest
 
-from manyhosts.data.cut import Cut, Cuts
+from manyhosts.data.cut import Cut, CutBatches, Cuts
 from manyhosts.data.order import Position
 from manyhosts.events import WorkerTimes
 from manyhosts.training.balance import Balance
@@ -21,14 +21,21 @@ class Workers:
     def __init__(self, each_s: Sequence[float], *, batch: int, parts: int | None, fixed_s: float = 0.0) -> None:
         self.each_s, self.fixed_s, self.batch = list(each_s), fixed_s, batch
         workers = len(each_s)
-        held = () if parts is None else tuple(range(*Cut(workers, 0, 1, None).bounds(parts, r)) for r in range(workers))
-        self.cuts = [Cuts(Cut(parts or workers, rank, rank + 1, None, held=held)) for rank in range(workers)]
-        self.balances = [
-            Balance(SimpleNamespace(source=SimpleNamespace(cuts=own), batch=batch, world=SimpleNamespace(rank=rank)))  # type: ignore[arg-type]
-            for rank, own in enumerate(self.cuts)
-        ]
+        if parts is None:
+            self.begin_anew(workers)
+        else:
+            held = tuple(range(*Cut(workers, 0, 1, None).bounds(parts, rank)) for rank in range(workers))
+            self.cuts = [Cuts(Cut(parts, own.start, own.stop, None, held=held)) for own in held]
+        self.balances = [Balance(partial(self.batches_of, rank)) for rank in range(workers)]
         self.steps, self.since = 0, Position()
         self.said: list[str] = []
+
+    def batches_of(self, rank: int) -> CutBatches:
+        return CutBatches(self.cuts[rank], self.batch, rank)
+
+    def begin_anew(self, workers: int) -> None:
+        """As at the beginning, and after a worker has gone or come: all have equal shares."""
+        self.cuts = [Cuts(Cut(workers, rank, rank + 1, None)) for rank in range(workers)]
 
     def shares(self) -> list[int]:
         cut = self.cuts[0].newest
@@ -61,6 +68,9 @@ class Workers:
             assert len(set(said)) == 1, "all come to the same"
             cuts = {own.newest.sizes if not own.newest.held else own.newest.held for own in self.cuts}
             assert len(cuts) == 1
+            for rank, own in enumerate(self.cuts):
+                cut = own.newest
+                assert not cut.held or range(cut.first, cut.last) == cut.held[rank], "each computes its own parts"
             self.said += [said[0]] if said[0] else []
             self.since = reached
 
@@ -104,9 +114,7 @@ def test_parts_that_cannot_be_divided_better_stay() -> None:
 def test_other_workers_begin_with_what_they_have_themselves() -> None:
     workers = Workers([0.01, 0.04], batch=40, parts=None)
     workers.compare(1)  # one more of these, and the cut would change
-    for balance in workers.balances:
-        balance._parts.source.cuts = Cuts(Cut(2, balance._parts.world.rank, balance._parts.world.rank + 1, None))  # type: ignore[misc]
-    workers.cuts = [balance._parts.source.cuts for balance in workers.balances]  # type: ignore[misc]
+    workers.begin_anew(2)
     workers.compare(1)
     assert workers.said == []
     workers.compare(1)

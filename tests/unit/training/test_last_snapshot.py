@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +12,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import manyhosts as mh
+from manyhosts.snapshot.fingerprint import tensor_checksums
 from manyhosts.snapshot.load import load
-from manyhosts.strategies.traits import TRAITS
+from manyhosts.strategies.audit import Auditor
+from manyhosts.strategies.ddp import DataParallel
 from manyhosts.training.last_snapshot import LastSnapshot
 from manyhosts.training.loop import Loop
 from manyhosts.training.process_session import ProcessSession
@@ -115,21 +116,28 @@ def be_beside_the_one_that_records(last: LastSnapshot) -> None:
     last.snapshot_schedule.store.apart, last.journal.led = True, False
 
 
+def audit(last: LastSnapshot) -> None:
+    parts = last.snapshot_schedule.parts
+    parts.world.apart = True  # else one worker is refused: nobody could compute its parts again
+    parts.auditor = Auditor(0.5, 0, parts.world, tensor_checksums)
+    parts.world.apart = False
+
+
+def compress(last: LastSnapshot) -> None:
+    parts = last.snapshot_schedule.parts
+    parts.strategy = DataParallel(mh.DDP(compression="topk"), parts.world)
+    parts.strategy.place(parts.model)
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
         (put("loop.state.step", 0), "stands at no step"),
         (put("loop.at.inconsistent", True), "stands at no step"),
         (put("loop.state.best_step", 2), "the best model, of a step before, was being written"),
-        (put("snapshot_schedule.parts.auditor", object()), "whether it computed rightly"),
+        (audit, "whether it computed rightly"),
         (put("loop.at.trusted", 2), "whether it computed rightly"),
-        (
-            put(
-                "snapshot_schedule.parts.strategy",
-                SimpleNamespace(traits=TRAITS["ddp"], state_dict=lambda: {"kept": 1}),
-            ),
-            "something of its own",
-        ),
+        (compress, "something of its own"),
         (put("loop.state.stream", {"read": [3]}), "how far the stream is read"),
         (be_beside_the_one_that_records, "another worker writes the records on this disk"),
     ],

@@ -8,8 +8,8 @@ per parameter that says how many workers used it.
 
 With a compression, what is large in a bucket is sent through it, and the rest of the bucket as it is.
 
-A few numbers may come aboard, the loss for one: they travel in the first bucket, so that they cost no exchange of their
-own.
+A few numbers may be packed in, the loss for one: they travel in the first bucket, so that they cost no exchange of
+their own.
 
 Why not torch's DistributedDataParallel: its reducer belongs to one process group for ever, and its order, its number
 format and its reduction cannot be chosen per bucket. Here the world may change between two steps.
@@ -43,7 +43,7 @@ class Bucket:
     places: list[tuple[nn.Parameter, Tensor]]
     """Each parameter, and where its gradient goes: a view of `buffer`, in its shape and strides."""
     buffer: Tensor
-    """Shape (elements of all parameters + number of parameters + elements of the seats,)."""
+    """Shape (elements of all parameters + number of parameters + elements of packed metadata,)."""
     compressible: int
     """Elements of the parameters that go through a compression."""
     used: Tensor
@@ -104,7 +104,7 @@ class GradientBuckets:
         """Whether a step is under way, whose gradients move in before the last backward pass, too."""
         self.packed_metadata: Tensor | None = None
         """What travels with the gradients of this step."""
-        self.numbers_aboard = 0
+        self.packed_numbers = 0
         """For how many of them the buckets are made."""
         self.moves_at_once = world.device.type == "cpu"
         """Whether a gradient moves into its bucket as it comes: it is in the cache yet, and the next one can have its
@@ -140,7 +140,7 @@ class GradientBuckets:
         group = sorted(group, key=lambda parameter: not self._compressed(parameter))
         sizes = [real_numbers(parameter) for parameter in group]
         elements = sum(sizes)
-        packed = 0 if self.buckets else elements_for(self.numbers_aboard, self.world.size)
+        packed = 0 if self.buckets else elements_for(self.packed_numbers, self.world.size)
         buffer = torch.zeros(elements + len(group) + packed, dtype=real_dtype(group[0]), device=group[0].device)
         parts = buffer[:elements].split(sizes)
         return Bucket(
@@ -188,7 +188,7 @@ class GradientBuckets:
         self.packed_metadata = packed_metadata if self.buckets else None
         if self.packed_metadata is not None:
             if self.buckets[0].packed.numel() != elements_for(len(self.packed_metadata), self.world.size):
-                self.numbers_aboard = len(self.packed_metadata)
+                self.packed_numbers = len(self.packed_metadata)
                 self._pack(self.packed_order)
             pack(self.buckets[0].packed, self.packed_metadata, self.world.rank)
         for bucket in self.buckets:
@@ -237,7 +237,7 @@ class GradientBuckets:
     def finish(self) -> Tensor | None:
         """Send what is left, and wait until the sums are where the optimizer looks for gradients.
 
-        Returns the sums of the packed metadata; None where none came aboard.
+        Returns the sums of the packed metadata; None where there is none.
         """
         self.armed = self.filling = False
         while self.sent < len(self.buckets):
@@ -246,8 +246,7 @@ class GradientBuckets:
             self.world.wait(bucket.work)
             if self.compressing and self.compressor is not None:
                 self.compressor.finish(bucket.number)
-            if not bucket.all_here:
-                self._drop_unused(bucket)
+        self._look_who_used([bucket for bucket in self.buckets if not bucket.all_here])
         if self.compressing and self.compressor is not None:
             self.compressor.settle()
         summed = None if self.packed_metadata is None else unpack(self.buckets[0].packed, self.world.size)
@@ -255,11 +254,24 @@ class GradientBuckets:
             self._pack_anew(order)
         return summed
 
-    def _drop_unused(self, bucket: Bucket) -> None:
-        for (parameter, view), workers in zip(bucket.places, bucket.used.tolist(), strict=True):
-            # What a compression kept of earlier steps may arrive in a step that does not use the parameter.
-            used = workers > 0 or (self.compressing and bool(view.any()))
-            parameter.grad = view if used else None
+    def _look_who_used(self, buckets: Sequence[Bucket]) -> None:
+        """Of the parameters that this worker did not use, give a gradient to those that another one did.
+
+        On a GPU the host waits for the sums, and does so once however many there are.
+        """
+        lacking, used = [], []
+        for bucket in buckets:
+            for number, (parameter, view) in enumerate(bucket.places):
+                if parameter.grad is None:
+                    lacking.append((parameter, view))
+                    one = bucket.used[number] > 0
+                    # What a compression kept of earlier steps may arrive in a step that does not use the parameter.
+                    used.append(one | view.any() if self.compressing else one)
+        if not lacking:
+            return
+        for (parameter, view), one in zip(lacking, torch.stack(used).tolist(), strict=True):
+            if one:
+                parameter.grad = view
 
     def _pack_anew(self, order: Sequence[int]) -> None:
         """Make the buckets once more, with the sums of this step in them; the ones before are gone then."""

@@ -64,21 +64,22 @@ def test_up_or_out_is_the_one_that_is_faster(variables: dict[str, str], faster: 
     lab: Lab = make_lab(4, bandwidth="100mbit")
     hosts = ",".join(lab.names)
     said = [word for item in variables.items() for word in ("--env", "=".join(item))]
-    seconds = {}
-    for name, words in (("up", ["--hosts", lab.names[0], "--workers-per-node", "4"]), ("out", ["--hosts", hosts])):
-        ended = run(lab, tmp_path, SOURCE, *said, *words, "--run-dir", name)
-        assert ended.code == 0, ended.err
-        steps = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        taken = sorted(step["seconds"] for step in steps if step["event"] == "step")
-        seconds[name] = taken[len(taken) // 2]
     script = write_script(tmp_path, SOURCE)
     words = [*MANYHOSTS, "plan", "--json", "--seconds", "6", "--hosts", hosts, "--nodes", "1,4"]
     words += [*said, "--workers-per-node", "1,4", script.name]
     planned = lab.desk.run(words, folder=str(tmp_path), timeout_s=400, check=False)
     assert planned.returncode == 0, planned.stderr
-    # As the runs above exchange: a compression would change which of the two is faster, and the advice with it.
-    plain = [each for each in json.loads(planned.stdout)["predictions"] if each["strategy"] == "ddp"]
-    four = {each["nodes"]: each for each in plain if each["workers"] == 4 and each["compression"] == "none"}
-    predicted = {"up": four[1]["step_seconds"], "out": four[4]["step_seconds"]}
-    assert min(seconds, key=seconds.__getitem__) == faster, seconds
-    assert min(predicted, key=predicted.__getitem__) == faster, (predicted, seconds)
+    advice = json.loads(planned.stdout)["recommendation"]
+    seconds = {}
+    for name in ("up", "out"):
+        way = advice[name]
+        words = ["--hosts", ",".join(lab.names[: way["nodes"]]), "--run-dir", name]
+        words += ["--workers-per-node", str(way["workers"] // way["nodes"])]
+        ended = run(lab, tmp_path, SOURCE, *said, *words, "--set", f"compression={way['compression']}")
+        assert ended.code == 0, ended.err
+        steps = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        taken = sorted(step["seconds"] for step in steps if step["event"] == "step")
+        seconds[name] = taken[len(taken) // 2]
+    told = {name: (advice[name]["step_seconds"], taken) for name, taken in seconds.items()}
+    assert min(seconds, key=seconds.__getitem__) == faster, told
+    assert f"Scale {faster}: " in advice["why"], (told, advice["why"])

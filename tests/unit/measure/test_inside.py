@@ -278,6 +278,8 @@ def test_time_around_a_step_is_neither_compute_nor_the_first_start() -> None:
         {"read": 16.3, "computed": 17.0, "updated": 17.2},
     ]
     assert measurer.around(marks) == pytest.approx(0.3)
+    late = [*marks[:2], {name: when + 5.0 for name, when in marks[2].items()}]
+    assert measurer.around(late) == pytest.approx(0.3), "of two gaps one was a neighbour's"
 
 
 def test_lines_are_heard_among_those_of_a_script(capfd: pytest.CaptureFixture[str]) -> None:

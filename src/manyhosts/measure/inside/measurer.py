@@ -181,11 +181,14 @@ def validate_every(settings: Settings, parts: Parts, step_s: float) -> int | Non
 
 
 def around(marks: Sequence[dict[str, float]]) -> float:
-    """Seconds of a step that are neither compute nor waiting for it: from the gradient to the next forward pass."""
+    """Seconds of a step that are neither compute nor waiting for it: from the gradient to the next forward pass.
+
+    Of an even number the lower middle one: where steps are long there are two gaps, and a neighbour's in one of them.
+    """
     known = [mark for mark in marks if "computed" in mark and "updated" in mark]
     inside = [mark["updated"] - mark["computed"] for mark in known]
     between = [after["read"] - before["updated"] for before, after in pairwise(marks)]
-    return sum(statistics.median(times) for times in (inside, between) if times)
+    return sum(statistics.median_low(times) for times in (inside, between) if times)
 
 
 def _counted(parts: Parts, settings: Settings) -> dict[str, Any]:

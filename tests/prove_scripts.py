@@ -114,6 +114,14 @@ def step(model, batch):
 
 fit(step=step)
 """),
+    "parts": Script("""
+def blocks():
+    made = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(2)]
+    return nn.Sequential(*made, nn.Linear(8, 4))
+
+
+fit(model=blocks, strategy="fsdp")
+"""),
 }
 
 BROKEN = {

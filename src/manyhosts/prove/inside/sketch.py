@@ -23,8 +23,11 @@ Facts = list[Any]
 
 
 def facts_of(tensor: Tensor) -> Facts:
-    """Hash, norm and sketch of one tensor, whatever its type and device."""
-    value = tensor.detach()
+    """Hash, norm and sketch of one tensor, whatever its type and device.
+
+    Of a DTensor those of the whole: all workers that hold parts of it call this together.
+    """
+    value: Tensor = getattr(tensor.detach(), "full_tensor", tensor.detach)()
     if value.is_sparse:
         value = value.coalesce().to_dense()
     value = value.cpu().resolve_conj().resolve_neg().contiguous()

@@ -254,6 +254,25 @@ fit(model=Mixing, weight="samples")  # or the trainer would refuse it
         "workers",
         "samples mixed in the model",
     ),
+    "samples mixed in a model in parts": Script(
+        """
+class Mixing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(2))
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x - x.mean(0))
+        return self.last(x)
+
+
+fit(model=Mixing, weight="samples", strategy=mh.FSDP(zero=2))
+""",
+        "workers",
+        "samples mixed in the model",
+    ),
     "data by rank": Script(
         """
 class Ranked(Plain):

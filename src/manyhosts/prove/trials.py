@@ -140,12 +140,13 @@ class Trials:
             experiments=setup.experiments,
             seeds_alike=setup.seeds_alike,
         )
+        strategy = dict(setup.settings).get("strategy", "")
         settings = {
             "duration": f"{asked.steps} steps",
             "validate_every": _NEVER,
             "snapshots.every": f"{max(1, asked.steps // 2)} steps",
             "snapshots.to": "none",
-            **asked.settings,
+            **{key: value for key, value in asked.settings.items() if not overrides.lacks(strategy, key)},
             **dict(setup.settings),
             **({"precision": "fp32"} if setup.double else {}),
             **({"loader_workers": "0"} if setup.experiments else {}),

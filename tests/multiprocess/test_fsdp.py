@@ -55,6 +55,17 @@ def test_parts_equal_whole_models_on_as_many_workers(tmp_path: Path) -> None:
             assert_same(found[name], found[f"{name}, {way}"])
 
 
+def test_sums_in_bf16_train_nearly_alike(alone: Any, tmp_path: Path) -> None:
+    names = ("plain", "three micro-batches", "clipped", "batch of two")
+    cases = {name: replace(CASES[name], options={"reduce": "bf16"}) for name in names}
+    scaled = replace(ALIKE["fp16"], options={"reduce": "bf16"})
+    found = trained(2, {**cases, "fp16": scaled, "fp16, exact": replace(scaled, options={})}, tmp_path)
+    for name in names:
+        assert_same(alone[name], found[name], relative=0.01)
+        assert found[name].norms != pytest.approx(alone[name].norms, rel=1e-5), "it is rounded"
+    assert_same(found["fp16, exact"], found["fp16"], relative=0.01)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, 3, 4])
 def test_every_way_on_every_number_of_workers_equals_one_process_or_whole_models(

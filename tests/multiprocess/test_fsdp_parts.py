@@ -21,6 +21,7 @@ from manyhosts.config.strategies import DDP
 from manyhosts.data import randomness
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.ddp import DataParallel
+from manyhosts.strategies.fsdp.rounded import rounded
 from manyhosts.strategies.fsdp.strategy import FullySharded
 from manyhosts.strategies.materialise import materialise, places_of
 from manyhosts.strategies.single import SingleProcess
@@ -28,7 +29,8 @@ from manyhosts.strategies.strategy import Piece
 
 pytestmark = pytest.mark.multiprocess
 WAYS: dict[str, dict[str, Any]] = {
-    "zero 3": {"zero": 3}, "zero 2": {"zero": 2}, "zero 1": {"zero": 1}, "two copies": {"shard": 2}
+    "zero 3": {"zero": 3}, "zero 2": {"zero": 2}, "zero 1": {"zero": 1}, "two copies": {"shard": 2},
+    "sums in bf16": {"zero": 2, "reduce": "bf16"}, "two copies, sums in bf16": {"shard": 2, "reduce": "bf16"},
 }  # fmt: skip
 
 
@@ -90,11 +92,69 @@ def test_a_worker_holds_its_part_and_sends_what_the_page_says(workers: int) -> N
     assert found["zero 3"]["whole"] <= parameters / 4
     assert found["zero 2"]["whole"] == found["zero 1"]["whole"] == parameters
     others = (workers - 1) / workers * parameters
-    times = {"zero 3": 3 * micro_batches, "zero 2": 1 + micro_batches, "zero 1": 2}
+    times = {
+        "zero 3": 3 * micro_batches,
+        "zero 2": 1 + micro_batches,
+        "zero 1": 2,
+        "sums in bf16": 1 + micro_batches / 2,
+    }
     for name, each in times.items():
         assert found[name]["sent"] == pytest.approx(each * others, rel=0.05), name
     if workers == 4:
         assert found["two copies"]["sent"] == pytest.approx((3 * micro_batches / 2 + 1 / 2) * parameters, rel=0.05)
+        rounded = found["two copies, sums in bf16"]["sent"]
+        assert rounded == pytest.approx((2.5 * micro_batches / 2 + 1 / 4) * parameters, rel=0.05)
+
+
+def rounded_away(rank: int, size: int, options: Mapping[str, Any]) -> tuple[float, float]:
+    """How far sums in bf16 are from what paper gives, and from exact sums; as shares of the largest number."""
+    world = World(Place.from_environment())
+    torch.manual_seed(0)
+    strategy, model = FullySharded(FSDP(reduce="bf16", **options), world), Deep()
+    whole = [each.detach().clone() for each in model.parameters()]
+    placed = strategy.place(model)
+    strategy.forward_backward(placed, pieces_of(rank, size, 1), loss_of, lambda loss: loss, [0.0])
+    found = [strategy.holding.whole(each.grad) for each in placed.parameters()]
+    own = [gradients(whole, pieces_of(other, size, 1), size) for other in range(size)]
+    share = options.get("shard", size)
+    paper, exact = [], []
+    for parts in zip(*own, strict=True):
+        copies = [sum(bf16(each) for each in parts[first : first + share]) for first in range(0, size, share)]
+        paper.append(copies[0] if len(copies) == 1 else bf16(sum(bf16(each) for each in copies)))
+        exact.append(sum(parts))
+    largest = max(float(each.abs().max()) for each in exact)
+    return tuple(  # type: ignore[return-value]  # of two
+        max(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True)) / largest
+        for wanted in (paper, exact)
+    )
+
+
+def bf16(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.bfloat16).float()
+
+
+def gradients(weights: Sequence[Tensor], pieces: Sequence[Piece], size: int) -> list[Tensor]:
+    model = Deep()
+    for parameter, weight in zip(model.parameters(), weights, strict=True):
+        parameter.data.copy_(weight)
+    (loss_of(model, pieces[0])["loss"] / size).backward()
+    return [each.grad for each in model.parameters() if each.grad is not None]
+
+
+@pytest.mark.parametrize(("workers", "options"), [(3, {"zero": 3}), (4, {"shard": 2}), (3, {"zero": 1})], ids=str)
+def test_gradients_that_travel_in_bf16_are_rounded_and_added_in_fp32(workers: int, options: dict[str, Any]) -> None:
+    answers = run_ranks(workers, rounded_away, workers, options)
+    assert answers == [answers[0]] * workers
+    from_paper, from_exact = answers[0]
+    assert from_paper < 1e-6
+    assert 1e-4 < from_exact < 2**-8
+
+
+def test_what_overflows_is_seen_after_it_has_travelled_in_bf16() -> None:
+    """As a loss in fp16 needs it, whose scale falls then."""
+    sent = rounded(torch.tensor([float("inf"), float("nan"), 1.0, 65504.0 * 65536]))
+    assert sent.isfinite().tolist() == [False, False, True, True]
+    assert rounded(torch.ones(2, dtype=torch.complex64)).dtype == torch.complex64
 
 
 class Choosing(Model):

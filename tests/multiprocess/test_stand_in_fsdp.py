@@ -20,6 +20,8 @@ MICRO = {"micro_batch_size": 3, "clip_gradients": 0.1}
 CASES = {
     **{f"zero {zero}": Case(options={"zero": zero}, trainer=MICRO) for zero in (1, 2, 3)},
     "copies": Case(options={"shard": 1}),
+    "sums in bf16": Case(options={"reduce": "bf16"}),
+    "copies in bf16": Case(options={"shard": 1, "reduce": "bf16"}),
     "loss with parameters": Case(centred=True),
 }
 """What gives the bits of a CPU: the kernels of its optimizer are the same."""

@@ -30,6 +30,8 @@ class FSDP:
     gradients are summed. None: all workers share one."""
     gather: Literal["exact", "bf16"] = "exact"
     """What gathered parameters are: `exact`: as they are kept; `bf16`: rounded, half the bytes, for precision bf16."""
+    reduce: Literal["exact", "bf16"] = "exact"
+    """How gradients travel: `exact`: as they are; `bf16`: rounded, half the bytes, and added in fp32."""
 
     def __post_init__(self) -> None:
         check_kinds(self, prefix="FSDP.")
@@ -45,8 +47,9 @@ class FSDP:
                 where="FSDP(shard=…)",
                 fix="leave it out, or give a number of workers such as those of one host",
             )
-        if self.gather not in ("exact", "bf16"):
-            raise ConfigError(f"gather is {self.gather!r}", where="FSDP(gather=…)", fix='choose "exact" or "bf16"')
+        for key in ("gather", "reduce"):
+            if (value := getattr(self, key)) not in ("exact", "bf16"):
+                raise ConfigError(f"{key} is {value!r}", where=f"FSDP({key}=…)", fix='choose "exact" or "bf16"')
 
     @property
     def patterns(self) -> tuple[str, ...]:

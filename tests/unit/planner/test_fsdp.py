@@ -52,6 +52,17 @@ def test_what_no_pass_hides_is_waited_for() -> None:
     assert exposed[3] == pytest.approx(gather + 0.9 * gather + summed)  # the rest stays whole between both passes
 
 
+def test_sums_in_bf16_send_half() -> None:
+    slow = group(4, bytes_per_second=1000)
+    measured = replace(CUT, device="cuda", compute=(replace(CUT.compute[0], forward_s=0.0, backward_s=0.0),))
+    for shard, half_s in ((None, 0.75 / 2), (2, 0.5 / 2 + 0.5 / 2)):  # of two copies, the sum over them, too
+        exact, rounded = (
+            model(zero=1, shard=shard, reduce=reduce).step(measured, slow).communication_exposed
+            for reduce in ("exact", "bf16")
+        )
+        assert exact - rounded == pytest.approx(half_s)
+
+
 def test_what_is_copied_is_waited_for_however_fast_the_wire_is() -> None:
     """A thousandth of a second for a byte: gathering copies it twice, and a sum twice between CPUs."""
     instant = replace(CUT.compute[0], forward_s=0.0, backward_s=0.0)

@@ -43,16 +43,21 @@ class FullyShardedModel:
             return assemble(measured, group, lines, exposed=0.0)
         shard = shards(self.config, group.workers)
         copy, across = _of_a_copy(group, shard)
-        exchange = _Exchange(measured, copy, shard, gathered_share(self.config), copying=slowdown(measured, group))
+        exchange = _Exchange(measured, copy, shard, self.config, copying=slowdown(measured, group))
         exposed = _exposed(self.config.zero, _units(measured), exchange, lines)
         if shard < group.workers:
-            exposed += across.all_reduce(measured.gradient_bytes / shard)
+            exposed += across.all_reduce(summed_share(self.config) * measured.gradient_bytes / shard)
         return assemble(measured, group, lines, exposed=exposed)
 
 
 def gathered_share(config: FSDP) -> float:
     """The share of their bytes that gathered parameters have."""
     return 0.5 if config.gather == "bf16" else 1.0
+
+
+def summed_share(config: FSDP) -> float:
+    """The share of their bytes that gradients have on the wire."""
+    return 0.5 if config.reduce == "bf16" else 1.0
 
 
 def shards(config: FSDP, workers: int) -> int:
@@ -63,12 +68,12 @@ def shards(config: FSDP, workers: int) -> int:
 class _Exchange:
     """Seconds of the exchanges of one unit, within one copy of the model."""
 
-    def __init__(self, measured: Measured, copy: Group, shard: int, gathered: float, *, copying: float) -> None:
+    def __init__(self, measured: Measured, copy: Group, shard: int, config: FSDP, *, copying: float) -> None:
         """`copying`: how many times as long as one worker alone a worker copies."""
         self.copy, self.shard = copy, shard
         self.is_hidden = measured.device != "cpu"
         """Whether sums run beside the backward pass."""
-        self._factor = gathered
+        self._factor, self._sent = gathered_share(config), summed_share(config)
         self._trains = measured.gradient_bytes / max(1, measured.parameter_bytes)
         self._told = 0.0 if self.is_hidden else copy.all_reduce(_TOLD_BYTES)
         self._copy_s_per_byte = copying * measured.copy_s_per_byte
@@ -90,8 +95,8 @@ class _Exchange:
         """
         unit = round(self._trains * unit)
         if self.is_hidden:
-            return self._told + self.copy.all_gather(unit / self.shard)
-        return self._told + self.copy.all_to_all(unit) + _COPIES * self._copy_s_per_byte * unit
+            return self._told + self.copy.all_gather(self._sent * unit / self.shard)
+        return self._told + self.copy.all_to_all(self._sent * unit) + _COPIES * self._copy_s_per_byte * unit
 
 
 def _exposed(zero: int, units: Sequence[int], exchange: _Exchange, lines: Timeline) -> float:

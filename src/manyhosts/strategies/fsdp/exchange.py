@@ -1,7 +1,8 @@
 """What FSDP2 sends, through our world: counted, waited for as all else is, and ended when the workers are gone.
 
 PyTorch asks these two objects in place of its own calls. On Gloo a sum of parts is made by an exchange of rows, which
-each owner adds up in the order of the ranks: Gloo's own sums the whole on every worker, twice the bytes.
+each owner adds up in the order of the ranks: Gloo's own sums the whole on every worker, twice the bytes. So are sums in
+bf16 made on every device.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from manyhosts.communication.groups import gather_rows
 from manyhosts.communication.world import World
 from manyhosts.device import is_asynchronous
 from manyhosts.errors import ConfigError
+from manyhosts.strategies.fsdp.rounded import add_rows, as_bytes, rounded
 
 _BITS = 24
 """Of a digest that workers compare: its square is summed over them in float64, and no bit may be lost."""
@@ -130,8 +132,9 @@ class Gathering(_Allocating, AllGather):
 class Summing(_Allocating, ReduceScatter):
     """Sums the gradients of one unit; each worker gets its part of the sum."""
 
-    def __init__(self, world: World, step_digest: StepDigest, unit: int) -> None:
-        self.world, self.step_digest, self.unit = world, step_digest, unit
+    def __init__(self, world: World, step_digest: StepDigest, unit: int, *, in_bf16: bool) -> None:
+        """`in_bf16`: gradients are rounded to travel."""
+        self.world, self.step_digest, self.unit, self.in_bf16 = world, step_digest, unit, in_bf16
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
@@ -139,11 +142,13 @@ class Summing(_Allocating, ReduceScatter):
         """Put into `output_tensor` this worker's part of the sum over `group`; it is read at once."""
         size = group.size()
         self.step_digest.announce(1, self.unit, input_tensor.numel())
-        self.world.count_sent(volume.all_to_all_bytes(volume.size_of(input_tensor), size))
-        if self.world.backend == "gloo":
-            rows = torch.empty_like(input_tensor)
-            _wait(dist.all_to_all_single(rows, input_tensor, group=group, async_op=True), self.world, self.step_digest)
-            torch.sum(rows.view(size, -1), 0, out=output_tensor.view(-1))
+        sent = rounded(input_tensor) if self.in_bf16 else input_tensor
+        self.world.count_sent(volume.all_to_all_bytes(volume.size_of(sent), size))
+        if self.world.backend == "gloo" or self.in_bf16:
+            rows = torch.empty_like(sent)
+            work = dist.all_to_all_single(as_bytes(rows), as_bytes(sent), group=group, async_op=True)
+            _wait(work, self.world, self.step_digest)
+            add_rows(rows.view(size, -1), output_tensor.view(-1))
             return None
         # PyTorch 2.13 has given the function another name.
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -74,7 +74,7 @@ def place_root(
         placed.set_gradient_divide_factor(1.0)  # pieces carry their share of the batch: sums are the mean already
         placed.set_force_sum_reduction_for_comms(True)
         placed.set_custom_all_gather(Gathering(world, step_digest, number))
-        placed.set_custom_reduce_scatter(Summing(world, step_digest, number))
+        placed.set_custom_reduce_scatter(Summing(world, step_digest, number, in_bf16=config.reduce == "bf16"))
     _gather_ahead([*every.values()])
     root.register_forward_hook(_let_go_after_evaluation)
 

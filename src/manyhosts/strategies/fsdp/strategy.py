@@ -21,6 +21,7 @@ from manyhosts.communication.world import World
 from manyhosts.config.fully_sharded import FSDP
 from manyhosts.device import LateNumbers
 from manyhosts.strategies.cut_model import CutModel
+from manyhosts.strategies.fsdp import rounded
 from manyhosts.strategies.fsdp.exchange import StepDigest, check_alike
 from manyhosts.strategies.fsdp.place import place_root
 from manyhosts.strategies.fsdp.refused import Replaced, Written, misuse_told
@@ -134,7 +135,8 @@ class FullySharded(CutModel):
                 torch.zeros_like(self.holding.local(each)) if each.grad is None else self.holding.local(each.grad)
                 for each in own
             ]
-            flat = copies.all_reduce(torch.cat([each.reshape(-1) for each in given]))
+            flat = torch.cat([each.reshape(-1) for each in given])
+            flat = rounded.all_reduce(copies, flat) if self.config.reduce == "bf16" else copies.all_reduce(flat)
             for part, summed in zip(given, flat.split([each.numel() for each in given]), strict=True):
                 part.copy_(summed.view_as(part))
 

@@ -172,7 +172,7 @@ def one_case(config: Any, steps: int, world: World) -> dict[str, Any]:
 def work() -> None:
     """The life of a worker: every case, told by the leader, one JSON line each."""
     torch.set_num_threads(1)
-    feedback.PARCEL_BYTES //= SHRINK**2  # as small as everything else
+    feedback.CHUNK_BYTES //= SHRINK**2  # as small as everything else
     world = World(Place.from_environment())
     for name in ["calibration", *CASES]:
         config, steps = CASES["ddp"] if name == "calibration" else CASES[name]

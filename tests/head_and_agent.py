@@ -20,7 +20,7 @@ from manyhosts.control.head.state import ExternalAgent, HeadState, Node
 from manyhosts.control.job import Job
 from manyhosts.control.loop import Channel, Loop, Message
 from manyhosts.control.proof import PROTOCOL, Caller
-from manyhosts.control.protocol import FromAgent, OpenDoor
+from manyhosts.control.protocol import FromAgent, ListenForHost
 
 TOKEN = "0123456789abcdef" * 2
 FACTS = {"session": "s", "heard": 0, "host": "h", "address": "10.1.2.3", "process": 1, "cores": 1, "gpus": 0}
@@ -77,7 +77,7 @@ class Scene:
         assert self.line is not None
         assert session is not None
         self.line.patience_s = 60
-        session.say(OpenDoor())
+        session.say(ListenForHost())
         self.run(lambda: bool(self.at_agent))
         return agents.nodes[0], self.line
 

@@ -217,7 +217,7 @@ fit(step=scaled, optimizer=lambda params: torch.optim.SGD([*params, scale], lr=0
 from manyhosts.communication import model_watch
 from manyhosts.training import snapshot_schedule
 
-model_watch.Agreement.check = snapshot_schedule.compare_weights = {_NOTHING}
+model_watch.ModelWatch.check = snapshot_schedule.compare_weights = {_NOTHING}
 
 
 class Centred(nn.Module):

@@ -21,7 +21,7 @@ import manyhosts as mh
 from manyhosts import device, refusals
 from manyhosts.cli.run import _rehearsed
 from manyhosts.cluster.place import Place
-from manyhosts.communication.model_watch import Agreement
+from manyhosts.communication.model_watch import ModelWatch
 from manyhosts.communication.nodes import Levels, Node
 from manyhosts.communication.world import World
 from manyhosts.config import profile
@@ -31,10 +31,10 @@ from manyhosts.control import variables
 from manyhosts.control.agent import node, script_faults, script_patches, script_probe
 from manyhosts.control.agent.import_preloader import _Traces
 from manyhosts.control.head.checks import _of_variables
-from manyhosts.measure.inside import copying, machine, readiness, updating
-from manyhosts.measure.inside.activations import of_pass
-from manyhosts.measure.inside.batches import Batches
-from manyhosts.measure.inside.passes import Passes
+from manyhosts.measure.in_worker import copying, machine, readiness, updating
+from manyhosts.measure.in_worker.activations import of_pass
+from manyhosts.measure.in_worker.batches import Batches
+from manyhosts.measure.in_worker.passes import Passes
 from manyhosts.strategies.local_updates import LocalGradient
 from manyhosts.training import activation_checkpointing
 from manyhosts.training.process_session import ProcessSession
@@ -67,7 +67,7 @@ def trainings(folder: Path) -> None:
     assert (folder / f"plain/profile/rank-{plain.world.rank}/summary.txt").exists() or plain.world.rank
     assert plain.predict(TensorDataset(INPUTS), forward=lambda model, batch: model(batch[0])).shape == (64, 4)
     assert why_not_survive(plain.parts) == ""
-    Agreement(plain.parts.model, plain.world).all_is_new()
+    ModelWatch(plain.parts.model, plain.world).all_is_new()
     trainer(folder / "auto", "6 steps", strategy=mh.DDP(compression="auto", compress_above=16))
     trainer(folder / "int8", "2 steps", strategy=mh.DDP(compression="int8", compress_above=16))
     low_rank = mh.DDP(compression="powersgd", compress_above=1, powersgd_rank=1)

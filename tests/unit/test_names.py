@@ -14,7 +14,8 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs
 NO_NAMES = """
 reunion wishes telling second_place passengers lanes vigil witness nursery warmth crew roster outpost latecomer
 elsewhere riders parcel aside skeleton shelf holder calls marks keeping station desk reception afar likeness
-drifting freight ticket ghostly stood standing knock
+drifting freight freights ticket ghostly stood standing knock door open_door meeting mark seat seats together apart
+judge aboard
 """
 """No file, class or function is called one of these."""
 
@@ -34,6 +35,19 @@ NO_WORDS = {
     "torn": "half-written, or inconsistent",
     "second place": "remote copy",
     "reunion": "rendezvous",
+    "seat": "place",
+    "seats": "places",
+    "aboard": "packed",
+    "ticket": "exchange under way",
+    "freight": "bucket, or chunk",
+    "afar": "the name of the file",
+    "drifting": "moving apart",
+    "warmth": "what stays for the next run",
+    "skeleton": "nested state",
+    "likeness": "description",
+    "witness": "fingerprint",
+    "telling": "event, or report",
+    "reception": "acceptor",
 }
 """Words that documents and messages do without, and what they say instead."""
 

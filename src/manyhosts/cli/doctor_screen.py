@@ -20,7 +20,7 @@ _COLOURS = {"error": "31", "warning": "33", "note": "36"}
 
 def print_examination(found: Examination, stream: TextIO) -> None:
     """Print everything, for a terminal of 96 columns or less where the names of hosts are short."""
-    lines = [*_hosts(found.hosts), *_ways(found.hosts, found.pairs), *_meeting(found)]
+    lines = [*_hosts(found.hosts), *_ways(found.hosts, found.pairs), *_rendezvous(found)]
     for finding in found.findings:
         lines += ["", *_finding(finding, colour=stream.isatty())]
     lines += ["", _sum(found)]
@@ -113,7 +113,7 @@ def _number(value: float) -> str:
     return f"{value:.0f}" if value >= 99.5 else f"{value:.3g}"
 
 
-def _meeting(found: Examination) -> list[str]:
+def _rendezvous(found: Examination) -> list[str]:
     meeting = found.meeting
     if "seconds" not in meeting:
         return []

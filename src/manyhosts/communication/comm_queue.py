@@ -145,7 +145,7 @@ def _work(queue: SimpleQueue[tuple[Job, QueuedExchange] | None], link: Link) -> 
             sent, begin = link.bytes_sent, time.perf_counter()
             try:
                 job(link)
-            except BaseException as error:  # told to the main thread, which waits for the ticket
+            except BaseException as error:  # told to the main thread, which waits for the exchange
                 broken = error
             queued.seconds = time.perf_counter() - begin
             queued.bytes_sent = link.bytes_sent - sent

@@ -182,7 +182,7 @@ class BufferWatch:
         return "parameter" if any(place.name == name for place in self.parameters) else "buffer"
 
 
-class Agreement:
+class ModelWatch:
     """Whether all workers have the same buffers and train the same parameters, in every step."""
 
     def __init__(self, model: nn.Module, world: World) -> None:

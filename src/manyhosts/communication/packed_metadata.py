@@ -1,6 +1,6 @@
 """A few numbers that travel in a bucket of gradients, exact to the last bit whatever the bucket's dtype.
 
-The bucket is summed element by element, in a dtype that may round. So each worker has a seat of its own for each
+The bucket is summed element by element, in a dtype that may round. So each worker has a place of its own for each
 number, in which all others have zeros, and lays its float64 into it as eight bytes: whole numbers from 0 to 255, which
 every floating dtype holds. What arrives is what each worker laid there, and is added in float64, in the order of ranks.
 """
@@ -20,7 +20,7 @@ def elements_for(numbers: int, workers: int) -> int:
 
 
 def pack(packed: Tensor, numbers: Tensor, rank: int) -> None:
-    """Lay this worker's `numbers`, float64 of shape (n,), into `packed`, which `seats_for(n, workers)` elements are."""
+    """Lay this worker's `numbers`, float64 of shape (n,), into `packed`, of `elements_for(n, workers)` elements."""
     packed.zero_()
     place = numbers.numel() * _BYTES
     packed[rank * place : (rank + 1) * place].copy_(numbers.view(torch.uint8))

@@ -61,7 +61,7 @@ class Condition(FromAgent):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Connectivity(FromAgent):
-    """The answer to `OpenDoor`: at which port others may try to connect."""
+    """The answer to `ListenForHost`: at which port others may try to connect."""
 
     port: int
 
@@ -247,7 +247,7 @@ class TryConnections(FromHead):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OpenDoor(FromHead):
+class ListenForHost(FromHead):
     """Listen for a while: a host that joins tries to reach this one."""
 
 
@@ -351,7 +351,7 @@ FROM_AGENT: Mapping[str, type[FromAgent]] = by_name(
 )
 """What an agent may say, by its name on the wire."""
 FROM_HEAD: Mapping[str, type[FromHead]] = by_name(
-    *(Prepare, TryConnections, OpenDoor, OpenStore, CloseStore, AnswerStore),
+    *(Prepare, TryConnections, ListenForHost, OpenStore, CloseStore, AnswerStore),
     *(Start, Tell, Kill, Look, End, Signal, Leave),
 )
 """What the head may say, by its name on the wire."""

@@ -80,13 +80,13 @@ def _distances(hosts: tuple[str, ...]) -> list[tuple[int, int | None]]:
     """How many ranks behind an owner its auditor and the third worker may stand: on as many other hosts as can be."""
     size = len(hosts)
 
-    def together(one: int, other: int) -> int:
+    def on_one_host(one: int, other: int) -> int:
         return sum(hosts[(owner + one) % size] == hosts[(owner + other) % size] for owner in range(size))
 
     shared: dict[tuple[int, int | None], tuple[int, int]] = {}
     for auditor in range(1, size):
         thirds: list[int | None] = [third for third in range(1, size) if third != auditor]
         for third in thirds or [None]:
-            beside = 0 if third is None else together(0, third) + together(auditor, third)
-            shared[auditor, third] = (together(0, auditor), beside)
+            beside = 0 if third is None else on_one_host(0, third) + on_one_host(auditor, third)
+            shared[auditor, third] = (on_one_host(0, auditor), beside)
     return [pair for pair, counts in shared.items() if counts == min(shared.values())]

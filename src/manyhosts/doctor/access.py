@@ -1,6 +1,6 @@
 """How the doctor gets onto hosts, and who of them cannot be reached: through ssh, or as the workers of a job.
 
-For hosts that cannot open a connection to the desk, see `afar`.
+For hosts that cannot open a connection to the user's machine, see `as_job`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Examines hosts that cannot open a connection to the desk: the job itself is the doctor, and its log the report."""
+"""Examines hosts that cannot connect to the user's machine: the job itself is the doctor, and its log the report."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def examine(
     here = [found.facts[each.name] for each in found.there]
     mine = hosts.versions_here(__version__)
     findings = [*found.lost, *hosts.findings(here, mine, request.data, shares_disk=request.shares_disk)]
-    findings += [*network.findings(here, found.pairs), *network.of_meeting(here, found.meeting)]
+    findings += [*network.findings(here, found.pairs), *network.of_rendezvous(here, found.meeting)]
     return Examination(
         request=request,
         hosts=here,
@@ -147,14 +147,14 @@ class _Rounds:
         self._compare_run_dirs()
 
     def _compare_run_dirs(self) -> None:
-        """Every host leaves a mark of its own, and looks for the first one's."""
+        """Every host leaves a file of its own, and looks for the first one's."""
         folder, secret = self._request.run_dir, secrets.token_hex(16)
-        marks = {each.name: f".manyhosts-doctor-{secret[:8]}-{number}" for number, each in enumerate(self.there)}
-        wrote = self._each(lambda each: each.asked.ask("mark", folder=folder, name=marks[each.name], text=secret))
+        names = {each.name: f".manyhosts-doctor-{secret[:8]}-{number}" for number, each in enumerate(self.there)}
+        wrote = self._each(lambda each: each.asked.ask("leave file", folder=folder, name=names[each.name], text=secret))
         first = self.there[0].name if self.there else ""
-        seen = self._of_all("see mark", folder=folder, name=marks.get(first, ""))
-        for with_folders in (False, True):  # where hosts share it, whoever made the folder waits for the others' marks
-            self._of_all("take mark", with_folders=with_folders)
+        seen = self._of_all("see file", folder=folder, name=names.get(first, ""))
+        for with_folders in (False, True):  # where hosts share it, whoever made the folder waits for the others' files
+            self._of_all("remove file", with_folders=with_folders)
         for name, trouble in wrote.items():
             sees = seen.get(name) == secret if not wrote.get(first) else None
             self.facts[name]["run_dir"] = {"path": folder, "trouble": trouble, "shared": sees}

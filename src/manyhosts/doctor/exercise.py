@@ -74,7 +74,7 @@ def _gpu_speed(number: int, seconds: float) -> float:
     return 2 * _GPU_SIDE**3 * count / (time.perf_counter() - begin)
 
 
-class Meeting:
+class Rendezvous:
     """The rendezvous, as workers have it: a store on the first host, and a group of one process on each."""
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ def main() -> None:
     """Load torch, say so, then answer until nobody asks any more. Ends at once: Gloo hangs when it is taken down."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print must not stand between the answers
-    meeting = Meeting()
+    meeting = Rendezvous()
     try:
         import torch
 

@@ -45,7 +45,7 @@ class HostProbe:
 
     def __init__(self) -> None:
         self._listeners: list[wires.Listener] = []
-        self._marks: list[_Mark] = []
+        self._left_files: list[_LeftFile] = []
         self._exercise: _Exercise | None = None
 
     @property
@@ -60,9 +60,9 @@ class HostProbe:
             "listen": self._listen,
             "try_connections": remote_probe.try_all_connections,
             "try out": wires.try_out,
-            "mark": self._mark,
-            "see mark": _see_mark,
-            "take mark": self._take_mark,
+            "leave file": self._leave_file,
+            "see file": _see_file,
+            "remove file": self._remove_file,
             "begin exercise": self._begin_exercise,
             "await exercise": self._await_exercise,
             "exercise": self._do_exercise,
@@ -73,8 +73,8 @@ class HostProbe:
         """Leave everything as it was."""
         for listener in self._listeners:
             listener.close()
-        for mark in self._marks:
-            mark.remove()
+        for left in self._left_files:
+            left.remove()
         if self._exercise is not None:
             self._exercise.close()
 
@@ -82,14 +82,14 @@ class HostProbe:
         self._listeners.append(wires.Listener(address, token))
         return self._listeners[-1].port
 
-    def _mark(self, folder: str, name: str, text: str) -> str:
-        mark = _Mark(folder, name)
-        self._marks.append(mark)
-        return mark.write(text)
+    def _leave_file(self, folder: str, name: str, text: str) -> str:
+        left = _LeftFile(folder, name)
+        self._left_files.append(left)
+        return left.write(text)
 
-    def _take_mark(self, with_folders: bool) -> None:
-        for mark in self._marks:
-            mark.remove(with_folders=with_folders)
+    def _remove_file(self, with_folders: bool) -> None:
+        for left in self._left_files:
+            left.remove(with_folders=with_folders)
 
     def _begin_exercise(self, program: str, environment: dict[str, str]) -> None:
         self._exercise = _Exercise(program, environment)
@@ -105,7 +105,7 @@ class HostProbe:
         return self._exercise.hear(allowed_s)
 
 
-class _Mark:
+class _LeftFile:
     """A file in the run directory, by which hosts see whether they share it; with the folders it took."""
 
     def __init__(self, folder: str, name: str) -> None:
@@ -260,7 +260,7 @@ def _loop(seconds: float) -> dict[str, float]:
     return {"cpu": rounds / own, "share": min(1.0, own / (time.perf_counter() - begin))}
 
 
-def _see_mark(folder: str, name: str) -> str:
+def _see_file(folder: str, name: str) -> str:
     with contextlib.suppress(OSError), open(os.path.join(folder, name)) as file:
         return file.read()
     return ""

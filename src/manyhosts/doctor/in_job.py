@@ -1,6 +1,6 @@
-"""What the nodes of an engine's job do in place of a run, where none of them can open a connection to the desk.
+"""What the nodes of an engine's job do in place of a run, where none of them can connect to the user's machine.
 
-The first node examines, and the desk reads what it has found in the job's log: lines that begin with `MARK`.
+The first node examines, and the user's machine reads what it has found in the job's log: lines that begin with `MARK`.
 """
 
 from __future__ import annotations

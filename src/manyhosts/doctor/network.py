@@ -188,7 +188,7 @@ def _of_names(hosts: Sequence[Facts]) -> Iterator[Finding]:
             )
 
 
-def of_meeting(hosts: Sequence[Facts], meeting: Facts) -> Iterator[Finding]:
+def of_rendezvous(hosts: Sequence[Facts], meeting: Facts) -> Iterator[Finding]:
     """What is wrong with the rendezvous and the sum over all hosts."""
     interfaces = ", ".join(sorted({host["interface"] for host in hosts if host["interface"]}))
     fix = f"see the findings about connections; workers talk over {interfaces}: that interface must lead to all hosts"

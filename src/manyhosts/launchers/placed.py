@@ -129,7 +129,7 @@ class Placement:
         `are_placed`: another process has started the agents of all nodes.
         """
         self._nodes, self._start, self._is_together = nodes, start, together
-        self._together: _Together | None = None
+        self._shared: _SharedProcess | None = None
         self._placed = set(range(nodes)) if are_placed else set()
 
     def start_agent(self, node: int, head: str, token: str) -> AgentProcess:
@@ -138,14 +138,14 @@ class Placement:
         No engine is given the token: see `control.enrolment`.
         """
         if not self._is_together or node in self._placed:
-            return _NodeAgent(_Together(self._start([node], head), 1))
-        if self._together is None:
-            self._together = _Together(self._start(range(self._nodes), head), self._nodes)
+            return _NodeAgent(_SharedProcess(self._start([node], head), 1))
+        if self._shared is None:
+            self._shared = _SharedProcess(self._start(range(self._nodes), head), self._nodes)
         self._placed.add(node)
-        return _NodeAgent(self._together)
+        return _NodeAgent(self._shared)
 
 
-class _Together:
+class _SharedProcess:
     """The one process behind the agents of all nodes."""
 
     def __init__(self, process: subprocess.Popen[bytes], nodes: int) -> None:
@@ -163,21 +163,21 @@ class _Together:
 class _NodeAgent:
     """One node's part of it. The process is ended when no node wants it any more."""
 
-    def __init__(self, together: _Together) -> None:
-        self._together, self._given_up = together, False
+    def __init__(self, shared: _SharedProcess) -> None:
+        self._shared, self._given_up = shared, False
 
     def poll(self) -> int | None:
-        return self._together.process.poll()
+        return self._shared.process.poll()
 
     def wait(self, timeout: float | None = None) -> int:
-        if self._given_up and self._together.wanted_by:
+        if self._given_up and self._shared.wanted_by:
             return 0  # the others' agents go on
-        if self._together.patience_is_over and self._together.wanted_by:
+        if self._shared.patience_is_over and self._shared.wanted_by:
             timeout = 0
         try:
-            return self._together.process.wait(timeout)
+            return self._shared.process.wait(timeout)
         except subprocess.TimeoutExpired:
-            self._together.patience_is_over = True  # it was waited for once; no second time for every other node
+            self._shared.patience_is_over = True  # it was waited for once; no second time for every other node
             raise
 
     def terminate(self) -> None:
@@ -186,9 +186,9 @@ class _NodeAgent:
     def kill(self) -> None:
         if not self._given_up:
             self._given_up = True
-            self._together.wanted_by -= 1
-        if not self._together.wanted_by:
-            self._together.end()
+            self._shared.wanted_by -= 1
+        if not self._shared.wanted_by:
+            self._shared.end()
 
 
 def _shown(job: Job, variables: Mapping[str, str]) -> dict[str, str]:

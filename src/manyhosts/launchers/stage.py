@@ -113,7 +113,7 @@ class Stage:
         self._fork_server.ask("signal", name=store, signal=signal.SIGKILL, group=True)
         if self._interrupted:
             raise Interrupted
-        return self._verdict(job, hung), output
+        return self._outcome(job, hung), output
 
     def load(self) -> None:
         """Wait until the process has loaded what it was to load. A job that is run earlier waits by itself."""
@@ -156,7 +156,7 @@ class Stage:
         self._loop.run(look)
         return hung
 
-    def _verdict(self, job: Job, hung: bool) -> ManyhostsError | None:
+    def _outcome(self, job: Job, hung: bool) -> ManyhostsError | None:
         if self._lost:
             return ScriptError("the process that workers are forked from was killed", where="this machine")
         failed = [worker for worker in self._workers.values() if worker.error or worker.code or worker.signal]

@@ -21,8 +21,8 @@ from manyhosts.measure import lines
 from manyhosts.measure.request import Request
 from manyhosts.planner.measured import Measured, Network
 
-INSIDE = "manyhosts.measure.inside"
-_TRAINING = ("manyhosts.training.trainer", "manyhosts.data.data", INSIDE, "manyhosts.measure.inside.measurer")
+INSIDE = "manyhosts.measure.in_worker"
+_TRAINING = ("manyhosts.training.trainer", "manyhosts.data.data", INSIDE, "manyhosts.measure.in_worker.measurer")
 """Loaded once for all that is started."""
 SETTINGS = {"duration": "1000000000 steps", "snapshots.every": "1000000000 steps", "snapshots.to": "none"}
 """However short the training is, there are steps enough to time; and nothing is kept of them."""

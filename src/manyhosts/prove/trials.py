@@ -17,8 +17,8 @@ from manyhosts.launchers.stage import Stage
 from manyhosts.prove.conduct import Conduct
 from manyhosts.prove.trace import Trace, imported
 
-_INSIDE = "manyhosts.prove.inside"
-_TRAINING = ("manyhosts.training.trainer", "manyhosts.data.data", _INSIDE, "manyhosts.prove.inside.recorder")
+_INSIDE = "manyhosts.prove.in_worker"
+_TRAINING = ("manyhosts.training.trainer", "manyhosts.data.data", _INSIDE, "manyhosts.prove.in_worker.recorder")
 """Loaded once per trial for all its workers."""
 _NEVER = "1000000000 steps"
 _HANG_S = 120.0

@@ -21,7 +21,7 @@ class Blocks(ABC, Generic[Block]):
 
     @staticmethod
     @abstractmethod
-    def together(blocks: Sequence[Block]) -> Block:
+    def merged(blocks: Sequence[Block]) -> Block:
         """One block of several that follow each other."""
 
     def take(self, block: Block) -> None:
@@ -30,9 +30,9 @@ class Blocks(ABC, Generic[Block]):
         if len(self._open) == self._every:
             self._whole, self._open = self.blocks(), []
         if len(self._whole) == self.MOST:
-            self._whole = [self.together(self._whole[at : at + 2]) for at in range(0, self.MOST, 2)]
+            self._whole = [self.merged(self._whole[at : at + 2]) for at in range(0, self.MOST, 2)]
             self._every *= 2
 
     def blocks(self) -> list[Block]:
         """All of them; the last one may have fewer steps."""
-        return [*self._whole, *([self.together(self._open)] if self._open else [])]
+        return [*self._whole, *([self.merged(self._open)] if self._open else [])]

@@ -62,9 +62,9 @@ class Windows(Blocks[Window]):
     MOST = 160
 
     @staticmethod
-    def together(blocks: Sequence[Window]) -> Window:
+    def merged(blocks: Sequence[Window]) -> Window:
         """The times of all added, up to the last step."""
-        return Window(blocks[-1].last, together(*(window.times for window in blocks)))
+        return Window(blocks[-1].last, added(*(window.times for window in blocks)))
 
     def add(self, step: int, times: Times) -> None:
         """Those of the steps that end with `step`."""
@@ -72,10 +72,10 @@ class Windows(Blocks[Window]):
 
     def total(self) -> dict[Who, Spent]:
         """Of each worker, over the whole run, by rank."""
-        return dict(sorted(together(*(window.times for window in self.blocks())).items()))
+        return dict(sorted(added(*(window.times for window in self.blocks())).items()))
 
 
-def together(*several: Times) -> dict[Who, Spent]:
+def added(*several: Times) -> dict[Who, Spent]:
     """The same workers' times added."""
     found: dict[Who, Spent] = {}
     for times in several:

@@ -45,19 +45,20 @@ def flatten(state: Mapping[str, Any]) -> FlatState:
     Raises:
         SnapshotError: a value in it is of a kind that cannot be kept; the path to it is named.
     """
-    apart = _Apart()
+    flattener = _Flattener()
     try:
-        nodes = apart.node(state, ())
+        nodes = flattener.node(state, ())
     except RecursionError:
         raise SnapshotError(
             "the state is nested too deep, or contains itself", where="state", fix="keep it as flat lists and dicts"
         ) from None
-    whole = {name: held for name, held in apart.held.items() if isinstance(held, Tensor)}
-    return FlatState(nodes, whole, {name: held for name, held in apart.held.items() if isinstance(held, TensorPart)})
+    whole = {name: held for name, held in flattener.held.items() if isinstance(held, Tensor)}
+    parts = {name: held for name, held in flattener.held.items() if isinstance(held, TensorPart)}
+    return FlatState(nodes, whole, parts)
 
 
 @dataclass(slots=True)
-class _Apart:
+class _Flattener:
     held: dict[str, Tensor | TensorPart] = field(default_factory=dict)
     names: dict[tuple[Any, ...], str] = field(default_factory=dict)
     """Which memory has a name already."""

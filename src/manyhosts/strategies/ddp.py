@@ -18,7 +18,7 @@ from manyhosts.communication.compression.feedback import Compressor
 from manyhosts.communication.compression.table import make_compression
 from manyhosts.communication.gathering import gather_words
 from manyhosts.communication.layout import spread
-from manyhosts.communication.model_watch import Agreement
+from manyhosts.communication.model_watch import ModelWatch
 from manyhosts.communication.world import World
 from manyhosts.config.strategies import DDP
 from manyhosts.events import CompressionChosen
@@ -48,7 +48,7 @@ class DataParallel(WholeModel):
         self._whole = False
         self.names: dict[int, str] = {}
         """Of the parameters, by their numbers in the buckets."""
-        self.agreement: Agreement | None = None
+        self.model_watch: ModelWatch | None = None
         self.unfrozen: list[str] = []
         """The names of the parameters that are trained now and were not when the model was placed."""
         self.more: list[GradientBuckets] = []
@@ -58,14 +58,14 @@ class DataParallel(WholeModel):
         """Move `model` to this worker's device and make it equal to the leader's."""
         model = model.to(self.world.device)
         spread([*model.parameters(), *model.buffers()], self.world)
-        self.agreement = Agreement(model, self.world)
+        self.model_watch = ModelWatch(model, self.world)
         self._make_buckets()
         return model
 
     def _make_buckets(self) -> None:
         """Make the buckets for the parameters that all workers train now."""
-        assert self.agreement is not None, "place() comes before"
-        trained = self.agreement.trained()
+        assert self.model_watch is not None, "place() comes before"
+        trained = self.model_watch.trained()
         parameters = [parameter for _, parameter in trained]
         self.names = {number: name for number, (name, _) in enumerate(trained)}
         self.more = []
@@ -114,8 +114,8 @@ class DataParallel(WholeModel):
         self._merge_buckets()
         assert self.buckets is not None, "place() comes before meet()"
         self.agreed.forget()
-        if self.agreement is not None:
-            self.agreement.all_is_new()
+        if self.model_watch is not None:
+            self.model_watch.all_is_new()
         if self.asked == "auto":
             chosen = max(gather_words(self.world, self._chosen()))  # one name, or none
             if self.stopwatch is not None and chosen:
@@ -165,7 +165,7 @@ class DataParallel(WholeModel):
         # every sum: whoever gets it knows that no other will have to do the step again with what it keeps changed.
         last_word = buckets.compressing and self.world.membership is not None
         rides = self.world.size > 1 and not last_word
-        told = self.agreement.numbers() if self.agreement is not None and self.world.size > 1 else []
+        told = self.model_watch.numbers() if self.model_watch is not None and self.world.size > 1 else []
         tally.control_flags = [*control_flags, *told]
         buckets.arm(tally.packed(self.world.device) if rides else None)
         if last is not None:
@@ -198,8 +198,8 @@ class DataParallel(WholeModel):
         buckets = self.buckets
         assert buckets is not None, "place() comes before forward_backward()"
         self._whole = False
-        if self.agreement is not None:
-            self.agreement.watch.count_step()
+        if self.model_watch is not None:
+            self.model_watch.watch.count_step()
         for late in self.more:
             late.begin()
         watch = self.stopwatch
@@ -218,17 +218,17 @@ class DataParallel(WholeModel):
 
     def _heed(self, tally: Tally, count: int) -> None:
         """See that all workers agree, by the last `count` sums of control flags, and take these out of the tally."""
-        if count and self.agreement is not None:
+        if count and self.model_watch is not None:
             told, tally.control_flags = tally.control_flags[-count:], tally.control_flags[:-count]
-            if (sums := self.agreement.read(told)) is not None:
-                self.agreement.check(sums)
+            if (sums := self.model_watch.read(told)) is not None:
+                self.model_watch.check(sums)
         self._take_in_unfrozen()
 
     def _take_in_unfrozen(self) -> None:
         """Sum the gradients of parameters that are trained from this step on, by all workers alike."""
-        assert self.agreement is not None, "place() comes before"
-        if found := self.agreement.unfrozen():
-            self.agreement.known()
+        assert self.model_watch is not None, "place() comes before"
+        if found := self.model_watch.unfrozen():
+            self.model_watch.known()
             self.unfrozen += [name for name, _ in found]
             self.more.append(self._buckets_of([parameter for _, parameter in found]))
             self.more[-1].arm()
@@ -245,14 +245,14 @@ class DataParallel(WholeModel):
         """
         if self.more and self.buckets is not None and self.buckets.compressor is None:
             self._make_buckets()
-        elif len(self.more) > 1 and self.agreement is not None:
+        elif len(self.more) > 1 and self.model_watch is not None:
             late = {parameter for buckets in self.more for parameter in buckets.parameters}
-            self.more = [self._buckets_of([each for _, each in self.agreement.trained() if each in late])]
+            self.more = [self._buckets_of([each for _, each in self.model_watch.trained() if each in late])]
 
     def _unfreeze(self, names: Sequence[str]) -> None:
         """Train the parameters of these names, too, as the other workers do, or as the run did before."""
-        assert self.agreement is not None, "place() comes before"
-        if found := self.agreement.unfreeze(names):
+        assert self.model_watch is not None, "place() comes before"
+        if found := self.model_watch.unfreeze(names):
             self.unfrozen = list(names)
             self.more.append(self._buckets_of(found))
 

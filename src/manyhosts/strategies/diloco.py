@@ -45,7 +45,7 @@ class Fragment:
     next_residual: Tensor
     """What `residual` becomes when that which travels is taken."""
     moved: Tensor
-    """The outer gradient that travels; its sum, once the ticket is over."""
+    """The outer gradient that travels; its sum, once the exchange is over."""
     queued: QueuedExchange | None = None
     arrives: int = -1
     """The step after which what travels is taken; -1 where nothing does."""

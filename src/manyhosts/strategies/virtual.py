@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from manyhosts.communication.gathering import gather_words
 from manyhosts.communication.layout import spread
-from manyhosts.communication.model_watch import Agreement
+from manyhosts.communication.model_watch import ModelWatch
 from manyhosts.communication.part_norm import PartStatistics, normalise_by_part
 from manyhosts.communication.tree_buckets import TreeBuckets
 from manyhosts.communication.tree_sum import Exchange, Pace, TreeSum, pace_on
@@ -58,7 +58,7 @@ class VirtualWorkers(WholeModel):
         self.news = News(world, self.exchange.pace)
         self.digest: Digest | None = None
         """What sees the part that is computed now."""
-        self.agreement: Agreement | None = None
+        self.model_watch: ModelWatch | None = None
         self.unfrozen: list[str] = []
         """The names of the parameters that are trained now and were not when the model was placed."""
         self.changed: list[str] = []
@@ -74,8 +74,8 @@ class VirtualWorkers(WholeModel):
         model = model.to(self.world.device)
         spread([*model.parameters(), *model.buffers()], self.world)
         self.statistics = normalise_by_part(model)
-        self.agreement = Agreement(model, self.world)
-        self.gradients = self._buckets_of([each for _, each in self.agreement.trained()])
+        self.model_watch = ModelWatch(model, self.world)
+        self.gradients = self._buckets_of([each for _, each in self.model_watch.trained()])
         return model
 
     def _buckets_of(self, parameters: Sequence[nn.Parameter]) -> TreeBuckets:
@@ -108,29 +108,29 @@ class VirtualWorkers(WholeModel):
         """Nothing to agree on: every worker holds everything."""
         self.step_back()
         self.news.agreed.forget()
-        if self.agreement is not None:
-            self.agreement.all_is_new()
+        if self.model_watch is not None:
+            self.model_watch.all_is_new()
         return ""
 
     def _unfreeze(self, names: Sequence[str]) -> None:
         """Train the parameters of these names, too, as the other workers do, or as the run did before."""
-        assert self.agreement is not None, "place() comes before"
-        if self.agreement.unfreeze(names):
+        assert self.model_watch is not None, "place() comes before"
+        if self.model_watch.unfreeze(names):
             self.unfrozen = list(names)
-            self.gradients = self._buckets_of([each for _, each in self.agreement.trained()])
+            self.gradients = self._buckets_of([each for _, each in self.model_watch.trained()])
 
     def forward_backward(
         self, model: nn.Module, pieces: Sequence[Piece], compute: Compute, scale: Scale, control_flags: Sequence[float]
     ) -> StepOutcome:
         """Compute this worker's parts one after another, and sum them with those of the others in the tree."""
-        gradients, agreement = self.gradients, self.agreement
+        gradients, model_watch = self.gradients, self.model_watch
         assert gradients is not None, "place() comes before forward_backward()"
-        assert agreement is not None, "place() comes before forward_backward()"
+        assert model_watch is not None, "place() comes before forward_backward()"
         held = self._held or [range(*bounds(self.parts, self.world.size, rank)) for rank in range(self.world.size)]
         own = held[self.world.rank]
         self.exchange.forget()
-        agreement.watch.begin_step()  # what has changed between two steps was changed by what all share
-        unfrozen = [each for _, each in agreement.unfrozen()]
+        model_watch.watch.begin_step()  # what has changed between two steps was changed by what all share
+        unfrozen = [each for _, each in model_watch.unfrozen()]
         late = self._buckets_of(unfrozen) if unfrozen else None
         gradients.begin(held)
         if late is not None:
@@ -150,7 +150,7 @@ class VirtualWorkers(WholeModel):
             gradients.take(part, last=last)
             if late is not None:
                 late.take(part, last=False)
-        self.changed += agreement.watch.changed_state()  # by a backward pass: told in the next step
+        self.changed += model_watch.watch.changed_state()  # by a backward pass: told in the next step
         self._watch(None)
         self.exchange.finish()
         if self.auditor is not None:
@@ -163,7 +163,7 @@ class VirtualWorkers(WholeModel):
         found.control_flags = found.control_flags[: len(control_flags)]
         if late is not None:
             self._take_in(late)
-        agreement.leave_for_next_step()
+        model_watch.leave_for_next_step()
         self.statistics.track(statistics)
         return found
 
@@ -194,41 +194,41 @@ class VirtualWorkers(WholeModel):
 
     def _told(self) -> int:
         """How many numbers each worker tells of buffers and of what is trained."""
-        return 3 if self.agreement is not None and self.agreement.may_differ else 0
+        return 3 if self.model_watch is not None and self.model_watch.may_differ else 0
 
     def _check(self, told: Sequence[float] | Tensor) -> None:
         """Refuse, on all workers, a model whose forward pass changes what the next part would see."""
-        assert self.agreement is not None, "place() comes before"
-        if not len(told) or (numbers := self.agreement.read(told)) is None:
+        assert self.model_watch is not None, "place() comes before"
+        if not len(told) or (numbers := self.model_watch.read(told)) is None:
             return
         changes, *sums = numbers
         if changes:
             names = [name for name in gather_words(self.world, next(iter(self.changed), "")) if name]
             raise ConfigError(
-                f"the forward pass changes the {self.agreement.watch.kind_of(names[0])} {names[0]!r}, whose bits would "
-                "depend on who computes what",
+                f"the forward pass changes the {self.model_watch.watch.kind_of(names[0])} {names[0]!r}, whose bits"
+                " would depend on who computes what",
                 where="virtual_workers",
                 fix="leave virtual_workers out, or take the layer that changes it out of the model",
             )
         if self.world.size > 1:
-            self.agreement.check(sums)
+            self.model_watch.check(sums)
 
     def _take_in(self, late: TreeBuckets) -> None:
         """Sum the gradients of parameters that are trained from this step on, by all workers alike."""
-        assert self.agreement is not None, "place() comes before"
+        assert self.model_watch is not None, "place() comes before"
         late.send()
         self.exchange.finish()
         late.put()
         known = set(late.parameters)
-        self.unfrozen += [name for name, each in self.agreement.frozen if each in known]
-        self.agreement.frozen = [(name, each) for name, each in self.agreement.frozen if each not in known]
-        self.gradients = self._buckets_of([each for _, each in self.agreement.trained()])
+        self.unfrozen += [name for name, each in self.model_watch.frozen if each in known]
+        self.model_watch.frozen = [(name, each) for name, each in self.model_watch.frozen if each not in known]
+        self.gradients = self._buckets_of([each for _, each in self.model_watch.trained()])
 
     def _close(self, part: int, *, last: bool) -> None:
         """All forward passes of `part` are done. After the last one the backward pass hides the exchange."""
-        assert self.agreement is not None, "place() comes before"
-        self.changed += self.agreement.watch.changed_state()
-        told = [float(len(self.changed)), *self.agreement.numbers()] if last and self._told() else []
+        assert self.model_watch is not None, "place() comes before"
+        self.changed += self.model_watch.watch.changed_state()
+        told = [float(len(self.changed)), *self.model_watch.numbers()] if last and self._told() else []
         statistics = self.statistics.take()
         if self.digest is not None:
             self.digest.add([*self.news.seen(), *statistics])

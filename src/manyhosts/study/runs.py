@@ -184,12 +184,12 @@ def _run(
             while process.poll() is None:
                 progress.goes_on(time.monotonic() - began)
                 time.sleep(_LOOK_S)
-    outcome = _judge(place, process.returncode, size, launched, interrupted=signals.came)
+    outcome = _outcome(place, process.returncode, size, launched, interrupted=signals.came)
     _write(place, outcome)
     return outcome
 
 
-def _judge(place: Place, code: int, size: int, launched: float | None, *, interrupted: bool) -> Outcome:
+def _outcome(place: Place, code: int, size: int, launched: float | None, *, interrupted: bool) -> Outcome:
     try:
         status = Summary.read(place.run.summary).status
     except ConfigError:

@@ -16,7 +16,7 @@ from manyhosts.study import fits
 from manyhosts.study.points import MOST_POINTS, Asked
 from manyhosts.study.rows import Row, Size, compared, read, samples_per_second, sizes
 from manyhosts.study.runs import Interrupted, Place, Progress, outcome_of, run_all
-from manyhosts.study.verdict import Verdict, judge
+from manyhosts.study.verdict import Verdict, verdict_on
 
 SCHEMA_VERSION = 1
 NAME = "study.json"
@@ -54,7 +54,7 @@ class Study:
     def verdicts(self) -> dict[tuple[tuple[str, str], ...], Verdict]:
         """By variant: what limits it, and what to do."""
         laws = self.fits()
-        return {varied: judge(group, laws[varied], self.asked, self.price) for varied, group in self.sizes.items()}
+        return {varied: verdict_on(group, laws[varied], self.asked, self.price) for varied, group in self.sizes.items()}
 
     def verdict(self) -> str:
         """All of them in words."""

@@ -91,7 +91,7 @@ class Thinned(Blocks[tuple[float, int, float]]):
     MOST = 256
 
     @staticmethod
-    def together(blocks: Sequence[tuple[float, int, float]]) -> tuple[float, int, float]:
+    def merged(blocks: Sequence[tuple[float, int, float]]) -> tuple[float, int, float]:
         """The mean, at the last step."""
         return (*blocks[-1][:2], statistics.fmean(loss for _, _, loss in blocks))
 

@@ -75,7 +75,7 @@ class Verdict:
         }  # fmt: skip
 
 
-def judge(group: Sequence[Size], laws: Mapping[str, Fit], asked: Asked, price: float | None) -> Verdict:
+def verdict_on(group: Sequence[Size], laws: Mapping[str, Fit], asked: Asked, price: float | None) -> Verdict:
     """The verdict on the sizes of one variant, the smallest first."""
     small, large = group[0], group[-1]
     if len(group) == 1:

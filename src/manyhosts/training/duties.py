@@ -142,7 +142,7 @@ class Duties:
             return
         state.validated_at, state.validation_due = state.step, False
         value = self.snapshot_schedule.watched(state.validation)
-        best = self.judge(value)
+        best = self.note_value(value)
         self.schedule.after_validation(value)
         self.step_reporter.tell(
             ValidationDone(
@@ -155,7 +155,7 @@ class Duties:
             )
         )
 
-    def judge(self, value: float) -> bool:
+    def note_value(self, value: float) -> bool:
         """Whether a validation is the best so far, by the metric that is watched; early stopping may end the run."""
         state, rule = self.state, self.snapshot_schedule.rule
         best = rule.better(value, state.best)

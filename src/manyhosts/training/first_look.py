@@ -243,7 +243,7 @@ class Look:
                 name: [float(cut), float(count - cut)] if rule is None else [float(rule(part)) for part in parts]
                 for name, rule in rules.items()
             }
-            self._judge(seen, losses, counted)
+            self._note_differences(seen, losses, counted)
         seen.could_look = looked > 0 and not draws.left
         inside = {id(value) for value, _ in values}
         seen.writes = any(
@@ -251,7 +251,7 @@ class Look:
         )
         return seen
 
-    def _judge(self, seen: Seen, losses: list[float], counted: dict[str, list[float]]) -> None:
+    def _note_differences(self, seen: Seen, losses: list[float], counted: dict[str, list[float]]) -> None:
         """Strike out the rules by which the losses of two parts have another mean than that of the whole."""
         for name, counts in counted.items():
             mean = _mean(losses, counts)

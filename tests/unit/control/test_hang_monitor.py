@@ -54,7 +54,7 @@ class Scene:
             self.hosts,
             self.group,
             on_silence=lambda node, seconds: self.silent.append((node.name, seconds)),
-            on_verdict=lambda diagnosis: self.verdicts.append((clock.now, diagnosis)),
+            on_diagnosis=lambda diagnosis: self.verdicts.append((clock.now, diagnosis)),
             gone=list,
         )
 

@@ -32,7 +32,7 @@ class Scene:
             self.hosts,
             group,
             on_silence=lambda *_: None,
-            on_verdict=lambda _: None,
+            on_diagnosis=lambda _: None,
             gone=list,
         )
 

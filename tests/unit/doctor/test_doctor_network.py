@@ -117,8 +117,8 @@ def test_only_slow_ways_are_looked_at_twice() -> None:
 
 def test_rendezvous_that_fails_is_named_with_the_host_that_says_why() -> None:
     meeting = {"address": "10.0.0.1", "port": 7, "trouble": {"a": "RuntimeError: refused", "b": "timeout"}}
-    [finding] = network.of_meeting(hosts("ab"), meeting)
+    [finding] = network.of_rendezvous(hosts("ab"), meeting)
     assert (finding.kind, "host a (and 1 more): RuntimeError: refused" in finding.what) == ("network", True)
-    [finding] = network.of_meeting(hosts("ab"), {"trouble": {}, "right": False})
+    [finding] = network.of_rendezvous(hosts("ab"), {"trouble": {}, "right": False})
     assert finding.what == "a sum over all hosts came out wrong"
-    assert list(network.of_meeting(hosts("ab"), {"trouble": {}, "right": True})) == []
+    assert list(network.of_rendezvous(hosts("ab"), {"trouble": {}, "right": True})) == []

@@ -263,8 +263,8 @@ def test_station_runs_as_one_program_with_the_standard_library_alone(tmp_path: P
     program = access.program()
     questions = [
         {"ask": "look", "run_dir": str(tmp_path / "runs"), "script": ""},
-        {"ask": "mark", "folder": str(tmp_path / "runs"), "name": "mark", "text": "here"},
-        {"ask": "see mark", "folder": str(tmp_path / "runs"), "name": "mark"},
+        {"ask": "leave file", "folder": str(tmp_path / "runs"), "name": "left", "text": "here"},
+        {"ask": "see file", "folder": str(tmp_path / "runs"), "name": "left"},
         {"ask": "nonsense"},
         {"ask": "loop", "seconds": 0.01},
     ]
@@ -284,10 +284,10 @@ def test_station_runs_as_one_program_with_the_standard_library_alone(tmp_path: P
         check=True,
     )
     said = [json.loads(line.removeprefix(b"manyhosts-probe ")) for line in done.stdout.splitlines()]
-    hello, look, mark, seen, nonsense, loop = said
+    hello, look, left, seen, nonsense, loop = said
     assert (hello["manyhosts"], hello["torch"]) == ("", "")
     assert look["answer"]["condition"]["cores"] >= 1
-    assert (mark["answer"], seen["answer"]) == ("", "here")
+    assert (left["answer"], seen["answer"]) == ("", "here")
     assert nonsense["trouble"] == "nobody here knows what 'nonsense' is"
     assert loop["answer"]["cpu"] > 0
     assert not (tmp_path / "runs").exists(), "what it made is gone"

@@ -213,7 +213,7 @@ def test_machines_exchange_what_is_compressed_once() -> None:
 
 def test_constants_of_the_model_are_those_of_the_code_it_describes() -> None:
     assert ddp.QUEUES == comm_queue.QUEUES_ON_CPU
-    assert ddp.CHUNK_BYTES == feedback.PARCEL_BYTES
+    assert ddp.CHUNK_BYTES == feedback.CHUNK_BYTES
     assert tree_sum.ON_CPU.stretch_bytes == virtual.STRETCH_BYTES
     assert tree_sum.ON_CPU.lag == virtual.LAG
     assert local_sgd._AT_ONCE == local_updates.BUCKET_BYTES

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from manyhosts import device
 from manyhosts.communication import volume
 from manyhosts.communication.compression.exchange import Chunk, Compression, takes_whole_tensors, worth_it
-from manyhosts.communication.compression.feedback import PARCEL_BYTES, exchange
+from manyhosts.communication.compression.feedback import CHUNK_BYTES, exchange
 from manyhosts.communication.compression.table import make_compression
 from manyhosts.communication.link import Link
 from manyhosts.communication.packing import packed
@@ -189,6 +189,6 @@ def _chunks(parameters: Sequence[nn.Parameter], *, whole: bool) -> list[Chunk]:
     count = sum(shape.numel() for shape in shapes)
     if whole:
         return [Chunk(torch.randn(count, device=device), shapes, range(len(shapes)))]
-    length = PARCEL_BYTES // 4
+    length = CHUNK_BYTES // 4
     sizes = [min(length, count - begin) for begin in range(0, count, length)]
     return [Chunk(torch.randn(size, device=device), [torch.Size((size,))], [0]) for size in sizes]

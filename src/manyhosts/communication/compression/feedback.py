@@ -23,7 +23,7 @@ from manyhosts.communication.compression.exchange import Chunk, Compression, tak
 from manyhosts.communication.layout import gradient_view, memory_shape
 from manyhosts.communication.link import Link
 
-PARCEL_BYTES = 8 << 20
+CHUNK_BYTES = 8 << 20
 """Chunks of a bucket: small enough that one is computed while another travels, large enough for the network."""
 
 
@@ -91,7 +91,7 @@ class Compressor:
     ) -> None:
         self.compression, self.comm_queue, self.above, self.feedback = compression, comm_queue, above, feedback
         self.key_of: dict[Tensor, int] = {parameter: key for key, parameter in enumerate(parameters)}
-        self.freights: list[_Sending] = []
+        self.sendings: list[_Sending] = []
         self.scale: Tensor | None = None
         """What the loss of the step under way is multiplied by; None for 1."""
         self.unit: Tensor | None = None
@@ -113,12 +113,12 @@ class Compressor:
     def lay_out(self, parts: Sequence[tuple[Tensor, Sequence[nn.Parameter]]]) -> None:
         """Take the compressible part of each bucket: its memory and the parameters in it. What was kept stays kept."""
         residual, other = self.residual(), self._by_key("next_residual")
-        self.freights = []
+        self.sendings = []
         for values, parameters in parts:
             wide = torch.promote_types(values.dtype, torch.float32)
             memory = torch.zeros(2, values.numel() if self.feedback else 0, dtype=wide, device=values.device)
             keys = [self.key_of[parameter] for parameter in parameters]
-            self.freights.append(_Sending(values, parameters, keys, memory[0], memory[1]))
+            self.sendings.append(_Sending(values, parameters, keys, memory[0], memory[1]))
         self.keep(residual)
         for key, tensor in self._by_key("next_residual").items():
             tensor.copy_(other.get(key, tensor))
@@ -136,7 +136,7 @@ class Compressor:
 
     def start(self, number: int) -> None:
         """Begin to exchange the compressible part of bucket `number`."""
-        sending = self.freights[number]
+        sending = self.sendings[number]
         sending.queue, sending.sound = [], []
         for chunk, place in self._chunks(sending):
             sending.queue.append(self.comm_queue.submit(partial(self._exchange, sending, chunk, place)))
@@ -146,7 +146,7 @@ class Compressor:
         if takes_whole_tensors(self.compression):
             shapes = [memory_shape(parameter) for parameter in sending.parameters]
             return [(Chunk(values, shapes, sending.keys), slice(0, values.numel()))] if values.numel() else []
-        length = max(1, PARCEL_BYTES // values.element_size())
+        length = max(1, CHUNK_BYTES // values.element_size())
         places = [slice(begin, min(begin + length, values.numel())) for begin in range(0, values.numel(), length)]
         return [(Chunk(values[at], [values[at].shape], sending.keys[:1]), at) for at in places]
 
@@ -161,14 +161,14 @@ class Compressor:
 
     def finish(self, number: int) -> None:
         """Wait until the sums of bucket `number` are there."""
-        for queued in self.freights[number].queue:
+        for queued in self.sendings[number].queue:
             self.comm_queue.wait(queued)
 
     def settle(self) -> None:
         """Remember what this step dropped, unless a sum is no number: such a step is left out by whoever scales."""
         if not self.feedback:
             return
-        sound = [flag for sending in self.freights for flag in sending.sound]
+        sound = [flag for sending in self.sendings for flag in sending.sound]
         if not sound:
             return
         counts = torch.stack(sound).all()
@@ -178,7 +178,7 @@ class Compressor:
                 self._swap()
                 self.unit, self._settled = self.scale, True
             return
-        for sending in self.freights:  # decided on the device: the host does not wait for it
+        for sending in self.sendings:  # decided on the device: the host does not wait for it
             torch.where(counts, sending.next_residual, sending.residual, out=sending.next_residual)
         self._swap()
         self._settled = True
@@ -186,7 +186,7 @@ class Compressor:
             self.unit = torch.where(counts, _number(self.scale), _number(self.unit))
 
     def _swap(self) -> None:
-        for sending in self.freights:
+        for sending in self.sendings:
             sending.residual, sending.next_residual = sending.next_residual, sending.residual
 
     def confirm(self) -> None:
@@ -209,7 +209,7 @@ class Compressor:
     def _by_key(self, memory: Literal["residual", "next_residual"]) -> dict[int, Tensor]:
         return {
             key: gradient_view(part, parameter)
-            for sending in self.freights
+            for sending in self.sendings
             if sending.residual.numel()
             for key, parameter, part in zip(
                 sending.keys,
@@ -229,7 +229,7 @@ class Compressor:
     def errors(self) -> dict[int, Tensor]:
         """Of each parameter: the norm of what this worker keeps over the norm of the summed gradient."""
         found: dict[int, Tensor] = {}
-        for sending in self.freights:
+        for sending in self.sendings:
             sizes = [parameter.numel() for parameter in sending.parameters]
             for key, residual, summed in zip(
                 sending.keys, sending.residual.split(sizes), sending.values.split(sizes), strict=True
@@ -264,7 +264,7 @@ class Compressor:
         nothing: what all keep together stays the same.
         """
         self.unit = None
-        for sending in self.freights:
+        for sending in self.sendings:
             sending.residual.zero_()
         for former in states[self.comm_queue.world.rank :: self.comm_queue.world.size]:
             self.keep({int(key): tensor for key, tensor in former.get("kept", {}).items()})

@@ -42,11 +42,11 @@ class PowerSGD:
         counts = [shape.numel() for shape in chunk.shapes]
         matrices = [part.view(shape[0], -1) for part, shape in zip(values.split(counts), chunk.shapes, strict=True)]
         qs = [self._start(key, matrix) for key, matrix in zip(chunk.keys, matrices, strict=True)]
-        ps = _together(link, [matrix @ q for matrix, q in zip(matrices, qs, strict=True)])
+        ps = _summed_at_once(link, [matrix @ q for matrix, q in zip(matrices, qs, strict=True)])
         ps = [torch.linalg.qr(p).Q for p in ps]
         own = [matrix.T @ p for matrix, p in zip(matrices, ps, strict=True)]
         sent = torch.cat([(p @ q.T).view(-1) for p, q in zip(ps, own, strict=True)])
-        summed = _together(link, own)
+        summed = _summed_at_once(link, own)
         for key, q, before in zip(chunk.keys, summed, qs, strict=True):
             self.q[key] = torch.where(q.isfinite().all(), q, before)  # an overflow must not be remembered
         chunk.values.copy_(torch.cat([(p @ q.T).view(-1) for p, q in zip(ps, summed, strict=True)]))
@@ -72,7 +72,7 @@ class PowerSGD:
         self.q = {int(key): q for key, q in state["q"].items()}
 
 
-def _together(link: Link, matrices: list[Tensor]) -> list[Tensor]:
+def _summed_at_once(link: Link, matrices: list[Tensor]) -> list[Tensor]:
     """The sums of `matrices` over the workers, in one message."""
     flat = link.all_reduce(torch.cat([matrix.reshape(-1) for matrix in matrices]))
     parts = flat.split([math.prod(matrix.shape) for matrix in matrices])

@@ -172,7 +172,7 @@ class Agent:
                 self._workers.store_lines.answer(message)
             case protocol.TryConnections():
                 self._connectivity.try_connections(message.places)
-            case protocol.OpenDoor():
+            case protocol.ListenForHost():
                 self._connectivity.tell_port(self._ports)
             case protocol.Look():
                 number = message.round

@@ -172,8 +172,8 @@ class ForkServerProcess:
     def _wait(self) -> bool:
         """Do what there is to do; False when the agent is gone."""
         trial = [self._trial[0]] if self._trial else []
-        door = [self._waiting.fileno()] if self._waiting else []
-        listening = [self._agent.fileno(), self._wake, *trial, *door]
+        standby = [self._waiting.fileno()] if self._waiting else []
+        listening = [self._agent.fileno(), self._wake, *trial, *standby]
         readable, _, _ = select.select(listening, [], [], 0 if self._to_load else None)
         if self._wake in readable:
             with contextlib.suppress(BlockingIOError):

@@ -48,13 +48,13 @@ class Look:
     TAKES_S = 0.4
 
     def __init__(
-        self, loop: Loop, workers: Sequence[WatchedWorker], desk: Path, then: Callable[[list[SeenWorker]], None]
+        self, loop: Loop, workers: Sequence[WatchedWorker], socket_path: Path, then: Callable[[list[SeenWorker]], None]
     ) -> None:
         """Note what they have computed until now, and ask where they stand; `then` is told what was seen.
 
-        `desk` is the socket where they hand in their reports.
+        `socket_path` is the socket where they hand in their reports.
         """
-        self._desk = desk
+        self._socket = socket_path
         self._workers = [worker for worker in workers if worker.process and not worker.ended]
         self._first = {worker.worker_id.member: _sample(worker.process) for worker in self._workers}
         self._stacks: dict[int, str] = {}
@@ -77,7 +77,7 @@ class Look:
         passed = last.at - first.at
         return SeenWorker(
             **worker.worker_id.to_json(),
-            step=reports.step_on(reports.board_of(self._desk, worker.process)),
+            step=reports.step_on(reports.board_of(self._socket, worker.process)),
             state=last.state,
             cpu_s=last.cpu_s,
             busy=round((last.cpu_s - first.cpu_s) / passed, 3) if passed > 0 else 0.0,

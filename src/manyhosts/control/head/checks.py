@@ -15,7 +15,7 @@ from typing import Any
 from manyhosts.cluster.findings import Finding, Level, worst_first
 from manyhosts.control.head.agents import Agents
 from manyhosts.control.head.state import HeadState, Node
-from manyhosts.control.protocol import Condition, ConnectionsTried, Connectivity, OpenDoor, TryConnections
+from manyhosts.control.protocol import Condition, ConnectionsTried, Connectivity, ListenForHost, TryConnections
 from manyhosts.errors import CommunicationError, LaunchError
 from manyhosts.hosts.ways import Place, Ways
 from manyhosts.units import bytes_in_words, seconds_in_words
@@ -311,7 +311,7 @@ class Newcomers:
         newcomers = {node.number for node, _ in self._waiting} - {self._waiting[0][0].number}
         self._taking_part = [node for node in here if node.number not in newcomers]
         self._awaited = {node.number for node in self._taking_part}
-        self._agents.tell(self._taking_part, OpenDoor())
+        self._agents.tell(self._taking_part, ListenForHost())
 
         def look() -> None:
             if self._waiting and turn == self._turn:

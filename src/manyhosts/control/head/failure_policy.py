@@ -147,7 +147,7 @@ class FailurePolicy:
         )
         self.note_failures({message.member: failure})
 
-    def note_verdict(self, diagnosis: Diagnosis) -> None:
+    def note_diagnosis(self, diagnosis: Diagnosis) -> None:
         """Workers get no further: those that are to blame are killed, and count as failed; else the run ends."""
         worker_group, running = self._worker_group, self._state.running
         members = worker_group.regroup.group_state.members

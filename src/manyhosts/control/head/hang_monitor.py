@@ -79,17 +79,17 @@ class HangMonitor:
         worker_group: WorkerGroup,
         *,
         on_silence: Callable[[Node, float], None],
-        on_verdict: Callable[[Diagnosis], None],
+        on_diagnosis: Callable[[Diagnosis], None],
         gone: Callable[[], Sequence[str]],
     ) -> None:
         """`on_silence` hears of a host that is given up, because it gives no sign of life, with the seconds.
 
-        `on_verdict` hears of workers; `gone` says which have come to their end.
+        `on_diagnosis` hears of workers; `gone` says which have come to their end.
         """
         self._gone = gone
         self._state, self._agents, self._worker_group = state, agents, worker_group
         self._silences = Silences(state.display.warn, on_silence)
-        self._on_verdict = on_verdict
+        self._on_diagnosis = on_diagnosis
         self._asked_for = state.job.hang_timeout_s
         self._paces: dict[int, _Pace] = {}
         self._waits: dict[int, _Wait] = {}
@@ -282,7 +282,7 @@ class HangMonitor:
         stuck = bool(self._asked_for) and all(wait is not None and now - wait.since > self.limit_s for wait in waits)
         if seen and (late > self.limit_s or stuck):
             self._start_afresh(now)
-            self._on_verdict(diagnose(seen, self.limit_s, self._gone()))
+            self._on_diagnosis(diagnose(seen, self.limit_s, self._gone()))
         elif late < self.limit_s - _HEADWAY_S:
             self._round, self._next_round = None, now + self.limit_s / 4  # they got on, or nothing is known of them
 

@@ -89,7 +89,7 @@ class Head:
             self._agents,
             self._worker_group,
             on_silence=self._lose_silent,
-            on_verdict=self._failure_policy.note_verdict,
+            on_diagnosis=self._failure_policy.note_diagnosis,
             gone=lambda: self._failure_policy.ended_well,
         )
         self._precheck = Precheck(self._state, self._agents, ways=not ways_are_known, one_way=joined)

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from manyhosts.communication.dtensors import DTensors
 from manyhosts.communication.mesh import Mesh
-from manyhosts.communication.model_watch import Agreement
+from manyhosts.communication.model_watch import ModelWatch
 from manyhosts.communication.world import World
 from manyhosts.config.fully_sharded import FSDP
 from manyhosts.device import LateNumbers
@@ -52,7 +52,7 @@ class FullySharded(CutModel):
         self.late = LateNumbers(world.device)
         self.roots: list[FSDPModule] = []
         self.parameters: list[nn.Parameter] = []
-        self.agreement: Agreement | None = None
+        self.model_watch: ModelWatch | None = None
         self.replaced, self.written = Replaced(nn.Module()), Written()
 
     def place(self, model: nn.Module) -> nn.Module:
@@ -81,8 +81,8 @@ class FullySharded(CutModel):
             else:
                 root.to(self.world.device)
         self.parameters = list(model.parameters())
-        self.agreement = Agreement(model, self.world)
-        self.agreement.watch.parameters = []  # units come and go: what a forward pass sees is not what is kept
+        self.model_watch = ModelWatch(model, self.world)
+        self.model_watch.watch.parameters = []  # units come and go: what a forward pass sees is not what is kept
         return model
 
     def forward_backward(
@@ -142,13 +142,13 @@ class FullySharded(CutModel):
 
     def _compare_buffers(self) -> None:
         """See that all workers have the same buffers and train the same parameters, before anything relies on it."""
-        assert self.agreement is not None, "place() comes before"
-        self.agreement.watch.count_step()
-        if told := self.agreement.numbers():
+        assert self.model_watch is not None, "place() comes before"
+        self.model_watch.watch.count_step()
+        if told := self.model_watch.numbers():
             sums = self.world.all_reduce(torch.tensor(told, dtype=torch.float64, device=self.world.device))
-            if (found := self.agreement.read(sums)) is not None:
-                self.agreement.check(found)
-            self.agreement.known()
+            if (found := self.model_watch.read(sums)) is not None:
+                self.model_watch.check(found)
+            self.model_watch.known()
 
     def update(self, model: nn.Module, optimizer: Steppable) -> None:
         """Step the optimizer, which knows of this worker's parts alone."""

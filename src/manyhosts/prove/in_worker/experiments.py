@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from manyhosts.data import fetch, randomness
-from manyhosts.prove.inside.calm import Calm
-from manyhosts.prove.inside.sketch import digest_of_sample, leaves_of
-from manyhosts.prove.inside.sources import changed, global_states, states_within, stopped_clock
+from manyhosts.prove.in_worker.calm import Calm
+from manyhosts.prove.in_worker.sketch import digest_of_sample, leaves_of
+from manyhosts.prove.in_worker.sources import changed, global_states, states_within, stopped_clock
 from manyhosts.strategies.strategy import Piece
 
 _MOST = 32

@@ -13,8 +13,8 @@ def begin() -> None:
     if multiprocessing.parent_process() is not None:
         return  # a process that the script has started
 
-    from manyhosts.measure.inside.guard import Guard
-    from manyhosts.measure.inside.measurer import Measurer
+    from manyhosts.measure.in_worker.guard import Guard
+    from manyhosts.measure.in_worker.measurer import Measurer
     from manyhosts.measure.request import Request
     from manyhosts.training import watching
 

@@ -13,8 +13,8 @@ from torch.optim.optimizer import (
 )
 
 from manyhosts.prove.conduct import Conduct
-from manyhosts.prove.inside.sketch import facts_of_all
-from manyhosts.prove.inside.writer import Writer
+from manyhosts.prove.in_worker.sketch import facts_of_all
+from manyhosts.prove.in_worker.writer import Writer
 
 _handles: list[Any] = []
 

@@ -15,9 +15,9 @@ from manyhosts.communication.probe import probe
 from manyhosts.communication.world import World
 from manyhosts.config.settings import Settings
 from manyhosts.measure import lines
-from manyhosts.measure.inside import machine
-from manyhosts.measure.inside.batches import Batches
-from manyhosts.measure.inside.passes import Passes
+from manyhosts.measure.in_worker import machine
+from manyhosts.measure.in_worker.batches import Batches
+from manyhosts.measure.in_worker.passes import Passes
 from manyhosts.training.build import Parts
 from manyhosts.training.state import RunState
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from manyhosts import device
-from manyhosts.measure.inside.passes import Passes
+from manyhosts.measure.in_worker.passes import Passes
 from manyhosts.training.build import Parts
 from manyhosts.training.sizing import HeldBytes
 

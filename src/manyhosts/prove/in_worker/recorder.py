@@ -15,11 +15,11 @@ from manyhosts.data import randomness
 from manyhosts.data.steps import LoadedPiece, Step
 from manyhosts.events import Listener
 from manyhosts.prove.conduct import Conduct
-from manyhosts.prove.inside import plain
-from manyhosts.prove.inside.calm import Calm
-from manyhosts.prove.inside.experiments import Experiments, fetcher_of
-from manyhosts.prove.inside.sketch import digests_of_rows, facts_of_all
-from manyhosts.prove.inside.writer import Writer
+from manyhosts.prove.in_worker import plain
+from manyhosts.prove.in_worker.calm import Calm
+from manyhosts.prove.in_worker.experiments import Experiments, fetcher_of
+from manyhosts.prove.in_worker.sketch import digests_of_rows, facts_of_all
+from manyhosts.prove.in_worker.writer import Writer
 from manyhosts.records.run_record import plain_settings
 from manyhosts.strategies.strategy import StepOutcome
 from manyhosts.training.state import RunState

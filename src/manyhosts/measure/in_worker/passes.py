@@ -11,8 +11,8 @@ from torch import Tensor
 
 from manyhosts import device
 from manyhosts.communication.shared_norm import OwnBatch, acting
-from manyhosts.measure.inside import activations
-from manyhosts.measure.inside.batches import Batches
+from manyhosts.measure.in_worker import activations
+from manyhosts.measure.in_worker.batches import Batches
 from manyhosts.planner.measured import Compute
 from manyhosts.strategies.strategy import Piece
 from manyhosts.training.build import Parts

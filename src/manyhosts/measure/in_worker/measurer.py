@@ -18,20 +18,20 @@ from manyhosts.control.agent import host_state
 from manyhosts.data.steps import Step
 from manyhosts.events import Listener
 from manyhosts.measure import lines
-from manyhosts.measure.inside import (
+from manyhosts.measure.in_worker import (
     compressions,
     copying,
     loading,
     machine,
     passes,
     readiness,
-    together,
+    several_workers,
     updating,
     validating,
 )
-from manyhosts.measure.inside.batches import Batches
-from manyhosts.measure.inside.guard import Guard, leave
-from manyhosts.measure.inside.passes import Passes
+from manyhosts.measure.in_worker.batches import Batches
+from manyhosts.measure.in_worker.guard import Guard, leave
+from manyhosts.measure.in_worker.passes import Passes
 from manyhosts.measure.request import Request
 from manyhosts.planner.measured import Measured
 from manyhosts.strategies.fsdp.units import tail_bytes, unit_bytes
@@ -75,7 +75,7 @@ class Measurer:
         """Measure. A few steps of the loop follow."""
         self.guard.come()
         if self.request.together:
-            together.measure(parts, settings, state, self.request.seconds)
+            several_workers.measure(parts, settings, state, self.request.seconds)
             leave()
         batches = Batches(parts, state)
         self._measure(Passes(parts, batches), parts, settings, state)

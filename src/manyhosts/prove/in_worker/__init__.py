@@ -20,10 +20,10 @@ def begin() -> None:
     import torch
 
     from manyhosts.prove.conduct import Conduct
-    from manyhosts.prove.inside.calm import Calm
-    from manyhosts.prove.inside.plain import PlainScript
-    from manyhosts.prove.inside.recorder import Recorder
-    from manyhosts.prove.inside.writer import Writer
+    from manyhosts.prove.in_worker.calm import Calm
+    from manyhosts.prove.in_worker.plain import PlainScript
+    from manyhosts.prove.in_worker.recorder import Recorder
+    from manyhosts.prove.in_worker.writer import Writer
     from manyhosts.training import watching
 
     conduct = Conduct.from_environment()

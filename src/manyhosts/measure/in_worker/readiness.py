@@ -13,7 +13,7 @@ from manyhosts import device
 from manyhosts.communication import volume
 from manyhosts.communication.buckets import GradientBuckets
 from manyhosts.communication.shared_norm import OwnBatch, acting
-from manyhosts.measure.inside.passes import Passes
+from manyhosts.measure.in_worker.passes import Passes
 from manyhosts.planner.measured import Bucket
 
 _FEWEST, _MOST = 3, 15

@@ -19,10 +19,19 @@ import manyhosts as mh
 from manyhosts.communication.compression.choose import BY_LOSS, cost_of
 from manyhosts.config.strategies import DDP
 from manyhosts.measure import lines
-from manyhosts.measure.inside import compressions, copying, loading, measurer, passes, readiness, updating, validating
-from manyhosts.measure.inside.activations import SavedBytes
-from manyhosts.measure.inside.batches import Batches
-from manyhosts.measure.inside.passes import Passes
+from manyhosts.measure.in_worker import (
+    compressions,
+    copying,
+    loading,
+    measurer,
+    passes,
+    readiness,
+    updating,
+    validating,
+)
+from manyhosts.measure.in_worker.activations import SavedBytes
+from manyhosts.measure.in_worker.batches import Batches
+from manyhosts.measure.in_worker.passes import Passes
 from manyhosts.training.state import RunState
 from manyhosts.training.trainer import Trainer
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from manyhosts.data.measured import MEASURED, Timed, chosen_for
 from manyhosts.data.steps import Loader, Step
-from manyhosts.measure.inside import machine
+from manyhosts.measure.in_worker import machine
 from manyhosts.training.build import Parts
 from manyhosts.training.state import RunState
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from manyhosts.prove.inside.sketch import digest_of_sample
+from manyhosts.prove.in_worker.sketch import digest_of_sample
 
 _DEPTH = 4
 _CLOCKS = ("time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns")

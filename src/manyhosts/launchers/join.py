@@ -35,7 +35,7 @@ from manyhosts.hosts.files import Files
 from manyhosts.launchers import choices
 from manyhosts.launchers.engine import Engine
 from manyhosts.launchers.ssh import remote_agent
-from manyhosts.records import run_directory, run_lock
+from manyhosts.records import run_directory, run_lock, run_owner
 
 _PATIENCE_S = 3600.0
 """How long hosts are waited for: people walk to them."""
@@ -143,7 +143,7 @@ def _run(plan: Plan, display: Display, left: takeover.Handover | None) -> int:
 def _gone(left: takeover.Handover) -> list[int]:
     """The first node, where its agent has ended, which is of this machine. Of the others nothing is known."""
     process = left.state["agents"][0]["facts"].get("process")
-    return [] if process is not None and run_lock.began(process) else [0]
+    return [] if process is not None and run_owner.began(process) else [0]
 
 
 def _port(job: Job) -> int:

@@ -22,7 +22,7 @@ from manyhosts.control.head.state import AgentProcess, HeadEndpoint
 from manyhosts.control.job import Job
 from manyhosts.control.plan import CERTIFICATE, HEAD, Plan, filled
 from manyhosts.hosts import containers
-from manyhosts.records import run_lock
+from manyhosts.records import run_lock, run_owner
 
 _NEEDED = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "LANG", "PYTHONPATH", "LD_LIBRARY_PATH")
 """What programs of an engine look at themselves; of `--env NAME` the value of anything else is kept from them."""
@@ -111,7 +111,7 @@ class _Commands:
                     self._display.line(text, "", is_error=False)
 
     def _facts(self) -> dict[str, Any]:
-        own = [[each.pid, run_lock.began(each.pid)] for each in self._begun if each.poll() is None]
+        own = [[each.pid, run_owner.began(each.pid)] for each in self._begun if each.poll() is None]
         inherited = self._left.launcher["processes"] if self._left is not None else []
         return {"inside": self._inside, "processes": [*inherited, *own]}
 
@@ -202,7 +202,7 @@ def _shown(job: Job, variables: Mapping[str, str]) -> dict[str, str]:
 
 def _living(known: Mapping[str, Any]) -> list[int]:
     """The engine's commands that the last head had started on this machine, and that go on."""
-    return [number for number, began in known.get("processes", ()) if began and run_lock.began(number) == began]
+    return [number for number, began in known.get("processes", ()) if began and run_owner.began(number) == began]
 
 
 def _end(known: Mapping[str, Any]) -> None:

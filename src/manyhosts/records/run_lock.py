@@ -16,15 +16,13 @@ import errno
 import fcntl
 import json
 import os
-import socket
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from manyhosts.errors import ConfigError
-from manyhosts.records.json_text import parsed
+from manyhosts.records.run_owner import Owner, read
 
 NAME = "lock.json"
 VARIABLE = "MANYHOSTS_RUN_START"
@@ -36,65 +34,6 @@ SILENT_S = 10.0
 _SETTLE_S = 0.5
 """On a disk without locks: how long two that came at the same moment wait to see which of them wrote last."""
 _NO_LOCKS = (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL, errno.EBADF)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Owner:
-    """Who runs in a run directory: what `lock.json` holds."""
-
-    token: str
-    """The same for all processes of one start."""
-    host: str
-    process: int
-    launches: bool
-    """Whether it is the head of a launch, which outlives its workers."""
-    machine: str
-    """This start of the kernel: process numbers mean something within it only."""
-    processes: str
-    """The name space of process numbers: a container has its own."""
-    began: str
-    """When the process began, in the kernel's words: its number may be another's by now. Empty where nothing tells."""
-    since: float
-    """Seconds since the Unix epoch."""
-
-    @classmethod
-    def here(cls, token: str, *, launches: bool) -> Owner:
-        """This process."""
-        return cls(
-            token=token,
-            host=socket.gethostname(),
-            process=os.getpid(),
-            launches=launches,
-            machine=_words("/proc/sys/kernel/random/boot_id") or socket.gethostname(),
-            processes=_process_names(),
-            began=began(os.getpid()) or "",
-            since=time.time(),
-        )
-
-    @property
-    def is_here(self) -> bool:
-        """Whether its process number means the same here."""
-        here = Owner.here("", launches=False)
-        return (self.machine, self.processes) == (here.machine, here.processes)
-
-    @property
-    def is_this_process(self) -> bool:
-        """Whether it is the process that asks."""
-        return self.is_here and self.process == os.getpid() and self.began == (began(os.getpid()) or "")
-
-    @property
-    def may_live(self) -> bool:
-        """Whether its process is there, as far as that is known here."""
-        return not self.is_here or began(self.process) == self.began
-
-    def refusal(self, run_dir: Path) -> ConfigError:
-        """That this owner runs in `run_dir`."""
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
-        return ConfigError(
-            f"a run in this directory is going on: process {self.process} on host {self.host}, since {since}",
-            where=str(run_dir),
-            fix="wait for its end or end it, or give another directory with --run-dir DIR",
-        )
 
 
 class RunLock:
@@ -126,14 +65,14 @@ class RunLock:
         self._thread.join()
         _held.pop(self.path, None)
         with contextlib.suppress(OSError), _guarded(self.path, create=False):
-            found = _read(self.path)
+            found = read(self.path)
             if found is not None and found.is_this_process:
                 self.path.unlink()
 
     def _beat(self) -> None:
         while not self._over.wait(BEAT_S):
             with contextlib.suppress(OSError):
-                found = _read(self.path)
+                found = read(self.path)
                 if found is not None and self._is_succeeded_by(found):
                     self.lost = found
                     return
@@ -183,7 +122,7 @@ def take(run_dir: Path, token: str, *, launches: bool = False, succeeds: bool = 
     mine = Owner.here(token, launches=launches)
     while True:
         with _guarded(path) as is_guarded:
-            found = _read(path)
+            found = read(path)
             is_of_start = found is not None and found.token == token
             is_head = found is not None and found.launches and found.may_live
             if is_of_start and is_head and not succeeds:
@@ -196,7 +135,7 @@ def take(run_dir: Path, token: str, *, launches: bool = False, succeeds: bool = 
         silent = found
     if not is_guarded:
         time.sleep(_SETTLE_S)
-        found = _read(path)
+        found = read(path)
         if found is not None and (found.token != token or (succeeds and found != mine)):
             raise found.refusal(run_dir)
     _held[path] = RunLock(path, mine)
@@ -221,7 +160,7 @@ def shut(run_dir: Path, token: str) -> Iterator[bool]:
         found = None
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            found = _read(path) if _is_at(file, path) else None
+            found = read(path) if _is_at(file, path) else None
         yield found is not None and found.token == token
     finally:
         with contextlib.suppress(OSError):
@@ -251,7 +190,7 @@ def wrest(run_dir: Path, token: str) -> bool:
     where the lock is `shut`.
     """
     path = run_dir.absolute() / NAME
-    found = _read(path)
+    found = read(path)
     if found is None or found.token != token:
         return False
     if found.is_here:
@@ -275,7 +214,7 @@ def is_anothers(run_dir: Path, token: str) -> bool:
 def owner_of(run_dir: Path) -> Owner | None:
     """Who the lock of `run_dir` names, alive or not; None where there is none, or nothing can be read."""
     try:
-        return _read(run_dir.absolute() / NAME)
+        return read(run_dir.absolute() / NAME)
     except OSError:
         return None
 
@@ -288,7 +227,7 @@ def see_that_free(run_dir: Path, token: str = "") -> None:
     """
     path = run_dir.absolute() / NAME
     try:
-        found = _read(path)
+        found = read(path)
     except OSError:
         return
     if found is None or found.token == os.environ.get(VARIABLE) or (found.token == token and not found.launches):
@@ -309,7 +248,7 @@ def _see_silent(path: Path, owner: Owner) -> None:
     while time.monotonic() < deadline:
         time.sleep(BEAT_S / 4)
         now = _touched(path)
-        if now is None or _read(path) != owner:
+        if now is None or read(path) != owner:
             return  # it has ended, or another one was quicker: whoever asks looks again
         if now != before:
             raise owner.refusal(path.parent)
@@ -361,43 +300,6 @@ def _is_at(file: int, path: Path) -> bool:
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(file), path.stat())
     return False
-
-
-def _read(path: Path) -> Owner | None:
-    """Who the file names; None where there is none, or it was never written to its end."""
-    try:
-        found = parsed(path.read_bytes())
-        return Owner(**{entry.name: found[entry.name] for entry in fields(Owner)})
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return None
-
-
-def began(process: int) -> str | None:
-    """When a process of this machine began; None where there is none, or it has ended and was not buried yet."""
-    if not Path("/proc/self/stat").exists():
-        try:
-            os.kill(process, 0)
-        except ProcessLookupError:
-            return None
-        except PermissionError:
-            pass
-        return ""
-    words = _words(f"/proc/{process}/stat").rpartition(")")[2].split()
-    return words[19] if len(words) > 19 and words[0] not in "ZX" else None
-
-
-def _words(path: str) -> str:
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return ""
-
-
-def _process_names() -> str:
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
 
 
 @atexit.register

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from manyhosts.errors import ConfigError
-from manyhosts.records import run_lock
+from manyhosts.records import run_lock, run_owner
 from manyhosts.records.run_lock import NAME, Owner
 
 
@@ -29,7 +29,7 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def parent(**changes: object) -> Owner:
     """The lock of another process that is there: that of the process which has started this one."""
     process = os.getppid()
-    began = run_lock.began(process)
+    began = run_owner.began(process)
     assert began is not None
     return replace(Owner.here("another", launches=False), process=process, began=began, **changes)
 

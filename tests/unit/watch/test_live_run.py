@@ -16,7 +16,7 @@ from stories import BEGIN, ended, started, stepped, validated
 from manyhosts.errors import ConfigError
 from manyhosts.events import Recovered
 from manyhosts.listeners.metrics_file import WriteMetrics
-from manyhosts.records import run_lock
+from manyhosts.records import run_lock, run_owner
 from manyhosts.records.metrics import MetricsFile
 from manyhosts.watch import live_run
 from manyhosts.watch.live_run import LiveRun
@@ -93,7 +93,7 @@ def test_owner_on_another_machine_lives_while_it_touches_its_lock(
 ) -> None:
     directory = make_run(tmp_path, end=None)
     os.utime(directory.metrics, (BEGIN, BEGIN))
-    elsewhere = dataclasses.replace(run_lock.Owner.here("token", launches=True), machine="another", host="far")
+    elsewhere = dataclasses.replace(run_owner.Owner.here("token", launches=True), machine="another", host="far")
     lock = tmp_path / run_lock.NAME
     lock.write_text(json.dumps(dataclasses.asdict(elsewhere)))
     monkeypatch.setattr(run_lock, "SILENT_S", 0.4)

@@ -8,19 +8,15 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from manyhosts import __version__
 from manyhosts.cluster.findings import Finding, exit_code, worst_first
 from manyhosts.cluster.rounds import rounds
 from manyhosts.doctor import closed, exercise, hosts, network
-from manyhosts.doctor.probe_server import Reached, unreachable
-from manyhosts.errors import LaunchError
-
-T = TypeVar("T")
-Facts = dict[str, Any]
+from manyhosts.doctor.probe_server import Reached
+from manyhosts.doctor.reached_hosts import Facts, ReachedHosts
 
 SCHEMA = 1
 _CLOCK_ROUNDS = 5
@@ -90,7 +86,7 @@ def examine(
     """Look at all that were reached. `tell` hears what is being done, for somebody who waits."""
     begin = time.monotonic()
     found = _Rounds(reached, request, tell)
-    found.lost += lost
+    found.hosts.lost += lost
     if reached:
         found.look()
         found.begin_exercise()
@@ -99,9 +95,9 @@ def examine(
         found.try_ways()
         found.compute()
         found.meet()
-    here = [found.facts[each.name] for each in found.there]
+    here = [found.facts[each.name] for each in found.hosts.there]
     mine = hosts.versions_here(__version__)
-    findings = [*found.lost, *hosts.findings(here, mine, request.data, shares_disk=request.shares_disk)]
+    findings = [*found.hosts.lost, *hosts.findings(here, mine, request.data, shares_disk=request.shares_disk)]
     findings += [*network.findings(here, found.pairs), *network.of_rendezvous(here, found.meeting)]
     return Examination(
         request=request,
@@ -114,11 +110,10 @@ def examine(
 
 
 class _Rounds:
-    """The rounds from host to host. One that stops answering is named once, and left out from then on."""
+    """The rounds from host to host."""
 
     def __init__(self, reached: Sequence[Reached], request: Request, tell: Callable[[str], None]) -> None:
-        self.there = list(reached)
-        self.lost: list[Finding] = []
+        self.hosts = ReachedHosts(reached)
         self.facts: dict[str, Facts] = {each.name: _first_facts(each) for each in reached}
         self.pairs: list[Facts] = []
         self.meeting: Facts = {}
@@ -126,9 +121,9 @@ class _Rounds:
 
     def look(self) -> None:
         """What each host is alone."""
-        self._tell(f"looking at {len(self.there)} host{'s' if len(self.there) > 1 else ''}")
+        self._tell(f"looking at {len(self.hosts.there)} host{'s' if len(self.hosts.there) > 1 else ''}")
         request = self._request
-        for name, seen in self._of_all("look", run_dir=request.run_dir, script=request.script).items():
+        for name, seen in self.hosts.of_all("look", run_dir=request.run_dir, script=request.script).items():
             self.facts[name].update(seen)
             for interface in self.facts[name]["interfaces"]:
                 interface["mtu"] = seen["mtu"].get(interface["name"])
@@ -137,11 +132,11 @@ class _Rounds:
     def compare(self) -> None:
         """What hosts have alike: the time, data, and the run directory. They load torch meanwhile."""
         request = self._request
-        for name, clock in self._each(_clock).items():
+        for name, clock in self.hosts.each(_clock).items():
             self.facts[name]["clock"] = clock
         if request.data:
             self._tell("comparing the data")
-            checksum = self._of_all("checksum", timeout_s=_READING_S, paths=list(request.data))
+            checksum = self.hosts.of_all("checksum", timeout_s=_READING_S, paths=list(request.data))
             for name, data in checksum.items():
                 self.facts[name]["data"] = data
         self._compare_run_dirs()
@@ -149,12 +144,14 @@ class _Rounds:
     def _compare_run_dirs(self) -> None:
         """Every host leaves a file of its own, and looks for the first one's."""
         folder, secret = self._request.run_dir, secrets.token_hex(16)
-        names = {each.name: f".manyhosts-doctor-{secret[:8]}-{number}" for number, each in enumerate(self.there)}
-        wrote = self._each(lambda each: each.asked.ask("leave file", folder=folder, name=names[each.name], text=secret))
-        first = self.there[0].name if self.there else ""
-        seen = self._of_all("see file", folder=folder, name=names.get(first, ""))
+        names = {each.name: f".manyhosts-doctor-{secret[:8]}-{number}" for number, each in enumerate(self.hosts.there)}
+        wrote = self.hosts.each(
+            lambda each: each.asked.ask("leave file", folder=folder, name=names[each.name], text=secret)
+        )
+        first = self.hosts.there[0].name if self.hosts.there else ""
+        seen = self.hosts.of_all("see file", folder=folder, name=names.get(first, ""))
         for with_folders in (False, True):  # where hosts share it, whoever made the folder waits for the others' files
-            self._of_all("remove file", with_folders=with_folders)
+            self.hosts.of_all("remove file", with_folders=with_folders)
         for name, trouble in wrote.items():
             sees = seen.get(name) == secret if not wrote.get(first) else None
             self.facts[name]["run_dir"] = {"path": folder, "trouble": trouble, "shared": sees}
@@ -169,26 +166,28 @@ class _Rounds:
             own = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} if interface else {}
             return each.asked.ask("begin exercise", program=source, environment=own)
 
-        self._each(begin, self._with_torch())
+        self.hosts.each(begin, self._with_torch())
 
     def await_exercise(self) -> None:
         """Wait until torch is loaded: it would disturb what is measured from now on."""
         self._tell("starting torch on every host")
         wish = {"allowed_s": _TORCH_S, "timeout_s": _TORCH_S + 5}
-        for name, said in self._each(lambda each: each.asked.ask("await exercise", **wish), self._with_torch()).items():
+        for name, said in self.hosts.each(
+            lambda each: each.asked.ask("await exercise", **wish), self._with_torch()
+        ).items():
             self.facts[name]["exercise"] = said
 
     def _with_torch(self) -> list[Reached]:
-        return [each for each in self.there if self.facts[each.name]["torch"]]
+        return [each for each in self.hosts.there if self.facts[each.name]["torch"]]
 
     def _find_ways(self) -> None:
         """The address of every host that its routes to the first one lead through; for that one, to the second."""
-        base = [self.facts[each.name]["address"] for each in self.there]
+        base = [self.facts[each.name]["address"] for each in self.hosts.there]
         if not base:
             return
-        target = {each.name: base[0] for each in self.there}
-        target[self.there[0].name] = base[min(1, len(base) - 1)]
-        for name, way in self._each(lambda each: each.asked.ask("way", address=target[each.name])).items():
+        target = {each.name: base[0] for each in self.hosts.there}
+        target[self.hosts.there[0].name] = base[min(1, len(base) - 1)]
+        for name, way in self.hosts.each(lambda each: each.asked.ask("way", address=target[each.name])).items():
             facts = self.facts[name]
             facts["address"] = way or facts["address"]
             known = {one["address"]: one for one in facts["interfaces"]}
@@ -197,15 +196,15 @@ class _Rounds:
 
     def try_ways(self) -> None:
         """Every pair in both directions: first whether it opens, all at once; then how fast it is, in rounds."""
-        if len(self.there) < 2:
+        if len(self.hosts.there) < 2:
             return
         self._tell("trying the ways between the hosts")
         token = secrets.token_hex(16)
-        ports = self._each(lambda each: each.asked.ask("listen", address=self._address(each), token=token))
-        listening = [each for each in self.there if each.name in ports]
+        ports = self.hosts.each(lambda each: each.asked.ask("listen", address=self._address(each), token=token))
+        listening = [each for each in self.hosts.there if each.name in ports]
         places = [(self._address(each), ports[each.name]) for each in listening]
-        knocked = self._of_all("try_connections", places=places)
-        names = self._of_all("resolve", names=[self.facts[each.name]["hostname"] for each in listening])
+        tried = self.hosts.of_all("try_connections", places=places)
+        names = self.hosts.of_all("resolve", names=[self.facts[each.name]["hostname"] for each in listening])
         for name, resolved in names.items():
             self.facts[name]["names"] = resolved
         self.pairs = [
@@ -214,11 +213,11 @@ class _Rounds:
                 "to": other.name,
                 "address": places[number][0],
                 "port": places[number][1],
-                "trouble": knocked[one.name][number],
+                "trouble": tried[one.name][number],
                 "stage": "connect",
             }
-            for one in self.there
-            if one.name in knocked
+            for one in self.hosts.there
+            if one.name in tried
             for number, other in enumerate(listening)
             if other is not one
         ]
@@ -227,40 +226,40 @@ class _Rounds:
 
     def _see_what_is_filtered(self) -> None:
         """Where a connection was not opened: whether another port of that host is let through."""
-        by_name = {each.name: each for each in self.there}
+        by_name = {each.name: each for each in self.hosts.there}
         for name in dict.fromkeys(pair["from"] for pair in self.pairs if pair["trouble"]):
             shut = [pair for pair in self.pairs if pair["from"] == name and pair["trouble"]]
             at_ssh = [(pair["address"], closed.SSH_PORT) for pair in shut]
             if name in by_name:
                 for pair, said in zip(
-                    shut, self._ask(by_name[name], "try_connections", places=at_ssh) or [], strict=False
+                    shut, self.hosts.ask(by_name[name], "try_connections", places=at_ssh) or [], strict=False
                 ):
                     pair["ssh_port"] = said
 
     def _measure_ways(self, token: str) -> None:
-        by_name = {each.name: each for each in self.there}
+        by_name = {each.name: each for each in self.hosts.there}
         open_ways = [pair for pair in self.pairs if not pair["trouble"]]
         share = _SECONDS_OF_ALL_WAYS / max(1, len(open_ways))
         seconds = max(_LEAST_SECONDS_OF_A_WAY, min(_SECONDS_OF_A_WAY, share))
 
         def measure(pair: Facts) -> None:
             one = by_name[pair["from"]]
-            if one not in self.there:
+            if one not in self.hosts.there:
                 return  # it is gone by now
             wish = {"address": pair["address"], "port": pair["port"], "token": token, "seconds": seconds}
-            said = self._ask(one, "try out", **wish) or {"trouble": "the host is gone"}
+            said = self.hosts.ask(one, "try out", **wish) or {"trouble": "the host is gone"}
             if "bandwidth" in said and "bandwidth" in pair:
                 said["latency_s"] = min(said["latency_s"], pair["latency_s"])
                 said["bandwidth"] = max(said["bandwidth"], pair["bandwidth"])
             pair.update(said)
 
-        number = {each.name: place for place, each in enumerate(self.there)}
+        number = {each.name: place for place, each in enumerate(self.hosts.there)}
         by_hosts = {(number[pair["from"]], number[pair["to"]]): pair for pair in open_ways if pair["to"] in number}
         for places in rounds(len(number)):
             for now in (places, [(other, one) for one, other in places]):  # nobody sends or takes twice at a time
-                self._at_once(measure, [by_hosts[way] for way in now if way in by_hosts])
+                self.hosts.at_once(measure, [by_hosts[way] for way in now if way in by_hosts])
         for _ in range(_MORE_ROUNDS_OF_A_WAY):  # a neighbour's noise goes by, a slow cable stays slow
-            for pair in network.suspects([self.facts[each.name] for each in self.there], self.pairs):
+            for pair in network.suspects([self.facts[each.name] for each in self.hosts.there], self.pairs):
                 measure(pair)
         for pair in self.pairs:
             if not pair["trouble"]:
@@ -268,7 +267,7 @@ class _Rounds:
 
     def compute(self) -> None:
         """How fast each host is. Hosts that are one machine in truth take turns; the best of several turns counts."""
-        able = self._able() or self.there
+        able = self._able() or self.hosts.there
         self._tell("measuring how fast each host computes")
         for _ in range(_SPEED_ROUNDS):
             self._compute_once(able)
@@ -279,7 +278,7 @@ class _Rounds:
 
     def _able(self) -> list[Reached]:
         """The hosts that have torch, and could load it."""
-        return [each for each in self.there if "torch" in self.facts[each.name].get("exercise", {})]
+        return [each for each in self.hosts.there if "torch" in self.facts[each.name].get("exercise", {})]
 
     def _compute_once(self, able: Sequence[Reached]) -> None:
         with_torch = bool(self._able())
@@ -293,8 +292,8 @@ class _Rounds:
         for each in able:
             machines[self.facts[each.name]["machine"]].append(each)
         for turn in range(max(len(group) for group in machines.values())):
-            now = [group[turn] for group in machines.values() if turn < len(group) and group[turn] in self.there]
-            for name, said in self._each(turn_of, now).items():
+            now = [group[turn] for group in machines.values() if turn < len(group) and group[turn] in self.hosts.there]
+            for name, said in self.hosts.each(turn_of, now).items():
                 if "trouble" in said:
                     continue
                 _add_to(self.facts[name], said, unit="operations" if with_torch else "rounds of a loop")
@@ -308,7 +307,7 @@ class _Rounds:
             return
         self._tell("having all hosts meet")
         address = self._address(able[0])
-        opened = self._ask(able[0], "exercise", do="open", address=address, allowed_s=_MEETING_S) or {}
+        opened = self.hosts.ask(able[0], "exercise", do="open", address=address, allowed_s=_MEETING_S) or {}
         self.meeting = {"hosts": [each.name for each in able], "address": address, "port": opened.get("port")}
         if "port" not in opened:
             self.meeting["trouble"] = {able[0].name: opened.get("trouble", "the host is gone")}
@@ -319,56 +318,15 @@ class _Rounds:
         def join(each: Reached) -> Any:
             return _exercise(each, "join", rank=ranks[each.name], allowed_s=2 * _MEETING_S + 10, **where)
 
-        said = self._each(join, able)
+        said = self.hosts.each(join, able)
         self.meeting["trouble"] = {name: one["trouble"] for name, one in said.items() if "trouble" in one}
         if not self.meeting["trouble"] and said:
             self.meeting["seconds"] = max(one["met_s"] for one in said.values())
             self.meeting["sum_s"] = statistics.median(one["sum_s"] for one in said.values())
             self.meeting["right"] = all(one["right"] for one in said.values())
 
-    # Asking.
-
     def _address(self, each: Reached) -> str:
         return str(self.facts[each.name]["address"])
-
-    def _of_all(self, question: str, **details: Any) -> dict[str, Any]:
-        return self._each(lambda each: each.asked.ask(question, **details))
-
-    def _each(self, ask: Callable[[Reached], T], asked: Sequence[Reached] | None = None) -> dict[str, T]:
-        """What `ask` gives for every host, all at the same time, by name."""
-        asked = [each for each in (self.there if asked is None else asked) if each in self.there]
-        if not asked:
-            return {}
-        with ThreadPoolExecutor(len(asked)) as pool:
-            answers = list(pool.map(lambda each: self._safely(each, ask), asked))
-        found = {}
-        for each, answer in zip(asked, answers, strict=True):
-            if isinstance(answer, LaunchError):
-                self._lose(each, answer)
-            else:
-                found[each.name] = answer
-        return found
-
-    @staticmethod
-    def _at_once(act: Callable[[Facts], None], each: Sequence[Facts]) -> None:
-        if each:
-            with ThreadPoolExecutor(len(each)) as pool:
-                list(pool.map(act, each))
-
-    def _ask(self, each: Reached, question: str, **details: Any) -> Any:
-        return self._each(lambda one: one.asked.ask(question, **details), [each]).get(each.name)
-
-    @staticmethod
-    def _safely(each: Reached, ask: Callable[[Reached], T]) -> T | LaunchError:
-        try:
-            return ask(each)
-        except LaunchError as error:
-            return error
-
-    def _lose(self, each: Reached, error: LaunchError) -> None:
-        if each in self.there:
-            self.there.remove(each)
-            self.lost.append(unreachable(error, each.name))
 
 
 def _first_facts(each: Reached) -> Facts:

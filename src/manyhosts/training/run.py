@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from manyhosts import refusals
 from manyhosts.cluster.membership import Passed
 from manyhosts.cluster.reports import cause
 from manyhosts.communication.gathering import gather_plain
@@ -21,10 +20,9 @@ from manyhosts.config.settings import Settings
 from manyhosts.config.strategies import Single
 from manyhosts.elastic.rendezvous import Rendezvous
 from manyhosts.elastic.session import CollectiveCalls
-from manyhosts.errors import ConfigError, ManyhostsError, TrainingError, first_line
-from manyhosts.events import Event, Listener, Note, Recovered, RunEnded
+from manyhosts.errors import ConfigError
+from manyhosts.events import Event, Listener, Note, Recovered
 from manyhosts.records.run_directory import RunDirectory
-from manyhosts.snapshot.fingerprint import weights_sha256
 from manyhosts.snapshot.load import Loaded
 from manyhosts.strategies.audit import WrongBits
 from manyhosts.strategies.local_updates import LocalUpdates
@@ -42,6 +40,7 @@ from manyhosts.training.profiling import Profiling, profiling_for
 from manyhosts.training.recovery import SharedTraining, why_not_survive
 from manyhosts.training.remote_copy import RemoteCopy
 from manyhosts.training.result import Result
+from manyhosts.training.run_end import RunEnd
 from manyhosts.training.run_place import tell_command
 from manyhosts.training.same_given import compare_descriptions, optimizer_described
 from manyhosts.training.same_weights import compare_weights
@@ -95,6 +94,7 @@ class Run:
             report=report,
         )
         self.state = RunState()
+        self.run_end = RunEnd(self.parts, self.state, self.snapshot_schedule, self.journal)
         provider.run, provider.records = self.state, self.journal
         self.loaded: Loaded | None = None
         self._loop: Loop | None = None
@@ -117,7 +117,7 @@ class Run:
             with self.failures_told():
                 self.make_loop(survives=survives)
                 self.enter()
-                with self.failures_recorded(), self.loop.stop_signals.listening():
+                with self.run_end.failures_recorded(), self.loop.stop_signals.listening():
                     while True:
                         try:
                             self.go_back(bad)
@@ -278,7 +278,7 @@ class Run:
             if self.recovery.refused:
                 LastSnapshot(self.snapshot_schedule, self.journal, self.loop).make()
                 if self.loop.stop_signals.grant_own():  # a worker was lost, or came, when all were asked
-                    self.end("interrupted", self.loop.stop_signals.granted)
+                    self.run_end.record("interrupted", self.loop.stop_signals.granted)
                     self._exit_by(self.loop.stop_signals.number)
             raise
 
@@ -309,7 +309,7 @@ class Run:
         if self.validation is not None and state.step and state.validated_at != state.step and not stop_signals.granted:
             duties.validate()
         duties.keep_best()
-        self.save_end()
+        self.run_end.save(self.loop)
         self.snapshot_schedule.finish_copies(partial(self.journal.report, "busy"))
         if isinstance(self.parts.strategy, LocalUpdates):
             self.parts.strategy.average(self.parts.trained)  # a run ends with one model
@@ -318,7 +318,7 @@ class Run:
             text = f"audit: of {auditor.compared} parts that were computed again every bit was equal"
             self.journal.tell(Note(text=text, step=state.step, time=time.time()))
         status = "interrupted" if stop_signals.granted else "stopped early" if state.ended else "completed"
-        weights = self.end(status, reason, is_failure=False)
+        weights = self.run_end.record(status, reason, is_failure=False)
         if self.snapshot_schedule.second is not None:
             self.snapshot_schedule.second.keep_end()
         result = {
@@ -362,31 +362,6 @@ class Run:
             # What a script has its leader do is done by another, or must not be done with a model that is untrained.
             os.environ["RANK"] = os.environ["LOCAL_WORLD_SIZE"]
 
-    def save_end(self) -> None:
-        """See that the snapshot of the last step is whole. Where the disk has no room, older ones go, one by one.
-
-        Raises:
-            TrainingError: it is not, and there is none left that may go.
-        """
-        snapshot_schedule, step = self.snapshot_schedule, self.state.step
-        if snapshot_schedule.saved_at != step:
-            self.loop.duties.save()
-        snapshot_schedule.finish()
-        tried_again = False
-        while not snapshot_schedule.has_whole(step):
-            if tried_again and not (snapshot_schedule.is_short_of_room() and snapshot_schedule.drop_oldest()):
-                # The leader alone knows all of it.
-                told = [snapshot_schedule.trouble, snapshot_schedule.last_good()]
-                trouble, last_good = gather_plain(self.world, told)[0]
-                raise TrainingError(
-                    f"the snapshot of the last step, {step}, could not be written: {trouble}",
-                    where=str(self.directory.snapshots),
-                    fix=f"make room on that disk and start again. {last_good}",
-                )
-            tried_again = True
-            self.loop.duties.save()
-            snapshot_schedule.finish()
-
     @contextmanager
     def failures_told(self) -> Iterator[None]:
         """Whatever ends this call within: the others and the launcher know that this worker is in it no more."""
@@ -403,42 +378,3 @@ class Run:
             if self.profiling is not None:
                 self.profiling.close()
             self.journal.report("rest")
-
-    @contextmanager
-    def failures_recorded(self) -> Iterator[None]:
-        """Whatever ends the training within, but its being passed by the others, is recorded as the run's end."""
-        try:
-            yield
-        except Passed:
-            raise
-        except ManyhostsError as error:
-            self.end("failed", error.what)
-            raise
-        except Exception as error:
-            told = refusals.explained(error)
-            said = f"{type(error).__name__}: {first_line(error)}" if str(error) else type(error).__name__
-            self.end("failed", said if told is None else told.what)
-            raise
-        except KeyboardInterrupt:
-            self.end("interrupted", "a second signal, obeyed at once")
-            raise
-
-    def end(self, status: str, reason: str, *, is_failure: bool = True) -> str:
-        """Record how the run ended. Returns the hash of the weights; nothing where nobody can know it."""
-        strategy = self.parts.strategy
-        # Behind a failure the others may not come to where the whole weights are put together.
-        can_hash = strategy.traits.holds_whole_model or not is_failure
-        weights = weights_sha256(self.parts.model, strategy.holding) if can_hash and self.world.comes_to_rest() else ""
-        position = self.state.position
-        self.journal.tell_end(
-            RunEnded(
-                step=self.state.step,
-                epoch=position.epoch,
-                status=status,
-                reason=reason,
-                weights_sha256=weights,
-                time=time.time(),
-            )
-        )
-        self.journal.flush()
-        return weights

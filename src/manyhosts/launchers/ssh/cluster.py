@@ -6,7 +6,6 @@ import contextlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from manyhosts import __version__
@@ -21,27 +20,21 @@ from manyhosts.hosts import (
     addresses,
     connection,
     containers,
-    data,
     interfaces,
     ports,
     remote_probe,
-    sync,
     version_check,
 )
 from manyhosts.hosts.connection import Connection, Unreachable
 from manyhosts.hosts.containers import Container
-from manyhosts.hosts.data import Data
 from manyhosts.hosts.disks import Disks
-from manyhosts.hosts.files import Files
 from manyhosts.launchers import container_options
 from manyhosts.launchers.ssh import record, remote_agent, tunnels
 from manyhosts.launchers.ssh.host import Host, of_all
 from manyhosts.launchers.ssh.remote_agent import DeferredAgent, NotThere
+from manyhosts.launchers.ssh.run_files import RunFiles
 from manyhosts.launchers.ssh.tunnels import Tunnel, TunnelledAgent
 from manyhosts.records import run_directory
-from manyhosts.units import bytes_in_words
-
-_WORTH_A_WORD_BYTES = 10_000_000
 
 
 class Cluster:
@@ -70,8 +63,7 @@ class Cluster:
         self._hosts = [Host(node, connection) for node, connection in enumerate(connections)]
         self._ports: dict[int, int] = {}
         """Where a remote probe listens, by node, so that others can see whether they reach its host."""
-        self._files: Files | None = None
-        self._data: Data | None = None
+        self._files = RunFiles(job, container, display)
         self._disks = Disks(job.folder, job.run_dir)
         self._apart = False
         """Whether hosts have several run directories."""
@@ -186,33 +178,15 @@ class Cluster:
             LaunchError: a host did not take it, or has no such script.
         """
         self._job.run_dir.mkdir(parents=True, exist_ok=True)
-        self._choose_files()
+        self._files.choose()
         here = self._here
         first = self._disks.find({host.node: host.connection for host in here})
-        lacking = [host for host in here if first[host.node] == host.node]
-        if lacking and self._files is not None:
-            for note in self._files.notes():
-                self._display.warn(f"manyhosts: {note}")
-            if self._files.size > _WORTH_A_WORD_BYTES:
-                names, size = ", ".join(host.name for host in lacking), bytes_in_words(self._files.size)
-                words = f"manyhosts: {len(self._files.paths)} files, {size}: what {names} lack is brought there"
-                self._display.warn(words)
-        of_all(lacking, self._bring)
-        self._see_script(here, of_all(here, self._has_script))
+        self._files.bring([host for host in here if first[host.node] == host.node])
+        self._files.see_script(here)
         disks = {self._disks.of(host.node) for host in here}
         self._apart = len(disks) > 1
         if len(here) == 1 < len(self._hosts):  # nothing tells what those will share that are away
             self._apart = not here[0].connection.ask("network", folder=str(self._job.run_dir))
-
-    def _choose_files(self) -> None:
-        job = self._job
-        if job.sync:
-            needed = job.program if job.kind == "script" else ""
-            leave_out = [job.run_dir, *(job.folder / path for path in job.bring)]
-            leave_out += [Path(self._container.image)] if self._container and self._container.is_file else []
-            self._files = Files.to_bring(job.folder, leave_out=leave_out, needed=needed)
-        if job.bring:
-            self._data = Data.read(job.folder, job.bring, self._display.warn)
 
     # A run whose head was killed is taken over by another process.
 
@@ -242,7 +216,7 @@ class Cluster:
         Raises:
             LaunchError: a host that was reached does not answer any more.
         """
-        self._choose_files()  # for hosts that are started again
+        self._files.choose()  # for hosts that are started again
         self._apart = bool(left.launcher["apart"])
         self._disks.find_again({host.node: host.connection for host in self._here}, dict(left.launcher["disks"]))
         for host in self._hosts:
@@ -265,29 +239,6 @@ class Cluster:
             host.called = host.began = False
             if host.away is not None and not self._job.is_elastic:
                 raise host.away
-
-    def _bring(self, host: Host) -> None:
-        if self._files is not None:
-
-            def tell(gone: int, total: int) -> None:
-                at = f"{bytes_in_words(gone)} of {bytes_in_words(total)}"
-                self._display.warn(f"manyhosts: {at} are on {host.name}")
-
-            sync.bring(host.connection, self._files, tell=tell)
-        if self._data is not None:
-            data.bring(host.connection, host.facts["executable"], self._data, self._display.warn)
-
-    def _has_script(self, host: Host) -> bool:
-        return self._job.kind != "script" or bool(host.connection.ask("exists", path=self._script))
-
-    @property
-    def _script(self) -> str:
-        """Where it is to be on every host."""
-        return str(self._job.folder / self._job.program)
-
-    def _see_script(self, hosts: Sequence[Host], have_it: Sequence[bool]) -> None:
-        names = [host.name for host in hosts]
-        version_check.see_that_all_have(self._script, names, have_it, synced=self._job.sync)
 
     def job_there(self) -> Job:
         """The job, and what workers must know of the hosts' disks."""
@@ -341,11 +292,10 @@ class Cluster:
         places = [(host.address, 0), *((other.address, self._ports[other.node]) for other in met)]
         names = [host.name, *(other.name for other in met)]
         version_check.see_that_they_meet(names, places, [["", *self._try_connections(host, met)]])
-        if self._files is not None:
-            self._files.see_that_none_has_changed()
+        self._files.see_that_none_has_changed()
         if not self._disks.find_late(host.node, host.connection):
-            self._bring(host)
-        self._see_script([host], [self._has_script(host)])
+            self._files.bring_to(host)
+        self._files.see_script([host])
         self._see_disk(host)
         self._ports[host.node] = self._listen(host)
 

@@ -46,7 +46,7 @@ class Scene:
     def take_over(self) -> Agents:
         """From now on agents are admitted as by a head: to one node, called far."""
         self.agents = Agents(self.state, ["far"], lambda *_: FarAgent(self), "127.0.0.1", Owner(self))
-        self.agents._acceptor.close()
+        self.agents._starter.close()
         self.acceptor._admit = self.agents._admit
         return self.agents
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from manyhosts.control.agent import agent, head_connection
 from manyhosts.control.display import PlainDisplay
-from manyhosts.control.head.agents import StartHere
+from manyhosts.control.head.agent_starter import StartHere
 from manyhosts.control.head.run import Head
 from manyhosts.control.head.state import AgentProcess, ExternalAgent, HeadEndpoint
 from manyhosts.control.job import Job

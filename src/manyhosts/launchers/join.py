@@ -23,7 +23,7 @@ from manyhosts.control import job_file, variables
 from manyhosts.control.display import Display
 from manyhosts.control.handshake import Offer
 from manyhosts.control.head import takeover
-from manyhosts.control.head.agents import StartAgent
+from manyhosts.control.head.agent_starter import StartAgent
 from manyhosts.control.head.run import Head
 from manyhosts.control.head.state import PORT, AgentProcess, ExternalAgent, HeadEndpoint, port_of
 from manyhosts.control.job import Job

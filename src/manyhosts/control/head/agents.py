@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
-from manyhosts.cluster.ports import Range
 from manyhosts.control.handshake import ANY_NODE, Hello, Welcome
 from manyhosts.control.head import failures
+from manyhosts.control.head.agent_starter import AgentStarter, StartAgent, StartHere
 from manyhosts.control.head.state import AgentProcess, ExternalAgent, HeadEndpoint, HeadState, Node, is_connected
 from manyhosts.control.loop import Channel, Message
 from manyhosts.control.proof import PROTOCOL
 from manyhosts.control.protocol import FROM_AGENT, Alive, FromAgent, FromHead, Leave
 from manyhosts.control.session import Session
-from manyhosts.control.wire_format import by_name, read
+from manyhosts.control.wire_format import read
 from manyhosts.errors import LaunchError, ManyhostsError
 from manyhosts.hosts import addresses
 
@@ -32,11 +31,6 @@ _SILENT_S = 2.25
 """An agent that was not heard for so long when its connection was ended was cut off before that."""
 _FINDS_BACK_S = 10.0
 """How long that one has to call again: a call that was begun while the way was broken may take so long to fail."""
-
-StartAgent = Callable[[int, str, str], AgentProcess]
-"""Starts the agent of a node, given the head's address (host:port) and the run's token."""
-StartHere = Callable[[int, socket.socket], AgentProcess | None]
-"""Starts the agent of a node on this machine with one end of a pair of sockets; None for a node that is elsewhere."""
 
 
 class Owner(Protocol):
@@ -74,15 +68,15 @@ class Agents:
         Raises:
             LaunchError: they call a place that this machine cannot listen at.
         """
-        self._state, self._start_agent, self._owner, self.address = state, start_agent, owner, address
-        self._start_here = start_here
+        self._state, self._owner, self.address = state, owner, address
         self.endpoint = endpoint or HeadEndpoint()
-        self._acceptor: Any = None
-        self._unheard: set[Channel] = set()
-        """The connections of agents of this machine that have not said a word yet."""
+        self.nodes: list[Node] = []
+        joining = self.endpoint.joining
+        answer = None if joining is None else lambda asking: joining.answer(asking, self.nodes)
+        self._starter = AgentStarter(state, start_agent, start_here, address, self.endpoint, self._admit, answer)
         if inherits:
-            self._listen()
-        begin: Callable[[int], AgentProcess] = (lambda _: ExternalAgent()) if inherits else self._begin
+            self._starter.listen()
+        begin: Callable[[int], AgentProcess] = (lambda _: ExternalAgent()) if inherits else self._starter.start
         self.nodes = [Node(number, name, begin(number)) for number, name in enumerate(hosts)]
 
     def present(self) -> list[int]:
@@ -110,63 +104,6 @@ class Agents:
         self.tell(self.nodes, message)
 
     # They come.
-
-    def _begin(self, number: int) -> AgentProcess:
-        if self._start_here is not None and (started := self._begin_here(self._start_here, number)) is not None:
-            return started
-        self._listen()
-        return self._start_agent(number, self._acceptor.place, self.endpoint.token)
-
-    def _listen(self) -> None:
-        if self._acceptor is not None:
-            return
-        from manyhosts.control.acceptor import Acceptor  # here, for it loads OpenSSL, which few runs need
-
-        address, port, joining = self.address, self.endpoint.port, self.endpoint.joining
-        enrolment = self.endpoint.enrolment
-        try:
-            self._acceptor = Acceptor(
-                self._state.loop,
-                (address, port),
-                self.endpoint.token,
-                self._admit,
-                ports=Range.of(self._state.job.ports),
-                identity=self.endpoint.identity,
-                enrols=None if enrolment is None else enrolment.admits,
-                answer=None if joining is None else lambda asking: joining.answer(asking, self.nodes),
-            )
-        except OSError as cause:
-            if not port:
-                raise
-            raise LaunchError(
-                f"the hosts of this run call its head at {address} port {port}, and this machine cannot listen there:"
-                f" {cause.strerror}",
-                where=str(self._state.job.run_dir),
-                fix="see that this is the machine, with the address, that the run was started from, and that no other"
-                " program has that port",
-            ) from cause
-
-    def _begin_here(self, start_here: StartHere, number: int) -> AgentProcess | None:
-        """Start an agent that nobody else can speak for, nor listen to: the two ends know of each other alone."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            started = start_here(number, theirs)
-        if started is None:
-            ours.close()
-            return None
-
-        def admit(found: Message) -> None:
-            self._unheard.discard(channel)
-            try:
-                hello = read(found, by_name(Hello))
-            except ValueError:
-                channel.close()
-            else:
-                self._admit(channel, hello, PROTOCOL, is_beside=True)
-
-        channel = Channel(self._state.loop, ours, admit, lambda: self._unheard.discard(channel))
-        self._unheard.add(channel)
-        return started
 
     def _admit(self, channel: Channel, hello: Hello, protocol: int, *, is_beside: bool = False) -> None:
         """One that belongs to the run says which node it is."""
@@ -231,7 +168,7 @@ class Agents:
     @property
     def place(self) -> tuple[str, int]:
         """Where they call: an address and a port."""
-        return addresses.address_and_port(self._acceptor.place)
+        return addresses.address_and_port(self._starter.place)
 
     @property
     def token(self) -> str:
@@ -354,7 +291,7 @@ class Agents:
                 return
             if node.agent.poll() is not None:
                 node.agent.wait()
-                node.agent = self._begin(node.number)
+                node.agent = self._starter.start(node.number)
             self.call_again(node, min(2 * pause_s, _LONGEST_CALL_AGAIN_S))
 
         state.loop.after(pause_s, call)
@@ -368,7 +305,7 @@ class Agents:
     def _begin_again(self, node: Node) -> None:
         node.agent.kill()
         node.agent.wait()
-        node.agent = self._begin(node.number)
+        node.agent = self._starter.start(node.number)
 
     def bring_back(self, node: Node) -> None:
         """Start the agent of a node that is away: at once, for its host may be well, and now and then after that."""
@@ -397,10 +334,7 @@ class Agents:
         result = self._state.result
         code = result.exit_code if isinstance(result, ManyhostsError) else result
         self.tell_all(Leave(code=1 if code is None else code))
-        if self._acceptor is not None:
-            self._acceptor.close()  # whoever comes now finds nobody, and leaves
-        for channel in self._unheard:
-            channel.close()
+        self._starter.close()
         for node in self.nodes:
             if node.channel is not None:
                 node.channel.flush(timeout_s=1)

@@ -15,7 +15,8 @@ from manyhosts.control import protocol, variables
 from manyhosts.control.agent import host_state
 from manyhosts.control.display import Display
 from manyhosts.control.head import takeover
-from manyhosts.control.head.agents import SEE_ABOVE, Agents, StartAgent, StartHere
+from manyhosts.control.head.agent_starter import StartAgent, StartHere
+from manyhosts.control.head.agents import SEE_ABOVE, Agents
 from manyhosts.control.head.checks import Newcomers, Precheck
 from manyhosts.control.head.failure_policy import FailurePolicy
 from manyhosts.control.head.failures import Failure

@@ -209,20 +209,29 @@ def run(**words: Any) -> int:
             display.close()
 
 
-def _job(words: Mapping[str, Any]) -> Job:
+def _check_words(words: Mapping[str, Any]) -> None:
+    """See that no two options contradict each other.
+
+    Raises:
+        ConfigError: they do.
+    """
     if words["workers"] is not None and words["workers_per_node"] is not None:
         raise ConfigError("both --workers and --workers-per-node are given", where="--workers", fix="give one of them")
-    kind = scripts.kind_of(module=words["module"], no_python=words["no_python"])
-    scripts.check(words["script"], kind)
-    changed, measuring = overrides.parse(words["settings"]), environment(words["profile"], words["metrics_port"])
-    if words["run_dir"]:
-        run_directory.check_is_folder(words["run_dir"], where="--run-dir")
     if words["resume"] and words["run_dir"]:
         raise ConfigError(
             "both --resume last and --run-dir are given",
             where="--resume",
             fix="give one: a run directory that holds a run is gone on with",
         )
+
+
+def _job(words: Mapping[str, Any]) -> Job:
+    _check_words(words)
+    kind = scripts.kind_of(module=words["module"], no_python=words["no_python"])
+    scripts.check(words["script"], kind)
+    changed, measuring = overrides.parse(words["settings"]), environment(words["profile"], words["metrics_port"])
+    if words["run_dir"]:
+        run_directory.check_is_folder(words["run_dir"], where="--run-dir")
     where = Where(
         target=words["target"],
         hosts=words["hosts"],
@@ -271,13 +280,7 @@ def _job(words: Mapping[str, Any]) -> Job:
         check=not words["no_check"],
         encrypt=words["encrypt"] is not None,
         hidden=tuple(variables_of(words["env"])),
-        environment={
-            **variables_of(words["env"]),
-            **overrides.to_environment(changed),
-            **measuring,
-            **({} if words["run_dir"] or words["resume"] else {run_directory.UNASKED: "1"}),
-            **(_rehearsed(words["env"]) if words["rehearse"] else {}),
-        },
+        environment=_environment(words, {**overrides.to_environment(changed), **measuring}),
         overrides=changed,
         for_trainer=tuple(OPTION_OF[variable] for variable in measuring),
         preload=scripts.preload(words["script"], kind, own=_TRAINING),
@@ -285,6 +288,13 @@ def _job(words: Mapping[str, Any]) -> Job:
     )
     scripts.check_run_dir(job)
     return job
+
+
+def _environment(words: Mapping[str, Any], settings: Mapping[str, str]) -> dict[str, str]:
+    """What all workers have in their environment, beside what the engine gives them; `settings` among it."""
+    unasked = {} if words["run_dir"] or words["resume"] else {run_directory.UNASKED: "1"}
+    rehearsed = _rehearsed(words["env"]) if words["rehearse"] else {}
+    return {**variables_of(words["env"]), **settings, **unasked, **rehearsed}
 
 
 def _warm_s(*, here: bool) -> float:

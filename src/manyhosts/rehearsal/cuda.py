@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -103,62 +104,95 @@ class _Device:
         pass
 
 
+@dataclass(slots=True)
+class _Gpus:
+    """Those of one worker, as its script sees them."""
+
+    count: int
+    current: int = 0
+    """As on a machine with GPUs, until the script chooses one."""
+
+    def set_device(self, device: Any = 0) -> None:
+        note("GPUs become this machine's CPU")
+        index = torch.device(device).index if isinstance(device, str | torch.device) else int(device)
+        if index is not None and index >= self.count:
+            what = f"invalid device ordinal {index}; the rehearsal has {self.count}, one per worker"
+            raise RuntimeError(f"CUDA error: {what}")
+        self.current = index if index is not None else self.current
+
+    def cuda(self) -> dict[str, Callable[..., Any]]:
+        """What functions of `torch.cuda` answer."""
+        properties = SimpleNamespace(
+            name="rehearsal",
+            total_memory=_MEMORY_BYTES,
+            major=8,
+            minor=0,
+            multi_processor_count=1,
+            is_integrated=False,
+            is_multi_gpu_board=False,
+            warp_size=32,
+        )
+        return {
+            "is_available": lambda: True,
+            "is_initialized": lambda: False,
+            "device_count": lambda: self.count,
+            "current_device": lambda: self.current,
+            "set_device": self.set_device,
+            "device": _Device,
+            "device_of": _Device,
+            "get_device_name": lambda *_: "rehearsal",
+            "get_device_capability": lambda *_: (8, 0),
+            "get_device_properties": lambda *_: properties,
+            "is_bf16_supported": lambda *_, **__: True,
+            "is_tf32_supported": lambda: False,
+            "mem_get_info": lambda *_: (_MEMORY_BYTES, _MEMORY_BYTES),
+            "memory_stats": lambda *_: {},
+            "memory_summary": lambda *_, **__: "",
+            "memory_snapshot": lambda *_: [],
+            "get_arch_list": list,
+            "Stream": Stream,
+            "Event": Event,
+            "current_stream": lambda *_: Stream(),
+            "default_stream": lambda *_: Stream(),
+            "stream": lambda _: nullcontext(),
+            "is_current_stream_capturing": lambda: False,
+            "can_device_access_peer": lambda *_: False,
+            "manual_seed": torch.default_generator.manual_seed,
+            "manual_seed_all": torch.default_generator.manual_seed,
+            "initial_seed": torch.initial_seed,
+            "get_rng_state": lambda *_: torch.get_rng_state(),
+            "set_rng_state": lambda state, *_: torch.set_rng_state(state),
+            "get_rng_state_all": lambda: [torch.get_rng_state()] * self.count,
+            "set_rng_state_all": lambda states: torch.set_rng_state(states[self.current]),
+        }
+
+    def accelerator(self) -> dict[str, Callable[..., Any]]:
+        """What functions of `torch.accelerator` answer."""
+        found: dict[str, Callable[..., Any]] = {
+            "is_available": lambda: True,
+            "device_count": lambda: self.count,
+            "current_accelerator": lambda *_, **__: torch.device("cuda"),
+            "current_device_index": lambda: self.current,
+            "current_device_idx": lambda: self.current,
+            "set_device_index": self.set_device,
+            "set_device_idx": self.set_device,
+            "device_index": _Device,
+            "synchronize": _nothing,
+            "current_stream": lambda *_: Stream(),
+            "set_stream": _nothing,
+        }
+        for name in ("empty_cache", "reset_peak_memory_stats", "reset_accumulated_memory_stats"):
+            found[name] = _nothing
+        for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
+            found[name] = _zero
+        return found
+
+
 def put_in_place() -> None:
     """Let `torch.cuda` and `torch.accelerator` answer for GPUs that are not there."""
     named = os.environ.get(REHEARSED_GPUS, "")
-    gpus = len(named.split(",")) if named else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    current = [0]  # as on a machine with GPUs, until the script chooses one
-
-    def set_device(device: Any = 0) -> None:
-        note("GPUs become this machine's CPU")
-        index = torch.device(device).index if isinstance(device, str | torch.device) else int(device)
-        if index is not None and index >= gpus:
-            raise RuntimeError(f"CUDA error: invalid device ordinal {index}; the rehearsal has {gpus}, one per worker")
-        current[0] = index if index is not None else current[0]
-
-    properties = SimpleNamespace(
-        name="rehearsal",
-        total_memory=_MEMORY_BYTES,
-        major=8,
-        minor=0,
-        multi_processor_count=1,
-        is_integrated=False,
-        is_multi_gpu_board=False,
-        warp_size=32,
-    )
-    answers: dict[str, Callable[..., Any]] = {
-        "is_available": lambda: True,
-        "is_initialized": lambda: False,
-        "device_count": lambda: gpus,
-        "current_device": lambda: current[0],
-        "set_device": set_device,
-        "device": _Device,
-        "device_of": _Device,
-        "get_device_name": lambda *_: "rehearsal",
-        "get_device_capability": lambda *_: (8, 0),
-        "get_device_properties": lambda *_: properties,
-        "is_bf16_supported": lambda *_, **__: True,
-        "is_tf32_supported": lambda: False,
-        "mem_get_info": lambda *_: (_MEMORY_BYTES, _MEMORY_BYTES),
-        "memory_stats": lambda *_: {},
-        "memory_summary": lambda *_, **__: "",
-        "memory_snapshot": lambda *_: [],
-        "get_arch_list": list,
-        "Stream": Stream,
-        "Event": Event,
-        "current_stream": lambda *_: Stream(),
-        "default_stream": lambda *_: Stream(),
-        "stream": lambda _: nullcontext(),
-        "is_current_stream_capturing": lambda: False,
-        "can_device_access_peer": lambda *_: False,
-        "manual_seed": torch.default_generator.manual_seed,
-        "manual_seed_all": torch.default_generator.manual_seed,
-        "initial_seed": torch.initial_seed,
-        "get_rng_state": lambda *_: torch.get_rng_state(),
-        "set_rng_state": lambda state, *_: torch.set_rng_state(state),
-        "get_rng_state_all": lambda: [torch.get_rng_state()] * gpus,
-        "set_rng_state_all": lambda states: torch.set_rng_state(states[current[0]]),
-    }
+    gpus = _Gpus(len(named.split(",")) if named else int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    answers = gpus.cuda()
     answers |= {name: _zero for name in _ZERO} | {name: _nothing for name in _NOTHING}
     answers |= {name: _refusing(name) for name in _REFUSED if hasattr(torch.cuda, name)}
     replace(torch.cuda, **answers)
@@ -167,24 +201,7 @@ def put_in_place() -> None:
     replace(torch.cuda.nccl, version=lambda: (2, 27, 0))  # some scripts ask before they begin
     replace(torch.cuda.nvtx, range_push=_nothing, range_pop=_nothing, mark=_nothing)
     torch.version.cuda = torch.version.cuda or "12.8"
-    accelerator: dict[str, Callable[..., Any]] = {
-        "is_available": lambda: True,
-        "device_count": lambda: gpus,
-        "current_accelerator": lambda *_, **__: torch.device("cuda"),
-        "current_device_index": lambda: current[0],
-        "current_device_idx": lambda: current[0],
-        "set_device_index": set_device,
-        "set_device_idx": set_device,
-        "device_index": _Device,
-        "synchronize": _nothing,
-        "current_stream": lambda *_: Stream(),
-        "set_stream": _nothing,
-    }
-    for name in ("empty_cache", "reset_peak_memory_stats", "reset_accumulated_memory_stats"):
-        accelerator[name] = _nothing
-    for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
-        accelerator[name] = _zero
-    replace(torch.accelerator, **accelerator)
+    replace(torch.accelerator, **gpus.accelerator())
 
 
 def _zero(*_: Any, **__: Any) -> int:

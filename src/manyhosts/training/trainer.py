@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,15 +26,16 @@ from manyhosts.data.data import Data, check_dataset
 from manyhosts.elastic import rendezvous
 from manyhosts.errors import ConfigError
 from manyhosts.events import Listener, TestDone
-from manyhosts.snapshot.load import load, same_model
+from manyhosts.snapshot.load import load
 from manyhosts.snapshot.weights import check_path
 from manyhosts.snapshot.weights import save as save_weights
 from manyhosts.training import watching
+from manyhosts.training.best_weights import best_model, holding
 from manyhosts.training.build import MakeOptimizer, MakeSchedule, ModelOrMaker, Parts, build
 from manyhosts.training.compute import Loss, UserStep
 from manyhosts.training.cut_state import whole_state
 from manyhosts.training.evaluate import Evaluation
-from manyhosts.training.held import TrainerState, copied, put_weights, state_of, weights_of
+from manyhosts.training.held import TrainerState
 from manyhosts.training.metrics import flattened
 from manyhosts.training.passes import ForwardPasses
 from manyhosts.training.predict import Forward, Prediction, of_inputs
@@ -309,7 +309,7 @@ class Trainer:
                 where="trainer.predict",
                 fix="start the same command again: all workers begin together then",
             )
-        with self._holding(weights):
+        with holding(weights, self.parts, self._run):
             compare_weights(self.parts, "before the prediction")
             return prediction(self.model)
 
@@ -331,7 +331,7 @@ class Trainer:
         self._call(lambda: self._save(file, weights))
 
     def _save(self, file: Path, weights: Literal["best", "last"]) -> None:
-        best = self._best() if weights == "best" else None
+        best = best_model(self._run) if weights == "best" else None
         state: Mapping[str, Any] = {}
         if best is None:
             holding = self.parts.strategy.holding
@@ -344,35 +344,13 @@ class Trainer:
                 error = found
         gather_plain(self.world, None, error)
 
-    def _best(self) -> Path | None:
-        """The best model's folder, here on every worker; None where the run has none."""
-        if self._run is None:
-            return None
-        best = self._run.directory.best
-        self._run.snapshot_schedule.store.everywhere(best, self._run.state.best_step)
-        return best if best.exists() else None
-
     def _evaluated(self, evaluation: Evaluation, which: str) -> dict[str, float]:
         compare_weights(self.parts, f"before {which}")
         return evaluation(self.model)
 
-    @contextmanager
-    def _holding(self, weights: Literal["best", "last"]) -> Iterator[bool]:
-        """The model with the weights of the best validation for a while, where they are asked for and kept."""
-        best = self._best() if weights == "best" else None
-        if best is None:
-            yield False
-            return
-        now = copied(weights_of(self.parts))
-        put_weights(self.parts, state_of(load(best, same_model(self.parts.fingerprint())), self.parts))
-        try:
-            yield True
-        finally:
-            put_weights(self.parts, now)
-
     def _test(self, evaluation: Evaluation, weights: Literal["best", "last"]) -> dict[str, float]:
         begin = time.perf_counter()
-        with self._holding(weights) as is_best:
+        with holding(weights, self.parts, self._run) as is_best:
             values = self._evaluated(evaluation, "the test of the best model" if is_best else "the test")
         if self._run is not None:
             if self.world.is_leader and not self._collective_calls.over:

@@ -67,4 +67,4 @@ trainer = mh.Trainer(
     warmup="20 steps",
 )
 loss = trainer.fit("300 steps").validation["loss"]
-print(f"nats per character: {loss:.2f}, by the frequency of characters alone {by_frequency:.2f}")
+mh.print(f"nats per character: {loss:.2f}, by the frequency of characters alone {by_frequency:.2f}")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sharded
 import torch
 from commands import summary
 from launching import run
@@ -115,6 +116,10 @@ def test_a_killed_worker_is_replaced_and_the_run_goes_on_from_its_parts_to_the_s
     assert summary(killed.run_dir)["restarts"] == 1
     assert summary(killed.run_dir)["weights_sha256"] == summary(whole.run_dir)["weights_sha256"]
     assert summary(whole.run_dir)["strategy"] == "fsdp"
+    told = (
+        "if a worker is lost, all end (each worker holds a part of the model that no other has); --restarts N goes on"
+    )
+    assert told in sharded.said(whole.run_dir)
 
 
 def test_an_error_of_one_worker_is_shown_once_and_ends_the_run(tmp_path: Path) -> None:

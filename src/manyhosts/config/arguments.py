@@ -12,6 +12,7 @@ from manyhosts.table import nearest
 
 P = ParamSpec("P")
 R = TypeVar("R")
+C = TypeVar("C")
 
 _EPOCHS = 'the length of a run is said when it starts: trainer.fit("20 epochs")'
 _STEPS = 'the length of a run is said when it starts: trainer.fit("5000 steps")'
@@ -93,6 +94,51 @@ OF_FIT = {
     "resume_from_checkpoint": OF_TRAINER["ckpt_path"],
 }
 """Of `Trainer.fit`, likewise."""
+_OF_ANY_DDP = "nothing is needed for that here; leave it out"
+OF_DDP = {
+    "bucket_cap_mb": "bucket_mb=25",
+    "find_unused_parameters": _OF_ANY_DDP,
+    "static_graph": _OF_ANY_DDP,
+    "gradient_as_bucket_view": _OF_ANY_DDP,
+    "broadcast_buffers": _OF_ANY_DDP,
+    "device_ids": _WORKERS,
+    "comm_hook": 'compression="bf16", or a function of your own',
+}
+"""Of `mh.DDP`, likewise."""
+_ZERO = "zero=3 lets go of parameters after each pass, zero=2 keeps them through a step, zero=1 gradients, too"
+_PARTS = (
+    "the parts lie on the device that computes. To need less of it: more workers, or mh.Trainer"
+    '(activation_checkpointing="blocks")'
+)
+_FORMATS = 'mh.Trainer(precision="bf16"); here gather="bf16" and reduce="bf16" say what travels so'
+OF_FSDP = {
+    "cpu_offload": _PARTS,
+    "offload_policy": _PARTS,
+    "reshard_after_forward": _ZERO,
+    "sharding_strategy": _ZERO,
+    "stage": _ZERO,
+    "mp_policy": _FORMATS,
+    "mixed_precision": _FORMATS,
+    "param_dtype": 'gather="bf16", with mh.Trainer(precision="bf16")',
+    "reduce_dtype": 'reduce="bf16"',
+    "auto_wrap_policy": 'units="Block": the name of a class, or of modules',
+    "ignored_modules": 'units="Block": what no unit holds is one more; every parameter is kept in parts',
+    "mesh": "shard=8: so many workers share a copy of the model, the others hold further copies",
+    "device_mesh": "shard=8: so many workers share a copy of the model, the others hold further copies",
+}
+"""Of `mh.FSDP`, likewise."""
+OF_SNAPSHOTS = {
+    "every_n_steps": 'every="500 steps"',
+    "every_n_train_steps": 'every="500 steps"',
+    "every_n_epochs": 'every="1 epoch"',
+    "save_steps": 'every="500 steps"',
+    "save_top_k": "keep=3: the newest; the best model is kept beside them",
+    "save_total_limit": "keep=3: the newest; the best model is kept beside them",
+    "dirpath": 'mh.Trainer(run_dir="runs/mine"); to="s3://bucket/path" is for a copy elsewhere',
+}
+"""Of `mh.Snapshots`, likewise."""
+OF_EARLY_STOPPING = {"monitor": 'metric="loss"', "threshold": "min_delta=0.001"}
+"""Of `mh.EarlyStopping`, likewise."""
 _TO_GIVE = {
     "model": "model=lambda: ConvNet()",
     "optimizer": _OPTIMIZER,
@@ -121,6 +167,16 @@ def answers(who: str, elsewhere: Mapping[str, str]) -> Callable[[Callable[P, R]]
     return around
 
 
+def answering(elsewhere: Mapping[str, str] | None = None) -> Callable[[type[C]], type[C]]:
+    """Have a class of settings do so where it is made."""
+
+    def around(kind: type[C]) -> type[C]:
+        kind.__init__ = answers(f"mh.{kind.__name__}", elsewhere or {})(kind.__init__)  # type: ignore[method-assign]  # the point
+        return kind
+
+    return around
+
+
 def check_by_name(
     function: Callable[..., Any], who: str, elsewhere: Mapping[str, str], given: Sequence[Any], named: Mapping[str, Any]
 ) -> None:
@@ -130,13 +186,13 @@ def check_by_name(
         ConfigError: it does not, or lacks one; with what to write, where that is known.
     """
     known = [each for each in inspect.signature(function).parameters.values() if each.name != "self"]
+    names = [each.name for each in known]
     places = sum(each.kind is not inspect.Parameter.KEYWORD_ONLY for each in known)
     if len(given) > places:
         kind = type(given[places]).__name__
         takes = "takes the length of the run alone" if who == "trainer.fit" else "takes its arguments by name"
         what = f"{who} {takes}, but a {kind} comes without a name"
-        raise ConfigError(what, where=who, fix=f"write {_BY_NAME[who]}")
-    names = [each.name for each in known]
+        raise ConfigError(what, where=who, fix=f"write {_BY_NAME.get(who, f'{who}({names[0]}=…)')}")
     for name in named:
         if name not in names:
             fix = elsewhere.get(name) or f"{nearest(name, names)}known: {', '.join(names)}"

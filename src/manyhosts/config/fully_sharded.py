@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from manyhosts.config.arguments import OF_FSDP, answering
 from manyhosts.config.kinds import check_kinds
 from manyhosts.errors import ConfigError
 
 
+@answering(OF_FSDP)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FSDP:
     """Each worker keeps a part of parameters, gradients and optimizer state; it has a unit whole while it computes it.

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from manyhosts.config.arguments import answering
 from manyhosts.config.kinds import check_kinds
 from manyhosts.errors import ConfigError
 
 
+@answering()
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalSGD:
     """Every worker steps alone with its part of each batch; every `sync_every` steps all take the mean of their models.
@@ -43,6 +45,7 @@ class LocalSGD:
         _at_least("LocalSGD", {"sync_every": (self.sync_every, 1), "sync_warmup": (self.sync_warmup, 0)})
 
 
+@answering()
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DiLoCo:
     """Every worker steps alone; every `sync_every` steps what they moved by becomes one step of an outer optimizer.

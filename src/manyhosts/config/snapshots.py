@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from manyhosts.config.arguments import OF_SNAPSHOTS, answering
 from manyhosts.config.kinds import check_kinds
 from manyhosts.errors import ConfigError
 from manyhosts.units import Duration
 
 
+@answering(OF_SNAPSHOTS)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshots:
     """A snapshot `every` so often, and the newest `keep` of them on disk.

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from manyhosts.config.arguments import OF_EARLY_STOPPING, answering
 from manyhosts.config.kinds import check_kinds
 from manyhosts.errors import ConfigError
 
 
+@answering(OF_EARLY_STOPPING)
 @dataclass(frozen=True, slots=True)
 class EarlyStopping:
     """Stop when `metric` has not become better for `patience` validations in a row.

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from manyhosts.config.arguments import OF_DDP, answering
 from manyhosts.config.compression import check_name
 from manyhosts.config.fully_sharded import FSDP
 from manyhosts.config.kinds import check_kinds
@@ -21,6 +22,7 @@ class Single:
     name: ClassVar[str] = "single"
 
 
+@answering(OF_DDP)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DDP:
     """Every worker holds the whole model; gradients are summed over all of them in each step."""

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanSquaredError, MetricCollection
 
 import manyhosts as mh
-from manyhosts.config.arguments import OF_DATA, OF_FIT, OF_TRAINER
+from manyhosts.config.arguments import OF_DATA, OF_DDP, OF_EARLY_STOPPING, OF_FIT, OF_FSDP, OF_SNAPSHOTS, OF_TRAINER
 from manyhosts.errors import ConfigError
 
 
@@ -93,6 +93,13 @@ SLIPS: dict[str, tuple[Callable[[], Any], str, str]] = {
     "metrics without names": (lambda: trainer(metrics=[1]), "metrics is a list", 'metrics={"accuracy"'),
     "a listener by itself": (lambda: trainer(listeners=print), "listeners is a function", "[function]"),
     "a step that is none": (lambda: trainer(loss=None, step=3), "step is a int", "a function"),
+    "offload": (
+        lambda: mh.FSDP(cpu_offload=True),
+        "mh.FSDP has no argument 'cpu_offload'",
+        "on the device that computes",
+    ),
+    "a word of local steps": (lambda: mh.LocalSGD(sync_evry=4), "no argument 'sync_evry'", "'sync_every'"),
+    "units without a name": (lambda: mh.FSDP("Block"), "by name, but a str comes without a name", "mh.FSDP(units=…)"),
     "weights that are not there": (lambda: trainer(init_from="nowhere.pt"), "no such file", "state_dict"),
 }
 
@@ -107,7 +114,13 @@ def test_slip_is_answered_with_what_to_write(slip: str) -> None:
 
 
 def test_no_answer_is_for_an_argument_that_there_is() -> None:
-    for kind, answers in ((mh.Trainer, OF_TRAINER), (mh.Data, OF_DATA)):
+    of_settings = (
+        (mh.DDP, OF_DDP),
+        (mh.FSDP, OF_FSDP),
+        (mh.Snapshots, OF_SNAPSHOTS),
+        (mh.EarlyStopping, OF_EARLY_STOPPING),
+    )
+    for kind, answers in ((mh.Trainer, OF_TRAINER), (mh.Data, OF_DATA), *of_settings):
         for name in answers:
             with pytest.raises(ConfigError, match=f"no argument '{name}'"):
                 kind(**{name: 1})

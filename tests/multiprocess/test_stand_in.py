@@ -27,6 +27,7 @@ from manyhosts.communication.comm_queue import CommQueue, QueuedExchange
 from manyhosts.communication.norm_kernels import PlainKernels
 from manyhosts.communication.world import World
 from manyhosts.data import steps
+from manyhosts.elastic.session import CollectiveCalls
 from manyhosts.training import pace
 from manyhosts.training.process_session import ProcessSession
 
@@ -407,6 +408,23 @@ def test_worker_that_fails_ends_also_where_others_do_not_come_to_what_it_has_beg
     assert told["status"] == "failed"
     assert told["reason"] == "ArithmeticError: no more steps"
     assert told["weights_sha256"] == "", "nobody knows what they are"
+
+
+def failing_call(rank: int) -> float:
+    """Fails, as in a validation, with a sum under way that the other, which failed before it, does not come to."""
+    tensor.install()
+    world = World(Place.from_environment())
+    calls = CollectiveCalls(world)
+    met = world.all_reduce(torch.ones(1, device=world.device)).item()
+    if not rank:
+        world.start_all_reduce(torch.ones(1, device=world.device))
+    calls.fail()
+    world.leave()
+    return met
+
+
+def test_worker_leaves_also_where_a_call_has_failed_with_a_sum_under_way() -> None:
+    assert run_ranks(2, failing_call, timeout_s=60) == [2.0, 2.0]
 
 
 def unnoticed_in_exchanges(rank: int) -> list[str]:

@@ -148,11 +148,8 @@ class Group(dist.ProcessGroup):
         return self._launch(tensors, lambda: self.gloo.broadcast(there, opts), there)
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> _Work:
-        to = [[_there(tensor) for tensor in row] for row in outputs]
-        of = [_there(tensor) for tensor in inputs]
-        return self._launch(
-            (outputs, inputs), lambda: self.gloo.allgather(to, of), [each for row in to for each in row]
-        )
+        """Of a list: NCCL fills one tensor, and PyTorch copies it into those of the list."""
+        raise AssertionError("a list is filled by way of a copy: gather into one tensor")
 
     def all_gather_single(self, output: Tensor, own: Tensor, opts: Any = None) -> _Work:
         rows = list(_there(output).view(self.size(), -1).unbind(0))

@@ -72,10 +72,14 @@ def keepers(world: World) -> list[int]:
     return [disks.index(disk) for disk in list(dict.fromkeys(disks))[:COPIES]]
 
 
+def own_disk(world: World) -> int:
+    """A number of this worker's disk."""
+    return int(os.environ.get(run_directory.DISK) or world.place.node_rank)
+
+
 def _disks(world: World) -> list[int]:
     """A number of each worker's disk, by rank. A launcher tells all workers theirs, or none of them."""
-    number = int(os.environ.get(run_directory.DISK) or world.place.node_rank)
-    own = torch.tensor([number], dtype=torch.int64, device=world.device)
+    own = torch.tensor([own_disk(world)], dtype=torch.int64, device=world.device)
     return [int(disk) for disk in world.stack(own).flatten().tolist()]
 
 

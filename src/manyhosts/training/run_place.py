@@ -16,8 +16,10 @@ from manyhosts.communication.gathering import gather_plain
 from manyhosts.communication.world import World
 from manyhosts.config.settings import Settings
 from manyhosts.errors import ManyhostsError
-from manyhosts.records.run_directory import UNASKED, VARIABLE, RunDirectory, check_is_folder
+from manyhosts.records.run_directory import APART, UNASKED, VARIABLE, RunDirectory, check_is_folder
+from manyhosts.snapshot.separate_disks import own_disk
 from manyhosts.training.process_session import ProcessSession
+from manyhosts.training.same_given import compare_run_dirs
 
 
 class RunPlace:
@@ -33,6 +35,15 @@ class RunPlace:
     def _names_directory(self) -> bool:
         """Whether the script's own word for the run directory counts."""
         return self._run_dir is not None and (VARIABLE not in os.environ or UNASKED in os.environ)
+
+    def compare(self, world: World) -> None:
+        """See that the script names one run directory to all workers that share a disk. All of them call this.
+
+        Raises:
+            ConfigError: it names several.
+        """
+        own = str(self._run_dir) if self._names_directory else ""
+        compare_run_dirs(world, own, disk=own_disk(world) if os.environ.get(APART) else 0)
 
     def directory(self, world: World) -> RunDirectory:
         """The run directory, the same on every worker. All of them call this."""

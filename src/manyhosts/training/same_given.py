@@ -42,6 +42,33 @@ def compare_descriptions(world: World, own: Mapping[str, Mapping[str, str]]) -> 
                 )
 
 
+def compare_run_dirs(world: World, own: str, *, disk: int) -> None:
+    """See that workers that share a disk were given the same run directory. Every worker calls this.
+
+    `own`: the script's word for it, empty where it has none; `disk`: a number of the disk that this worker writes to.
+
+    Raises:
+        ConfigError: they were not, on all workers alike.
+    """
+    if agree(world, _number(own)):
+        return
+    firsts: dict[int, tuple[int, str]] = {}
+    for rank, (number, word) in enumerate(gather_plain(world, [disk, own])):
+        first, other = firsts.setdefault(number, (rank, word))
+        if word != other:
+            raise ConfigError(
+                f"the workers are given different run directories: rank {first} {_directory(other)}, "
+                f"rank {rank} {_directory(word)}",
+                where="mh.Trainer(run_dir=…)",
+                fix="give every worker the same name, in which neither the time nor RANK is; or leave run_dir out: "
+                "rank 0 makes one then, with the time in its name, for all",
+            )
+
+
+def _directory(word: str) -> str:
+    return repr(word) if word else "none"
+
+
 def compare_data(world: World, sets: Mapping[str, Dataset[Any] | None]) -> None:
     """See that all workers hold the same samples, as far as it shows without reading any. Every worker calls this.
 

@@ -187,6 +187,7 @@ class Trainer:
         self._run: Run | None = None
 
         def make() -> Parts:
+            self._place.compare(self.world)
             parts = build(
                 settings=self.settings,
                 world=self.world,

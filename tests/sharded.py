@@ -20,16 +20,31 @@ import manyhosts as mh
 WORDS, WIDTH = 11, 7  # odd: no number of workers divides them
 
 
+class Gain(nn.Module):
+    """A single number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(()))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, 1.1)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden * self.weight
+
+
 class Block(nn.Module):
     """What a deep model repeats."""
 
     def __init__(self, *, norm: type[nn.Module] = nn.LayerNorm, dropout: float = 0.0) -> None:
         super().__init__()
         self.norm, self.up, self.down = norm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.dropout = nn.Dropout(dropout)
+        self.gain, self.dropout = Gain(), nn.Dropout(dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        added: Tensor = hidden + self.dropout(self.down(torch.tanh(self.up(self.norm(hidden)))))
+        added: Tensor = hidden + self.dropout(self.down(torch.tanh(self.gain(self.up(self.norm(hidden))))))
         return added
 
 
@@ -41,7 +56,8 @@ class Scaled(nn.Module):
 
 
 class Model(nn.Module):
-    """Blocks, one of them without parameters; the last layer is the first; a frozen parameter, and one never used."""
+    """Blocks, one of them without parameters; the last layer is the first; a frozen parameter, ones never used, and
+    a learned temperature."""
 
     def __init__(self, **block: Any) -> None:
         super().__init__()
@@ -51,24 +67,25 @@ class Model(nn.Module):
         self.last.weight = self.words.weight
         self.frozen = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH), requires_grad=False)
         self.unused = nn.Linear(3, 3)
+        self.temperature, self.idle = nn.Parameter(torch.tensor(0.9)), nn.Parameter(torch.tensor(2.0))
 
     def forward(self, words: Tensor) -> Tensor:
         hidden = self.words(words) * self.frozen
         for block in self.blocks:
             hidden = block(hidden)
-        out: Tensor = self.last(hidden)
+        out: Tensor = self.last(hidden) * self.temperature.exp()
         return out
 
 
 class Centred(nn.Module):
-    """A loss with a parameter of its own."""
+    """A loss with parameters of its own."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.centre = nn.Parameter(torch.linspace(-1, 1, WORDS))
+        self.centre, self.share = nn.Parameter(torch.linspace(-1, 1, WORDS)), nn.Parameter(torch.tensor(0.7))
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(outputs, targets) + (outputs - self.centre).square().mean()
+        return nn.functional.cross_entropy(outputs, targets) + self.share * (outputs - self.centre).square().mean()
 
 
 @dataclass(frozen=True)

@@ -223,7 +223,8 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
     if isinstance(strategy, LocalUpdates):
         strategy.hold(made_optimizer)
     holds_all = strategy.traits.holds_whole_model
-    precision = Precision(settings.precision, world.device, together=None if holds_all else world)
+    together = None if holds_all else world
+    precision = Precision(settings.precision, world.device, together=together, holding=strategy.holding)
 
     def cut_source(batch: int) -> Source:
         cut = cut_for(settings, strategy.shard(), level=global_batch is not None or strategy.traits.meets_in_forward)

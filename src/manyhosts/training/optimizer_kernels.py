@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torch.distributed.tensor import DTensor
 from torch.optim import Adam, AdamW, Optimizer
 
 from manyhosts.communication.world import World
@@ -30,8 +31,11 @@ def fuse(optimizer: Optimizer, world: World, *, holds_whole_model: bool) -> None
                 fix="leave fused out, or choose AdamW, whose kernel can",
             )
         real = all(parameter.is_floating_point() for parameter in group["params"])
+        alike = (
+            len({isinstance(parameter, DTensor) for parameter in group["params"]}) < 2
+        )  # no GPU has stepped both at once
         asked = group.get("fused") is not None or group.get("foreach") or group.get("differentiable")
-        if is_asynchronous(world.device) and "fused" in group and real and can_fuse and not asked:
+        if is_asynchronous(world.device) and "fused" in group and real and alike and can_fuse and not asked:
             group["fused"] = True
     if all(group.get("fused") for group in optimizer.param_groups):
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # as if made so: or fp16 waits in each step

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from manyhosts.communication.collectives import Collectives
+from manyhosts.communication.holding import WHOLE, Holding
 from manyhosts.training.compute import autocast
 
 
 class Precision:
     """fp32, bf16 or fp16 by autocast. Parameters, gradients and the optimizer stay in fp32."""
 
-    def __init__(self, name: str, device: torch.device, *, together: Collectives | None = None) -> None:
-        """`together`: the workers that each hold a part of the gradient, and leave out a step where any overflowed."""
+    def __init__(
+        self, name: str, device: torch.device, *, together: Collectives | None = None, holding: Holding = WHOLE
+    ) -> None:
+        """`together`: the workers that each hold a part of the gradient, and leave out a step where any overflowed;
+        `holding`: which part.
+        """
         self.name, self.together = name, together
         self.context = autocast(name, device)
-        self.scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
+        self.scaler = _ScalerOfParts(device.type, holding) if name == "fp16" else None
         self.is_unscaled = False
         """Whether the gradients of the step under way have their true size again."""
 
@@ -46,6 +52,26 @@ class Precision:
         """Take up what `state_dict` gave."""
         if self.scaler is not None and state:
             self.scaler.load_state_dict(state)
+
+
+class _ScalerOfParts(torch.amp.GradScaler):
+    """Looks at what this worker holds of each gradient: PyTorch's own takes no list of cut and whole ones."""
+
+    def __init__(self, device_type: str, holding: Holding) -> None:
+        super().__init__(device_type)
+        self.holding = holding
+
+    def _unscale_grads_(self, optimizer: Any, *args: Any) -> dict[torch.device, Tensor]:  # the scaler's own, by place
+        groups: list[dict[str, Any]] = [
+            {"params": [*map(self._held, group["params"])]} for group in optimizer.param_groups
+        ]
+        return super()._unscale_grads_(cast(torch.optim.Optimizer, SimpleNamespace(param_groups=groups)), *args)
+
+    def _held(self, parameter: Tensor) -> Tensor:
+        """This worker's part of a parameter, with that of its gradient."""
+        held = self.holding.local(parameter)
+        held.grad = None if parameter.grad is None else self.holding.local(parameter.grad)
+        return held
 
 
 class _Scaled:

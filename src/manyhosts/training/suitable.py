@@ -20,6 +20,7 @@ from manyhosts.data import randomness
 from manyhosts.data.data import Data
 from manyhosts.data.fetch import Fetcher
 from manyhosts.data.steps import mapped
+from manyhosts.device import is_asynchronous
 from manyhosts.errors import ConfigError
 from manyhosts.snapshot.tensors import can_keep, dtype_name
 
@@ -188,7 +189,8 @@ def check_optimizer(optimizer: Optimizer, world: World, *, holds_whole_model: bo
     """See that `optimizer` steps by gradients alone, and by those that a worker holds.
 
     Raises:
-        ConfigError: it computes the loss itself, wants sparse gradients, or whole matrices where workers hold parts.
+        ConfigError: it computes the loss itself, wants sparse gradients, or whole matrices where workers hold parts; or
+            it is made for other steps than these.
     """
     kind = next((each.__name__ for each in type(optimizer).__mro__ if each.__name__ in _OF_WHOLE_MATRICES), None)
     if kind is not None and not holds_whole_model:
@@ -197,6 +199,16 @@ def check_optimizer(optimizer: Optimizer, world: World, *, holds_whole_model: bo
             where="mh.Trainer(optimizer=…, strategy=…)",
             fix="choose an optimizer that treats each number alone, such as AdamW, or strategy='ddp'",
         )
+    is_on_gpu = is_asynchronous(world.device)
+    for group in optimizer.param_groups:
+        if group.get("differentiable") or (group.get("capturable") and not is_on_gpu):
+            option = "differentiable" if group.get("differentiable") else "capturable"
+            raise ConfigError(
+                f"{type(optimizer).__name__} is made with {option}=True, which "
+                + ("is for steps that are themselves differentiated" if option == "differentiable" else "takes a GPU"),
+                where="mh.Trainer(optimizer=…)",
+                fix=f"leave {option} out",
+            )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ConfigError(

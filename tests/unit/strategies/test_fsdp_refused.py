@@ -27,8 +27,6 @@ def add(name: str, parameter: nn.Parameter) -> Callable[[nn.Sequential], object]
 
 
 REFUSED: dict[str, tuple[Callable[[nn.Sequential], object], str]] = {
-    "scalar": (add("temperature", nn.Parameter(torch.tensor(1.0))), "'temperature' is a single number"),
-    "frozen scalar": (add("one", nn.Parameter(torch.tensor(1.0), requires_grad=False)), "'one' is a single number"),
     "empty": (add("nothing", nn.Parameter(torch.empty(0, 3))), "'nothing' has no elements"),
     "hook": (lambda model: model[0].weight.register_hook(lambda gradient: gradient * 0.5), "'0.weight' has a hook"),
     "late hook": (

@@ -18,6 +18,7 @@ from manyhosts.config.fully_sharded import FSDP
 from manyhosts.device import is_asynchronous
 from manyhosts.strategies.fsdp.exchange import Gathering, StepDigest, Summing
 from manyhosts.strategies.fsdp.refused import Given, Written, check_placeable
+from manyhosts.strategies.fsdp.units import is_whole
 from manyhosts.strategies.materialise import Places, materialise
 
 
@@ -32,6 +33,8 @@ def place_root(
     places: Places,
 ) -> None:
     """Keep this worker's part of every parameter of `root`: of each of `units`, which are in it, and of the rest.
+
+    What is a single number is kept whole, and left to the strategy.
 
     One after the other, so that of a model on the meta device no worker ever holds more than one unit whole.
 
@@ -58,7 +61,8 @@ def place_root(
                 each.data = each.data.contiguous()  # of a part no other memory format is known
         own = [each for each in (*unit.parameters(), *unit.buffers()) if not isinstance(each, DTensor)]
         spread([each for each in own if id(each) not in done], world)
-        done.update(id(each) for each in unit.buffers())
+        whole = {each for each in unit.parameters() if is_whole(each)}
+        done.update(id(each) for each in (*whole, *unit.buffers()))
         given = Given(
             f"the unit {name!r}" if name else "the model itself", always=unit is root and is_asynchronous(world.device)
         )
@@ -66,7 +70,7 @@ def place_root(
         unit.register_forward_hook(_own_memory)
         # The root is whole through all of the forward and all of the backward pass: nothing is gained in between.
         keeps = config.zero < 3 or unit is root
-        fully_shard(unit, mesh=over, reshard_after_forward=not keeps, mp_policy=policy)
+        fully_shard(unit, mesh=over, reshard_after_forward=not keeps, mp_policy=policy, ignored_params=whole)
         unit.register_forward_pre_hook(noted(given.note), with_kwargs=True)
         unit.register_forward_pre_hook(noted(partial(written.note, name)))
         unit.register_forward_pre_hook(noted(partial(_note, step_digest, number)))

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from manyhosts.config.fully_sharded import FSDP
 from manyhosts.errors import ConfigError
+from manyhosts.strategies.fsdp.units import is_whole
 
 
 def check_placeable(root: nn.Module, units: Mapping[str, nn.Module], config: FSDP) -> None:
@@ -25,12 +26,11 @@ def check_placeable(root: nn.Module, units: Mapping[str, nn.Module], config: FSD
     owner = {id(each): name for name, unit in units.items() for each in unit.parameters()}
     first: dict[str, tuple[str, nn.Parameter]] = {}
     for name, parameter in root.named_parameters():
-        if parameter.dim() == 0 or parameter.numel() == 0:
-            what = "has no elements" if parameter.dim() else "is a single number"
+        if parameter.numel() == 0:
             raise ConfigError(
-                f"the parameter {name!r} {what}, which cannot be cut into parts",
+                f"the parameter {name!r} has no elements, which cannot be cut into parts",
                 where="strategy='fsdp'",
-                fix="leave it out" if parameter.dim() else "give it a dim: nn.Parameter(torch.ones(1))",
+                fix="leave it out",
             )
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ConfigError(
@@ -38,7 +38,7 @@ def check_placeable(root: nn.Module, units: Mapping[str, nn.Module], config: FSD
                 where="strategy='fsdp'",
                 fix="do it in the forward pass (multiply the weight by its mask), or choose strategy='ddp'",
             )
-        if not parameter.requires_grad:
+        if not parameter.requires_grad or is_whole(parameter):
             continue
         unit = owner.get(id(parameter), "")
         other, beside = first.setdefault(unit, (name, parameter))
@@ -74,7 +74,11 @@ class Replaced:
 
     def __init__(self, model: nn.Module) -> None:
         """`model`: before it is cut."""
-        self._left = [(name, weakref.ref(each)) for name, each in model.named_parameters() if each.requires_grad]
+        self._left = [
+            (name, weakref.ref(each))
+            for name, each in model.named_parameters()
+            if each.requires_grad and not is_whole(each)
+        ]
 
     def check(self) -> None:
         """See that none of them has been given a gradient.
@@ -137,7 +141,7 @@ class Written:
     def note(self, unit: str, module: nn.Module, inputs: Any) -> None:
         """The unit is called, with its parameters gathered."""
         for name, each in module.named_parameters():
-            if not isinstance(each, DTensor):
+            if not isinstance(each, DTensor) and not is_whole(each):
                 self._seen.setdefault(id(each), (f"{unit}.{name}".lstrip("."), each, each._version))
 
     def check(self) -> None:

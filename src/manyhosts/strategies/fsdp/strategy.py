@@ -11,10 +11,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from manyhosts.communication.collectives import Work
 from manyhosts.communication.dtensors import DTensors
+from manyhosts.communication.layout import as_real, spread
 from manyhosts.communication.mesh import Mesh
 from manyhosts.communication.model_watch import ModelWatch
 from manyhosts.communication.world import World
@@ -23,10 +25,11 @@ from manyhosts.device import LateNumbers
 from manyhosts.strategies.cut_model import CutModel
 from manyhosts.strategies.fsdp import rounded
 from manyhosts.strategies.fsdp.exchange import StepDigest, check_alike
+from manyhosts.strategies.fsdp.optimizer_step import stepping
 from manyhosts.strategies.fsdp.place import place_root
 from manyhosts.strategies.fsdp.refused import Replaced, Written, misuse_told
-from manyhosts.strategies.fsdp.units import find_units
-from manyhosts.strategies.materialise import places_of
+from manyhosts.strategies.fsdp.units import find_units, has_parts, is_whole
+from manyhosts.strategies.materialise import materialise, places_of
 from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome, Steppable
 from manyhosts.strategies.tally import Agreed, Tally
 from manyhosts.strategies.traits import TRAITS
@@ -66,7 +69,7 @@ class FullySharded(CutModel):
         units, places = find_units(whole, self.config.patterns), places_of(model)
         self.replaced = Replaced(model)
         for root in (whole, *loss):
-            if any(True for _ in root.parameters()):
+            if has_parts(root):
                 inside = units if root is whole else {}
                 place_root(
                     root,
@@ -79,7 +82,9 @@ class FullySharded(CutModel):
                 )
                 self.roots.append(cast(FSDPModule, root))
             else:
+                materialise(root.modules(), places)
                 root.to(self.world.device)
+                spread([*root.parameters(), *root.buffers()], self.world)
         self.parameters = list(model.parameters())
         self.model_watch = ModelWatch(model, self.world)
         self.model_watch.watch.parameters = []  # units come and go: what a forward pass sees is not what is kept
@@ -108,7 +113,9 @@ class FullySharded(CutModel):
         self.step_digest.announce(*(each.grad is not None for each in self.parameters))
         self.step_digest.compare()
         tally.control_flags = [*control_flags, *self.step_digest.told()]
+        whole = self._start_whole()
         self.world.wait(tally.start_sum())
+        self._take_whole(*whole)
         told, tally.control_flags = tally.control_flags[-2:], tally.control_flags[:-2]
         if (sums := self.late.read(told)) is not None:
             check_alike(sums, self.world.size)
@@ -128,7 +135,7 @@ class FullySharded(CutModel):
         then each of their messages must be as long as the others'.
         """
         copies = self.mesh.along("replicate")
-        trained = [each for each in self.parameters if each.requires_grad]
+        trained = [each for each in self.parameters if each.requires_grad and not is_whole(each)]
         for dtype in dict.fromkeys(each.dtype for each in trained) if copies.size > 1 else ():
             own = [each for each in trained if each.dtype == dtype]
             given = [
@@ -139,6 +146,21 @@ class FullySharded(CutModel):
             flat = rounded.all_reduce(copies, flat) if self.config.reduce == "bf16" else copies.all_reduce(flat)
             for part, summed in zip(given, flat.split([each.numel() for each in given]), strict=True):
                 part.copy_(summed.view_as(part))
+
+    def _start_whole(self) -> tuple[list[Tensor], Tensor, Work]:
+        """Begin to sum over all workers the gradients of what each keeps whole; what has none is sent as zero."""
+        trained = [each for each in self.parameters if each.requires_grad and is_whole(each)]
+        given = [as_real(torch.zeros_like(each) if each.grad is None else each.grad).detach() for each in trained]
+        if not given:
+            return [], torch.empty(0), None
+        flat = torch.cat([each.double().reshape(-1) for each in given])
+        return given, flat, self.world.start_all_reduce(flat)
+
+    def _take_whole(self, given: Sequence[Tensor], flat: Tensor, work: Work) -> None:
+        """Have the sums that `_start_whole` began in place of this worker's gradients."""
+        self.world.wait(work)
+        for each, summed in zip(given, flat.split([each.numel() for each in given]), strict=True):
+            each.copy_(summed.view_as(each))
 
     def _compare_buffers(self) -> None:
         """See that all workers have the same buffers and train the same parameters, before anything relies on it."""
@@ -152,7 +174,8 @@ class FullySharded(CutModel):
 
     def update(self, model: nn.Module, optimizer: Steppable) -> None:
         """Step the optimizer, which knows of this worker's parts alone."""
-        optimizer.step()
+        with stepping(optimizer):
+            optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: it remembers nothing."""

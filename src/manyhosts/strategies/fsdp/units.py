@@ -8,13 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.blocks import blocks_of
 
 Units = dict[str, nn.Module]
 """By name, none inside another, in the order of the model."""
+
+
+def is_whole(parameter: Tensor) -> bool:
+    """Whether each worker keeps all of it: a single number without dims, such as a learned temperature."""
+    return parameter.dim() == 0
+
+
+def has_parts(module: nn.Module) -> bool:
+    """Whether there is anything in `module` that is cut."""
+    return not all(map(is_whole, module.parameters()))
 
 
 def find_units(model: nn.Module, patterns: Sequence[str]) -> Units:
@@ -34,7 +44,7 @@ def find_units(model: nn.Module, patterns: Sequence[str]) -> Units:
                 where="FSDP(units=…)",
                 fix=f"name what is in it: units=[{name + '.*'!r}]",
             )
-        if any(True for _ in module.parameters()):
+        if has_parts(module):
             units[name] = module
     if not units:
         raise _no_units(model, patterns)
@@ -90,7 +100,8 @@ def _shared(model: nn.Module, units: Units) -> dict[str, str]:
     """The units of which a parameter also stands outside, with its name inside."""
     places: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        places.setdefault(id(parameter), []).append(name)
+        if not is_whole(parameter):
+            places.setdefault(id(parameter), []).append(name)
     found = {}
     for unit in units:
         for names in places.values():

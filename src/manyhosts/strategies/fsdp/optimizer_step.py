@@ -1,0 +1,128 @@
+"""A step of an optimizer whose parameters are DTensors: what it would get wrong in silence is put right or refused.
+
+PyTorch computes on DTensors what it would on whole tensors, and sends for it what it needs. Three things it does not
+see to: a number that is read while workers hold parts of it (`gradient.norm().item()`) is this worker's part; writing
+into a slice that had to be gathered (`parameter[0].add_`) changes a copy; and random numbers are drawn by each worker
+alone. The optimizers of PyTorch that treat each number alone do none of that, and are left alone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import optim
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from manyhosts.communication.world import is_break
+from manyhosts.errors import ConfigError
+from manyhosts.strategies.strategy import Steppable
+
+_NUMBER_BY_NUMBER = (
+    optim.SGD,
+    optim.Adam,
+    optim.AdamW,
+    optim.Adagrad,
+    optim.Adadelta,
+    optim.Adamax,
+    optim.NAdam,
+    optim.RAdam,
+    optim.ASGD,
+    optim.RMSprop,
+)
+"""What each number of a tensor becomes depends on no other."""
+_WORDS_OF_DTENSOR = ("DTensor", "sharded", "placement", "tensor subclass")
+
+
+@contextmanager
+def stepping(optimizer: Steppable) -> Iterator[None]:
+    """Within, `optimizer` makes a step.
+
+    Raises:
+        ConfigError: it does something that cannot be done, or would not be right, where workers hold parts.
+    """
+    own: Any = getattr(optimizer, "optimizer", optimizer)  # in fp16 it is a gradient scaler's
+    name = type(own).__name__
+    if type(own) in _NUMBER_BY_NUMBER and not (own._optimizer_step_pre_hooks or own._optimizer_step_post_hooks):
+        yield
+        return
+    try:
+        with _Whole(name):
+            yield
+    except (RuntimeError, TypeError, ValueError, NotImplementedError) as cause:
+        if is_break(cause) or not any(word in str(cause) for word in _WORDS_OF_DTENSOR):
+            raise
+        raise _refusal(
+            f"{name} does in its step what PyTorch cannot do with tensors that lie in parts: {_first_line(cause)}"
+        ) from cause
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _refusal(what: str) -> ConfigError:
+    return ConfigError(
+        what,
+        where="mh.Trainer(optimizer=…, strategy=…)",
+        fix="choose an optimizer that treats each number alone, such as AdamW, or strategy='ddp'",
+    )
+
+
+class _Whole(TorchDispatchMode):
+    """Within, numbers that are read are those of whole tensors, and what would be lost is refused."""
+
+    def __init__(self, name: str) -> None:
+        """`name`: of the optimizer."""
+        super().__init__()  # type: ignore[no-untyped-call]  # PyTorch has not annotated it
+        self.name = name
+        self._copies: list[weakref.ref[DTensor]] = []
+        """What an operation that gives views has given in memory of its own."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Do `func`."""
+        named = kwargs or {}
+        cut = [each for each in tree_leaves((args, named)) if isinstance(each, DTensor)]
+        if not cut:
+            return func(*args, **named)
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return cut[0].full_tensor().item()
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise _refusal(
+                f"{self.name} draws random numbers for tensors of which each worker holds a part, and each would draw "
+                "the same ones for its own"
+            )
+        if func._schema.is_mutable and any(map(self._is_copy, _written(func, args, named))):
+            raise _refusal(
+                f"{self.name} writes into a slice of a tensor of which workers hold parts: that slice is a copy, and "
+                "the tensor itself would stay as it was"
+            )
+        given = func(*args, **named)
+        if any(each.alias_info is not None for each in func._schema.returns):
+            memory = {_memory(each) for each in cut if not self._is_copy(each)}
+            views = [each for each in tree_leaves(given) if isinstance(each, DTensor)]
+            self._copies += [weakref.ref(each) for each in views if _memory(each) not in memory]
+        return given
+
+    def _is_copy(self, tensor: Any) -> bool:
+        return any(copy() is tensor for copy in self._copies)
+
+
+def _memory(tensor: DTensor) -> int:
+    return tensor._local_tensor.untyped_storage().data_ptr()
+
+
+def _written(func: Any, args: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
+    """The tensors that `func` writes into."""
+    found = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.append(named[argument.name] if argument.name in named else args[place])
+    return tree_leaves(found)

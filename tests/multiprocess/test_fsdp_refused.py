@@ -131,6 +131,23 @@ class Last(nn.Module):
         return inputs
 
 
+class Hooked(nn.Module):
+    """A unit whose gradients a hook changes, and tensors that no module calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.matrices = nn.ParameterList(torch.eye(WIDTH) * (2 + each) for each in range(2))
+        self.blocks[1].register_full_backward_hook(lambda module, into, out: tuple(each * 0.5 for each in into))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for block in self.blocks:
+            hidden = block(hidden)
+        for matrix in self.matrices:
+            hidden = hidden @ matrix
+        return hidden
+
+
 def loss_of(module: nn.Module, piece: Piece) -> Mapping[str, Tensor]:
     loss = module(piece.batch).square().mean()
     if isinstance(module, Decaying):
@@ -173,8 +190,10 @@ def test_what_would_be_wrong_in_silence_is_refused_by_all_workers() -> None:
         assert "computed and not returned, such as an attribute" in found[3]
 
 
-def test_convolutions_in_another_memory_format_equal_one_process() -> None:
-    [[alone]] = run_ranks(1, trained, 1, [Last], {})
+@pytest.mark.parametrize("kind", [Last, Hooked])
+def test_what_is_unusual_and_right_equals_one_process(kind: type[nn.Module]) -> None:
+    """Convolutions in another memory format; hooks on gradients of a unit; a list of parameters."""
+    [[alone]] = run_ranks(1, trained, 1, [kind], {})
     assert len(alone) == 2
-    for [found] in run_ranks(2, trained, 2, [Last], {"zero": 2}):
+    for [found] in run_ranks(2, trained, 2, [kind], {"zero": 2}):
         assert found == pytest.approx(alone, rel=1e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
 from manyhosts.errors import ConfigError
@@ -55,6 +56,13 @@ def test_a_unit_that_shares_a_parameter_with_another_is_left_to_the_rest() -> No
 def test_names_that_make_no_unit_are_refused(patterns: list[str], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         find_units(Deep(), patterns)
+
+
+def test_lists_of_parameters_are_left_to_the_rest() -> None:
+    model = nn.Module()
+    model.matrices = nn.ParameterList(torch.ones(9, 9) for _ in range(2))
+    model.first, model.second = nn.Linear(9, 9), nn.Linear(9, 9)
+    assert list(find_units(model, ())) == ["first", "second"]
 
 
 def test_a_model_that_is_one_module_is_refused() -> None:

@@ -107,9 +107,8 @@ class Given:
 
     def note(self, module: nn.Module, inputs: Any, named: Any) -> None:
         """The unit is called with this."""
-        held = list(_held((inputs, named)))
-        copied = self.always or (torch.is_grad_enabled() and any(_has_gradient(each) for each in held))
-        self._before.append(held if copied else [])
+        copied = self.always or (torch.is_grad_enabled() and any(map(_has_gradient, _held((inputs, named)))))
+        self._before.append(_inside(inputs, named) if copied else [])
 
     def compare(self, module: nn.Module, inputs: Any, named: Any, output: Any) -> None:
         """See that it has written nothing.
@@ -118,7 +117,7 @@ class Given:
             ConfigError: it has.
         """
         before = self._before.pop()
-        now = list(_held((inputs, named))) if before else []
+        now = _inside(inputs, named) if before else []
         if len(now) != len(before) or any(one is not other for one, other in zip(before, now, strict=True)):
             raise ConfigError(
                 f"{self.name} writes into a list, a dict or a dataclass that it is given, of which it sees a "
@@ -160,6 +159,11 @@ class Written:
                     fix="write in the optimizer's step, or in step= before the model is called; or choose "
                     "strategy='ddp'",
                 )
+
+
+def _inside(inputs: Any, named: Any) -> list[Any]:
+    """All that is inside what a unit is given. Tensors that it is given themselves may be others behind a hook."""
+    return [held for each in (*inputs, *named.values()) for held in _held(each)]
 
 
 def _held(given: Any) -> Iterator[Any]:

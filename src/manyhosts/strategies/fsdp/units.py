@@ -39,6 +39,8 @@ def find_units(model: nn.Module, patterns: Sequence[str]) -> Units:
         if any(name.startswith(f"{outer}.") for outer in units):
             continue
         if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict):
+            if not patterns:
+                continue  # it is never called, and what it holds is left to the rest
             raise ConfigError(
                 f"the unit {name!r} is a {type(module).__name__}, which is never called itself",
                 where="FSDP(units=…)",

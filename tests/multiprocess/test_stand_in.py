@@ -356,7 +356,7 @@ def crossing(rank: int) -> list[float]:
     world = World(Place.from_environment())
     comm_queue = CommQueue(world)
     comm_queue.ready()
-    plain, queued = (torch.full((4,), float(rank + 1), device=world.device) for _ in range(2))
+    plain, queued = (torch.full((4,), each * (rank + 1), device=world.device) for each in (1.0, 10.0))
     if rank:
         world.all_reduce(plain).tolist()
     exchange = comm_queue.submit(lambda link: link.all_reduce(queued))
@@ -369,7 +369,7 @@ def crossing(rank: int) -> list[float]:
 
 
 def test_sum_does_not_wait_behind_what_travels_beside_the_steps() -> None:
-    assert run_ranks(2, crossing) == [[3.0] * 8] * 2
+    assert run_ranks(2, crossing) == [[3.0] * 4 + [30.0] * 4] * 2
 
 
 class Failing(torch.optim.SGD):

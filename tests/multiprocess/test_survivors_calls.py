@@ -82,8 +82,8 @@ def test_worker_that_dies_in_a_later_call_costs_no_bit(
 
 
 MOMENTS = {
-    "before it says that it is over": "manyhosts.training.run:Run.end:1:before",
-    "when it has said so": "manyhosts.training.run:Run.end:1:after",
+    "before it says that it is over": "manyhosts.training.run_end:RunEnd.record:1:before",
+    "when it has said so": "manyhosts.training.run_end:RunEnd.record:1:after",
     "when all have left the fit": "manyhosts.elastic.session:CollectiveCalls.done:1:before",
     "before it begins again": "manyhosts.training.run:Run.begin:2:before",
     "with the records open again": "manyhosts.training.journal:Journal.open_records:2:after",

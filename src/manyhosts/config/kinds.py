@@ -35,6 +35,8 @@ def check_kinds(settings: Any, *, prefix: str = "") -> None:
     section: Any = type(settings)  # mypy does not take a class of anything for hashable
     for name, kinds in _kinds(section).items():
         value = getattr(settings, name)
+        if name == "strategy" and hasattr(value, "name") and not isinstance(value, type):
+            continue  # one that another package adds
         if not any(_is(value, kind) for kind in kinds):
             fix = _FIXES.get(name) or f"give it {' or '.join(_word(kind, name) for kind in kinds)}"
             raise ConfigError(f"{prefix}{name} is {_told(value)}", where=f"{prefix}{name}", fix=fix)

@@ -50,10 +50,15 @@ class StopSignals:
             self._grant(asked[0])
 
     def grant_own(self) -> bool:
-        """Stop for what this worker was asked itself, where no other worker goes on. Whether it was asked."""
-        if self.asked and not self.granted:
+        """Stop for what the run was asked, where no other worker goes on. Whether it was asked.
+
+        Workers that are ended because another one has failed are sent a signal, too, and nobody has asked the run.
+        """
+        if not self.asked or not self._known_cause():
+            return False
+        if not self.granted:
             self._grant(signal.Signals(self.asked))
-        return bool(self.granted)
+        return True
 
     def _grant(self, asked: signal.Signals) -> None:
         self.number = int(asked)

@@ -37,8 +37,6 @@ class Member:
     """Any number of workers up to this gives the same bits, and there cannot be more; 0: each number its own bits."""
     stepped: float = 0.0
     """When it told of a step last, by this head's clock; 0: it has told of none."""
-    longest_s: float = 0.0
-    """The longest time between two steps that it told of."""
     heard: float = 0.0
     """When it told of a step last, or that it is busy."""
     given_up: bool = False

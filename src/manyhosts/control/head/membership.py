@@ -65,6 +65,8 @@ class Regroup:
         self._clock, self._made = clock, clock()
         self._start_s = 0.0
         """How long the first workers were on their way to where they train."""
+        self._longest_s = 0.0
+        """The longest time between two steps that any of them told of."""
         self.group_state = GroupState()
         self._waiting = False
         self._turn = 0
@@ -78,12 +80,15 @@ class Regroup:
         return {
             "group_state": self.group_state.written_down(),
             "outcomes": list(self._outcomes.items()),
+            "start_s": self._start_s,
+            "longest_s": self._longest_s,
             "ended": self.ended,
         }
 
     def go_on_from(self, written: Mapping[str, Any]) -> None:
         """Be as another head has left it, and do what it was about to."""
         self.group_state, self._outcomes = GroupState.of(written["group_state"]), dict(written["outcomes"])
+        self._start_s, self._longest_s = float(written["start_s"]), float(written["longest_s"])
         for member in self.group_state.members.values():
             if member.late:
                 self._expect(member)
@@ -127,7 +132,7 @@ class Regroup:
         now = self._clock()
         if kind == "step":
             if member.stepped:
-                member.longest_s = max(member.longest_s, now - member.stepped)
+                self._longest_s = max(self._longest_s, now - member.stepped)
             member.stepped = now
         member.heard = now
 
@@ -249,8 +254,8 @@ class Regroup:
     def _kill_hung(self, silent: Sequence[Member], waited_s: float) -> None:
         """Kill those that nothing was heard of for too long, each once."""
         now = self._clock()
+        limit_s = max(KILL_AFTER_S, _TIMES * self._longest_s if self._longest_s else self._unknown_s)
         for member in silent:
-            limit_s = max(KILL_AFTER_S, _TIMES * member.longest_s if member.longest_s else self._unknown_s)
             if not member.given_up and min(waited_s, now - member.heard) >= limit_s:
                 member.given_up = True
                 why = f"did not come to the others for {limit_s:.0f} s after one of them was lost"

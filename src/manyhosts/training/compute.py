@@ -87,7 +87,7 @@ class ForwardPass:
             else:
                 assert self.loss is not None, "a trainer has either a loss or a step"
                 inputs, targets = pair(batch)
-                values = {"loss": one_number(self.loss(model(inputs), targets), where="mh.Trainer(loss=…)")}
+                values = {"loss": loss_of(self.loss, model(inputs), targets)}
         if not values["loss"].requires_grad:
             raise ConfigError(
                 "the loss does not depend on any parameter that is trained, so it has no gradient",
@@ -111,7 +111,7 @@ class ForwardPass:
             return step_values(self.step(model, batch))
         assert self.loss is not None, "a trainer has either a loss or a step"
         inputs, targets = pair(batch)
-        return {"loss": one_number(self.loss(model(inputs), targets), where="mh.Trainer(loss=…)")}
+        return {"loss": loss_of(self.loss, model(inputs), targets)}
 
 
 def _gradients(parameters: Sequence[nn.Parameter]) -> list[int]:
@@ -123,12 +123,44 @@ def _where(step: UserStep | None) -> str:
     return "mh.Trainer(loss=…)" if step is None else "mh.Trainer(step=…)"
 
 
+def loss_of(loss: Loss, outputs: Any, targets: Any) -> Tensor:
+    """What `loss` says of what the model returned.
+
+    Raises:
+        ConfigError: it takes tensors alone, and the model returned something else; or it says more than one number.
+    """
+    if _takes_tensors(loss) and not hasattr(type(outputs), "__torch_function__"):  # tensors, and what stands for one
+        named = ", ".join(map(str, outputs)) if isinstance(outputs, Mapping) else ""
+        raise ConfigError(
+            f"the model returns a {type(outputs).__name__}{named and f' ({named})'}, and the loss takes a tensor",
+            where="mh.Trainer(loss=…)",
+            fix="pass loss=function(outputs, targets) -> loss, which takes the tensor out of it, or "
+            "step=function(model, batch) -> loss",
+        )
+    return one_number(loss(outputs, targets), where="mh.Trainer(loss=…)")
+
+
+def _takes_tensors(loss: Loss) -> bool:
+    """Whether `loss` is one of PyTorch's own: one that the user wrote may take what it likes."""
+    return any(
+        getattr(each, "__module__", "") in ("torch.nn.modules.loss", "torch.nn.functional")
+        for each in (loss, type(loss))
+    )
+
+
 def one_number(loss: Tensor, *, where: str) -> Tensor:
     """`loss`, of shape ().
 
     Raises:
-        ConfigError: it has another.
+        ConfigError: it has another, or is no tensor.
     """
+    if not isinstance(loss, Tensor):
+        raise ConfigError(
+            f"the loss is a {type(loss).__name__}, but must be a tensor of one number: the mean over the samples",
+            where=where,
+            fix="return the loss alone; values to log beside it are returned by mh.Trainer(step=…), as "
+            '{"loss": loss, "name": value, …}',
+        )
     if loss.dim():
         raise ConfigError(
             f"the loss has shape {tuple(loss.shape)}, but must be one number: the mean over the samples",

@@ -18,7 +18,7 @@ from manyhosts.communication.gathering import gather_plain
 from manyhosts.data import randomness
 from manyhosts.data.order import Indices
 from manyhosts.errors import CommunicationError, ConfigError
-from manyhosts.training.compute import Loss, UserStep, one_number, pair, step_values
+from manyhosts.training.compute import Loss, UserStep, loss_of, pair, step_values
 from manyhosts.training.metrics import Metrics
 from manyhosts.training.passes import ForwardPasses, in_evaluation
 from manyhosts.training.weighing import Weighing
@@ -160,7 +160,7 @@ class Evaluation:
             assert self.loss is not None, "a trainer has either a loss or a step"
             inputs, targets = pair(batch)
             outputs = model(inputs)
-            values = {"loss": one_number(self.loss(outputs, targets), where="mh.Trainer(loss=…)")}
+            values = {"loss": loss_of(self.loss, outputs, targets)}
         return values, outputs, targets
 
 

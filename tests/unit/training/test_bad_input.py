@@ -95,6 +95,38 @@ def test_unreadable_duration_is_an_error_with_examples(duration: str, tmp_path: 
     assert "20 epochs" in caught.value.fix
 
 
+class InADict(nn.Module):
+    """Returns what models of Hugging Face return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = network()
+
+    def forward(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"logits": self.network(images), "hidden": images}
+
+
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.functional.cross_entropy])
+def test_a_model_that_returns_a_dict_to_a_loss_of_pytorch_is_told_of(loss: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"the model returns a dict \(logits, hidden\), and the loss takes a tensor"):
+        trainer(tmp_path, model=InADict, loss=loss).fit("1 step")
+
+
+def test_a_loss_of_ones_own_takes_a_dict(tmp_path: Path) -> None:
+    def of_logits(outputs: dict[str, torch.Tensor], targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(outputs["logits"], targets)
+
+    assert trainer(tmp_path, model=InADict, loss=of_logits).fit("1 step").steps == 1
+
+
+def test_a_loss_that_returns_more_than_itself_is_told_of(tmp_path: Path) -> None:
+    def both(outputs: torch.Tensor, targets: torch.Tensor) -> Any:
+        return nn.functional.cross_entropy(outputs, targets), outputs
+
+    with pytest.raises(ConfigError, match="the loss is a tuple, but must be a tensor of one number"):
+        trainer(tmp_path, loss=both).fit("1 step")
+
+
 def test_metric_that_nobody_reports_is_named_with_those_that_are(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         trainer(tmp_path, early_stopping=mh.EarlyStopping("acuracy", mode="max")).fit("1 epoch")

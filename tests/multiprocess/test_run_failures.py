@@ -313,3 +313,25 @@ def test_worker_that_the_kernel_kills_for_want_of_memory_is_told_as_such(tmp_pat
     )
     assert said, done.stderr
     assert 200 < int(said[1]) < 420
+
+
+def test_script_that_its_loaders_run_again_is_told_what_to_write(tmp_path: Path) -> None:
+    """They would wait for workers that they are none of, and it for them."""
+    script = """
+import torch
+import manyhosts as mh
+
+torch.multiprocessing.set_start_method("spawn", force=True)
+mh.Trainer(
+    model=lambda: torch.nn.Linear(4, 4),
+    step=lambda model, batch: model(batch[0]).square().mean(),
+    optimizer=lambda params: torch.optim.SGD(params, lr=0.01),
+    data=mh.Data(train=torch.utils.data.TensorDataset(torch.ones(64, 4)), batch_size=8, loader_workers=1),
+).fit("3 steps")
+"""
+    ended = run(tmp_path, script, "--workers", "2")
+    assert ended.code != 0
+    assert "was started with the method 'spawn', for a DataLoader say, runs this script again" in ended.err + ended.log(
+        0
+    )
+    assert 'below `if __name__ == "__main__":`' in ended.err + ended.log(0)

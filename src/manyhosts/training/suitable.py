@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import multiprocessing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
@@ -26,6 +27,20 @@ from manyhosts.snapshot.tensors import can_keep, dtype_name
 
 Forward = Callable[[nn.Module, Any], Any]
 """Shows a batch to a model."""
+
+
+def check_is_main() -> None:
+    """See that this is no process that was started by `spawn` and loads the script that started it.
+
+    Raises:
+        ConfigError: it is; it would wait for workers that it is none of.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise ConfigError(
+            "a process that was started with the method 'spawn', for a DataLoader say, runs this script again",
+            where="mh.Trainer(…)",
+            fix='put what trains below `if __name__ == "__main__":`, or leave the method that Linux has ("fork")',
+        )
 
 
 def check_given(*, model: Any, data: Any, loss: Any, step: Any, schedule: Any, metrics: Any, listeners: Any) -> None:

@@ -44,7 +44,7 @@ from manyhosts.training.result import Result
 from manyhosts.training.run import Run
 from manyhosts.training.run_place import RunPlace
 from manyhosts.training.same_weights import compare_weights
-from manyhosts.training.suitable import check_given, check_watched
+from manyhosts.training.suitable import check_given, check_is_main, check_watched
 from manyhosts.training.weighing import Weight
 from manyhosts.training.weights import load_initial
 
@@ -138,6 +138,7 @@ class Trainer:
         record_samples: bool = False,
         run_dir: str | Path | None = None,
     ) -> None:
+        check_is_main()
         reporter = Reporter.from_environment()
         self._is_launched = reporter is not None
         self._report: Callable[..., None] = (lambda *_, **__: None) if reporter is None else reporter.send

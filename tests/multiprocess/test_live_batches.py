@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import weakref
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,8 @@ def test_few_batches_are_in_memory_at_a_time(workers: int, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("loaders", [2, "auto"])
 def test_loader_processes_fetch_ahead_and_batches_are_let_go_all_the_same(loaders: Any, tmp_path: Path) -> None:
+    before = multiprocessing.active_children()
     most, count, weight = most_alive(0, tmp_path / "ahead", {"read": True, "loaders": loaders, "virtual": None})
+    assert multiprocessing.active_children() == before, "they end with the fit that they fetched for"
     assert (most <= 2, count) == (True, 4 * 48)
     assert weight == most_alive(0, tmp_path / "here", CASES[0])[2]

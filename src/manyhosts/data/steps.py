@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -95,6 +96,10 @@ class Step:
         ]
 
 
+Steps = Generator[Step, None, None]
+"""Steps without end. Who needs no more of them closes them: then processes that fetch ahead end at once."""
+
+
 def plan_pieces(indices: Indices, cut: Cut) -> list[PiecePlan]:
     """The pieces of one global batch that a worker with `cut` computes; their weights over all workers sum to 1."""
     count = len(indices)
@@ -148,7 +153,7 @@ class Loader:
         self.measured = False
         """Whether the number was chosen by measuring."""
 
-    def batches(self, requests: Iterator[tuple[int, Indices]]) -> Iterator[Any]:
+    def batches(self, requests: Iterator[tuple[int, Indices]]) -> Generator[Any, None, None]:
         """The batch of each (epoch, indices), in order. With loader processes, `requests` is read ahead."""
         if self.processes == "auto":
             timed = Timed(self._fetch(epoch, indices) for epoch, indices in islice(requests, MEASURED))
@@ -180,7 +185,7 @@ class Loader:
                 raise batch.error
             yield batch
 
-    def steps(self, order: Order, cuts: Cuts, position: Position) -> Iterator[Step]:
+    def steps(self, order: Order, cuts: Cuts, position: Position) -> Steps:
         """Every step from `position` on, epoch after epoch without end."""
         cuts.begin(position)
         if not self.processes:
@@ -188,17 +193,14 @@ class Loader:
                 yield plan.loaded(partial(self._fetch_piece, plan.epoch))
         # The plan is walked twice: once ahead, for the fetching, and once as steps are taken. So a step in which this
         # worker has no piece is taken without waiting for the first batch of a later one.
-        batches = _InOrder(
-            self.batches(
-                (plan.epoch, piece.indices)
-                for plan in _walk(copy(order), cuts, position)
-                for piece in plan.all_pieces()
-            )
+        fetched = self.batches(
+            (plan.epoch, piece.indices) for plan in _walk(copy(order), cuts, position) for piece in plan.all_pieces()
         )
-        begun = 0
-        for plan in _walk(order, cuts, position):
-            yield plan.loaded(partial(batches.get, begun))
-            begun += len(plan.all_pieces())
+        with closing(fetched):
+            batches, begun = _InOrder(fetched), 0
+            for plan in _walk(order, cuts, position):
+                yield plan.loaded(partial(batches.get, begun))
+                begun += len(plan.all_pieces())
 
     def _fetch_piece(self, epoch: int, _number: int, piece: PiecePlan) -> Any:
         return self._fetch(epoch, piece.indices)

@@ -7,7 +7,7 @@ what was read, or uses the dataset's `state_dict` and `load_state_dict` where it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -24,7 +24,7 @@ from manyhosts.data.fetch import Collate, collated
 from manyhosts.data.first_samples import numbers_of
 from manyhosts.data.one_pass import Pass
 from manyhosts.data.order import Indices, Position
-from manyhosts.data.steps import Failed, LoadedAudit, LoadedPiece, PiecePlan, Step, plan_audits, plan_pieces
+from manyhosts.data.steps import Failed, LoadedAudit, LoadedPiece, PiecePlan, Step, Steps, plan_audits, plan_pieces
 from manyhosts.errors import DataError, ManyhostsError
 
 Made = TypeVar("Made")
@@ -52,11 +52,11 @@ class Stream:
         self.drop_last = drop_last
         self.processes = min(processes, 1)  # a second process would read the same samples once more
 
-    def steps(self, cuts: Cuts, position: Position, state: Mapping[str, Any]) -> Iterator[Step]:
+    def steps(self, cuts: Cuts, position: Position, state: Mapping[str, Any]) -> Steps:
         """Every step from `position` on; `state` is what the last step's `stream` held, empty at the beginning."""
         return self.ahead(partial(self._steps, cuts, position, state))
 
-    def ahead(self, make: Callable[[], Iterator[Made]]) -> Iterator[Made]:
+    def ahead(self, make: Callable[[], Iterator[Made]]) -> Generator[Made, None, None]:
         """What `make` gives, made ahead of time in a loader process where that was asked for."""
         told = partial(self._told, make)
         if not self.processes:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from manyhosts.config.settings import Settings
-from manyhosts.data.steps import Step
+from manyhosts.data.steps import Steps
 from manyhosts.training import watching
 from manyhosts.training.bad_steps import BadSteps
 from manyhosts.training.build import Parts
@@ -99,11 +99,12 @@ class Loop:
         if watching.watcher is not None:
             watching.watcher.begins(self.parts, self.settings, self.state)
         self.stepper.counting.settled = False
-        steps: Iterator[Step] | None = None
+        steps: Steps | None = None
         while True:
             self.duties.do()
             if self.at.change_granted:
-                return ""
+                reason = ""
+                break
             now = self.duties.now()
             if reason := self.stop_signals.granted or self.state.ended or reached(self.limit, now):
                 break
@@ -113,7 +114,10 @@ class Loop:
             self.stepper.train_step(steps)
             if not self.exchanges:
                 self.step_reporter.read()
-        self.step_reporter.read(all_of_them=True)
+        if reason:
+            self.step_reporter.read(all_of_them=True)
+        if steps is not None:
+            steps.close()  # and not when nobody holds it any more: then each loader process would be waited for for 5 s
         return reason
 
     # Where it stands, for those who take it elsewhere.

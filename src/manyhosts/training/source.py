@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
@@ -17,7 +17,7 @@ from manyhosts.data.data import Data
 from manyhosts.data.fetch import Fetcher
 from manyhosts.data.order import Order, Position
 from manyhosts.data.shards import ShardProgress, ShardReader, Share, States
-from manyhosts.data.steps import LoadedPiece, Loader, PiecePlan, Step
+from manyhosts.data.steps import LoadedPiece, Loader, PiecePlan, Step, Steps
 from manyhosts.data.stream import Stream
 from manyhosts.device import is_asynchronous
 from manyhosts.elastic.state_transfer import gather
@@ -37,7 +37,7 @@ class Source(Protocol):
         """How the steps are cut, where that may change from one step to the next."""
         return None
 
-    def steps(self, position: Position, stream: Mapping[str, Any]) -> Iterator[Step]:
+    def steps(self, position: Position, stream: Mapping[str, Any]) -> Steps:
         """Every step from `position` on; `stream` is what the last step's `stream` held on this worker."""
 
     def epochs(self, position: Position) -> float:
@@ -73,7 +73,7 @@ class IndexedSource(Source):
         """Optimizer steps that an epoch has."""
         return self.order.steps_per_epoch
 
-    def steps(self, position: Position, stream: Mapping[str, Any]) -> Iterator[Step]:
+    def steps(self, position: Position, stream: Mapping[str, Any]) -> Steps:
         """Every step from `position` on."""
         return self.loader.steps(self.order, self.cuts, position)
 
@@ -93,7 +93,7 @@ class StreamSource(Source):
     stream: Stream
     cuts: Cuts
 
-    def steps(self, position: Position, stream: Mapping[str, Any]) -> Iterator[Step]:
+    def steps(self, position: Position, stream: Mapping[str, Any]) -> Steps:
         """Every step from `position` on."""
         return self.stream.steps(self.cuts, position, stream)
 
@@ -126,7 +126,7 @@ class ShardedSource(Source):
     cut: Cut
     world: World
 
-    def steps(self, position: Position, stream: Mapping[str, Any]) -> Iterator[Step]:
+    def steps(self, position: Position, stream: Mapping[str, Any]) -> Steps:
         """Every step from `position` on."""
         reader = ShardReader(self.stream, self.cut)
         begun = (
@@ -134,7 +134,7 @@ class ShardedSource(Source):
         )
         return self._agreed(reader, position.epoch, begun)
 
-    def _agreed(self, reader: ShardReader, epoch: int, progress: ShardProgress) -> Iterator[Step]:
+    def _agreed(self, reader: ShardReader, epoch: int, progress: ShardProgress) -> Steps:
         own = reader.shares(epoch, progress)
         held: Share | None = None
         ghost: LoadedPiece | None = None

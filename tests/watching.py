@@ -35,6 +35,8 @@ def see(event, given):
             isinstance(each, (str, bytes)) and os.fsdecode(os.path.realpath(each)).startswith(folder) for each in given
         ):
             os.write(2, f"WRITES: {event} {given}\\n".encode()), os._exit(99)
+from manyhosts.watch.screen import Lines
+Lines.EVERY_S = 0.5  # so that tests do not wait for the next line
 sys.addaudithook(see)
 from manyhosts.cli.main import main
 sys.exit(main())

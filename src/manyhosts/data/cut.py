@@ -65,7 +65,10 @@ class Cuts:
 
     def at(self, position: Position) -> Cut:
         """That of the step that begins at `position`."""
-        return next(cut for begin, cut in reversed(self._from) if begin <= position)
+        for begin, cut in reversed(self._from):
+            if begin <= position:
+                return cut
+        raise AssertionError("the first cut begins before every step")
 
     def plan(self, position: Position, after: Position) -> Cut:
         """The same, where what that step needs is asked for now. It ends at `after`."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
@@ -12,24 +10,33 @@ from torch import nn
 
 from manyhosts.errors import ConfigError
 
+_guarded: WeakSet[nn.Module] = WeakSet()
+"""Models that nobody may call alone."""
 _called: WeakSet[nn.Module] = WeakSet()
-"""Models that all workers call now, in the same order."""
+"""Of these, the ones that all workers call now, in the same order."""
 
 
-@contextmanager
-def called_by_all(model: nn.Module) -> Iterator[None]:
+class called_by_all:  # read as a verb: with called_by_all(model)
     """Within, every worker calls `model` as often as this one."""
-    within = model in _called
-    _called.add(model)
-    try:
-        yield
-    finally:
-        if not within:
-            _called.discard(model)
+
+    __slots__ = ("_ends", "_model")
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __enter__(self) -> None:
+        self._ends = self._model in _guarded and self._model not in _called
+        if self._ends:
+            _called.add(self._model)
+
+    def __exit__(self, *_: object) -> None:
+        if self._ends:
+            _called.discard(self._model)
 
 
 def refuse_other_calls(model: nn.Module) -> None:
     """From now on a call of `model` from elsewhere ends in a sentence."""
+    _guarded.add(model)
     # Before the hook that begins to gather: the others would take what it sends for something else.
     model.register_forward_pre_hook(torch.compiler.disable(_check), prepend=True)
 

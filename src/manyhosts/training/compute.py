@@ -129,7 +129,7 @@ def loss_of(loss: Loss, outputs: Any, targets: Any) -> Tensor:
     Raises:
         ConfigError: it takes tensors alone, and the model returned something else; or it says more than one number.
     """
-    if _takes_tensors(loss) and not hasattr(type(outputs), "__torch_function__"):  # tensors, and what stands for one
+    if not hasattr(type(outputs), "__torch_function__") and _takes_tensors(loss):  # no tensor, nor what stands for one
         named = ", ".join(map(str, outputs)) if isinstance(outputs, Mapping) else ""
         raise ConfigError(
             f"the model returns a {type(outputs).__name__}{named and f' ({named})'}, and the loss takes a tensor",

@@ -73,6 +73,8 @@ class Stepper:
         self.first_steps = FirstSteps(parts)
         self.buffers = BufferCopies(parts.trained) if keep_buffers else None
         self.watcher = watching.watcher
+        # Asked once: to ask a protocol takes as long as a small layer.
+        self.fixed_parts = parts.strategy if isinstance(parts.strategy, FixedParts) else None
 
     def train_step(self, steps: Iterator[Step]) -> None:
         """One optimizer step, from waiting for its samples to queueing its numbers."""
@@ -136,8 +138,8 @@ class Stepper:
             compare_streams(self.parts.world, step)
         self.parts.world.take_waits()  # what workers tell each other to find the samples is a part of waiting for those
         self.at.begin_step(number, step)
-        if isinstance(self.parts.strategy, FixedParts):
-            self.parts.strategy.share_out(step.held)
+        if self.fixed_parts is not None:
+            self.fixed_parts.share_out(step.held)
         if self.note_samples is not None and number not in self.state.left_out:
             self.note_samples(number, _indices(step))
         if self.buffers:

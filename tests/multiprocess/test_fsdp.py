@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sharded import Case, Outcome, assert_same, trained
+from ranks import run_ranks
+from sharded import Case, Outcome, assert_same, fit, outcome, trained
 from torch import nn
+
+from manyhosts.strategies.fsdp import exchange
 
 pytestmark = pytest.mark.multiprocess
 
@@ -64,6 +68,43 @@ def test_sums_in_bf16_train_nearly_alike(alone: Any, tmp_path: Path) -> None:
         assert_same(alone[name], found[name], relative=0.01)
         assert found[name].norms != pytest.approx(alone[name].norms, rel=1e-5), "it is rounded"
     assert_same(found["fp16, exact"], found["fp16"], relative=0.01)
+
+
+def fit_on_hosts(rank: int, cases: dict[str, Case], folder: Path) -> tuple[int, dict[str, Any]]:
+    """As each worker were on a host of its own, and every unit long. The most stretches of one exchange come back."""
+    os.environ |= {"GROUP_RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    exchange._LEAST_BYTES = 16
+    counts, cut = [], exchange.stretches
+
+    def counted(length: int, itemsize: int, *, is_far: bool) -> list[slice]:
+        counts.append(len(found := cut(length, itemsize, is_far=is_far)))
+        return found
+
+    exchange.stretches = counted
+    answer = fit(rank, cases, folder)
+    return max(counts), answer
+
+
+def test_what_goes_between_hosts_goes_in_stretches_and_changes_no_bit(tmp_path: Path) -> None:
+    ways = {"whole sums": {"zero": 2}, "in bf16": {"zero": 3, "reduce": "bf16"}}
+    cases = {name: replace(CASES["clipped"], options=way) for name, way in ways.items()}
+    near = trained(3, cases, tmp_path / "near")
+    answers = run_ranks(3, fit_on_hosts, cases, tmp_path / "far")
+    assert [most for most, _ in answers] == [4, 4, 4]
+    for name in cases:
+        far = outcome(tmp_path / "far" / name, answers[0][1][name])
+        assert (far.sha, far.norms, far.bytes_sent) == (near[name].sha, near[name].norms, near[name].bytes_sent)
+
+
+def test_stretches_of_an_exchange() -> None:
+    whole = exchange.stretches(10**6, 4, is_far=False)
+    assert whole == [slice(0, 10**6)]
+    assert exchange.stretches(10, 4, is_far=True) == [slice(0, 10)]
+    several = exchange.stretches(10**6 + 3, 4, is_far=True)
+    assert len(several) == 4
+    assert [each.start for each in several] == [0, *(each.stop for each in several[:-1])]
+    assert several[-1].stop == 10**6 + 3
+    assert len(exchange.stretches(200_000, 4, is_far=True)) == 3, "none is shorter than is worth a message"
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ from manyhosts.device import is_asynchronous
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.fsdp.rounded import add_rows, as_bytes, rounded
 
+_AT_ONCE, _LEAST_BYTES = 4, 256 << 10
+"""Stretches of one exchange between hosts that are under way together, and the shortest that is worth a message. Of one
+alone Gloo leaves a third of a cable empty: see benchmarks/strategies.md."""
 _BITS = 24
 """Of a digest that workers compare: its square is summed over them in float64, and no bit may be lost."""
 
@@ -98,17 +102,26 @@ class _Allocating:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
+def stretches(length: int, itemsize: int, *, is_far: bool) -> list[slice]:
+    """How a row of `length` numbers travels, on every worker alike. `is_far`: to other hosts."""
+    count = max(1, min(_AT_ONCE, length * itemsize // _LEAST_BYTES)) if is_far else 1
+    ends = [length * number // count for number in range(count + 1)]
+    return [slice(begin, end) for begin, end in pairwise(ends)]
+
+
 class _UnderWay(dist.Work):
     """An exchange between CPUs that PyTorch waits for when it needs what comes of it."""
 
-    def __init__(self, work: Any, world: World, step_digest: StepDigest) -> None:
+    def __init__(self, works: Sequence[Any], world: World, step_digest: StepDigest) -> None:
+        """`works`: of its stretches."""
         super().__init__()
-        self.work, self.world, self.step_digest, self.begin = work, world, step_digest, time.perf_counter()
+        self.works, self.world, self.step_digest, self.begin = works, world, step_digest, time.perf_counter()
 
     def wait(self, timeout: Any = None) -> bool:
         """Return when it is over."""
         self.step_digest.compare()
-        self.world.wait(self.work, confirmed=False)
+        for work in self.works:
+            self.world.wait(work, confirmed=False)
         self.world.exchange_s += time.perf_counter() - self.begin
         return True
 
@@ -116,8 +129,9 @@ class _UnderWay(dist.Work):
 class Gathering(_Allocating, AllGather):
     """Gathers the parameters of one unit."""
 
-    def __init__(self, world: World, step_digest: StepDigest, unit: int) -> None:
-        self.world, self.step_digest, self.unit = world, step_digest, unit
+    def __init__(self, world: World, step_digest: StepDigest, unit: int, *, is_far: bool) -> None:
+        """`is_far`: from other hosts."""
+        self.world, self.step_digest, self.unit, self.is_far = world, step_digest, unit, is_far
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -125,16 +139,19 @@ class Gathering(_Allocating, AllGather):
         """Begin to fill `output_tensor` with what each worker of `group` has in `input_tensor`."""
         self.step_digest.announce(0, self.unit, input_tensor.numel())
         self.world.count_sent(volume.all_gather_bytes(volume.size_of(input_tensor), group.size()))
-        work = gather_rows(output_tensor.view(group.size(), -1), input_tensor, group)
-        return _started(work, self.world, self.step_digest)
+        rows = output_tensor.view(group.size(), -1)
+        cut = stretches(input_tensor.numel(), input_tensor.itemsize, is_far=self.is_far)
+        works = [gather_rows(rows[:, part], input_tensor[part], group) for part in cut]
+        return _started(works, self.world, self.step_digest)
 
 
 class Summing(_Allocating, ReduceScatter):
     """Sums the gradients of one unit; each worker gets its part of the sum."""
 
-    def __init__(self, world: World, step_digest: StepDigest, unit: int, *, in_bf16: bool) -> None:
-        """`in_bf16`: gradients are rounded to travel."""
-        self.world, self.step_digest, self.unit, self.in_bf16 = world, step_digest, unit, in_bf16
+    def __init__(self, world: World, step_digest: StepDigest, unit: int, *, in_bf16: bool, is_far: bool) -> None:
+        """`in_bf16`: gradients are rounded to travel. `is_far`: to other hosts."""
+        self.world, self.step_digest, self.unit = world, step_digest, unit
+        self.in_bf16, self.is_far = in_bf16, is_far
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
@@ -145,26 +162,34 @@ class Summing(_Allocating, ReduceScatter):
         sent = rounded(input_tensor) if self.in_bf16 else input_tensor
         self.world.count_sent(volume.all_to_all_bytes(volume.size_of(sent), size))
         if self.world.backend == "gloo" or self.in_bf16:
-            rows = torch.empty_like(sent)
-            work = dist.all_to_all_single(as_bytes(rows), as_bytes(sent), group=group, async_op=True)
-            _wait(work, self.world, self.step_digest)
-            add_rows(rows.view(size, -1), output_tensor.view(-1))
+            rows, own = sent.view(size, -1), output_tensor.view(-1)
+            cut = stretches(own.numel(), sent.itemsize, is_far=self.is_far)
+            given = [rows[:, part].contiguous() for part in cut]
+            came = [torch.empty_like(each) for each in given]
+            works = [
+                dist.all_to_all_single(as_bytes(into), as_bytes(each), group=group, async_op=True)
+                for into, each in zip(came, given, strict=True)
+            ]
+            _wait(works, self.world, self.step_digest)
+            for part, each in zip(cut, came, strict=True):
+                add_rows(each, own[part])
             return None
         # PyTorch 2.13 has given the function another name.
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        _wait(scatter(output_tensor, input_tensor, op=op, group=group, async_op=True), self.world, self.step_digest)
+        _wait([scatter(output_tensor, input_tensor, op=op, group=group, async_op=True)], self.world, self.step_digest)
         return None
 
 
-def _started(work: Any, world: World, step_digest: StepDigest) -> dist.Work | None:
+def _started(works: Sequence[Any], world: World, step_digest: StepDigest) -> dist.Work | None:
     """What PyTorch is to wait for; nothing on a GPU, where its stream for exchanges waits, beside the computation."""
     if is_asynchronous(world.device):
-        work.wait()
+        for work in works:
+            work.wait()
         return None
-    return _UnderWay(work, world, step_digest)
+    return _UnderWay(works, world, step_digest)
 
 
-def _wait(work: Any, world: World, step_digest: StepDigest) -> None:
+def _wait(works: Sequence[Any], world: World, step_digest: StepDigest) -> None:
     """Wait for an exchange; on a GPU it is the current stream that waits."""
-    if (under_way := _started(work, world, step_digest)) is not None:
+    if (under_way := _started(works, world, step_digest)) is not None:
         under_way.wait()

@@ -7,11 +7,13 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from manyhosts.communication.collectives import Collectives
 from manyhosts.communication.layout import spread
 from manyhosts.communication.mesh import Mesh
 from manyhosts.config.fully_sharded import FSDP
@@ -44,6 +46,7 @@ def place_root(
     check_placeable(root, units, config)
     world, over = mesh.world, mesh.device_mesh("shard")
     every = {**units, "": root}
+    is_far = not is_asynchronous(world.device) and _on_several_hosts(mesh.along("shard"), world.place.node_rank)
     bf16 = config.gather == "bf16"
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if bf16 else None,
@@ -70,17 +73,24 @@ def place_root(
         unit.register_forward_hook(_own_memory)
         # The root is whole through all of the forward and all of the backward pass: nothing is gained in between.
         keeps = config.zero < 3 or unit is root
-        fully_shard(unit, mesh=over, reshard_after_forward=not keeps, mp_policy=policy, ignored_params=whole)
+        fully_shard(unit, mesh=over, reshard_after_forward=not keeps, mp_policy=policy, ignored_params=whole or None)
         unit.register_forward_pre_hook(noted(given.note), with_kwargs=True)
         unit.register_forward_pre_hook(noted(partial(written.note, name)))
         unit.register_forward_pre_hook(noted(partial(_note, step_digest, number)))
         placed = cast(FSDPModule, unit)
         placed.set_gradient_divide_factor(1.0)  # pieces carry their share of the batch: sums are the mean already
         placed.set_force_sum_reduction_for_comms(True)
-        placed.set_custom_all_gather(Gathering(world, step_digest, number))
-        placed.set_custom_reduce_scatter(Summing(world, step_digest, number, in_bf16=config.reduce == "bf16"))
+        summing = Summing(world, step_digest, number, in_bf16=config.reduce == "bf16", is_far=is_far)
+        placed.set_custom_all_gather(Gathering(world, step_digest, number, is_far=is_far))
+        placed.set_custom_reduce_scatter(summing)
     _gather_ahead([*every.values()])
     root.register_forward_hook(_let_go_after_evaluation)
+
+
+def _on_several_hosts(workers: Collectives, own: int) -> bool:
+    """Whether not all of `workers` have the same number of a host, of which this one has `own`; alike on each."""
+    highest, lowest = workers.all_reduce(torch.tensor([own, -own]), dist.ReduceOp.MAX).tolist()
+    return bool(highest + lowest)
 
 
 def _own_memory(unit: nn.Module, inputs: Any, output: Any) -> Any:

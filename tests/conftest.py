@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 from preloaded import Preloaded
 
 SESSION = "MANYHOSTS_TEST_SESSION"  # inherited by everything that a test starts, also by what leaves its parent
-GRACE_S = 5.0  # for processes that are just ending
+GRACE_S = 30.0  # for processes that are just ending: a loader process looks every 5 s whether its worker is there
 os.environ[SESSION] = str(os.getpid())
 
 # Threads of OpenMP that wait for each other do so asleep. By themselves they spin for a while, and where several tests

@@ -49,12 +49,14 @@ def test_script_knows_its_place_its_input_and_its_name_in_ps(tmp_path: Path) -> 
 def test_process_that_a_script_leaves_behind_goes_on_and_is_named(tmp_path: Path) -> None:
     source = """
         import subprocess, sys
-        left = "import time; time.sleep(4); print('uploaded', flush=True); open('uploaded', 'w')"
+        wait = "[time.sleep(0.02) for _ in iter(lambda: os.path.exists('goes on'), True)]"
+        left = f"import os, time; {wait}; print('uploaded', flush=True); open('uploaded', 'w')"
         subprocess.Popen([sys.executable, "-c", left])
     """
     ended = run(tmp_path, source)
     assert ended.code == 0
     found = re.search(r"manyhosts: .* \(process (\d+)\) was left behind by the script, and goes on", ended.err)
+    (tmp_path / "goes on").touch()
     assert found, ended.err
     wait_until((tmp_path / "uploaded").exists, "what was left behind has done its work")
     wait_until(lambda: "uploaded" in ended.log(0), "what it prints is in the log")

@@ -28,7 +28,7 @@ def _finds_what_lies_beside_conftest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("leak", LEAKS)
 def test_leak_fails_the_test_and_is_named(leak: str, pytester: pytest.Pytester) -> None:
-    pytester.makeconftest(CONFTEST.read_text().replace("GRACE_S = 5.0", "GRACE_S = 0.2"))
+    pytester.makeconftest(CONFTEST.read_text().replace("GRACE_S = 30.0", "GRACE_S = 0.2"))
     pytester.makepyfile(f"def test_leaks():\n    {LEAKS[leak]}\n\ndef test_clean():\n    pass")
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
     result.assert_outcomes(passed=2, errors=1)

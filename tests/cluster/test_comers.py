@@ -81,6 +81,7 @@ def test_host_that_is_switched_off_and_on_gets_the_files_again_and_is_taken_in(
         begun.stop_and_compare()
 
 
+@pytest.mark.slow  # files that changed: tests/unit/launchers/test_ssh_comers.py
 def test_host_that_lacks_something_when_it_comes_back_does_not_end_the_run_of_the_others(
     make_lab: Callable[..., Lab], tmp_path: Path
 ) -> None:

@@ -176,6 +176,7 @@ def test_nothing_else_is_called_wrong(ailing: Examined) -> None:
     assert all(each["fix"] and each["where"] for each in ailing.report["findings"])
 
 
+@pytest.mark.slow  # factors: tests/unit/doctor; what hosts measure: `ailing` and the test below
 def test_half_the_bandwidth_and_half_the_speed_are_named_with_their_factors(
     make_lab: Callable[..., Lab], tmp_path: Path
 ) -> None:
@@ -216,6 +217,7 @@ def test_hosts_that_cannot_talk_to_each_other_end_with_4(make_lab: Callable[...,
     assert (found.code, len(found.of("connection"))) == (4, 1), found.report["findings"]
 
 
+@pytest.mark.slow  # a firewall: `ailing`; words: tests/unit/doctor/test_doctor_closed.py
 @needs("nft")
 def test_firewalls_are_named_with_their_host_direction_and_ports(make_lab: Callable[..., Lab], tmp_path: Path) -> None:
     """lab2 drops what comes in, but for ssh; lab4 rejects what lab1 asks."""

@@ -144,6 +144,7 @@ def cut_in_the_middle_of_an_exchange(training: Training, host: Host, of_bytes: i
     assert seen - before < of_bytes, "the exchange is over already"
 
 
+@pytest.mark.slow  # a host that falls silent: the test above
 @pytest.mark.timeout(400)
 def test_cable_that_is_cut_in_the_middle_of_an_all_reduce_costs_the_others_a_step(
     make_lab: Callable[..., Lab], tmp_path: Path

@@ -93,6 +93,7 @@ def test_two_pods_train_to_the_weights_of_this_machine(
     assert sorted(path.name for path in (disk / "first" / "logs").glob("*.log")) == ["first-0-0.log", "first-1-1.log"]
 
 
+@pytest.mark.slow  # a node that is asked to end: test_first_node of tests/multiprocess
 @pytest.mark.timeout(LONG_S)
 def test_run_whose_pod_is_evicted_goes_on_to_the_same_weights(
     pods: Cluster, desk: Path, disk: Path, short_training: str
@@ -187,6 +188,7 @@ def examined(pods: Cluster, desk: Path, *more: str) -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow  # a doctor inside a job: test_slurm, test_mpi
 @pytest.mark.timeout(LONG_S)
 def test_doctor_examines_the_pods_from_inside_and_leaves_nothing(
     pods: Cluster, pair: Lab, desk: Path, disk: Path

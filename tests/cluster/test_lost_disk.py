@@ -40,6 +40,7 @@ def agent_of(host: Host) -> int:
     return agent
 
 
+@pytest.mark.slow  # see test_separate_disks of tests/multiprocess for a leader with another disk
 @pytest.mark.timeout(400)
 def test_leader_whose_host_is_lost_while_training_is_followed_by_one_that_has_the_records(
     make_lab: Callable[..., Lab], tmp_path: Path

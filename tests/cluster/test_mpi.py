@@ -60,6 +60,7 @@ def test_unmodified_torchrun_script_runs_by_mpi(four: Lab, hosts: list[str], on_
     assert sorted(re.findall(r"sum 6 of 4 on (lab\d) sees \[\]", done.stdout)) == sorted(hosts * on_each)
 
 
+@pytest.mark.slow  # such scripts on hosts: test_foreign_scripts
 def test_script_with_accelerate_trains_by_mpi(four: Lab) -> None:
     words = ["--on", "mpi", "--hosts", "lab3,lab4", "--run-dir", f"{FOLDER}/library", "accelerate_script.py", "w.pt"]
     done = run(four[0], words)
@@ -72,7 +73,7 @@ def test_host_that_mpirun_does_not_reach_ends_the_start_with_a_sentence(four: La
     assert (done.returncode, "nowhere does not resolve" in done.stderr) == (3, True), done.stderr
 
 
-@pytest.mark.parametrize("gone", ["script", "folder"])
+@pytest.mark.parametrize("gone", ["script", pytest.param("folder", marks=pytest.mark.slow)])
 def test_host_of_mpi_that_does_not_share_the_folder_is_named_with_what_it_lacks(four: Lab, gone: str) -> None:
     done = run_alone(four, ["--on", "mpi", "--hosts", ",".join(four.names)], gone)
     assert done.returncode == 3, done.stderr

@@ -118,6 +118,7 @@ def test_run_whose_command_is_killed_is_not_taken_over_but_goes_on_from_its_snap
     assert len(restarts(run_dir)) == 1
 
 
+@pytest.mark.slow  # such scripts: test_slurm, test_mpi
 @pytest.mark.timeout(3 * LONG_S)
 def test_unmodified_torchrun_script_runs_by_ray_on_four_hosts_without_a_terminal(hosts: Lab) -> None:
     count = len(hosts)
@@ -132,6 +133,7 @@ def test_unmodified_torchrun_script_runs_by_ray_on_four_hosts_without_a_terminal
     assert status.startswith("done · "), status
 
 
+@pytest.mark.slow  # a doctor inside a job: test_slurm, test_mpi
 @pytest.mark.timeout(3 * LONG_S)
 def test_doctor_examines_the_hosts_that_ray_gives_it(hosts: Lab, folder: Path) -> None:
     found = examined(hosts[2], ["--on", "ray", "--nodes", "2", "torchrun_script.py"])
@@ -144,6 +146,7 @@ def test_doctor_examines_the_hosts_that_ray_gives_it(hosts: Lab, folder: Path) -
 
 
 @pytest.mark.timeout(3 * LONG_S)
+@pytest.mark.slow  # one that lacks the script: test_slurm, test_mpi
 @pytest.mark.parametrize("gone", ["script", "folder"])
 def test_host_of_ray_that_does_not_share_the_folder_is_named_with_what_it_lacks(hosts: Lab, gone: str) -> None:
     done = run_alone(hosts, ["--on", "ray", "--nodes", "4"], gone)

@@ -92,6 +92,7 @@ def test_job_that_fails_says_so_in_the_words_of_the_first_failure(aws: Aws, desk
     assert "host algo-2" in found["reason"]
 
 
+@pytest.mark.slow  # a doctor inside a job: test_slurm, test_mpi
 @pytest.mark.timeout(LONG_S)
 def test_doctor_examines_the_instances_from_inside(aws: Aws, pair: Lab, desk: Path) -> None:
     options = [f"-o{key}={value}" for key, value in {**OPTIONS, "python": sys.executable}.items()]

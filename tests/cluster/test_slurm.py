@@ -97,6 +97,7 @@ def test_four_hosts_in_an_allocation_train_to_the_weights_of_one_process(
     assert furthest_from_one_process(folder / "run" / "weights-0.npz", tmp_path) < 1e-5
 
 
+@pytest.mark.slow  # such scripts on hosts: test_foreign_scripts
 def test_script_with_lightning_trains_in_an_allocation(four: Lab, folder: Path) -> None:
     words = ["--on", "slurm", "--run-dir", f"{FOLDER}/lightning", "lightning_script.py", "w.pt"]
     done = run(four[0], words, before=["salloc", "--quiet", "--nodes", "2"])
@@ -208,7 +209,7 @@ def test_script_that_the_users_own_srun_starts_knows_its_place(four: Lab) -> Non
     assert "2 workers on 2 hosts" in done.stdout
 
 
-@pytest.mark.parametrize("gone", ["script", "folder"])
+@pytest.mark.parametrize("gone", ["script", pytest.param("folder", marks=pytest.mark.slow)])
 def test_host_of_slurm_that_does_not_share_the_folder_is_named_with_what_it_lacks(four: Lab, gone: str) -> None:
     done = run_alone(four, ["--on", "slurm"], gone, before=["salloc", "--quiet", "--nodes", "4"])
     assert done.returncode == 3, done.stderr

@@ -86,6 +86,7 @@ def slurm(hosts: Lab) -> tuple[list[str], dict[str, str]]:
     return ["--on", "slurm"], {"SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": ",".join(hosts.names)}
 
 
+@pytest.mark.slow  # taking over: test_takeover; secrets: test_ssh, tests/unit/control/test_acceptor.py
 @pytest.mark.parametrize(
     "engine",
     [

@@ -51,6 +51,7 @@ def sent(make_lab: Callable[..., Lab]) -> dict[str, float]:
     return {way: sent for way, (sent, _) in bytes_on_the_cable(make_lab(2, prefix="wire"), ways, 2).items()}
 
 
+@pytest.mark.slow  # what nodes send: test_nodes of tests/multiprocess; real cables: the test below
 def test_what_goes_between_hosts_is_what_a_node_sends_compressed(sent: dict[str, float]) -> None:
     gradient = 4 * PARAMETERS
     # A ring of four workers on two hosts passes each cable with 2 * 3/4 of the gradient, and headers.

@@ -14,6 +14,9 @@ from manyhosts.config.overrides import known_keys
 
 WITH_BLOCKS = [page for page in PAGES if {"python", "bash", "console"} & {b.language for b in blocks_of(page)}]
 
+LONG = ("docs/tour.md", "docs/plan.md", "docs/large-models.md", "docs/doctor.md", "docs/study.md")
+"""Slow. What the tour has typed, README.md and docs/report.md have; what is typed on the others, tests of commands."""
+
 
 def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
@@ -25,7 +28,11 @@ def words_of(page: str) -> str:
 
 @pytest.mark.multiprocess
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("page", WITH_BLOCKS, ids=name_of)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.slow) if name_of(page) in LONG else page for page in WITH_BLOCKS],
+    ids=name_of,
+)
 def test_every_block_of_the_page_runs(page: Path, tmp_path: Path) -> None:
     run_page(blocks_of(page), tmp_path)
 

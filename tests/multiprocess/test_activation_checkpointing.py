@@ -76,7 +76,10 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+QUICK = ("single in bf16", "ddp", "fsdp", "virtual workers")
+
+
+@pytest.mark.parametrize("way", [way if way in QUICK else pytest.param(way, marks=pytest.mark.slow) for way in WAYS])
 def test_no_bit_differs(way: str, tmp_path: Path) -> None:
     workers, settings = WAYS[way]
     for found in run_ranks(workers, hashes, tmp_path, settings, [None, "blocks", 0.5]):

@@ -95,7 +95,9 @@ def stop_and_go_on(rank: int, folder: Path, workers: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("workers", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "workers", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+)
 def test_nan_under_a_finite_loss_is_in_no_snapshot(workers: int, tmp_path: Path) -> None:
     found = run_ranks(workers, stop_and_go_on, tmp_path, workers)
     for name in found[0]:

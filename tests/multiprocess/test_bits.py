@@ -22,7 +22,7 @@ from manyhosts.communication.tree import Node, Subtrees
 from manyhosts.config import overrides
 from manyhosts.errors import ConfigError
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.xdist_group("bits")]  # so that `alone` is made once
+pytestmark = pytest.mark.multiprocess
 PARTS = 8
 
 
@@ -152,7 +152,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     }
 
 
-@pytest.mark.parametrize("workers", [2, 3, pytest.param(4, marks=pytest.mark.slow), 8])
+@pytest.mark.parametrize(
+    "workers", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow), 8]
+)
 def test_convolutions_on_any_number_of_workers_have_the_same_bits(workers: int, alone: Any, tmp_path: Path) -> None:
     together = bits(workers, Job(), tmp_path)
     assert together == alone["digits"]

@@ -12,7 +12,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from unusual import BATCH, STEPS, Case, rows, state_of, with_us
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.xdist_group("changing modules")]
+pytestmark = pytest.mark.multiprocess
 
 
 class Changing(nn.Module):
@@ -114,10 +114,10 @@ def thawed_in_plain_pytorch() -> dict[str, Tensor]:
     return state_of(model)
 
 
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Any]]:
+@pytest.fixture(scope="module", params=[(1, 3), pytest.param((1, 2), marks=pytest.mark.slow)], ids=str)
+def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Any]]:
     """What each worker ends with, by the number of workers."""
-    return {workers: run_ranks(workers, train_all, tmp_path_factory.mktemp("runs")) for workers in (1, 2, 3)}
+    return {workers: run_ranks(workers, train_all, tmp_path_factory.mktemp("runs")) for workers in request.param}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -23,7 +23,7 @@ from manyhosts.communication.link import Link
 from manyhosts.communication.probe import probe
 from manyhosts.communication.world import World
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.xdist_group("compression")]  # so that `together` is made once
+pytestmark = pytest.mark.multiprocess
 
 SMALL = {"compress_above": 64, "bucket_mb": 0.002}
 

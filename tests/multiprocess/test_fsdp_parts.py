@@ -79,7 +79,7 @@ def steps(rank: int, size: int, micro_batches: int) -> dict[str, dict[str, int]]
     return {name: step(rank, size, way, micro_batches) for name, way in {"ddp": None, **ways}.items()}
 
 
-@pytest.mark.parametrize("workers", [2, 3, 4])
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_a_worker_holds_its_part_and_sends_what_the_page_says(workers: int) -> None:
     micro_batches = 3
     [found, *_] = run_ranks(workers, steps, workers, micro_batches)
@@ -141,7 +141,11 @@ def gradients(weights: Sequence[Tensor], pieces: Sequence[Piece], size: int) -> 
     return [each.grad for each in model.parameters() if each.grad is not None]
 
 
-@pytest.mark.parametrize(("workers", "options"), [(3, {"zero": 3}), (4, {"shard": 2}), (3, {"zero": 1})], ids=str)
+@pytest.mark.parametrize(
+    ("workers", "options"),
+    [(3, {"zero": 3}), (4, {"shard": 2}), pytest.param(3, {"zero": 1}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_gradients_that_travel_in_bf16_are_rounded_and_added_in_fp32(workers: int, options: dict[str, Any]) -> None:
     answers = run_ranks(workers, rounded_away, workers, options)
     assert answers == [answers[0]] * workers
@@ -211,13 +215,28 @@ def wait_for_all(world: World) -> None:
         store.wait([f"{rank} is gone" for rank in range(1, world.size)])
 
 
-@pytest.mark.parametrize("ways", [((0, 2), (0, 3)), ((0, 2, 3), (0, 3)), ((0,), (0, 2, 3)), ((0, 3, 2), (0, 2, 3))])
+@pytest.mark.parametrize(
+    "ways",
+    [
+        ((0, 2), (0, 3)),
+        pytest.param(((0, 2, 3), (0, 3)), marks=pytest.mark.slow),
+        pytest.param(((0,), (0, 2, 3)), marks=pytest.mark.slow),
+        ((0, 3, 2), (0, 2, 3)),
+    ],
+)
 def test_workers_that_compute_other_layers_are_told_before_the_update(ways: Any) -> None:
     for said in run_ranks(2, refusal, Choosing, ways):
         assert "not all workers have used the same parts of the model" in said
 
 
-@pytest.mark.parametrize("ways", [((0, 2), (0, 3)), ((0,), (0, 2, 3)), ((0, 3), (0,))])
+@pytest.mark.parametrize(
+    "ways",
+    [
+        ((0, 2), (0, 3)),
+        pytest.param(((0,), (0, 2, 3)), marks=pytest.mark.slow),
+        pytest.param(((0, 3), (0,)), marks=pytest.mark.slow),
+    ],
+)
 def test_copies_that_compute_other_layers_are_told_before_the_update(ways: Any) -> None:
     """Those of one copy do the same, so that only the sum over the copies could show it."""
     first, second = ways

@@ -68,7 +68,7 @@ def hung(folder: Path, what: str, *options: str, code: int = 4) -> Ended:
     [
         ("spin", rf"computes without end at script.py:({line_of('while True')}|{line_of('pass')}) in spin"),
         ("stop", r"is stopped by a signal \(process state T\)"),
-        ("sleep", rf"stands still at script.py:{line_of('time.sleep')} in main"),
+        pytest.param("sleep", rf"stands still at script.py:{line_of('time.sleep')} in main", marks=pytest.mark.slow),
     ],
 )
 def test_worker_that_keeps_the_other_waiting_is_named_with_what_it_does(tmp_path: Path, what: str, doing: str) -> None:

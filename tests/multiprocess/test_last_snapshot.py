@@ -42,7 +42,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 VALIDATED = replace(
     RECIPE,
     duration="14 steps",
-    validation_sample_s=0.3,
+    validation_sample_s=0.15,
     data={"loader_workers": 0},
     trainer={**RECIPE.trainer, "validate_every": "7 steps"},
 )
@@ -112,7 +112,13 @@ LOSSES: dict[str, tuple[int, list[str], Callable[[subprocess.Popen[str], Path], 
 
 
 @pytest.mark.parametrize(
-    "loss", ["head, 1 worker", pytest.param("head, 3 workers", marks=pytest.mark.slow), "head and leader", "hosts"]
+    "loss",
+    [
+        "head, 1 worker",
+        pytest.param("head, 3 workers", marks=pytest.mark.slow),
+        "head and leader",
+        pytest.param("hosts", marks=pytest.mark.slow),
+    ],
 )
 def test_worker_that_is_left_saves_its_step_and_the_next_start_goes_on_there(
     loss: str, tmp_path: Path, undisturbed: Path

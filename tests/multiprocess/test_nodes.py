@@ -21,7 +21,7 @@ from manyhosts.communication.compression.table import make_compression
 from manyhosts.communication.link import Link
 from manyhosts.communication.world import World
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.xdist_group("nodes")]  # so that `runs` is made once
+pytestmark = pytest.mark.multiprocess
 
 PLAIN = Recipe(samples=122, batch=20)  # in the last step of an epoch the second node has no sample
 EVEN = Recipe(samples=120, batch=20)

@@ -24,7 +24,7 @@ from manyhosts.records import run_lock
 
 pytestmark = pytest.mark.multiprocess
 STEPS = 120
-SLOW = Recipe(samples=150, batch=16, duration=f"{STEPS} steps", augment=True, accuracy=False, sample_s=0.1)
+SLOW = Recipe(samples=150, batch=16, duration=f"{STEPS} steps", augment=True, accuracy=False, sample_s=0.05)
 PYTHON = [sys.executable, str(SCRIPT)]
 
 

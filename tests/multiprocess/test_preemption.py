@@ -17,7 +17,7 @@ STEPS = 400
 RECIPE = Recipe(samples=150, batch=16, duration=f"{STEPS} steps", dropout=0.3, augment=True, accuracy=False)
 
 
-@pytest.mark.parametrize(("name", "place"), [("SIGTERM", 1), ("SIGUSR1", 0)])
+@pytest.mark.parametrize(("name", "place"), [("SIGUSR1", 1), pytest.param("SIGTERM", 0, marks=pytest.mark.slow)])
 def test_signal_to_one_worker_stops_all_and_the_same_command_goes_on(tmp_path: Path, name: str, place: int) -> None:
     process = start(2, tmp_path / "run", RECIPE, pids=tmp_path / "pids")
     try:

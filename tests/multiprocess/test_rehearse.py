@@ -202,7 +202,9 @@ print("of", trainer.world_size, "weights", sum(float(each.detach().sum()) for ea
 """
 
 
-@pytest.mark.parametrize("source", [ACCELERATE, LIGHTNING], ids=["accelerate", "lightning"])
+@pytest.mark.parametrize(
+    "source", [pytest.param(ACCELERATE, marks=pytest.mark.slow), LIGHTNING], ids=["accelerate", "lightning"]
+)
 def test_script_of_a_library_for_gpus_trains_its_workers_together(source: str, tmp_path: Path) -> None:
     script = tmp_path / "for_gpus.py"
     script.write_text(source)

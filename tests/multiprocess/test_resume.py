@@ -28,8 +28,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     return folders
 
 
-@pytest.mark.parametrize("loader_workers", [0, 2])
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    ("workers", "loader_workers"),
+    [(1, 0), (2, 2), pytest.param(1, 2, marks=pytest.mark.slow), pytest.param(2, 0, marks=pytest.mark.slow)],
+)
 def test_killed_run_ends_with_the_bits_of_an_undisturbed_one(
     whole: dict[int, Path], workers: int, loader_workers: int, tmp_path: Path
 ) -> None:

@@ -21,6 +21,7 @@ from manyhosts.errors import ManyhostsError
 from manyhosts.events import Note
 
 pytestmark = pytest.mark.multiprocess
+SOME_WORKERS = [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
 STEPS, MORE = 7, 20  # of 40 samples in batches of 12: the resume is in the midst of an epoch
 
 SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
@@ -174,7 +175,7 @@ def changed_in_turn(rank: int, folder: Path, cases: dict[str, Any]) -> dict[str,
     return {name: gone_on(rank, folder / name, first, then) for name, (first, then, _) in cases.items()}
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("workers", SOME_WORKERS)
 def test_what_may_change_takes_effect_and_is_said(workers: int, tmp_path: Path) -> None:
     found = run_ranks(workers, changed_in_turn, tmp_path, MAY)
     for name, (first, then, text) in MAY.items():
@@ -199,7 +200,7 @@ def test_what_may_change_takes_effect_and_is_said(workers: int, tmp_path: Path) 
     assert [line["samples"] for line in step_lines(tmp_path / "batch without a rest")][6:9] == [12, 39, 39]
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("workers", SOME_WORKERS)
 def test_what_must_not_change_is_refused_on_every_worker_and_costs_nothing(workers: int, tmp_path: Path) -> None:
     found = run_ranks(workers, changed_in_turn, tmp_path, MUST_NOT)
     for name, (_, _, text) in MUST_NOT.items():

@@ -128,7 +128,7 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_each_worker_reads_its_own_part_checks_its_share_and_ends_with_the_same_bits(
     workers: int, tmp_path: Path
 ) -> None:
@@ -155,7 +155,7 @@ def test_each_worker_reads_its_own_part_checks_its_share_and_ends_with_the_same_
         assert f"own-{workers - 1:05d}.safetensors is damaged" in skipped["reason"]
 
 
-@pytest.mark.parametrize(("before", "now"), [(2, 3), (3, 2)])
+@pytest.mark.parametrize(("before", "now"), [(2, 3), pytest.param(3, 2, marks=pytest.mark.slow)])
 def test_other_number_of_workers_reads_one_part_at_a_time_and_only_where_it_is_needed(
     before: int, now: int, tmp_path: Path
 ) -> None:

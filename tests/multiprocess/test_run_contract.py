@@ -279,7 +279,7 @@ def test_rank_that_ends_early_and_well_leaves_the_others_alone(tmp_path: Path) -
     assert (ended.code, ended.out) == (0, "[1] still here\n")
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("workers", [pytest.param("1", marks=pytest.mark.slow), "2"])
 def test_script_that_init_writes_trains(tmp_path: Path, workers: str) -> None:
     subprocess.run([sys.executable, "-P", "-m", "manyhosts.cli.main", "init", str(tmp_path)], check=True)
     ended = run_words(tmp_path, "--run-dir", "run", "--workers", workers, "--set", "seed=1", "train.py")

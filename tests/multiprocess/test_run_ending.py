@@ -76,8 +76,17 @@ def listened_to(ports: list[int]) -> list[int]:
     return [port for port in ports if port in found]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("source", [WITH_CHILDREN, WITH_STORE], ids=["with_children", "in_a_collective"])
+@pytest.mark.parametrize(
+    ("source", "number"),
+    [
+        pytest.param(WITH_CHILDREN, signal.SIGINT, id="with_children-2"),
+        pytest.param(WITH_STORE, signal.SIGTERM, id="in_a_collective-15"),
+        pytest.param(WITH_STORE, signal.SIGHUP, id="in_a_collective-1"),
+        pytest.param(WITH_CHILDREN, signal.SIGTERM, id="with_children-15", marks=pytest.mark.slow),
+        pytest.param(WITH_CHILDREN, signal.SIGHUP, id="with_children-1", marks=pytest.mark.slow),
+        pytest.param(WITH_STORE, signal.SIGINT, id="in_a_collective-2", marks=pytest.mark.slow),
+    ],
+)
 def test_signal_to_the_head_ends_everything(tmp_path: Path, number: signal.Signals, source: str) -> None:
     head = start_and_wait(tmp_path, source, "--workers", "2")
     processes = family(head)
@@ -150,7 +159,11 @@ def test_interrupt_while_the_template_loads_ends_everything(tmp_path: Path) -> N
     assert (head.returncode, alive(processes)) == (130, [])
 
 
-@pytest.mark.parametrize("source", [WITH_CHILDREN, WITH_STORE], ids=["with_children", "in_a_collective"])
+@pytest.mark.parametrize(
+    "source",
+    [pytest.param(WITH_CHILDREN, marks=pytest.mark.slow), WITH_STORE],
+    ids=["with_children", "in_a_collective"],
+)
 @pytest.mark.parametrize("victim", ["head", "agent", "template"])
 def test_death_of_any_of_ours_ends_everything(tmp_path: Path, victim: str, source: str) -> None:
     head = start_and_wait(tmp_path, source, "--workers", "2")

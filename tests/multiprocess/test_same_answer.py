@@ -35,7 +35,7 @@ def norms(run_dir: Path) -> dict[int, float]:
     return {line["step"]: norm for line in step_lines(run_dir) if (norm := line["gradient_norm"]) is not None}
 
 
-@pytest.mark.parametrize("workers", [2, 3, 4])
+@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.slow), 3, 4])
 def test_workers_together_equal_one_process(workers: int, alone: Any, tmp_path: Path) -> None:
     answer, samples = alone
     answers = trained(workers, Recipe(), tmp_path)
@@ -58,7 +58,7 @@ def test_every_sample_is_taken_once_per_epoch(alone: Any) -> None:
     assert samples[1] != samples[6], "each epoch has its own order"
 
 
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_batch_norm_over_the_global_batch_equals_one_process(workers: int, tmp_path: Path) -> None:
     recipe = Recipe(batch_norm=True)
     [answer] = trained(1, recipe, tmp_path / "alone")

@@ -58,7 +58,10 @@ def lines_of(run_dir: Path, event: str) -> list[dict[str, Any]]:
     return [line for line in lines if line["event"] == event]
 
 
-@pytest.mark.parametrize(("workers", "strategy"), [(2, "ddp"), (3, "ddp"), (2, "fsdp")])
+@pytest.mark.parametrize(
+    ("workers", "strategy"),
+    [pytest.param(2, "ddp", marks=pytest.mark.slow), (3, "ddp"), pytest.param(2, "fsdp", marks=pytest.mark.slow)],
+)
 def test_slow_worker_is_named_with_its_factor_and_so_is_the_end_of_that(
     workers: int, strategy: str, tmp_path: Path
 ) -> None:
@@ -81,7 +84,9 @@ def test_slow_worker_is_named_with_its_factor_and_so_is_the_end_of_that(
     assert "times slower than the others: every step waits for it" in recorded[0]["text"]
 
 
-@pytest.mark.parametrize("every_s", [0.25, 1000.0], ids=["often", "at the end alone"])
+@pytest.mark.parametrize(
+    "every_s", [0.25, pytest.param(1000.0, marks=pytest.mark.slow)], ids=["often", "at the end alone"]
+)
 def test_every_step_but_the_first_has_the_times_of_all_workers(every_s: float, tmp_path: Path) -> None:
     run_ranks(3, train, 3, tmp_path, 2, every_s)
     lines = lines_of(tmp_path, "workers")

@@ -32,7 +32,7 @@ OWN = {
     "diloco": ["strategy=diloco", "sync_every=8"],
 }
 """Those in which something goes with a lost worker: what its compression kept back, or what it learned alone."""
-QUICK = ("plain", "virtual workers", "powersgd")
+QUICK = ("plain", "powersgd")
 
 
 def ways(of: Mapping[str, Sequence[str]]) -> list[Any]:

@@ -57,7 +57,7 @@ mh.Trainer(
 ).fit("2 epochs")
 """
 TOKEN, VALUE = "5e" * 16, "the value of an --env option"
-_MANY = 2000
+_MANY = 500
 
 
 class Relay:
@@ -190,7 +190,7 @@ def speak_nonsense(port: int) -> None:
 
 
 def come_in_crowds(port: int, head: psutil.Process) -> None:
-    """2,000 at once that say nothing; then one more is still turned away in time, and none of them is left."""
+    """500 at once that say nothing; then one more is still turned away in time, and none of them is left."""
     before = head.num_fds()
     with contextlib.ExitStack() as stack:
         for _ in range(_MANY):

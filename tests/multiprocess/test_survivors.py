@@ -86,7 +86,9 @@ def assert_equal(broken: Path, undisturbed: Path, output: str, steps: int = STEP
     assert samples_by_step(broken) == samples_by_step(undisturbed)
 
 
-@pytest.mark.parametrize(("workers", "places"), [(2, [1]), (2, [0]), (3, [1, 0, 2])], ids=str)
+@pytest.mark.parametrize(
+    ("workers", "places"), [pytest.param(2, [1], marks=pytest.mark.slow), (2, [0]), (3, [1, 0, 2])], ids=str
+)
 def test_killed_workers_cost_a_step_each_and_no_bit(
     whole: dict[int, Path], workers: int, places: list[int], tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ from commands import summary
 from launching import Ended, run, run_words
 from runs import samples_by_step, step_lines
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.xdist_group("survivors-calls")]  # so that `whole` is made once
+pytestmark = pytest.mark.multiprocess
 SCRIPT = Path(__file__).with_name("calls_script.py")
 WORKERS = 3
 
@@ -61,7 +61,7 @@ def restarts(folder: Path) -> list[dict[str, Any]]:
 
 
 PLACES = ["test", "between", "fit again", "making", "fit of another", "validation"]
-QUICK = [("test", 0, 0), ("fit again", 0, 4), ("between", 2, 0), ("making", 1, 4), ("fit of another", 0, 0)]
+QUICK = [("test", 0, 0), ("fit again", 0, 4), ("between", 2, 0)]
 ALL = [(place, rank, parts) for place in PLACES for rank in (0, 1) for parts in (0, 4)]
 
 

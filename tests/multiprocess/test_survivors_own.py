@@ -99,7 +99,6 @@ MOMENTS = {
 }
 QUICK = (
     "with the word that all have their sums on its way",
-    "with the mean on its way",
     "before it takes an outer step",
 )
 

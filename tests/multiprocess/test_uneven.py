@@ -70,7 +70,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, alone(folder, trainer={"virtual_workers": 12}, batch_norm=True)["sha"]
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_parts_move_to_fast_workers_and_no_bit_changes(workers: int, one: tuple[Path, str], tmp_path: Path) -> None:
     asked = {"trainer": {"virtual_workers": 12, "balance": "speed"}, "batch_norm": True}
     many = run_ranks(workers, train, tmp_path / "many", asked, 0)

@@ -12,7 +12,7 @@ from ranks import run_ranks
 from torch import Tensor
 from unusual import CASES, in_plain_pytorch, with_us
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.xdist_group("unusual tensors")]  # so that runs are made once
+pytestmark = pytest.mark.multiprocess
 
 NAMES = ["channels_last", "odd memory", "complex", "shared layer, reentrant", "shared layer"]
 NORMS = ["gradient penalty", "norm in checkpoints, reentrant", "norm in checkpoints", "norm without checkpoints"]

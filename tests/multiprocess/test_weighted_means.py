@@ -197,20 +197,27 @@ def assert_plain(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "more"), [(1, {"micro_batch_size": 3}), (2, {}), (3, {"micro_batch_size": 2})], ids=["1", "2", "3"]
+    ("workers", "more"),
+    [(1, {"micro_batch_size": 3}), pytest.param(2, {}, marks=pytest.mark.slow), (3, {"micro_batch_size": 2})],
+    ids=["1", "2", "3"],
 )
 def test_every_loss_is_that_of_a_plain_loop(workers: int, more: dict[str, Any], tmp_path: Path) -> None:
     for found in run_ranks(workers, fitted, tmp_path, tuple(CASES), more):
         assert_plain(found)
 
 
-def test_every_loss_has_the_same_bits_with_virtual_workers(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("workers", "audit"),
+    [pytest.param(2, {}, marks=pytest.mark.slow), (3, {"audit": 1.0})],
+    ids=["2", "3"],
+)
+def test_every_loss_has_the_same_bits_with_virtual_workers(workers: int, audit: dict[str, Any], tmp_path: Path) -> None:
+    """An audit computes the parts of others with their weights."""
     more = {"virtual_workers": 3, "micro_batch_size": 3}
     [one] = run_ranks(1, fitted, tmp_path / "1", tuple(CASES), more)
     assert_plain(one)
-    for workers, audit in ((2, {}), (3, {"audit": 1.0})):  # an audit computes the parts of others with their weights
-        for found in run_ranks(workers, fitted, tmp_path / str(workers), tuple(CASES), {**more, **audit}):
-            assert found == one
+    for found in run_ranks(workers, fitted, tmp_path / str(workers), tuple(CASES), {**more, **audit}):
+        assert found == one
 
 
 ONE_ROUND_A_STEP = {"fragments": 1, "overlap_steps": 0, "outer_lr": 1.0, "outer_momentum": 0.0}
@@ -265,7 +272,9 @@ def averaged_every_round(case: Case, workers: int, *, alike: bool) -> list[Tenso
     return [parameter.detach() for parameter in models[0].parameters()]
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize(
+    "workers", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+)
 def test_what_a_piece_counts_is_kept_by_compressions_and_by_workers_that_step_alone(
     workers: int, tmp_path: Path
 ) -> None:

@@ -80,6 +80,7 @@ def test_run_on_spare_instances_goes_on_when_they_are_taken_away(aws: Aws, desk:
     assert weights_there(aws, "spare") == short_training
 
 
+@pytest.mark.slow  # a job that fails: test_kubernetes; its words: tests/unit/launchers/test_sagemaker.py
 @pytest.mark.timeout(LONG_S)
 def test_job_that_fails_says_so_in_the_words_of_the_first_failure(aws: Aws, desk: Path) -> None:
     done = run(aws, desk, "wrong", "wrong.py")

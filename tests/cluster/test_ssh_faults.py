@@ -194,8 +194,18 @@ time.sleep(600)
     ("fault", "code", "expected"),
     [
         ("os.kill(os.getpid(), 9)", 1, "rank 1 on host lab2 was killed by SIGKILL; 1 other worker was ended"),
-        ("raise ValueError('boom')", 1, "rank 1 on host lab2 failed with ValueError: boom; 1 other worker was ended"),
-        ("os._exit(5)", 1, "rank 1 on host lab2 ended with exit code 5; 1 other worker was ended"),
+        pytest.param(
+            "raise ValueError('boom')",
+            1,
+            "rank 1 on host lab2 failed with ValueError: boom; 1 other worker was ended",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "os._exit(5)",
+            1,
+            "rank 1 on host lab2 ended with exit code 5; 1 other worker was ended",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_rank_that_fails_on_a_host_is_named_and_the_others_end(

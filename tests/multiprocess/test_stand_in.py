@@ -174,28 +174,32 @@ def train(
     return [line["loss"] for line in step_lines(folder)], result.weights_sha256, kept
 
 
-def every_way(rank: int, folder: Path, *, on_device: bool) -> dict[str, tuple[Any, ...]]:
+QUICK = ["ddp", "virtual workers", "int8 gradients", "diloco"]
+
+
+def each_way(rank: int, folder: Path, names: list[str], *, on_device: bool) -> dict[str, tuple[Any, ...]]:
     if on_device:
         tensor.install()
-    return {name: train(folder / name.replace(" ", "-"), way) for name, way in WAYS.items()}
+    return {name: train(folder / name.replace(" ", "-"), WAYS[name]) for name in names}
 
 
-def test_every_way_of_training_gives_the_bits_of_a_cpu(tmp_path: Path) -> None:
-    expected = run_ranks(2, every_way_on_cpu, tmp_path / "cpu", timeout_s=240)
-    found = run_ranks(2, every_way_on_device, tmp_path / "device", timeout_s=240)
+@pytest.mark.parametrize("names", [QUICK, pytest.param(list(WAYS), marks=pytest.mark.slow)], ids=["some", "all"])
+def test_every_way_of_training_gives_the_bits_of_a_cpu(names: list[str], tmp_path: Path) -> None:
+    expected = run_ranks(2, each_way_on_cpu, tmp_path / "cpu", names, timeout_s=240)
+    found = run_ranks(2, each_way_on_device, tmp_path / "device", names, timeout_s=240)
     fp16 = [ways.pop("fp16") for ways in found]
     assert found == expected
     # Nothing computes in another format on this device, and powers of two, by which the loss is scaled, cost no bit.
     assert [run[:2] for run in fp16] == [ways["int8 gradients"][:2] for ways in found]
 
 
-def every_way_on_cpu(rank: int, folder: Path) -> dict[str, tuple[Any, ...]]:
-    return every_way(rank, folder, on_device=False)
+def each_way_on_cpu(rank: int, folder: Path, names: list[str]) -> dict[str, tuple[Any, ...]]:
+    return each_way(rank, folder, names, on_device=False)
 
 
-def every_way_on_device(rank: int, folder: Path) -> dict[str, tuple[Any, ...]]:
+def each_way_on_device(rank: int, folder: Path, names: list[str]) -> dict[str, tuple[Any, ...]]:
     with AS_ON_CPU:
-        return {**every_way(rank, folder, on_device=True), "fp16": train(folder / "fp16", FP16)}
+        return {**each_way(rank, folder, names, on_device=True), "fp16": train(folder / "fp16", FP16)}
 
 
 def first_way_on_device(rank: int, folder: Path) -> list[float]:

@@ -26,10 +26,10 @@ def train_all(rank: int, run_dir: Path) -> dict[tuple[str, int | None], dict[str
     return found
 
 
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Any]]:
+@pytest.fixture(scope="module", params=[(1, 3), pytest.param((1, 2), marks=pytest.mark.slow)], ids=str)
+def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Any]]:
     """What each worker ends with, by the number of workers."""
-    return {workers: run_ranks(workers, train_all, tmp_path_factory.mktemp("runs")) for workers in (1, 2, 3)}
+    return {workers: run_ranks(workers, train_all, tmp_path_factory.mktemp("runs")) for workers in request.param}
 
 
 @pytest.mark.parametrize("parts", [None, 4])

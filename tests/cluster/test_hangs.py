@@ -184,6 +184,7 @@ FOREIGN = """
 """
 
 
+@pytest.mark.slow  # test_hangs of tests/multiprocess; the host of a rank: the tests below
 def test_endless_loop_on_a_host_is_named_with_host_rank_step_and_seconds(four: Lab, tmp_path: Path) -> None:
     options = ("--hosts", "lab1,lab2", "--hang-timeout", str(PATIENCE_S))
     ended = run(four, tmp_path, FOREIGN.format(fault="spin()"), *options)

@@ -115,6 +115,7 @@ def test_unmodified_torchrun_script_runs_as_a_batch_job_that_is_waited_for(four:
     assert state(four, handle)["state"] == "done"
 
 
+@pytest.mark.slow  # the signal: test_preemption; the queue: tests/unit/launchers/test_slurm.py
 def test_job_that_is_warned_of_its_limit_goes_on_in_the_same_run_directory(four: Lab, folder: Path) -> None:
     words = ["--on", "slurm", "--nodes", "2", "--detach", "--run-dir", f"{FOLDER}/long", "long.py"]
     handle = run(four[0], words).stdout.strip()

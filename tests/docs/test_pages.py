@@ -14,7 +14,14 @@ from manyhosts.config.overrides import known_keys
 
 WITH_BLOCKS = [page for page in PAGES if {"python", "bash", "console"} & {b.language for b in blocks_of(page)}]
 
-LONG = ("docs/tour.md", "docs/plan.md", "docs/large-models.md", "docs/doctor.md", "docs/study.md")
+LONG = (
+    "docs/tour.md",
+    "docs/plan.md",
+    "docs/large-models.md",
+    "docs/doctor.md",
+    "docs/study.md",
+    "docs/activation-checkpointing.md",
+)
 """Slow. What the tour has typed, README.md and docs/report.md have; what is typed on the others, tests of commands."""
 
 

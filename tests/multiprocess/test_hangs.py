@@ -67,7 +67,7 @@ def hung(folder: Path, what: str, *options: str, code: int = 4) -> Ended:
     ("what", "doing"),
     [
         ("spin", rf"computes without end at script.py:({line_of('while True')}|{line_of('pass')}) in spin"),
-        ("stop", r"is stopped by a signal \(process state T\)"),
+        pytest.param("stop", r"is stopped by a signal \(process state T\)", marks=pytest.mark.slow),
         pytest.param("sleep", rf"stands still at script.py:{line_of('time.sleep')} in main", marks=pytest.mark.slow),
     ],
 )

@@ -145,6 +145,7 @@ def test_nodes_that_meet_in_every_step_equal_one_process_however_the_batch_is_cu
         torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow  # the same of single workers: test_local_steps, test_compression
 def test_run_that_goes_on_from_a_snapshot_between_two_meetings_ends_with_the_same_bits(tmp_path: Path) -> None:
     strategies = (
         mh.LocalSGD(sync_every=5), mh.DiLoCo(sync_every=4, fragments=2), mh.DDP(compression="int8", **SMALL)

@@ -147,7 +147,7 @@ def test_run_ends_when_its_last_snapshot_has_arrived(store: Store, tmp_path: Pat
     about_to, at_the_end = store.about_to, []
 
     def slowly(kind: str, where: str, *, writes: bool = False) -> None:
-        time.sleep(0.1)
+        time.sleep(0.03)
         about_to(kind, where, writes=writes)
 
     def look(event: Event) -> None:

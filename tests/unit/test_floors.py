@@ -329,3 +329,23 @@ def test_help_of_every_verb_loads_nothing_but_python_and_click() -> None:
     done = subprocess.run([sys.executable, "-c", HELP, json.dumps(asked)], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "['click', 'manyhosts']\n"), done.stderr
     assert done.stdout.count("Usage: manyhosts") == len(asked)
+
+
+KNOW_FSDP = {
+    "__init__.py",  # mh.FSDP
+    "config/strategies.py",
+    "strategies/table.py",
+    "strategies/traits.py",
+    "planner/strategies/strategy.py",
+}
+ITS_OWN = ("config/fully_sharded.py", "planner/strategies/fsdp.py", "strategies/fsdp/", "strategies/units.py")
+
+
+def test_a_strategy_is_known_by_its_own_files_and_by_tables() -> None:
+    """A way to cut a model that comes next adds files of its own, and a line to each of these."""
+    named = {
+        str(path.relative_to(PACKAGE))
+        for path in FILES
+        if re.search(r"\b(fsdp|FSDP|fully_sharded)\b", path.read_text())
+    }
+    assert {path for path in named if not path.startswith(ITS_OWN)} == KNOW_FSDP

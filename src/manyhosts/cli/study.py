@@ -148,7 +148,7 @@ def _sizes(words: dict[str, Any], hosts: Sequence[str]) -> tuple[tuple[int, ...]
 
 
 def _varied(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """`strategy=ddp,fsdp` as a setting and its values, every setting checked."""
+    """`strategy=ddp,diloco` as a setting and its values, every setting checked."""
     found: dict[str, tuple[str, ...]] = {}
     for key, text in pairs(words, "--vary").items():
         values = tuple(dict.fromkeys(value.strip() for value in text.split(",")))

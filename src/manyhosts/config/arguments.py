@@ -105,28 +105,6 @@ OF_DDP = {
     "comm_hook": 'compression="bf16", or a function of your own',
 }
 """Of `mh.DDP`, likewise."""
-_ZERO = "zero=3 lets go of parameters after each pass, zero=2 keeps them through a step, zero=1 gradients, too"
-_PARTS = (
-    "the parts lie on the device that computes. To need less of it: more workers, or mh.Trainer"
-    '(activation_checkpointing="blocks")'
-)
-_FORMATS = 'mh.Trainer(precision="bf16"); here gather="bf16" and reduce="bf16" say what travels so'
-OF_FSDP = {
-    "cpu_offload": _PARTS,
-    "offload_policy": _PARTS,
-    "reshard_after_forward": _ZERO,
-    "sharding_strategy": _ZERO,
-    "stage": _ZERO,
-    "mp_policy": _FORMATS,
-    "mixed_precision": _FORMATS,
-    "param_dtype": 'gather="bf16", with mh.Trainer(precision="bf16")',
-    "reduce_dtype": 'reduce="bf16"',
-    "auto_wrap_policy": 'units="Block": the name of a class, or of modules',
-    "ignored_modules": 'units="Block": what no unit holds is one more; every parameter is kept in parts',
-    "mesh": "shard=8: so many workers share a copy of the model, the others hold further copies",
-    "device_mesh": "shard=8: so many workers share a copy of the model, the others hold further copies",
-}
-"""Of `mh.FSDP`, likewise."""
 OF_SNAPSHOTS = {
     "every_n_steps": 'every="500 steps"',
     "every_n_train_steps": 'every="500 steps"',

@@ -6,12 +6,35 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from manyhosts.config.arguments import OF_FSDP, answering
+from manyhosts.config.arguments import answering
 from manyhosts.config.kinds import check_kinds
 from manyhosts.errors import ConfigError
 
+_ZERO = "zero=3 lets go of parameters after each pass, zero=2 keeps them through a step, zero=1 gradients, too"
+_PARTS = (
+    "the parts lie on the device that computes. To need less of it: more workers, or mh.Trainer"
+    '(activation_checkpointing="blocks")'
+)
+_FORMATS = 'mh.Trainer(precision="bf16"); here gather="bf16" and reduce="bf16" say what travels so'
+_OTHERWISE = {
+    "cpu_offload": _PARTS,
+    "offload_policy": _PARTS,
+    "reshard_after_forward": _ZERO,
+    "sharding_strategy": _ZERO,
+    "stage": _ZERO,
+    "mp_policy": _FORMATS,
+    "mixed_precision": _FORMATS,
+    "param_dtype": 'gather="bf16", with mh.Trainer(precision="bf16")',
+    "reduce_dtype": 'reduce="bf16"',
+    "auto_wrap_policy": 'units="Block": the name of a class, or of modules',
+    "ignored_modules": 'units="Block": what no unit holds is one more; every parameter is kept in parts',
+    "mesh": "shard=8: so many workers share a copy of the model, the others hold further copies",
+    "device_mesh": "shard=8: so many workers share a copy of the model, the others hold further copies",
+}
+"""Arguments that others have for it, and what to write here."""
 
-@answering(OF_FSDP)
+
+@answering(_OTHERWISE)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FSDP:
     """Each worker keeps a part of parameters, gradients and optimizer state; it has a unit whole while it computes it.
@@ -58,3 +81,21 @@ class FSDP:
         """The words of `units`."""
         words = self.units.split(",") if isinstance(self.units, str) else self.units
         return tuple(word.strip() for word in words if word.strip())
+
+    @property
+    def variant(self) -> str:
+        """What tells it from others of this strategy."""
+        return f"zero={self.zero}"
+
+    def check_precision(self, precision: str) -> None:
+        """Refuse to gather in another format than the passes compute in.
+
+        Raises:
+            ConfigError: they do not compute in bf16.
+        """
+        if self.gather == "bf16" and precision != "bf16":
+            raise ConfigError(
+                f"parameters are gathered in bf16, and precision is {precision!r}",
+                where="FSDP(gather=…)",
+                fix='set precision="bf16", too, or leave gather out',
+            )

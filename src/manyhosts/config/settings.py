@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from manyhosts.config.fully_sharded import FSDP
 from manyhosts.config.kinds import check_kinds
 from manyhosts.config.snapshots import Snapshots
 from manyhosts.config.stopping import EarlyStopping
-from manyhosts.config.strategies import Single, Strategy
+from manyhosts.config.strategies import Single, Strategy, check_precision
 from manyhosts.errors import ConfigError
 from manyhosts.units import Duration
 
@@ -121,7 +120,7 @@ class Settings:
         self._check_activation_checkpointing()
         self._check_audit()
         self._check_balance()
-        self._check_gathered()
+        check_precision(self.strategy, self.precision)
         self._check_batch()
         self._check_durations()
 
@@ -164,14 +163,6 @@ class Settings:
                 "follows the machine's speed: that would change the model",
                 where="balance",
                 fix='leave batch_norm out (BatchNorm then sees the whole batch), or use balance="even"',
-            )
-
-    def _check_gathered(self) -> None:
-        if isinstance(self.strategy, FSDP) and self.strategy.gather == "bf16" and self.precision != "bf16":
-            raise ConfigError(
-                f"parameters are gathered in bf16, and precision is {self.precision!r}",
-                where="FSDP(gather=…)",
-                fix='set precision="bf16", too, or leave gather out',
             )
 
     def _check_batch(self) -> None:

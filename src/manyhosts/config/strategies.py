@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from manyhosts.config.arguments import OF_DDP, answering
@@ -77,13 +77,38 @@ class DDP:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Auto:
-    """The simplest of `single`, `ddp` and `fsdp` that fits into the memory of every worker, decided as a run begins."""
+    """The simplest way that fits into the memory of every worker, decided as a run begins: the model whole, or cut."""
 
     name: ClassVar[str] = "auto"
 
 
 Strategy = Single | DDP | FSDP | LocalSGD | DiLoCo | Auto
 BY_NAME: dict[str, type[Strategy]] = {kind.name: kind for kind in (Single, DDP, FSDP, LocalSGD, DiLoCo, Auto)}
+
+
+CUTS = (FSDP.name,)
+"""Those whose workers hold parts of the model."""
+
+
+def cutting(own: Strategy | None = None) -> list[FSDP]:
+    """The ways to cut a model, from the one that sends least. `own`: its settings, where it is one, but for these."""
+    cut = own if isinstance(own, FSDP) else FSDP()
+    return [replace(cut, zero=zero) for zero in (1, 2, 3)]
+
+
+def unit_patterns(strategy: Strategy) -> tuple[str, ...]:
+    """Which modules of the model are units, as the script has it; empty: they are found."""
+    return strategy.patterns if isinstance(strategy, FSDP) else ()
+
+
+def check_precision(strategy: Strategy, precision: str) -> None:
+    """See that the two go together.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    if isinstance(strategy, FSDP):
+        strategy.check_precision(precision)
 
 
 def named(strategy: str | Strategy) -> Strategy:

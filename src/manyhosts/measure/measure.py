@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhosts.config import overrides
-from manyhosts.config.fully_sharded import FSDP
-from manyhosts.config.strategies import DDP
+from manyhosts.config.strategies import BY_NAME, CUTS, DDP
 from manyhosts.control import variables
 from manyhosts.control.job import Job
 from manyhosts.errors import ConfigError, ManyhostsError, ScriptError
@@ -126,7 +125,7 @@ def collect(asked: Asked, start: Starts, *, between: bool = False) -> Found:
         seconds=_TOGETHER_S,
         patience_s=asked.patience_s,
         together=True,
-        whole=told["strategy"]["name"] == FSDP.name,  # its passes exchange, and its hosts must share a disk
+        whole=told["strategy"]["name"] in CUTS,  # its passes exchange, and its hosts must share a disk
     )
     contention: dict[int, float] = {}
     of_hosts: dict[int, float] = {}
@@ -218,8 +217,10 @@ def settings_of(asked: Asked, request: Request) -> dict[str, str]:
     """What is set of a script that is measured, as `--set` gives it."""
     settings = {**asked.settings, **SETTINGS}
     if request.whole:
-        of_parts = {each.name for each in fields(FSDP)}
-        settings = {key: value for key, value in settings.items() if key not in of_parts} | {"strategy": DDP.name}
+        of_others = {each.name for kind in BY_NAME.values() for each in fields(kind)} - {
+            each.name for each in fields(DDP)
+        }
+        settings = {key: value for key, value in settings.items() if key not in of_others} | {"strategy": DDP.name}
     return settings
 
 

@@ -6,11 +6,12 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
-from manyhosts.config.fully_sharded import FSDP
-from manyhosts.config.strategies import DDP, Single
+from manyhosts.config.strategies import CUTS, DDP, Single, Strategy, cutting
 from manyhosts.errors import ConfigError
-from manyhosts.planner.memory import Memory, ModelBytes, in_parts, whole
+from manyhosts.planner.memory import Memory, ModelBytes, whole
+from manyhosts.planner.strategies.strategy import STRATEGIES, CutStrategyModel
 from manyhosts.planner.strategies.virtual import gradients_kept
 from manyhosts.units import bytes_in_words
 
@@ -25,7 +26,9 @@ MOST_WORKERS = 4096
 class Way:
     """One way to train, and what a worker holds in it."""
 
-    strategy: Single | DDP | FSDP
+    strategy: Strategy
+    variant: str = ""
+    """What tells the strategy from others of its kind: `zero=3`."""
     checkpoints: bool = False
     """Whether the model's blocks are computed again in the backward pass."""
     memory: Memory
@@ -33,9 +36,9 @@ class Way:
 
     @property
     def name(self) -> str:
-        """In words: `fsdp zero=3, activation checkpointing`."""
-        zero = f" zero={self.strategy.zero}" if isinstance(self.strategy, FSDP) else ""
-        return f"{self.strategy.name}{zero}{', activation checkpointing' if self.checkpoints else ''}"
+        """In words: `ddp, activation checkpointing`."""
+        words = " ".join(filter(None, (self.strategy.name, self.variant)))
+        return f"{words}{', activation checkpointing' if self.checkpoints else ''}"
 
     @property
     def needed(self) -> int:
@@ -71,22 +74,29 @@ class Training:
 def ways(training: Training, workers: int) -> list[Way]:
     """Those that there are on so many workers, the simplest first; each without and with activation checkpointing."""
     model = training.model
-    kinds: list[Single | DDP | FSDP] = [DDP() if training.is_shared else Single()]
+    kinds: list[tuple[Strategy, str]] = [(DDP() if training.is_shared else Single(), "")]
     if workers > 1 and model.units and training.virtual_workers is None and not training.apart:
-        kinds += [FSDP(zero=zero) for zero in (1, 2, 3)]
+        kinds += [(each, each.variant) for each in cutting()]
     passes = [(False, model)]
     if training.checkpointed is not None:
         passes.append((True, replace(model, activations=training.checkpointed)))
     return [
-        Way(strategy=kind, checkpoints=again, memory=_held(each, kind, training, workers), on_cpu=model.on_cpu)
-        for kind in kinds
+        Way(
+            strategy=kind,
+            variant=variant,
+            checkpoints=again,
+            memory=_held(each, kind, training, workers),
+            on_cpu=model.on_cpu,
+        )
+        for kind, variant in kinds
         for again, each in passes
     ]
 
 
-def _held(model: ModelBytes, strategy: Single | DDP | FSDP, training: Training, workers: int) -> Memory:
-    if isinstance(strategy, FSDP):
-        return in_parts(model, shard=workers, workers=workers, zero=strategy.zero, gathered=1.0)
+def _held(model: ModelBytes, strategy: Strategy, training: Training, workers: int) -> Memory:
+    if strategy.name in CUTS:
+        cut = cast(CutStrategyModel, STRATEGIES.load(strategy.name)(strategy))
+        return cut.held(model, workers)
     parts = training.virtual_workers
     kept = 0 if parts is None else gradients_kept(parts, workers) * model.gradients
     return whole(model, workers=workers, strategy=kept)

@@ -126,8 +126,8 @@ class Measured:
     update_bytes: int = 0
     """What the optimizer's step holds for a while beside what it keeps."""
     unit_bytes: tuple[int, ...] = ()
-    """Of the parameters of each unit that `fsdp` would gather, in the order of the forward pass; last of what no unit
-    holds. Empty: the model cannot be cut into units."""
+    """Of the parameters of each unit that the model can be cut into, in the order of the forward pass; last of what no
+    unit holds. Empty: it cannot be cut into units."""
     tail_bytes: int = 0
     """Of the parameters behind the last unit, whose gradients come first."""
     loader_samples_per_second: float

@@ -51,8 +51,8 @@ class ModelBytes:
     update: int = 0
     """What the optimizer's step holds for a while beside what it keeps."""
     units: tuple[int, ...] = ()
-    """Of the parameters of each unit that `fsdp` would gather, in the order of the forward pass; last of what no unit
-    holds. Empty: the model cannot be cut into units."""
+    """Of the parameters of each unit that the model can be cut into, in the order of the forward pass; last of what no
+    unit holds. Empty: it cannot be cut into units."""
     tail: int = 0
     """Of the parameters behind the last unit, whose gradients come first."""
     on_cpu: bool

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from manyhosts.config.fully_sharded import FSDP
 from manyhosts.config.local_steps import DiLoCo, LocalSGD
-from manyhosts.config.strategies import DDP, Single, Strategy
+from manyhosts.config.strategies import DDP, Single, Strategy, cutting
 from manyhosts.planner.catalog import Machines
 from manyhosts.planner.compute import batch_of, slowdown
 from manyhosts.planner.group import Group
@@ -114,15 +113,14 @@ def ways(measured: Measured, own: Strategy | None = None) -> list[Way]:
     found = [_way(replace(ddp, compression="none"))]
     found += [_way(replace(ddp, compression=name), compression=name) for name in measured.compression]
     if measured.unit_bytes:
-        cut = own if isinstance(own, FSDP) else FSDP()
         found += [
             Way(
-                strategy=FSDP.name,
-                setting=f"zero={zero}",
-                shard=cut.shard or 1,
-                model=STRATEGIES.load(FSDP.name)(replace(cut, zero=zero)),
+                strategy=each.name,
+                setting=each.variant,
+                shard=each.shard or 1,
+                model=STRATEGIES.load(each.name)(each),
             )
-            for zero in (1, 2, 3)
+            for each in cutting(own)
         ]
     return [*found, _way(local), _way(diloco)]
 

@@ -94,7 +94,7 @@ class Study:
 
 
 def title_of(varied: Sequence[tuple[str, str]]) -> str:
-    """What tells a variant from others: `strategy=fsdp, compression=bf16`; empty where nothing is varied."""
+    """What tells a variant from others: `strategy=ddp, compression=bf16`; empty where nothing is varied."""
     return ", ".join(f"{key}={value}" for key, value in varied)
 
 

@@ -22,7 +22,7 @@ from manyhosts.data.fetch import Fetcher
 from manyhosts.planner import fit
 from manyhosts.planner.memory import ModelBytes
 from manyhosts.strategies.blocks import modules_of_layers, repeated_blocks
-from manyhosts.strategies.fsdp.units import tail_bytes, unit_bytes
+from manyhosts.strategies.units import tail_bytes, unit_bytes
 from manyhosts.training.compute import ForwardPass
 from manyhosts.training.freed_memory import give_back_at_once
 from manyhosts.training.sizing import MakeOptimizer, PassBytes, Unknown, UpdateBytes, optimizer_bytes, pass_bytes

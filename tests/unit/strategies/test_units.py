@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from manyhosts.errors import ConfigError
-from manyhosts.strategies.fsdp.units import find_units
+from manyhosts.strategies.units import find_units
 
 
 class Block(nn.Module):

@@ -11,9 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from manyhosts.config.fully_sharded import FSDP
 from manyhosts.config.settings import Settings
-from manyhosts.config.strategies import DDP, Strategy
+from manyhosts.config.strategies import DDP, Strategy, unit_patterns
 from manyhosts.control.agent import host_state
 from manyhosts.data.steps import Step
 from manyhosts.events import Listener
@@ -34,8 +33,8 @@ from manyhosts.measure.in_worker.guard import Guard, leave
 from manyhosts.measure.in_worker.passes import Passes
 from manyhosts.measure.request import Request
 from manyhosts.planner.measured import Measured
-from manyhosts.strategies.fsdp.units import tail_bytes, unit_bytes
 from manyhosts.strategies.strategy import StepOutcome
+from manyhosts.strategies.units import tail_bytes, unit_bytes
 from manyhosts.training.build import Parts
 from manyhosts.training.evaluate import Evaluation
 from manyhosts.training.state import RunState
@@ -198,7 +197,7 @@ def _counted(parts: Parts, settings: Settings) -> dict[str, Any]:
     steps = parts.source.steps_per_epoch
     dataset = getattr(getattr(parts.source, "order", None), "used", None)
     total, strategy = _bytes(parts.trained.parameters()), settings.strategy
-    patterns = strategy.patterns if isinstance(strategy, FSDP) else ()
+    patterns = unit_patterns(strategy)
     units = unit_bytes(parts.model, patterns, total=total)
     return {
         "parameter_bytes": total,

@@ -9,7 +9,7 @@ from manyhosts.errors import ConfigError
 from manyhosts.planner.compute import slowdown
 from manyhosts.planner.group import Group
 from manyhosts.planner.measured import Measured
-from manyhosts.planner.memory import Memory, in_parts, model_bytes
+from manyhosts.planner.memory import Memory, ModelBytes, in_parts, model_bytes
 from manyhosts.planner.overlap import Transfer, last_end
 from manyhosts.planner.step import Step, Timeline, assemble, timeline
 
@@ -28,10 +28,14 @@ class FullyShardedModel:
     def memory(self, measured: Measured, group: Group) -> Memory:
         """See `StrategyModel`."""
         _units(measured)
+        return self.held(model_bytes(measured, group.workers), group.workers)
+
+    def held(self, model: ModelBytes, workers: int) -> Memory:
+        """See `CutStrategyModel`."""
         return in_parts(
-            model_bytes(measured, group.workers),
-            shard=shards(self.config, group.workers),
-            workers=group.workers,
+            model,
+            shard=shards(self.config, workers),
+            workers=workers,
             zero=self.config.zero,
             gathered=gathered_share(self.config),
         )

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from manyhosts.planner.group import Group
 from manyhosts.planner.measured import Measured
-from manyhosts.planner.memory import Memory
+from manyhosts.planner.memory import Memory, ModelBytes
 from manyhosts.planner.step import Step
 from manyhosts.table import Table
 
@@ -23,6 +23,13 @@ class StrategyModel(Protocol):
 
     def memory(self, measured: Measured, group: Group) -> Memory:
         """What one worker of `group` holds at most."""
+
+
+class CutStrategyModel(StrategyModel, Protocol):
+    """One whose workers hold parts of the model."""
+
+    def held(self, model: ModelBytes, workers: int) -> Memory:
+        """What one of so many workers holds of `model` at most."""
 
 
 STRATEGIES: Table[Callable[[Any], StrategyModel]] = Table(

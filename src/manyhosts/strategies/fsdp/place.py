@@ -20,8 +20,8 @@ from manyhosts.config.fully_sharded import FSDP
 from manyhosts.device import is_asynchronous
 from manyhosts.strategies.fsdp.exchange import Gathering, StepDigest, Summing
 from manyhosts.strategies.fsdp.refused import Given, Written, check_placeable
-from manyhosts.strategies.fsdp.units import is_whole
 from manyhosts.strategies.materialise import Places, materialise
+from manyhosts.strategies.units import is_whole
 
 
 def place_root(

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from manyhosts.config.fully_sharded import FSDP
 from manyhosts.errors import ConfigError
-from manyhosts.strategies.fsdp.units import is_whole
+from manyhosts.strategies.units import is_whole
 
 
 def check_placeable(root: nn.Module, units: Mapping[str, nn.Module], config: FSDP) -> None:

@@ -28,11 +28,11 @@ from manyhosts.strategies.fsdp.exchange import StepDigest, check_alike
 from manyhosts.strategies.fsdp.optimizer_step import stepping
 from manyhosts.strategies.fsdp.place import place_root
 from manyhosts.strategies.fsdp.refused import Replaced, Written, misuse_told
-from manyhosts.strategies.fsdp.units import find_units, has_parts, is_whole
 from manyhosts.strategies.materialise import materialise, places_of
 from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome, Steppable
 from manyhosts.strategies.tally import Agreed, Tally
 from manyhosts.strategies.traits import TRAITS
+from manyhosts.strategies.units import find_units, has_parts, is_whole
 
 
 class FullySharded(CutModel):

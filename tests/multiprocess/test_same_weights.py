@@ -10,7 +10,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import nn
-from torch.utils.data import TensorDataset, random_split
+from torch.utils.data import Dataset, TensorDataset, random_split
 
 import manyhosts as mh
 from manyhosts.errors import ManyhostsError
@@ -135,6 +135,24 @@ def test_run_with_nothing_wrong_hears_nothing(workers: int, found: dict[int, Any
         assert {way: answer[way]["kind"] for way in ways} == dict.fromkeys(ways, "none")
 
 
+class Drawn(Dataset[Any]):
+    """Samples that are drawn as they are read, by a seed of the dataset's own; and the name of a file beside each."""
+
+    def __init__(self, *, seed: int, folder: str) -> None:
+        self.seed, self.folder = seed, folder
+
+    def __len__(self) -> int:
+        return 30
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, str]:
+        drawn = torch.randn(5, generator=torch.Generator().manual_seed(100 * self.seed + index))
+        return drawn[:4], drawn[4:], f"{self.folder}/{index}.png"
+
+
+def without_names(samples: list[Any]) -> list[torch.Tensor]:
+    return [torch.stack([sample[place] for sample in samples]) for place in (0, 1)]
+
+
 def different(rank: int, folder: Path) -> dict[str, dict[str, Any]]:
     odd = rank == 1
     shorter = TensorDataset(X[:29], Y[:29])
@@ -152,6 +170,11 @@ def different(rank: int, folder: Path) -> dict[str, dict[str, Any]]:
         },
         "samples": {"data": {"train": TensorDataset(X, Y), "validation": TensorDataset(X + odd, Y)}},
         "rounding": {"data": {"train": TensorDataset(X * (1 + 1e-6 * rank), Y)}},
+        "drawn": {"data": {"train": Drawn(seed=rank, folder="/data"), "collate": without_names}},
+        "drawn by a process": {
+            "data": {"train": Drawn(seed=rank, folder="/data"), "collate": without_names, "loader_workers": 1}
+        },
+        "files": {"data": {"train": Drawn(seed=0, folder=f"/data{rank}"), "collate": without_names}},
         "seed": {"seed": rank},
         "optimizer": {"optimizer": lambda params: torch.optim.SGD(params, lr=0.1 + 0.1 * odd)},
     }
@@ -165,6 +188,7 @@ def test_what_differs_from_worker_to_worker_is_named_before_anything_is_exchange
     assert all(answer == answers[0] for answer in answers)
     kinds = {way: told["kind"] for way, told in answers[0].items()}
     assert kinds.pop("rounding") == "none", "two kinds of processors round otherwise"
+    assert kinds.pop("files") == "none", "hosts may keep them in other places"
     assert set(kinds.values()) == {"ConfigError"}
     for way, words in {
         "shape": "models differ: weight is float32 (1, 4) on rank 0 and float32 (2, 4) on rank 1",
@@ -177,6 +201,8 @@ def test_what_differs_from_worker_to_worker_is_named_before_anything_is_exchange
         "data": "data differ: train is TensorDataset of 30 samples on rank 0 and TensorDataset of 29 samples on rank 1",
         "split": "the train set holds other samples on rank 1 than on rank 0",
         "samples": "the validation set holds other samples on rank 1 than on rank 0",
+        "drawn": "of the training set is another one on rank 1 than on rank 0",
+        "drawn by a process": "of the training set is another one on rank 1 than on rank 0",
         "seed": "settings differ: seed is 0 on rank 0 and 1 on rank 1",
         "optimizer": "optimizers differ: group 0 is 4 parameters with",
     }.items():

@@ -90,6 +90,35 @@ def compare_data(world: World, sets: Mapping[str, Dataset[Any] | None]) -> None:
             )
 
 
+def compare_samples(world: World, own: Mapping[str, Any]) -> None:
+    """See that the samples that each worker has looked at are the same. Every worker calls this.
+
+    `own`: what a `DataIdentity` gives; where it has no sample, none is compared. Text is left out: it may name a file,
+    which may have another place on each host.
+
+    Raises:
+        ConfigError: they are not, on all workers alike.
+    """
+    told = [each.get("samples", {}) for each in gather_plain(world, dict(own))]
+    for rank, other in enumerate(told):
+        for index in sorted(told[0].keys() & other.keys(), key=int):
+            if not are_alike(_without_text(told[0][index]), _without_text(other[index])):
+                raise ConfigError(
+                    f"sample {index} of the training set is another one on rank {rank} than on rank 0",
+                    where=f"mh.Data(train=…), rank 0 and rank {rank}",
+                    fix="have every worker read the same files, and draw by the same seed: nothing in the data may "
+                    "depend on the process, the time or RANK",
+                )
+
+
+def _without_text(sample: list[Any]) -> list[Any]:
+    return [each for each in sample if not (isinstance(each, str) and _DIGEST.fullmatch(each))]
+
+
+_DIGEST = re.compile("[0-9a-f]{16}")
+"""What stands for a text, or for many whole numbers, in a `DataIdentity`."""
+
+
 def _first_difference(first: list[list[str]], other: list[list[str]], rank: int) -> str:
     ours, theirs = ({name: what for name, what in entries} for entries in (first, other))
     for name in [*ours, *theirs]:

@@ -22,11 +22,13 @@ from manyhosts.snapshot.load import Loaded, load, same_model
 from manyhosts.snapshot.set_aside import is_newest
 from manyhosts.snapshot.store import Store
 from manyhosts.strategies.local_updates import averaged_parameters
+from manyhosts.training import watching
 from manyhosts.training.build import Parts
 from manyhosts.training.cut_state import in_parts
 from manyhosts.training.held import copied, held_by, state_of, take_up, weights_of
 from manyhosts.training.remote_copy import RemoteCopy
 from manyhosts.training.resuming import Changes, asked_of, compare
+from manyhosts.training.same_given import compare_samples
 from manyhosts.training.same_weights import compare_weights
 from manyhosts.training.state import RunState
 
@@ -211,10 +213,14 @@ class SnapshotSchedule:
         """Look in the remote copy, then do as `restore`. Every worker calls this before the first step.
 
         Raises:
-            ConfigError, DataError: the remote copy cannot be used, or something has changed that must not.
+            ConfigError, DataError: the remote copy cannot be used, or something has changed that must not, or workers
+                hold other samples.
             SnapshotError: there are snapshots, and none can be gone on from.
         """
-        if self.parts.world.is_leader:
+        world = self.parts.world
+        if world.size > 1 and watching.watcher is None:  # who watches looks for the reason in what was trained
+            compare_samples(world, self.parts.data_identity())
+        elif world.is_leader:
             self.parts.data_identity()  # now, and not when the first snapshot is made
         if self.second is not None:
             self.store.gather()

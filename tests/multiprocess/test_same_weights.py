@@ -171,9 +171,6 @@ def different(rank: int, folder: Path) -> dict[str, dict[str, Any]]:
         "samples": {"data": {"train": TensorDataset(X, Y), "validation": TensorDataset(X + odd, Y)}},
         "rounding": {"data": {"train": TensorDataset(X * (1 + 1e-6 * rank), Y)}},
         "drawn": {"data": {"train": Drawn(seed=rank, folder="/data"), "collate": without_names}},
-        "drawn by a process": {
-            "data": {"train": Drawn(seed=rank, folder="/data"), "collate": without_names, "loader_workers": 1}
-        },
         "files": {"data": {"train": Drawn(seed=0, folder=f"/data{rank}"), "collate": without_names}},
         "seed": {"seed": rank},
         "optimizer": {"optimizer": lambda params: torch.optim.SGD(params, lr=0.1 + 0.1 * odd)},
@@ -202,7 +199,6 @@ def test_what_differs_from_worker_to_worker_is_named_before_anything_is_exchange
         "split": "the train set holds other samples on rank 1 than on rank 0",
         "samples": "the validation set holds other samples on rank 1 than on rank 0",
         "drawn": "of the training set is another one on rank 1 than on rank 0",
-        "drawn by a process": "of the training set is another one on rank 1 than on rank 0",
         "seed": "settings differ: seed is 0 on rank 0 and 1 on rank 1",
         "optimizer": "optimizers differ: group 0 is 4 parameters with",
     }.items():

@@ -338,7 +338,13 @@ KNOW_FSDP = {
     "strategies/traits.py",
     "planner/strategies/strategy.py",
 }
-ITS_OWN = ("config/fully_sharded.py", "planner/strategies/fsdp.py", "strategies/fsdp/", "strategies/units.py")
+ITS_OWN = (
+    "config/fully_sharded.py",
+    "measure/in_worker/in_parts.py",
+    "planner/strategies/fsdp.py",
+    "strategies/fsdp/",
+    "strategies/units.py",
+)
 
 
 def test_a_strategy_is_known_by_its_own_files_and_by_tables() -> None:

@@ -38,10 +38,9 @@ class Group:
         """Workers that share the cores of one machine."""
         return self.workers_per_node * min(self.nodes, self.hosts_per_machine)
 
-    def processor_seconds(self, sent: float, exchanges: int) -> float:
-        """That `exchanges` sums keep a worker's cores busy in which it sends `sent` bytes, in rings."""
+    def processor_seconds(self, sent: float, messages: int) -> float:
+        """That sending `sent` bytes in `messages`, and taking in as much, keeps a worker's cores busy."""
         network = self.between if self.nodes > 1 else self.within
-        messages = exchanges * 2 * (self.workers - 1)
         return messages * network.processor_s_per_message + sent * network.processor_s_per_byte
 
     def all_reduce(self, payload: float) -> float:

@@ -57,6 +57,18 @@ class Compression:
     """Collectives in a step."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InParts:
+    """What a worker computes more where it holds parts of the model, whoever is waited for left out."""
+
+    passes_s: float
+    """Of a forward and a backward pass: units put in their places and let go of, gradients taken apart and added up."""
+    regather_s: float
+    """More, where units are put together again for the backward pass."""
+    update_s: float
+    """Of the optimizer's step, however small this worker's parts are: PyTorch looks at each of these."""
+
+
 _NETWORK = re.compile(r"""
     \s* (?P<amount> \d+ (?:\.\d+)? ) \s* (?P<prefix> [kKmMgGtT]? ) (?P<unit> [bB]it | b | B ) (?: /s | ps )? \s*
     (?: , \s* (?P<latency> \d+ (?:\.\d+)? ) \s* (?P<scale> s | ms | us | µs ) \s* )?
@@ -159,6 +171,8 @@ class Measured:
     """What every worker does once an epoch, however many they are: writing a snapshot, say."""
     copy_s_per_byte: float = 0.0
     """Of copying, into memory that was just got, in pieces as large as a unit. 0: not known."""
+    in_parts: InParts | None = None
+    """None: not measured, as on a device beside which the host computes."""
     device: str = "cpu"
     """Its type: `cpu`, `cuda`."""
     cores: int = 1

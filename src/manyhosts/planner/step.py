@@ -105,6 +105,12 @@ def assemble(measured: Measured, group: Group, lines: Timeline, *, exposed: floa
     return replace(without_data, data_wait=data_wait(measured, group, beside=without_data.seconds))
 
 
+def longer(step: Step, compute_s: float, measured: Measured) -> Step:
+    """The same step with `compute_s` seconds more of compute, beside which loader processes fetch on."""
+    beside = compute_s if measured.loader_processes else 0.0
+    return replace(step, compute=step.compute + compute_s, data_wait=max(0.0, step.data_wait - beside))
+
+
 def data_wait(measured: Measured, group: Group, *, beside: float) -> float:
     """Seconds of a step that its samples are waited for; `beside` are those of all else in it.
 

@@ -10,6 +10,8 @@ from measured_training import MEASURED, group, machines
 from manyhosts.config.fully_sharded import FSDP
 from manyhosts.config.strategies import DDP
 from manyhosts.errors import ConfigError
+from manyhosts.planner.catalog import Machines
+from manyhosts.planner.measured import InParts, Network
 from manyhosts.planner.predict import predictions, ways
 from manyhosts.planner.recommend import recommend
 from manyhosts.planner.strategies.strategy import STRATEGIES, StrategyModel
@@ -37,9 +39,43 @@ def test_copies_hold_more_and_parameters_in_bf16_less() -> None:
 
 
 def test_on_an_instant_network_a_step_takes_what_it_takes_with_ddp() -> None:
-    alike = STRATEGIES.load("ddp")(DDP()).step(CUT, group(4)).seconds
+    """But for the update: each worker steps its part alone."""
+    alike = STRATEGIES.load("ddp")(DDP()).step(CUT, group(4))
     for zero in (1, 2, 3):
-        assert model(zero=zero).step(CUT, group(4)).seconds == pytest.approx(alike)
+        step = model(zero=zero).step(CUT, group(4))
+        assert step.update == pytest.approx(alike.update / 4)
+        assert step.seconds - step.update == pytest.approx(alike.seconds - alike.update)
+
+
+def test_what_parts_cost_beside_the_wire_is_counted_as_it_was_measured() -> None:
+    """Copies into places are in there; each micro-batch costs it again, and zero=3 gathers once more."""
+    instant = replace(CUT.compute[0], forward_s=0.0, backward_s=0.0)
+    known = replace(
+        CUT, compute=(instant,), copy_s_per_byte=0.001, in_parts=InParts(passes_s=5, regather_s=2, update_s=1)
+    )
+    unknown = replace(known, in_parts=None)
+    for zero, more in ((1, 5), (3, 7)):
+        with_parts, without = (model(zero=zero).step(each, group(2)) for each in (known, unknown))
+        assert with_parts.compute - without.compute == pytest.approx(more)
+        assert with_parts.update - without.update == pytest.approx(1)
+        times = {1: 1.0 + 2.0, 3: 1.9 + 2.0}[zero]  # placing, and rows of gradients
+        assert without.communication_exposed - with_parts.communication_exposed == pytest.approx(times)
+    crowded = model(zero=1).step(replace(known, contention={2: 1.5}), group(1, 2))
+    assert crowded.compute - model(zero=1).step(replace(unknown, contention={2: 1.5}), group(1, 2)).compute == 7.5
+    twice = replace(known, micro_batch=known.global_batch // 4)
+    assert model(zero=1).step(twice, group(2)).compute - model(zero=1).step(
+        replace(twice, in_parts=None), group(2)
+    ).compute == pytest.approx(2 * 5)
+
+
+def test_what_is_exchanged_beside_passes_needs_the_cores_too() -> None:
+    """Four workers of a machine with one core: sending a byte keeps one busy for a thousandth of a second."""
+    instant = replace(CUT.compute[0], forward_s=0.0, backward_s=0.0)
+    measured = replace(CUT, compute=(instant,), cores=1, threads=1)
+    network = Network(latency_s=0.0, bytes_per_second=1e12, processor_s_per_byte=0.001)
+    machine = Machines(name="", count=1, workers=4, between=network, within=network)
+    found = model(zero=2).step(measured, machine.group(1, 4)).communication_exposed
+    assert found == pytest.approx(4 * 0.001 * (750 + 750), rel=1e-3)  # what is gathered, and the rows of sums
 
 
 def test_what_no_pass_hides_is_waited_for() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from manyhosts.config.settings import Settings
-from manyhosts.config.strategies import DDP, Strategy, unit_patterns
+from manyhosts.config.strategies import CUTS, DDP, Strategy, unit_patterns
 from manyhosts.control.agent import host_state
 from manyhosts.data.steps import Step
 from manyhosts.events import Listener
@@ -20,6 +20,7 @@ from manyhosts.measure import lines
 from manyhosts.measure.in_worker import (
     compressions,
     copying,
+    in_parts,
     loading,
     machine,
     passes,
@@ -32,7 +33,7 @@ from manyhosts.measure.in_worker.batches import Batches
 from manyhosts.measure.in_worker.guard import Guard, leave
 from manyhosts.measure.in_worker.passes import Passes
 from manyhosts.measure.request import Request
-from manyhosts.planner.measured import Measured
+from manyhosts.planner.measured import InParts, Measured
 from manyhosts.strategies.strategy import StepOutcome
 from manyhosts.strategies.units import tail_bytes, unit_bytes
 from manyhosts.training.build import Parts
@@ -40,7 +41,10 @@ from manyhosts.training.evaluate import Evaluation
 from manyhosts.training.state import RunState
 from manyhosts.units import Duration
 
-_SHARES = {"passes": 0.4, "readiness": 0.1, "update": 0.05, "loader": 0.15, "validation": 0.1, "compressions": 0.1}
+_SHARES = {
+    "passes": 0.35, "readiness": 0.1, "update": 0.05, "loader": 0.15, "validation": 0.1, "compressions": 0.1,
+    "parts": 0.05,
+}  # fmt: skip
 """Of the time that there is; the rest is for a few steps."""
 _STEPS_S = 0.1
 _FEWEST_STEPS, _MOST_STEPS = 3, 30
@@ -57,6 +61,7 @@ class Measurer:
         self.found: dict[str, Any] = {}
         self.strategy: Mapping[str, Any] = {}
         self.devices = 0
+        self.timed: Passes | None = None
         self.until = 0.0
         self.marks: list[dict[str, float]] = []
         """Of each step that was taken in the end, when it came to each place."""
@@ -76,9 +81,9 @@ class Measurer:
         if self.request.together:
             several_workers.measure(parts, settings, state, self.request.seconds)
             leave()
-        batches = Batches(parts, state)
-        self._measure(Passes(parts, batches), parts, settings, state)
-        batches.forget()
+        self.timed = Passes(parts, Batches(parts, state))
+        self._measure(self.timed, parts, settings, state)
+        self.timed.batches.forget()
         lines.tell("measures", what="a few steps")
         self.until = time.perf_counter() + _STEPS_S * self.request.seconds
 
@@ -98,9 +103,32 @@ class Measurer:
         if count < _FEWEST_STEPS or (count < _MOST_STEPS and time.perf_counter() < self.until):
             return
         self.found["step_other_s"] = max(0.0, around(self.marks) - self.found["update_s"])
+        self.found["in_parts"] = self._in_parts()
         measured = Measured(**self.found)
         lines.tell("measured", measured=measured.to_json(), strategy=self.strategy, devices=self.devices)
         leave()
+
+    def _in_parts(self) -> InParts | None:
+        """The last thing: the model is in parts then. Where it cannot be, no plan for parts is made.
+
+        Raises:
+            ConfigError: the script asks for parts, and they cannot be had of this model.
+        """
+        if self.timed is None or not self.found["unit_bytes"] or self.found["device"] != "cpu":
+            return None
+        lines.tell("measures", what="the model in parts")
+        try:
+            return in_parts.measure(
+                self.timed,
+                samples=self.found["compute"][0].samples,
+                update_s=self.found["update_s"],
+                seconds=self._seconds("parts"),
+            )
+        except Exception:  # the model's own code, called as nowhere before
+            if self.timed.parts.settings.strategy.name in CUTS:
+                raise
+            self.found["unit_bytes"] = ()
+            return None
 
     def _measure(self, timed: Passes, parts: Parts, settings: Settings, state: RunState) -> None:
         """Everything but what a step takes beside its parts."""

@@ -54,7 +54,7 @@ class DataParallelModel:
         way = way or plain
         others = group.workers - 1
         sent = 2 * others / group.workers * way.reduced_bytes + others * way.gathered_bytes
-        processor_s = way.processor_s + group.processor_seconds(sent, way.exchanges)
+        processor_s = way.processor_s + group.processor_seconds(sent, 2 * others * way.exchanges)
         return exposed_after(measured, group, lines, last_end=last, processor_s=processor_s)
 
     def memory(self, measured: Measured, group: Group) -> Memory:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from manyhosts.config.fully_sharded import FSDP
 from manyhosts.errors import ConfigError
-from manyhosts.planner.compute import slowdown
+from manyhosts.planner.compute import pass_cores, slowdown
 from manyhosts.planner.group import Group
-from manyhosts.planner.measured import Measured
+from manyhosts.planner.measured import InParts, Measured
 from manyhosts.planner.memory import Memory, ModelBytes, in_parts, model_bytes
 from manyhosts.planner.overlap import Transfer, last_end
-from manyhosts.planner.step import Step, Timeline, assemble, timeline
+from manyhosts.planner.step import Step, Timeline, assemble, longer, timeline
 
 _COPIES = 2
 """Of a unit's gradients between CPUs: into rows, and out of those that came."""
@@ -47,11 +48,18 @@ class FullyShardedModel:
             return assemble(measured, group, lines, exposed=0.0)
         shard = shards(self.config, group.workers)
         copy, across = _of_a_copy(group, shard)
-        exchange = _Exchange(measured, copy, shard, self.config, copying=slowdown(measured, group))
+        exchange = _Exchange(measured, group, copy, self.config)
         exposed = _exposed(self.config.zero, _units(measured), exchange, lines)
         if shard < group.workers:
             exposed += across.all_reduce(summed_share(self.config) * measured.gradient_bytes / shard)
-        return assemble(measured, group, lines, exposed=exposed)
+        if not exchange.is_hidden:  # else it travels with the loss
+            exposed += (lines.passes.micro_batches + 1) * exchange.told + group.all_reduce(_TOLD_BYTES)
+        known = measured.in_parts or InParts(passes_s=0.0, regather_s=0.0, update_s=0.0)
+        # The optimizer knows of its own part alone.
+        own = replace(measured, update_s=measured.update_s / shard + known.update_s)
+        step = assemble(own, group, lines, exposed=exposed)
+        more = known.passes_s + (known.regather_s if self.config.zero == 3 else 0.0)
+        return longer(step, slowdown(measured, group) * lines.passes.micro_batches * more, measured)
 
 
 def gathered_share(config: FSDP) -> float:
@@ -72,25 +80,45 @@ def shards(config: FSDP, workers: int) -> int:
 class _Exchange:
     """Seconds of the exchanges of one unit, within one copy of the model."""
 
-    def __init__(self, measured: Measured, copy: Group, shard: int, config: FSDP, *, copying: float) -> None:
-        """`copying`: how many times as long as one worker alone a worker copies."""
-        self.copy, self.shard = copy, shard
+    def __init__(self, measured: Measured, group: Group, copy: Group, config: FSDP) -> None:
+        """`copy`: the workers of `group` that share one copy of the model."""
+        self.copy = copy
         self.is_hidden = measured.device != "cpu"
         """Whether sums run beside the backward pass."""
         self._factor, self._sent = gathered_share(config), summed_share(config)
         self._trains = measured.gradient_bytes / max(1, measured.parameter_bytes)
-        self._told = 0.0 if self.is_hidden else copy.all_reduce(_TOLD_BYTES)
-        self._copy_s_per_byte = copying * measured.copy_s_per_byte
+        self.told = 0.0 if self.is_hidden else copy.all_reduce(_TOLD_BYTES)
+        """That workers see whether all have come to the same place."""
+        self._copy_s_per_byte = slowdown(measured, group) * measured.copy_s_per_byte
+        self._placed_s_per_byte = 0.0 if measured.in_parts else self._copy_s_per_byte
+        """Of what passes over parts do themselves: where they were measured it is in there."""
+        self._shared = 0.0 if self.is_hidden else group.beside / (group.cores or measured.cores)
+        """Seconds of all the machine's cores for each that every worker keeps one busy."""
+        self.busy_passes = min(1.0, self._shared * pass_cores(measured))
+        """The share of the machine's cores that the passes of its workers keep busy."""
 
     def gathering(self, unit: int) -> float:
         """Its parameters, until every worker has all. Gloo copies them once more, beside the passes."""
         received = self._factor * unit
         copied = 0.0 if self.is_hidden else self._copy_s_per_byte * received
-        return self._told + self.copy.all_gather(received / self.shard) + copied
+        wire = self.copy.all_gather(received / self.copy.workers)
+        return self.told + max(wire, self._sending(received)) + copied
+
+    def cores_gathering(self, unit: int) -> float:
+        """That gathering and placing it keeps all the machine's cores busy, of every worker together."""
+        if self.is_hidden:
+            return 0.0
+        received = self._factor * unit
+        return self._sending(received) + self._copy_s_per_byte * received + self.placing(unit)
+
+    def _sending(self, payload: float) -> float:
+        """That the machine's cores are busy with what `payload` bytes of every worker are exchanged by."""
+        others = self.copy.workers - 1
+        return self._shared * self.copy.processor_seconds(others / self.copy.workers * payload, others)
 
     def placing(self, unit: int) -> float:
         """What was gathered, parameter by parameter where the layers look for it; nothing is computed meanwhile."""
-        return self._copy_s_per_byte * unit
+        return self._placed_s_per_byte * unit
 
     def summing(self, unit: int) -> float:
         """Its gradients, until every worker has its part of the sum. Gloo has no such sum: rows go to their owners.
@@ -99,8 +127,9 @@ class _Exchange:
         """
         unit = round(self._trains * unit)
         if self.is_hidden:
-            return self._told + self.copy.all_gather(self._sent * unit / self.shard)
-        return self._told + self.copy.all_to_all(self._sent * unit) + _COPIES * self._copy_s_per_byte * unit
+            return self.told + self.copy.all_gather(self._sent * unit / self.copy.workers)
+        wire = max(self.copy.all_to_all(self._sent * unit), self._sending(self._sent * unit))
+        return self.told + wire + _COPIES * self._placed_s_per_byte * unit
 
 
 def _exposed(zero: int, units: Sequence[int], exchange: _Exchange, lines: Timeline) -> float:
@@ -117,14 +146,18 @@ def _exposed(zero: int, units: Sequence[int], exchange: _Exchange, lines: Timeli
 
 
 def _waits(units: Sequence[int], exchange: _Exchange, seconds: float) -> float:
-    """Seconds by which a pass over `units` is longer because each is gathered, from when the one before computes on."""
+    """Seconds by which a pass over `units` is longer because each is gathered, from when the one before computes on.
+
+    The later of two ends: that of the wire, and that of the cores, for what is exchanged beside a pass needs them, too.
+    """
     total = max(1, sum(units))
     began = now = wire_free = 0.0
     for unit in units:
         wire_free = max(wire_free, began) + exchange.gathering(unit)
         began = max(now, wire_free) + exchange.placing(unit)
         now = began + seconds * unit / total
-    return max(0.0, now - seconds)
+    cores = exchange.busy_passes * seconds + sum(map(exchange.cores_gathering, units))
+    return max(0.0, now - seconds, cores - seconds)
 
 
 def _sums(units: Sequence[int], exchange: _Exchange, seconds: float) -> float:

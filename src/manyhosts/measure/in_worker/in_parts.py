@@ -1,0 +1,89 @@
+"""What a worker does more where it holds parts of the model: units put together and taken apart, and small updates.
+
+The strategy itself is rehearsed, on this worker alone: `mirror`. The model is in parts afterwards.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from torch import nn
+from torch.optim import Optimizer
+
+from manyhosts.communication.shared_norm import OwnBatch, acting
+from manyhosts.config.strategies import cutting
+from manyhosts.measure.in_worker.mirror import mirrored
+from manyhosts.measure.in_worker.passes import Passes
+from manyhosts.planner.measured import InParts
+from manyhosts.strategies.fsdp.strategy import FullySharded
+from manyhosts.strategies.strategy import Piece, Strategy
+
+_WORKERS = 2
+"""Of which one is rehearsed."""
+_FEWEST, _MOST = 4, 25
+_WARM = 2
+"""Steps before the clock begins: in the first one units are found, and memory is got."""
+
+
+def measure(timed: Passes, *, samples: int, update_s: float, seconds: float) -> InParts:
+    """Take about `seconds` for steps of `samples` samples, whole and in parts. `update_s`: of the whole model.
+
+    Raises:
+        ConfigError: this model cannot be held in parts.
+    """
+    parts, batch = timed.parts, timed.batches.of(samples)
+    piece = Piece(bring=lambda: batch, samples=samples, weight=1.0, address=(0, 0, 0))
+
+    def passes(strategy: Strategy) -> Callable[[], object]:
+        return lambda: strategy.forward_backward(parts.trained, [piece], parts.compute, parts.precision.scale, [])
+
+    asked, each = parts.settings.strategy, seconds / 3
+    config = replace(cutting(asked)[-1], shard=None)
+    [whole] = _medians([passes(parts.strategy)], each)
+    before = dict(parts.trained.named_parameters())
+    for parameter in before.values():
+        parameter.grad = None
+    with mirrored(parts.world, _WORKERS) as world:
+        cut = FullySharded(config, world)
+        cut.place(parts.trained)
+        _exchange_parameters(parts.optimizer, before, dict(parts.trained.named_parameters()))
+        # As steps follow each other: after an update the passes find other things in the processor's caches.
+        step = [passes(cut), lambda: cut.update(parts.trained, parts.precision.stepper(parts.optimizer))]
+        gathered_twice, _ = _medians(step, each)
+        for root in cut.roots:
+            root.set_reshard_after_forward(False)  # as with zero=2
+        gathered_once, updated = _medians(step, each)
+    return InParts(
+        passes_s=max(0.0, gathered_once - whole),
+        regather_s=max(0.0, gathered_twice - gathered_once),
+        update_s=max(0.0, updated - update_s / _WORKERS),
+    )
+
+
+def _exchange_parameters(optimizer: Optimizer, whole: dict[str, nn.Parameter], cut: dict[str, nn.Parameter]) -> None:
+    """Let it step the parts, by a rate of zero, and know nothing of the whole."""
+    names = {id(parameter): name for name, parameter in whole.items()}
+    for group in optimizer.param_groups:
+        group["params"] = [cut[names[id(parameter)]] for parameter in group["params"]]
+        group["lr"] = group["lr"] * 0.0
+    optimizer.state.clear()
+
+
+def _medians(acts: Sequence[Callable[[], object]], seconds: float) -> list[float]:
+    """Seconds of each of `acts`, which follow each other, as often as there is time for."""
+    times: list[list[float]] = []
+    until = 0.0
+    with acting(OwnBatch()):
+        while len(times) < _WARM + _FEWEST or (len(times) < _WARM + _MOST and time.perf_counter() < until):
+            if len(times) == _WARM:
+                until = time.perf_counter() + seconds
+            clock = [time.perf_counter()]
+            for act in acts:
+                act()
+                clock.append(time.perf_counter())
+            times.append([end - begin for begin, end in pairwise(clock)])
+    return [statistics.median(each) for each in zip(*times[_WARM:], strict=True)]

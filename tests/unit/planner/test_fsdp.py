@@ -156,10 +156,13 @@ def test_copies_that_the_workers_cannot_be_shared_out_to_are_told() -> None:
     found = predictions(CUT, machines(3), [(3, 1)], ways(CUT, FSDP(shard=2)))
     told = {each.why_not for each in found if each.strategy == "fsdp"}
     assert told == {"3 workers cannot share copies of the model among 2 each"}
+    found = predictions(CUT, machines(3, 2), [(3, 2)], ways(CUT, FSDP(shard=3)))
+    told = {each.why_not for each in found if each.strategy == "fsdp"}
+    assert told == {"copies among 3 workers each end within hosts of 2: that is not planned"}
 
 
 def test_model_without_units_is_refused() -> None:
-    with pytest.raises(ConfigError, match="was not measured"):
+    with pytest.raises(ConfigError, match="not found to train in parts"):
         model().memory(MEASURED, group(2))
     with pytest.raises(ConfigError, match="the units hold 7"):
         replace(MEASURED, unit_bytes=(7,))

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from manyhosts.config.settings import Settings
-from manyhosts.config.strategies import CUTS, DDP, Strategy, unit_patterns
+from manyhosts.config.strategies import DDP, Strategy, unit_patterns
 from manyhosts.control.agent import host_state
 from manyhosts.data.steps import Step
 from manyhosts.events import Listener
@@ -109,11 +109,7 @@ class Measurer:
         leave()
 
     def _in_parts(self) -> InParts | None:
-        """The last thing: the model is in parts then. Where it cannot be, no plan for parts is made.
-
-        Raises:
-            ConfigError: the script asks for parts, and they cannot be had of this model.
-        """
+        """The last thing: the model is in parts then. Where it cannot be, no way with parts is planned."""
         if self.timed is None or not self.found["unit_bytes"] or self.found["device"] != "cpu":
             return None
         lines.tell("measures", what="the model in parts")
@@ -124,9 +120,7 @@ class Measurer:
                 update_s=self.found["update_s"],
                 seconds=self._seconds("parts"),
             )
-        except Exception:  # the model's own code, called as nowhere before
-            if self.timed.parts.settings.strategy.name in CUTS:
-                raise
+        except Exception:  # the script's own code, called as nowhere before; a run with parts says what is wrong
             self.found["unit_bytes"] = ()
             return None
 

@@ -189,9 +189,9 @@ def _of_a_copy(group: Group, shard: int) -> tuple[Group, Group]:
 def _units(measured: Measured) -> tuple[int, ...]:
     if not measured.unit_bytes:
         raise ConfigError(
-            "what units this model can be cut into was not measured",
+            "this model was not found to train in parts",
             where="strategy='fsdp'",
-            fix="measure again with manyhosts plan, or name the units: mh.FSDP(units=[…])",
+            fix="run it with --set strategy=fsdp on two workers, which says why; or name its units: mh.FSDP(units=[…])",
         )
     return measured.unit_bytes
 

@@ -202,7 +202,7 @@ def _why_not(measured: Measured, machines: Machines, group: Group, memory: Memor
     if group.workers % way.shard:
         return f"{group.workers} workers cannot share copies of the model among {way.shard} each"
     if group.nodes > 1 and group.workers_per_node % way.shard and way.shard % group.workers_per_node:
-        return f"copies among {way.shard} workers each end within hosts of {group.workers_per_node}: that is not planned"
+        return f"copies among {way.shard} workers end within hosts of {group.workers_per_node}: that is not planned"
     if not measured.batch_grows and group.workers > measured.global_batch:
         return f"{group.workers} workers share a batch of {measured.global_batch} samples"
     limit = machines.memory_bytes or measured.device_memory_bytes

@@ -158,7 +158,7 @@ def test_copies_that_the_workers_cannot_be_shared_out_to_are_told() -> None:
     assert told == {"3 workers cannot share copies of the model among 2 each"}
     found = predictions(CUT, machines(3, 2), [(3, 2)], ways(CUT, FSDP(shard=3)))
     told = {each.why_not for each in found if each.strategy == "fsdp"}
-    assert told == {"copies among 3 workers each end within hosts of 2: that is not planned"}
+    assert told == {"copies among 3 workers end within hosts of 2: that is not planned"}
 
 
 def test_model_without_units_is_refused() -> None:

@@ -118,4 +118,6 @@ def test_every_way_on_every_number_of_workers_equals_one_process_or_whole_models
     for number, way in enumerate(ways):
         cases = {name: replace(case, options=way) for name, case in {**CASES, **ALIKE}.items()}
         for name, found in trained(workers, cases, tmp_path / str(number)).items():
-            assert_same(alone[name] if name in CASES else whole[name], found)
+            # In float64 all are equal to 1e-15: BatchNorm of two samples makes the rounding of a sum larger.
+            relative = 3e-5 if name == "accumulated batch norm" else 1e-5
+            assert_same(alone[name] if name in CASES else whole[name], found, relative=relative)

@@ -12,6 +12,7 @@ from ranks import run_ranks
 from sharded import Case, Outcome, assert_same, fit, outcome, trained
 from torch import nn
 
+from manyhosts.errors import ConfigError
 from manyhosts.strategies.fsdp import exchange
 
 pytestmark = pytest.mark.multiprocess
@@ -94,6 +95,37 @@ def test_what_goes_between_hosts_goes_in_stretches_and_changes_no_bit(tmp_path: 
     for name in cases:
         far = outcome(tmp_path / "far" / name, answers[0][1][name])
         assert (far.sha, far.norms, far.bytes_sent) == (near[name].sha, near[name].norms, near[name].bytes_sent)
+
+
+def fit_on_two_hosts(rank: int, local: tuple[int, ...], cases: dict[str, Case], folder: Path) -> Any:
+    """Of so many workers each. What was refused comes back, or the outcomes."""
+    node = 0 if rank < local[0] else 1
+    own = {"GROUP_RANK": node, "LOCAL_RANK": rank - node * local[0], "LOCAL_WORLD_SIZE": local[node]}
+    os.environ |= {name: str(value) for name, value in own.items()}
+    try:
+        return fit(rank, cases, folder)
+    except ConfigError as refused:
+        return refused.what
+
+
+def test_workers_of_a_host_share_a_copy(alone: Any, tmp_path: Path) -> None:
+    """Four workers on two hosts: as if somebody had counted two."""
+    names = ("plain", "batch of two", "batch norm")
+    by_host = {name: replace(CASES[name], options={"shard": "host"}) for name in names}
+    by_host["scaled"] = replace(ALIKE["fp16"], options={"shard": "host"})
+    counted = {name: replace(case, options={"shard": 2}) for name, case in by_host.items()}
+    answers = run_ranks(4, fit_on_two_hosts, (2, 2), by_host, tmp_path / "host")
+    assert all(answer == answers[0] for answer in answers)
+    for name, found in trained(4, counted, tmp_path / "counted").items():
+        assert answers[0][name]["sha"] == found.sha
+        if name in alone:
+            assert_same(alone[name], outcome(tmp_path / "host" / name, answers[0][name]))
+
+
+def test_hosts_with_other_numbers_of_workers_do_not_share_copies(tmp_path: Path) -> None:
+    cases = {"plain": replace(CASES["plain"], options={"shard": "host"})}
+    for told in run_ranks(3, fit_on_two_hosts, (2, 1), cases, tmp_path):
+        assert told.startswith("the host of rank 0 has 2 workers, and not every host has as many")
 
 
 def test_stretches_of_an_exchange() -> None:

@@ -28,8 +28,8 @@ _OTHERWISE = {
     "reduce_dtype": 'reduce="bf16"',
     "auto_wrap_policy": 'units="Block": the name of a class, or of modules',
     "ignored_modules": 'units="Block": what no unit holds is one more; every parameter is kept in parts',
-    "mesh": "shard=8: so many workers share a copy of the model, the others hold further copies",
-    "device_mesh": "shard=8: so many workers share a copy of the model, the others hold further copies",
+    "mesh": 'shard="host": the workers of each host share a copy of the model; or a number of workers',
+    "device_mesh": 'shard="host": the workers of each host share a copy of the model; or a number of workers',
 }
 """Arguments that others have for it, and what to write here."""
 
@@ -50,9 +50,9 @@ class FSDP:
     zero: int = 3
     """What a worker has whole during a step. `3`: nothing beyond the unit that it computes; `2`: all parameters, from
     the first forward pass to the last backward pass; `1`: all parameters, and the gradients of all micro-batches."""
-    shard: int | None = None
+    shard: int | Literal["host"] | None = None
     """How many workers, in the order of their ranks, share one copy of the model; the others hold further copies, whose
-    gradients are summed. None: all workers share one."""
+    gradients are summed. `host`: the workers of each host share one. None: all workers share one."""
     gather: Literal["exact", "bf16"] = "exact"
     """What gathered parameters are: `exact`: as they are kept; `bf16`: rounded, half the bytes, for precision bf16."""
     reduce: Literal["exact", "bf16"] = "exact"
@@ -66,11 +66,12 @@ class FSDP:
                 where="FSDP(zero=…)",
                 fix="set it to 1, 2 or 3: 3 takes the least memory, 1 sends the least",
             )
-        if self.shard is not None and self.shard < 1:
+        shard = self.shard
+        if shard not in (None, "host") and (not isinstance(shard, int) or isinstance(shard, bool) or shard < 1):
             raise ConfigError(
-                f"shard is {self.shard}, but somebody must hold the model",
+                f"shard is {shard!r}, but a copy of the model is shared by one worker or more",
                 where="FSDP(shard=…)",
-                fix="leave it out, or give a number of workers such as those of one host",
+                fix='leave it out, or set it to "host" or to a number of workers such as 8',
             )
         for key in ("gather", "reduce"):
             if (value := getattr(self, key)) not in ("exact", "bf16"):

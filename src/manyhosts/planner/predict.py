@@ -117,7 +117,7 @@ def ways(measured: Measured, own: Strategy | None = None) -> list[Way]:
             Way(
                 strategy=each.name,
                 setting=each.variant,
-                shard=each.shard or 1,
+                shard=each.shard if isinstance(each.shard, int) else 1,
                 model=STRATEGIES.load(each.name)(each),
             )
             for each in cutting(own)

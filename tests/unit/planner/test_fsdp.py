@@ -152,6 +152,15 @@ def test_plan_has_fsdp_where_the_model_can_be_cut_and_advises_it_where_nothing_e
     assert "4 workers on 4 machines with fsdp (zero=" in recommend(found).why
 
 
+def test_copies_of_hosts_are_those_of_so_many_workers() -> None:
+    by_host, counted = model(shard="host"), model(shard=2)
+    for nodes in (1, 3):
+        assert by_host.step(CUT, group(nodes, 2)) == counted.step(CUT, group(nodes, 2))
+        assert by_host.memory(CUT, group(nodes, 2)) == counted.memory(CUT, group(nodes, 2))
+    found = predictions(CUT, machines(3, 2), [(3, 2)], ways(CUT, FSDP(shard="host")))
+    assert all(each.fits for each in found if each.strategy == "fsdp")
+
+
 def test_copies_that_the_workers_cannot_be_shared_out_to_are_told() -> None:
     found = predictions(CUT, machines(3), [(3, 1)], ways(CUT, FSDP(shard=2)))
     told = {each.why_not for each in found if each.strategy == "fsdp"}

@@ -29,24 +29,22 @@ class FullyShardedModel:
     def memory(self, measured: Measured, group: Group) -> Memory:
         """See `StrategyModel`."""
         _units(measured)
-        return self.held(model_bytes(measured, group.workers), group.workers)
+        return self._held(model_bytes(measured, group.workers), group.workers, shards(self.config, group))
 
     def held(self, model: ModelBytes, workers: int) -> Memory:
-        """See `CutStrategyModel`."""
-        return in_parts(
-            model,
-            shard=shards(self.config, workers),
-            workers=workers,
-            zero=self.config.zero,
-            gathered=gathered_share(self.config),
-        )
+        """See `CutStrategyModel`. All of them share one copy."""
+        return self._held(model, workers, workers)
+
+    def _held(self, model: ModelBytes, workers: int, shard: int) -> Memory:
+        gathered = gathered_share(self.config)
+        return in_parts(model, shard=shard, workers=workers, zero=self.config.zero, gathered=gathered)
 
     def step(self, measured: Measured, group: Group) -> Step:
         """See `StrategyModel`."""
         lines = timeline(measured, group)
         if group.workers == 1:
             return assemble(measured, group, lines, exposed=0.0)
-        shard = shards(self.config, group.workers)
+        shard = shards(self.config, group)
         copy, across = _of_a_copy(group, shard)
         exchange = _Exchange(measured, group, copy, self.config)
         exposed = _exposed(self.config.zero, _units(measured), exchange, lines)
@@ -72,9 +70,11 @@ def summed_share(config: FSDP) -> float:
     return 0.5 if config.reduce == "bf16" else 1.0
 
 
-def shards(config: FSDP, workers: int) -> int:
+def shards(config: FSDP, group: Group) -> int:
     """How many workers share one copy of the model."""
-    return min(workers, config.shard or workers)
+    if config.shard == "host":
+        return group.workers_per_node
+    return min(group.workers, config.shard or group.workers)
 
 
 class _Exchange:

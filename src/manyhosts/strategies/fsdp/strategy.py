@@ -22,6 +22,7 @@ from manyhosts.communication.model_watch import ModelWatch
 from manyhosts.communication.world import World
 from manyhosts.config.fully_sharded import FSDP
 from manyhosts.device import LateNumbers
+from manyhosts.errors import ConfigError
 from manyhosts.strategies.cut_model import CutModel
 from manyhosts.strategies.fsdp import rounded
 from manyhosts.strategies.fsdp.exchange import StepDigest, check_alike
@@ -46,7 +47,7 @@ class FullySharded(CutModel):
         Raises:
             ConfigError: `shard` does not divide them.
         """
-        mesh = Mesh(world, shard=config.shard or world.size)
+        mesh = Mesh(world, shard=_of_one_host(world) if config.shard == "host" else config.shard or world.size)
         super().__init__(mesh, DTensors(mesh))
         self.config = config
         mesh.along("replicate")  # all workers make its groups together
@@ -183,3 +184,20 @@ class FullySharded(CutModel):
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Nothing to take up."""
+
+
+def _of_one_host(world: World) -> int:
+    """How many workers each host has.
+
+    Raises:
+        ConfigError: not all have as many.
+    """
+    own = world.place.local_size
+    first = int(world.agree(own))
+    if world.any(own != first):
+        raise ConfigError(
+            f"the host of rank 0 has {first} workers, and not every host has as many: copies would be cut otherwise",
+            where='FSDP(shard="host")',
+            fix="start as many workers on each host, or give a number that all of them can be divided by",
+        )
+    return first

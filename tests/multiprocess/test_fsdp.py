@@ -20,6 +20,7 @@ pytestmark = pytest.mark.multiprocess
 CASES = {
     "plain": Case(),
     "three micro-batches": Case(trainer={"micro_batch_size": 2}),
+    "micro-batches of one": Case(trainer={"micro_batch_size": 1}),
     "clipped": Case(trainer={"clip_gradients": 0.1}),
     "batch of two": Case(samples=5, batch=2),  # and one of one: some workers have none
     "batch norm": Case(block={"norm": nn.BatchNorm1d}),
@@ -110,16 +111,19 @@ def fit_on_two_hosts(rank: int, local: tuple[int, ...], cases: dict[str, Case], 
 
 def test_workers_of_a_host_share_a_copy(alone: Any, tmp_path: Path) -> None:
     """Four workers on two hosts: as if somebody had counted two."""
-    names = ("plain", "batch of two", "batch norm")
-    by_host = {name: replace(CASES[name], options={"shard": "host"}) for name in names}
-    by_host["scaled"] = replace(ALIKE["fp16"], options={"shard": "host"})
-    counted = {name: replace(case, options={"shard": 2}) for name, case in by_host.items()}
+    rounded = {"gather": "bf16"}
+    cases = {name: CASES[name] for name in ("plain", "batch of two", "batch norm", "micro-batches of one")}
+    cases |= {"scaled": ALIKE["fp16"], "rounded": replace(ALIKE["bf16"], options=rounded)}
+    by_host = {name: replace(case, options={**case.options, "shard": "host"}) for name, case in cases.items()}
+    counted = {name: replace(case, options={**case.options, "shard": 2}) for name, case in cases.items()}
     answers = run_ranks(4, fit_on_two_hosts, (2, 2), by_host, tmp_path / "host")
     assert all(answer == answers[0] for answer in answers)
-    for name, found in trained(4, counted, tmp_path / "counted").items():
-        assert answers[0][name]["sha"] == found.sha
+    found = trained(4, {**counted, "rounded, one copy": cases["rounded"]}, tmp_path / "counted")
+    for name in cases:
+        assert answers[0][name]["sha"] == found[name].sha
         if name in alone:
             assert_same(alone[name], outcome(tmp_path / "host" / name, answers[0][name]))
+    assert_same(found["rounded, one copy"], found["rounded"], relative=1e-3)
 
 
 def test_hosts_with_other_numbers_of_workers_do_not_share_copies(tmp_path: Path) -> None:

@@ -243,7 +243,12 @@ def test_what_cannot_be_is_refused_before_the_first_step(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("options", "sentence"),
-    [({"zero": 4}, "zero is 4"), ({"shard": 0}, "shard is 0"), ({"gather": "int8"}, "gather is 'int8'")],
+    [
+        ({"zero": 4}, "zero is 4"),
+        ({"shard": 0}, "shard is 0"),
+        ({"shard": "node"}, "shard is 'node'"),
+        ({"gather": "int8"}, "gather is 'int8'"),
+    ],
 )
 def test_values_that_mean_nothing_are_refused(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):

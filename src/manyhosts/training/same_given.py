@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from manyhosts.communication.collectives import Collectives
 from manyhosts.communication.gathering import gather_plain
 from manyhosts.communication.world import World
-from manyhosts.data.identity import are_alike
+from manyhosts.data.identity import are_alike, without_text
 from manyhosts.data.same_everywhere import look_at
 from manyhosts.errors import ConfigError
 from manyhosts.snapshot.tensors import dtype_name
@@ -102,21 +102,13 @@ def compare_samples(world: World, own: Mapping[str, Any]) -> None:
     told = [each.get("samples", {}) for each in gather_plain(world, dict(own))]
     for rank, other in enumerate(told):
         for index in sorted(told[0].keys() & other.keys(), key=int):
-            if not are_alike(_without_text(told[0][index]), _without_text(other[index])):
+            if not are_alike(without_text(told[0][index]), without_text(other[index])):
                 raise ConfigError(
                     f"sample {index} of the training set is another one on rank {rank} than on rank 0",
                     where=f"mh.Data(train=…), rank 0 and rank {rank}",
                     fix="have every worker read the same files, and draw by the same seed: nothing in the data may "
                     "depend on the process, the time or RANK",
                 )
-
-
-def _without_text(sample: list[Any]) -> list[Any]:
-    return [each for each in sample if not (isinstance(each, str) and _DIGEST.fullmatch(each))]
-
-
-_DIGEST = re.compile("[0-9a-f]{16}")
-"""What stands for a text, or for many whole numbers, in a `DataIdentity`."""
 
 
 def _first_difference(first: list[list[str]], other: list[list[str]], rank: int) -> str:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset, random_split
 
-from manyhosts.data.identity import are_alike
+from manyhosts.data.identity import are_alike, print_of, without_text
 from manyhosts.data.same_everywhere import look_at
 
 
@@ -66,3 +66,15 @@ def test_what_is_not_known_is_not_compared() -> None:
     for dataset in (sparse, empty, around_itself, Stream(), [1, 2, 3]):
         assert are_alike(look_at(dataset), look_at(dataset))  # type: ignore[arg-type]  # a list will do as a dataset
     assert look_at(Mapped(Stream())) == []
+
+
+def test_many_whole_numbers_are_compared_and_texts_are_not() -> None:
+    """Tokens as a list, as a tokenizer gives them, beside the file that they are from."""
+    [one, other] = ([*print_of({"tokens": [*range(first, first + 40)], "from": f"/data{first}"})] for first in (0, 1))
+    again = [*print_of({"tokens": [*range(40)], "from": "/elsewhere"})]
+    assert not are_alike(one, again), "of one worker over time texts count, too"
+    assert are_alike(without_text(one), without_text(again))
+    assert not are_alike(without_text(one), without_text(other))
+    older = [each.removeprefix("whole numbers ") if isinstance(each, str) else each for each in one]
+    assert older != one
+    assert are_alike(older, one), "a snapshot of before"

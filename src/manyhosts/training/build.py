@@ -46,6 +46,7 @@ from manyhosts.training.source import Source, make_source
 from manyhosts.training.suitable import (
     check_kept,
     check_optimizer,
+    check_sparse,
     check_tensors,
     hooked,
     is_lazy,
@@ -346,6 +347,7 @@ def make_optimizer(
     mesh = strategy.mesh
     whole = strategy.traits.holds_whole_model
     check_optimizer(made, mesh.world, holds_whole_model=whole)
+    check_sparse(module, made)
     check_optimized(made.param_groups, module, has_step=has_step)
     factor = learning_rate.scale(settings.lr_scaling, counted_workers(settings, mesh))
     for group in made.param_groups:

@@ -239,6 +239,24 @@ def check_optimizer(optimizer: Optimizer, world: World, *, holds_whole_model: bo
         )
 
 
+def check_sparse(model: nn.Module, optimizer: Optimizer) -> None:
+    """See that what `optimizer` keeps of sparse gradients can be kept in a snapshot.
+
+    Raises:
+        ConfigError: SGD would keep a sparse momentum.
+    """
+    keeps = [group for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) and group["momentum"]]
+    known = {id(parameter) for group in keeps for parameter in group["params"]}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and id(module.weight) in known:
+            raise ConfigError(
+                f"the embedding {name!r} gives sparse gradients, of which SGD's momentum is a sparse tensor that no "
+                "snapshot can keep",
+                where="mh.Trainer(optimizer=…)",
+                fix="leave sparse=True out of the embedding, or momentum out of SGD, or choose SparseAdam",
+            )
+
+
 def check_kept(model: nn.Module) -> None:
     """See that snapshots can keep every tensor of `model`.
 

@@ -73,6 +73,13 @@ def test_sparse_embedding_trains_in_one_process(tmp_path: Path) -> None:
     assert trainer_for(plain_sgd, tmp_path).fit("2 steps").steps == 2
 
 
+def test_momentum_of_sparse_gradients_is_refused(tmp_path: Path) -> None:
+    """It trained until the first snapshot."""
+    with_momentum = Case(Embedded, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
+    with pytest.raises(ConfigError, match="'embedding' gives sparse gradients, of which SGD's momentum"):
+        trainer_for(with_momentum, tmp_path)
+
+
 def test_sparse_gradient_of_a_function_is_refused_in_its_step(tmp_path: Path) -> None:
     class Functional(nn.Module):
         def __init__(self) -> None:

@@ -176,7 +176,8 @@ def of_worker(number: int, *, rank: int) -> torch.device:
             raise ConfigError(
                 f"worker {number} of this host finds {found.device_count()} GPUs",
                 where=f"rank {rank}",
-                fix="start at most one worker per GPU, or hide the GPUs with CUDA_VISIBLE_DEVICES=",
+                fix="start at most one worker per GPU (by srun: --gpus-per-task=1, not --gpu-bind), or hide the GPUs "
+                "with CUDA_VISIBLE_DEVICES=",
             )
         found.set_device(number)
         return torch.device(kind, number)

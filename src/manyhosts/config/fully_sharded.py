@@ -16,7 +16,7 @@ _PARTS = (
     '(activation_checkpointing="blocks")'
 )
 _FORMATS = 'mh.Trainer(precision="bf16"); here gather="bf16" and reduce="bf16" say what travels so'
-_OTHERWISE = {
+OTHERWISE = {
     "cpu_offload": _PARTS,
     "offload_policy": _PARTS,
     "reshard_after_forward": _ZERO,
@@ -34,7 +34,7 @@ _OTHERWISE = {
 """Arguments that others have for it, and what to write here."""
 
 
-@answering(_OTHERWISE)
+@answering(OTHERWISE)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FSDP:
     """Each worker keeps a part of parameters, gradients and optimizer state; it has a unit whole while it computes it.

@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanSquaredError, MetricCollection
 
 import manyhosts as mh
-from manyhosts.config.arguments import OF_DATA, OF_DDP, OF_EARLY_STOPPING, OF_FIT, OF_FSDP, OF_SNAPSHOTS, OF_TRAINER
+from manyhosts.config.arguments import OF_DATA, OF_DDP, OF_EARLY_STOPPING, OF_FIT, OF_SNAPSHOTS, OF_TRAINER
+from manyhosts.config.fully_sharded import OTHERWISE
 from manyhosts.errors import ConfigError
 
 
@@ -116,7 +117,7 @@ def test_slip_is_answered_with_what_to_write(slip: str) -> None:
 def test_no_answer_is_for_an_argument_that_there_is() -> None:
     of_settings = (
         (mh.DDP, OF_DDP),
-        (mh.FSDP, OF_FSDP),
+        (mh.FSDP, OTHERWISE),
         (mh.Snapshots, OF_SNAPSHOTS),
         (mh.EarlyStopping, OF_EARLY_STOPPING),
     )

@@ -101,6 +101,11 @@ def unit_patterns(strategy: Strategy) -> tuple[str, ...]:
     return strategy.patterns if isinstance(strategy, FSDP) else ()
 
 
+def gathers_rounded(strategy: Strategy) -> bool:
+    """Whether passes see parameters of 16 bits, and workers keep them in fp32."""
+    return isinstance(strategy, FSDP) and strategy.gather == "bf16"
+
+
 def check_precision(strategy: Strategy, precision: str) -> None:
     """See that the two go together.
 

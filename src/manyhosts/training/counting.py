@@ -8,6 +8,7 @@ from dataclasses import replace
 from manyhosts.communication.batch_norm import GlobalBatch
 from manyhosts.config.local_steps import DiLoCo
 from manyhosts.config.settings import Settings
+from manyhosts.config.strategies import gathers_rounded
 from manyhosts.data.fetch import Fetcher
 from manyhosts.data.steps import DuePiece, LoadedPiece, PiecePlan, Step
 from manyhosts.training import first_look
@@ -119,6 +120,7 @@ class Counting:
             step.epoch,
             fetcher,
             copies=not parts.strategy.traits.meets_in_forward,
+            in_halves=gathers_rounded(self.settings.strategy),
         )
 
     def settle(self, pieces: Sequence[LoadedPiece], look: first_look.Look) -> None:

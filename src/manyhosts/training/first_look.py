@@ -154,6 +154,8 @@ class Look:
     """None: the dataset is a stream, whose samples come once."""
     copies: bool = True
     """Whether the model may be copied for a look: not where workers exchange something in its forward pass."""
+    in_halves: bool = False
+    """Whether passes see parameters of 16 bits, whatever is kept of them."""
 
     def at(self, piece: LoadedPiece, rule: Rule | None) -> Seen:
         """What one piece shows. Whatever is wrong with the model shows in the first step, and better."""
@@ -262,7 +264,7 @@ class Look:
                     seen.by_parts = max(mean, seen.by_parts, key=lambda found: abs(found - seen.whole))
 
     def _rounding(self) -> float:
-        if any(each.dtype in (torch.bfloat16, torch.float16) for each in self.module.parameters()):
+        if self.in_halves or any(each.dtype in (torch.bfloat16, torch.float16) for each in self.module.parameters()):
             return _ROUNDING_OF_HALVES
         return _ROUNDING.get(self.device.type, 3e-3)
 

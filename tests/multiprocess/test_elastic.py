@@ -36,9 +36,11 @@ def test_node_that_dies_is_dropped_and_taken_in_again_when_it_is_back(tmp_path: 
         [agent, *_] = agents(family)
         [template] = children(agent)
         agent.kill()
-        wait_until(lambda: "with 1 worker" in told(tmp_path / "run"), "the other goes on")
+        # On a busy machine a worker that is forked anew may be there before the other has gone on alone.
+        back = "goes on with 2 workers, 1 of them new"
+        wait_until(lambda: {"with 1 worker", back} & {*told(tmp_path / "run")}, "the other goes on")
         gone_on_from = steps_done(tmp_path / "run")
-        wait_until(lambda: "goes on with 2 workers, 1 of them new" in told(tmp_path / "run"), "it is back")
+        wait_until(lambda: back in told(tmp_path / "run"), "it is back")
         wait_for_step(process, tmp_path / "run", gone_on_from + 20)
         kept = [child for child in template.children() if "rank" in " ".join(child.cmdline())]
         process.send_signal(signal.SIGTERM)

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from manyhosts.data import randomness
+from manyhosts.data import loader_process, randomness
 
 SAMPLES = 8
 """Samples that are looked at."""
@@ -68,7 +68,13 @@ class DataIdentity:
         if not self._elsewhere:
             return {"length": length, **_look_at_samples(dataset, length, self._seed)}
         looking = _Looking(dataset, length, self._seed)
-        [found] = DataLoader(looking, batch_size=None, num_workers=1, generator=torch.Generator())
+        [found] = DataLoader(
+            looking,
+            batch_size=None,
+            num_workers=1,
+            multiprocessing_context=loader_process.context(),
+            generator=torch.Generator(),
+        )
         return {"length": length, **found}
 
 

@@ -15,6 +15,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader
 
+from manyhosts.data import loader_process
 from manyhosts.data.audits import Audit
 from manyhosts.data.cut import Cut, Cuts
 from manyhosts.data.fetch import Fetcher
@@ -177,6 +178,7 @@ class Loader:
                 num_workers=self.processes,
                 collate_fn=_only,
                 pin_memory=self.pin,
+                multiprocessing_context=loader_process.context(),
                 generator=torch.Generator(),  # or it would draw its seed from the generator that dropout uses
             )
             batches = iter(loader)

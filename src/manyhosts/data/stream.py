@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from manyhosts import refusals
-from manyhosts.data import randomness
+from manyhosts.data import loader_process, randomness
 from manyhosts.data.cut import Cuts
 from manyhosts.data.fetch import Collate, collated
 from manyhosts.data.first_samples import numbers_of
@@ -62,7 +62,15 @@ class Stream:
         if not self.processes:
             made: Iterator[Made | Failed] = told()
         else:
-            made = iter(DataLoader(_Produced(told), batch_size=None, num_workers=1, generator=torch.Generator()))
+            made = iter(
+                DataLoader(
+                    _Produced(told),
+                    batch_size=None,
+                    num_workers=1,
+                    multiprocessing_context=loader_process.context(),
+                    generator=torch.Generator(),
+                )
+            )
         for each in made:
             if isinstance(each, Failed):
                 raise each.error

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
@@ -204,6 +204,14 @@ def activities(device: torch.device) -> list[ProfilerActivity]:
 def make(device: torch.device) -> str:
     """The make of an accelerator, and what computes on it: of one make all give the same bits."""
     return f"{module(device).get_device_name(device)}, {torch.version.cuda}, {torch.backends.cudnn.version()}"
+
+
+def by_device(tensors: Iterable[Tensor]) -> dict[torch.device, list[Tensor]]:
+    """`tensors` by where they lie, in their order: no operation takes some of a host and some of a GPU."""
+    found: dict[torch.device, list[Tensor]] = {}
+    for each in tensors:
+        found.setdefault(each.device, []).append(each)
+    return found
 
 
 def read_here(tensor: Tensor) -> None:

@@ -101,7 +101,8 @@ class _Reduced:
 
 def _there(tensor: Tensor) -> Tensor:
     there: Tensor | None = getattr(tensor, "data_there", None)
-    assert there is not None, f"a collective was given a tensor on {tensor.device}"
+    if there is None:
+        raise RuntimeError(f"No backend type associated with device type {tensor.device.type}")
     assert there.is_contiguous(), "a collective was given a tensor that is not contiguous"
     return there
 

@@ -87,9 +87,27 @@ def _there(value: Any) -> Any:
     return value.data_there if isinstance(value, OnDevice) else value
 
 
+def _check_devices(func: Any, args: Any, kwargs: Any) -> None:
+    """Refuse tensors of the host beside those of the device, as a GPU does: but for single numbers and indices.
+
+    In a list there is no such exception.
+    """
+    if func._schema.name.startswith("aten::index"):
+        return
+    for each in (*args, *kwargs.values()):
+        listed = isinstance(each, list | tuple)
+        for tensor in each if listed else [each]:
+            if isinstance(tensor, Tensor) and not isinstance(tensor, OnDevice) and (listed or tensor.dim()):
+                raise RuntimeError(
+                    f"Expected all tensors to be on the same device, but {func} found one of the host, "
+                    f"shape {tuple(tensor.shape)}"
+                )
+
+
 def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     if func in _SPECIAL:
         return _SPECIAL[func](*args, **kwargs)
+    _check_devices(func, args, kwargs)
     if func.namespace == "fsdp":
         return func._op_dk(torch._C.DispatchKey.PrivateUse1, *args, **kwargs)
     if func in KERNELS:

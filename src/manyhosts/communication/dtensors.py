@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -11,6 +12,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from manyhosts.communication.holding import Holding
 from manyhosts.communication.mesh import Mesh
 from manyhosts.communication.parts import TensorPart
+
+
+def gathered(tensor: DTensor) -> Tensor:
+    """All of `tensor`, by way of the devices of its mesh: its parts may lie in the memory of hosts. All call this."""
+    return cast(DTensor, tensor.to(tensor.device_mesh.device_type)).full_tensor()
 
 
 class DTensors(Holding):
@@ -52,12 +58,16 @@ class DTensors(Holding):
     def whole(self, tensor: Tensor) -> Tensor:
         """All of a DTensor; every worker of its mesh calls this."""
         tensor = tensor.detach()
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return gathered(tensor) if isinstance(tensor, DTensor) else tensor
 
     def like(self, tensor: Tensor, local: Tensor) -> Tensor:
-        """A DTensor with the mesh, placements and shape of `tensor`."""
+        """A DTensor with the mesh, placements and shape of `tensor`, on the device of `local`."""
         if not isinstance(tensor, DTensor):
             return local
+        if local.device.type != tensor.device_mesh.device_type:  # `from_local` would copy it to the GPU
+            made = torch.empty_like(tensor, dtype=local.dtype, device=local.device)
+            cast(DTensor, made).to_local().copy_(local)
+            return made
         return cast(
             Tensor,
             DTensor.from_local(

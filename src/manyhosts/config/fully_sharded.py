@@ -11,14 +11,13 @@ from manyhosts.config.kinds import check_kinds
 from manyhosts.errors import ConfigError
 
 _ZERO = "zero=3 lets go of parameters after each pass, zero=2 keeps them through a step, zero=1 gradients, too"
-_PARTS = (
-    "the parts lie on the device that computes. To need less of it: more workers, or mh.Trainer"
-    '(activation_checkpointing="blocks")'
-)
+_OFFLOAD = "cpu_offload=True: parts, gradients and optimizer state lie in the memory of the host, and it steps them"
 _FORMATS = 'mh.Trainer(precision="bf16"); here gather="bf16" and reduce="bf16" say what travels so'
 OTHERWISE = {
-    "cpu_offload": _PARTS,
-    "offload_policy": _PARTS,
+    "offload": _OFFLOAD,
+    "offload_policy": _OFFLOAD,
+    "offload_optimizer": _OFFLOAD,
+    "offload_param": _OFFLOAD,
     "reshard_after_forward": _ZERO,
     "sharding_strategy": _ZERO,
     "stage": _ZERO,
@@ -57,6 +56,10 @@ class FSDP:
     """What gathered parameters are: `exact`: as they are kept; `bf16`: rounded, half the bytes, for precision bf16."""
     reduce: Literal["exact", "bf16"] = "exact"
     """How gradients travel: `exact`: as they are; `bf16`: rounded, half the bytes, and added in fp32."""
+    cpu_offload: bool = False
+    """Whether parts of parameters and gradients, and what the optimizer keeps of them, lie in the memory of the host
+    while a GPU computes. Each unit's parts are copied to the GPU to be gathered, the sums of its gradients back, and
+    the optimizer steps on the host."""
 
     def __post_init__(self) -> None:
         check_kinds(self, prefix="FSDP.")
@@ -87,6 +90,19 @@ class FSDP:
     def variant(self) -> str:
         """What tells it from others of this strategy."""
         return f"zero={self.zero}"
+
+    def check_planned(self) -> None:
+        """Refuse what no plan knows the time and memory of.
+
+        Raises:
+            ConfigError: parts are to lie on the host.
+        """
+        if self.cpu_offload:
+            raise ConfigError(
+                "a plan does not know what parts in the memory of the host take: nobody has measured it",
+                where="FSDP(cpu_offload=True)",
+                fix="plan it without: manyhosts plan --set strategy=fsdp; and compare with some steps of a run",
+            )
 
     def check_precision(self, precision: str) -> None:
         """Refuse to gather in another format than the passes compute in.

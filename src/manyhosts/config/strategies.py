@@ -116,6 +116,16 @@ def check_precision(strategy: Strategy, precision: str) -> None:
         strategy.check_precision(precision)
 
 
+def check_planned(strategy: Strategy) -> None:
+    """See that a plan knows what `strategy` takes.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if isinstance(strategy, FSDP):
+        strategy.check_planned()
+
+
 def named(strategy: str | Strategy) -> Strategy:
     """The strategy that a name stands for, with its defaults; a value passes through.
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from manyhosts.communication.holding import Holding
 from manyhosts.communication.mesh import Mesh
 from manyhosts.communication.parts import TensorPart
+from manyhosts.device import by_device
 from manyhosts.strategies.strategy import Shard
 from manyhosts.strategies.traits import Traits
 
@@ -38,10 +39,12 @@ class CutModel:
                 given.append(part.local)
             elif self.world.is_leader:
                 given.append(part)
-        norms = torch._foreach_norm(given) if given else []
         squares = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        for norm in norms:
-            squares += norm.double().square()
+        for where, own in by_device(given).items():
+            here = torch.zeros((), dtype=torch.float64, device=where)
+            for norm in torch._foreach_norm(own):
+                here += norm.double().square()
+            squares += here.to(self.world.device)
         return self.world.all_reduce(squares).sqrt().float()
 
     @torch.no_grad()
@@ -50,6 +53,8 @@ class CutModel:
         norm = self.norm(model)
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         held = [self.holding.local(each.grad) for each in model.parameters() if each.grad is not None]
-        for gradient in held:
-            gradient.mul_(factor.to(gradient.dtype))
+        for where, own in by_device(held).items():
+            here = factor.to(where)
+            for gradient in own:
+                gradient.mul_(here.to(gradient.dtype))
         return norm

@@ -352,5 +352,5 @@ def make_optimizer(
     factor = learning_rate.scale(settings.lr_scaling, counted_workers(settings, mesh))
     for group in made.param_groups:
         group["lr"] = (group["lr"] if settings.lr is None else settings.lr) * factor
-    fuse(made, mesh.world, holds_whole_model=whole)
+    fuse(made, holds_whole_model=whole)
     return made

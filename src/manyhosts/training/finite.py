@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhosts.communication.holding import WHOLE, Holding
+from manyhosts.device import by_device
 
 
 @torch.no_grad()
@@ -16,7 +17,7 @@ def first_not_finite(model: nn.Module, holding: Holding = WHOLE) -> str:
     """What is wrong with the first trained parameter that holds NaN or infinity, or the first buffer that holds NaN.
 
     Nothing where all are well. A buffer may well hold infinities, as a mask of attention does. One pass over the
-    memory, and on a GPU one wait. Of what is cut each worker looks at what it holds.
+    memory, and one wait for a GPU. Of what is cut each worker looks at what it holds.
     """
     parameters = {name: holding.local(value) for name, value in model.named_parameters() if value.requires_grad}
     buffers = {name: holding.local(value) for name, value in model.named_buffers()}
@@ -34,6 +35,9 @@ def _largest(tensors: Sequence[Tensor]) -> Tensor:
     looked_at = [each for each in tensors if each.numel() and (each.is_floating_point() or each.is_complex())]
     if not looked_at:
         return torch.zeros(())
-    # Numbers of one byte have no norm of their own.
-    norms = torch._foreach_norm([each.float() if each.element_size() == 1 else each for each in looked_at], math.inf)
-    return torch.stack([norm.float() for norm in norms]).max()
+    found = []
+    for own in by_device(looked_at).values():
+        # Numbers of one byte have no norm of their own.
+        norms = torch._foreach_norm([each.float() if each.element_size() == 1 else each for each in own], math.inf)
+        found.append(torch.stack([norm.float() for norm in norms]).max().cpu())
+    return torch.stack(found).max()

@@ -10,6 +10,7 @@ import torch
 from manyhosts.communication.world import World
 from manyhosts.data.first_samples import are_alike
 from manyhosts.data.steps import Step
+from manyhosts.device import by_device
 from manyhosts.errors import DataError
 from manyhosts.snapshot.fingerprint import tensor_checksums
 from manyhosts.training.build import Parts
@@ -61,10 +62,9 @@ class FirstSteps:
         local = self.parts.strategy.holding.local
         gradients = [local(each.grad) for each in self.parts.trained.parameters() if each.grad is not None]
         gradients = [each.coalesce().values() if each.is_sparse else each for each in gradients]
-        if gradients:
-            norms = [each.detach().abs().amax().float() for each in gradients if each.numel()]
-            largest = torch.stack(norms).nan_to_num(nan=1.0).amax().item() if norms else 0.0
-            self._gradient = max(self._gradient, largest)
+        for own in by_device(each for each in gradients if each.numel()).values():
+            largest = torch.stack([each.detach().abs().amax().float() for each in own]).nan_to_num(nan=1.0)
+            self._gradient = max(self._gradient, largest.amax().item())
 
     def after_update(self, rate: float) -> None:
         """The model has been changed, with this learning rate."""

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from manyhosts.communication.layout import without_repeats, write
+from manyhosts.device import wait_for
 from manyhosts.elastic import state_transfer
 from manyhosts.elastic.work import Records
 from manyhosts.snapshot.load import Loaded
@@ -153,6 +154,7 @@ def put_weights(parts: Parts, kept: Mapping[str, Any]) -> None:
     """
     if not parts.strategy.traits.holds_whole_model:
         holding = parts.strategy.holding
+        wait_for(parts.world.device)  # it may still read what lies on the host
         put_cut(loss_state(parts.trained), kept.get("loss", {}), holding)
         own, given = parts.model.state_dict(), kept["model"]
         put_cut(own, given, holding)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch.distributed.tensor import DTensor
 from torch.optim import Adam, AdamW, Optimizer
 
-from manyhosts.communication.world import World
 from manyhosts.device import is_asynchronous
 from manyhosts.errors import ConfigError
 
@@ -15,8 +14,8 @@ _FUSED_IN_PARTS = (Adam, AdamW)
 """PyTorch knows by no other fused kernel how to step tensors that are in parts."""
 
 
-def fuse(optimizer: Optimizer, world: World, *, holds_whole_model: bool) -> None:
-    """Let it do a step in one pass over the memory of a GPU; on CPUs it stays as the script made it.
+def fuse(optimizer: Optimizer, *, holds_whole_model: bool) -> None:
+    """Let it do a step in one pass over the memory of a GPU; what lies on a host is stepped as the script made it.
 
     Raises:
         ConfigError: the script asks for a kernel that cannot step parts of tensors.
@@ -35,7 +34,10 @@ def fuse(optimizer: Optimizer, world: World, *, holds_whole_model: bool) -> None
             len({isinstance(parameter, DTensor) for parameter in group["params"]}) < 2
         )  # no GPU has stepped both at once
         asked = group.get("fused") is not None or group.get("foreach") or group.get("differentiable")
-        if is_asynchronous(world.device) and "fused" in group and real and alike and can_fuse and not asked:
+        on_gpu = all(is_asynchronous(parameter.device) for parameter in group["params"])
+        if on_gpu and "fused" in group and real and alike and can_fuse and not asked:
             group["fused"] = True
     if all(group.get("fused") for group in optimizer.param_groups):
-        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # as if made so: or fp16 waits in each step
+        # As if made so, or fp16 waits in each step. On the host it must: the kernel would not wait for what it is told.
+        all_on_gpu = all(is_asynchronous(each.device) for group in optimizer.param_groups for each in group["params"])
+        optimizer._step_supports_amp_scaling = all_on_gpu  # type: ignore[attr-defined]

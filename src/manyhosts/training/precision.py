@@ -10,6 +10,7 @@ from torch import Tensor
 
 from manyhosts.communication.collectives import Collectives
 from manyhosts.communication.holding import WHOLE, Holding
+from manyhosts.device import by_device
 from manyhosts.training.compute import autocast
 
 
@@ -55,17 +56,24 @@ class Precision:
 
 
 class _ScalerOfParts(torch.amp.GradScaler):
-    """Looks at what this worker holds of each gradient: PyTorch's own takes no list of cut and whole ones."""
+    """Looks at what this worker holds of each gradient: PyTorch's own takes no list of cut and whole ones.
+
+    Where gradients lie on the host PyTorch's own begins to send the scale there, and multiplies before it has come.
+    """
 
     def __init__(self, device_type: str, holding: Holding) -> None:
         super().__init__(device_type)
         self.holding = holding
 
-    def _unscale_grads_(self, optimizer: Any, *args: Any) -> dict[torch.device, Tensor]:  # the scaler's own, by place
-        groups: list[dict[str, Any]] = [
-            {"params": [*map(self._held, group["params"])]} for group in optimizer.param_groups
-        ]
-        return super()._unscale_grads_(cast(torch.optim.Optimizer, SimpleNamespace(param_groups=groups)), *args)
+    def _unscale_grads_(
+        self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        held = [self._held(each) for group in optimizer.param_groups for each in group["params"]]
+        found: dict[torch.device, Tensor] = {}
+        for where, own in by_device(held).items():
+            group = cast(torch.optim.Optimizer, SimpleNamespace(param_groups=[{"params": own}]))
+            found |= super()._unscale_grads_(group, inv_scale.to(where), found_inf.to(where), allow_fp16)
+        return found
 
     def _held(self, parameter: Tensor) -> Tensor:
         """This worker's part of a parameter, with that of its gradient."""

@@ -214,8 +214,8 @@ def check_optimizer(optimizer: Optimizer, world: World, *, holds_whole_model: bo
             where="mh.Trainer(optimizer=…, strategy=…)",
             fix="choose an optimizer that treats each number alone, such as AdamW, or strategy='ddp'",
         )
-    is_on_gpu = is_asynchronous(world.device)
     for group in optimizer.param_groups:
+        is_on_gpu = all(is_asynchronous(each.device) for each in group["params"])
         if group.get("differentiable") or (group.get("capturable") and not is_on_gpu):
             option = "differentiable" if group.get("differentiable") else "capturable"
             raise ConfigError(

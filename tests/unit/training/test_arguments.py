@@ -95,9 +95,9 @@ SLIPS: dict[str, tuple[Callable[[], Any], str, str]] = {
     "a listener by itself": (lambda: trainer(listeners=print), "listeners is a function", "[function]"),
     "a step that is none": (lambda: trainer(loss=None, step=3), "step is a int", "a function"),
     "offload": (
-        lambda: mh.FSDP(cpu_offload=True),
-        "mh.FSDP has no argument 'cpu_offload'",
-        "on the device that computes",
+        lambda: mh.FSDP(offload_policy=1),
+        "mh.FSDP has no argument 'offload_policy'",
+        "cpu_offload=True",
     ),
     "a word of local steps": (lambda: mh.LocalSGD(sync_evry=4), "no argument 'sync_evry'", "'sync_every'"),
     "units without a name": (lambda: mh.FSDP("Block"), "by name, but a str comes without a name", "mh.FSDP(units=…)"),

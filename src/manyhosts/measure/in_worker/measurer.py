@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from manyhosts.config.settings import Settings
-from manyhosts.config.strategies import DDP, Strategy, unit_patterns
+from manyhosts.config.strategies import DDP, Strategy, check_planned, unit_patterns
 from manyhosts.control.agent import host_state
 from manyhosts.data.steps import Step
 from manyhosts.events import Listener
@@ -78,6 +78,7 @@ class Measurer:
     def begins(self, parts: Parts, settings: Settings, state: RunState) -> None:
         """Measure. A few steps of the loop follow."""
         self.guard.come()
+        check_planned(settings.strategy)
         if self.request.together:
             several_workers.measure(parts, settings, state, self.request.seconds)
             leave()

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from manyhosts.communication.dtensors import gathered
 from manyhosts.snapshot.tensors import bytes_of
 
 BUCKETS, _ROW = 16, 4096
@@ -27,7 +29,9 @@ def facts_of(tensor: Tensor) -> Facts:
 
     Of a DTensor those of the whole: all workers that hold parts of it call this together.
     """
-    value: Tensor = getattr(tensor.detach(), "full_tensor", tensor.detach)()
+    value = tensor.detach()
+    if isinstance(value, DTensor):
+        value = gathered(value)
     if value.is_sparse:
         value = value.coalesce().to_dense()
     value = value.cpu().resolve_conj().resolve_neg().contiguous()

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from manyhosts.communication.dtensors import gathered
 from manyhosts.communication.world import is_break
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.strategy import Steppable
@@ -36,7 +37,7 @@ _NUMBER_BY_NUMBER = (
     optim.RMSprop,
 )
 """What each number of a tensor becomes depends on no other."""
-_WORDS_OF_DTENSOR = ("DTensor", "sharded", "placement", "tensor subclass")
+_WORDS_OF_DTENSOR = ("DTensor", "sharded", "placement", "tensor subclass", "No backend type associated with")
 
 
 @contextmanager
@@ -93,7 +94,7 @@ class _Whole(TorchDispatchMode):
         if not cut:
             return func(*args, **named)
         if func is torch.ops.aten._local_scalar_dense.default:
-            return cut[0].full_tensor().item()
+            return gathered(cut[0]).item()
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise _refusal(
                 f"{self.name} draws random numbers for tensors of which each worker holds a part, and each would draw "

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -55,10 +56,12 @@ def place_root(
     )
     # A compiled unit cannot trace a checksum, and would warn of it.
     noted: Callable[[Any], Any] = torch.compiler.disable
+    offload = CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy()
     done: set[int] = set()
     for number, (name, unit) in enumerate(every.items()):
         materialise(unit.modules(), places)
-        unit.to(world.device)
+        with _without_parts(unit):
+            unit.to(world.device)
         for each in unit.parameters():
             if not isinstance(each, DTensor):
                 each.data = each.data.contiguous()  # of a part no other memory format is known
@@ -73,7 +76,14 @@ def place_root(
         unit.register_forward_hook(_own_memory)
         # The root is whole through all of the forward and all of the backward pass: nothing is gained in between.
         keeps = config.zero < 3 or unit is root
-        fully_shard(unit, mesh=over, reshard_after_forward=not keeps, mp_policy=policy, ignored_params=whole or None)
+        fully_shard(
+            unit,
+            mesh=over,
+            reshard_after_forward=not keeps,
+            mp_policy=policy,
+            offload_policy=offload,
+            ignored_params=whole or None,
+        )
         unit.register_forward_pre_hook(noted(given.note), with_kwargs=True)
         unit.register_forward_pre_hook(noted(partial(written.note, name)))
         unit.register_forward_pre_hook(noted(partial(_note, step_digest, number)))
@@ -85,6 +95,24 @@ def place_root(
         placed.set_custom_reduce_scatter(summing)
     _gather_ahead([*every.values()])
     root.register_forward_hook(_let_go_after_evaluation)
+
+
+@contextmanager
+def _without_parts(unit: nn.Module) -> Iterator[None]:
+    """Within, `unit` lacks the units inside it whose parts have their place already, which may be the host."""
+    inside = [
+        (module, name, child)
+        for module in unit.modules()
+        for name, child in module._modules.items()
+        if isinstance(child, FSDPModule)
+    ]
+    for module, name, _ in inside:
+        module._modules[name] = None
+    try:
+        yield
+    finally:
+        for module, name, child in inside:
+            module._modules[name] = cast(nn.Module, child)
 
 
 def _on_several_hosts(workers: Collectives, own: int) -> bool:

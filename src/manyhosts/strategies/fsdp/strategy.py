@@ -21,7 +21,7 @@ from manyhosts.communication.mesh import Mesh
 from manyhosts.communication.model_watch import ModelWatch
 from manyhosts.communication.world import World
 from manyhosts.config.fully_sharded import FSDP
-from manyhosts.device import LateNumbers
+from manyhosts.device import LateNumbers, is_asynchronous
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.cut_model import CutModel
 from manyhosts.strategies.fsdp import rounded
@@ -45,8 +45,14 @@ class FullySharded(CutModel):
         """A strategy for several workers.
 
         Raises:
-            ConfigError: `shard` does not divide them.
+            ConfigError: `shard` does not divide them, or there is no GPU to keep parts away from.
         """
+        if config.cpu_offload and not is_asynchronous(world.device):
+            raise ConfigError(
+                "parts are to lie in the memory of the host while a GPU computes, and this worker computes on the CPU",
+                where="FSDP(cpu_offload=True)",
+                fix="leave it out, for the parts lie there already; or start on machines with GPUs",
+            )
         mesh = Mesh(world, shard=_of_one_host(world) if config.shard == "host" else config.shard or world.size)
         super().__init__(mesh, DTensors(mesh))
         self.config = config
@@ -143,7 +149,7 @@ class FullySharded(CutModel):
                 torch.zeros_like(self.holding.local(each)) if each.grad is None else self.holding.local(each.grad)
                 for each in own
             ]
-            flat = torch.cat([each.reshape(-1) for each in given])
+            flat = torch.cat([each.reshape(-1) for each in given]).to(self.world.device)
             flat = rounded.all_reduce(copies, flat) if self.config.reduce == "bf16" else copies.all_reduce(flat)
             for part, summed in zip(given, flat.split([each.numel() for each in given]), strict=True):
                 part.copy_(summed.view_as(part))

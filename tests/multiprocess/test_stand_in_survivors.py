@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from commands import alive_workers, finish, kill_all, start, steps_done, summary, wait_for_step
+from launching import wait_until
 from runs import CHANCY, samples_by_step, step_lines
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.xdist_group("stand-in")]
@@ -39,12 +40,22 @@ def ways(of: Mapping[str, Sequence[str]]) -> list[Any]:
     return [way if way in QUICK else pytest.param(way, marks=pytest.mark.slow) for way in of]
 
 
+def restarts(run_dir: Path) -> int:
+    """How often the others have gone on."""
+    path = run_dir / "metrics.jsonl"
+    return path.read_text().count('"event": "restart"') if path.exists() else 0
+
+
 def run(folder: Path, settings: Sequence[str], kills: Sequence[tuple[int, int]] = ()) -> str:
-    """What a run on two workers printed, where the worker at a place is killed behind a step."""
+    """What a run on two workers printed, where the worker at a place is killed behind a step.
+
+    The next one only when the last has been replaced: with both of them goes what they have trained.
+    """
     options = [word for each in settings for word in ("--set", each)]
     process = start(2, folder, RECIPE, options, pids=folder.with_suffix(".pids"), script=SCRIPT)
     try:
-        for place, step in kills:
+        for before, (place, step) in enumerate(kills):
+            wait_until(lambda before=before: restarts(folder) >= before or process.poll() is not None, "it is replaced")
             wait_for_step(process, folder, max(step, steps_done(folder) + 1))
             os.kill(alive_workers(folder.with_suffix(".pids"))[place], signal.SIGKILL)
         output = finish(process)

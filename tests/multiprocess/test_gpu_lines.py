@@ -37,6 +37,7 @@ from manyhosts.measure.in_worker.batches import Batches
 from manyhosts.measure.in_worker.passes import Passes
 from manyhosts.strategies.local_updates import LocalGradient
 from manyhosts.training import activation_checkpointing
+from manyhosts.training.held import put_weights, weights_of
 from manyhosts.training.process_session import ProcessSession
 from manyhosts.training.recovery import why_not_survive
 from manyhosts.training.state import RunState
@@ -76,6 +77,9 @@ def trainings(folder: Path) -> None:
     assert fits.settings.strategy == mh.DDP(), "in 16 GiB"
     assert 0 < device.memory_left(fits.world.device) < 1 << 34
     trainer(folder / "parts", "2 steps", strategy=mh.FSDP(units=["0", "3"]))
+    offloaded = mh.FSDP(units=["0", "3"], cpu_offload=True)
+    on_host = trainer(folder / "on host", "2 steps", strategy=offloaded, precision="fp16", clip_gradients=1.0)
+    put_weights(on_host.parts, weights_of(on_host.parts))
     trainer(folder / "virtual", "2 steps", virtual_workers=4, audit=0.5)
     torch.use_deterministic_algorithms(False)
 

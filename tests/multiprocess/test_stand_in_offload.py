@@ -13,10 +13,13 @@ from ranks import run_ranks
 from sharded import Case, assert_same, fit, make_trainer, outcome, samples
 from stand_in import streams, tensor
 from stand_in.tensor import OnDevice
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import TensorDataset
 
 from manyhosts.errors import ConfigError
+from manyhosts.training.called_by_all import called_by_all
+from manyhosts.training.held import put_weights, weights_of
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.xdist_group("stand-in")]
 
@@ -97,16 +100,32 @@ def fused(rank: int, folder: Path, cases: Mapping[str, Case]) -> Any:
     return fit(rank, cases, folder)
 
 
+class Overflowing(nn.LayerNorm):
+    """Whose gradient overflows in the third step."""
+
+    calls = 0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out: Tensor = super().forward(hidden)
+        if out.requires_grad:
+            self.calls += 1
+            if self.calls == 3:
+                out.register_hook(lambda gradient: gradient * torch.inf)
+        return out
+
+
 @pytest.mark.slow
 def test_fused_kernel_on_the_host_is_told_nothing_that_is_still_on_its_way(tmp_path: Path) -> None:
-    """As whether a gradient of fp16 has overflowed."""
-    case = Case(optimizer="AdamW", options={"units": "Block"})
-    [expected, _] = run_ranks(2, on_cpu, tmp_path / "cpu", {"AdamW": case})
-    half = host(replace(case, optimizer="Fused", trainer={"precision": "fp16", "clip_gradients": 1e9}))
-    [found, _] = run_ranks(2, fused, tmp_path / "host", {"AdamW": half})
-    assert_same(
-        outcome(tmp_path / "cpu" / "AdamW", expected["AdamW"]), outcome(tmp_path / "host" / "AdamW", found["AdamW"])
+    """As whether a gradient of fp16 has overflowed, for then nothing must be stepped."""
+    trainer = {"precision": "fp16", "clip_gradients": None}
+    case = Case(optimizer="AdamW", options={"units": "Block"}, block={"norm": Overflowing}, trainer=trainer)
+    [expected, _] = run_ranks(2, on_device, tmp_path / "device", {"AdamW": case}, False)
+    [found, _] = run_ranks(2, fused, tmp_path / "host", {"AdamW": host(replace(case, optimizer="Fused"))})
+    one, two = (
+        replace(outcome(tmp_path / place / "AdamW", answer["AdamW"]), norms=[])
+        for place, answer in (("device", expected), ("host", found))
     )
+    assert_same(one, two)
 
 
 ADAM = Case(optimizer="AdamW")
@@ -152,6 +171,24 @@ def test_runs_go_on_with_parts_from_the_host_to_the_device_and_back(tmp_path: Pa
     ways = {"stays off": (off, off), "stays": (on, on), "comes": (off, on), "goes": (on, off)}
     found = {name: run_ranks(2, gone_on_with, tmp_path / name, *way) for name, way in ways.items()}
     assert all(each == found["stays off"] for each in found.values()), found
+
+
+def put_while_read(rank: int, folder: Path) -> None:
+    tensor.install()
+    trainer = make_trainer(host(ADAM), folder)
+    trainer.fit("2 steps")
+    parts, words = trainer.parts, samples(5, 3).tensors[0].to(trainer.world.device)
+    others = {"model": {name: torch.zeros_like(value) for name, value in weights_of(parts)["model"].items()}}
+    with torch.no_grad(), called_by_all(parts.model):
+        before = parts.model(words).cpu()
+        under_way = parts.model(words)
+        put_weights(parts, others)
+        assert torch.equal(under_way.cpu(), before), "it took weights that came after it"
+        assert not parts.model(words).cpu().any()
+
+
+def test_weights_are_put_on_the_host_when_the_device_has_read_those_of_before(tmp_path: Path) -> None:
+    run_ranks(2, put_while_read, tmp_path)
 
 
 class Halving(torch.optim.Optimizer):

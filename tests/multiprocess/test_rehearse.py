@@ -118,6 +118,28 @@ def test_classes_stay_classes_and_processes_of_the_script_are_mapped_too(tmp_pat
     assert sorted([one, two]) == ["rank 0 of 2 sum 3", "rank 1 of 2 sum 3"]
 
 
+LEAVES = """
+import atexit, os, torch, torch.distributed as dist
+atexit.register(lambda: print(os.environ["RANK"], "has a group:", dist.is_initialized(), flush=True))
+dist.init_process_group("nccl")
+total = torch.ones(1).cuda()
+dist.all_reduce(total)
+if PENDING and dist.get_rank() == 0:
+    pending = dist.all_reduce(total, async_op=True)
+"""
+
+
+@pytest.mark.parametrize("pending", [False, True])
+def test_script_that_leaves_its_group_as_nccl_lets_it_ends_well(pending: bool, tmp_path: Path) -> None:
+    """Gloo's threads would at times abort it."""
+    script = tmp_path / "leaves.py"
+    script.write_text(LEAVES.replace("PENDING", str(pending)))
+    done = rehearse(script, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    told = sorted(line.partition("] ")[2] for line in done.stdout.splitlines() if "group" in line)
+    assert told[pending:] == ["0 has a group: False", "1 has a group: False"][pending:]
+
+
 def test_gpu_that_the_machine_would_not_have_is_an_error(tmp_path: Path) -> None:
     script = tmp_path / "seventh.py"
     script.write_text("import torch\ntorch.cuda.set_device(7)\n")

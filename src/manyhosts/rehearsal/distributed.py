@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable
+from threading import Thread
 from typing import Any
 
 import torch.distributed as dist
@@ -12,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from manyhosts.rehearsal.mapping import note, replace
 
 Function = Callable[..., Any]
+_END_S = 2.0
+"""As long the end of a process waits for calls of Gloo that nobody may join any more."""
 
 
 def put_in_place() -> None:
@@ -35,8 +39,18 @@ def _init(torchs: Function) -> Function:
         if backend != "gloo":
             note(f"{backend or 'the default backend'} becomes gloo")
         torchs("gloo", *args, **kwargs)
+        atexit.unregister(_end)
+        atexit.register(_end)
 
     return init
+
+
+def _end() -> None:
+    """A process may end with its group under NCCL; under Gloo a thread that still lets go of a tensor aborts it."""
+    if dist.is_initialized():
+        ending = Thread(target=dist.destroy_process_group, daemon=True)
+        ending.start()
+        ending.join(_END_S)
 
 
 def _new_group(torchs: Function) -> Function:

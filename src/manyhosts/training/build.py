@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -40,6 +40,7 @@ from manyhosts.training.compiling import prepare_blocks
 from manyhosts.training.compute import ForwardPass, Loss, UserStep, pair
 from manyhosts.training.make_strategy import make_strategy
 from manyhosts.training.optimizer_kernels import fuse
+from manyhosts.training.own_loop.strategy import OwnLoop, StepMemory
 from manyhosts.training.precision import Precision
 from manyhosts.training.same_given import compare_data, compare_descriptions, described, settings_compared
 from manyhosts.training.source import Source, make_source
@@ -59,6 +60,16 @@ from manyhosts.training.weighing import Weighing, Weight
 ModelOrMaker = nn.Module | Callable[[], nn.Module]
 MakeOptimizer = Callable[[Sequence[nn.Parameter]], Optimizer]
 MakeSchedule = Callable[[Optimizer], LRScheduler]
+
+
+class Stateful(Protocol):
+    """Something with a state that can be kept."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nested values: tensors, and what JSON can hold."""
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
+        """Be as when `state_dict` gave `state`."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -94,6 +105,8 @@ class Parts:
     make_source: Callable[[int], Source]
     """The source for a global batch and this worker's present place."""
     make_warmup: Callable[[Source], learning_rate.WarmUp]
+    objects: Mapping[str, Stateful]
+    """By name, what else snapshots and new workers need: kept and restored with model and optimizer."""
 
     @property
     def model(self) -> nn.Module:
@@ -195,8 +208,9 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
     optimizer: MakeOptimizer,
     schedule: MakeSchedule | None,
     weight: Weight | None,
+    spread: Callable[[Strategy, Settings], Strategy],
 ) -> Parts:
-    """Make everything that `fit` needs."""
+    """Make everything that `fit` needs. `spread`: what becomes of the strategy that the settings name."""
     weighing = Weighing(weight, loss, data=data, settings=settings, world=world)
     choose_kernels(settings, world)
     auditor = None if settings.audit is None else Auditor(settings.audit, settings.seed, world, tensor_checksums)
@@ -208,7 +222,7 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
     compute = ForwardPass(loss, step, seed=settings.seed, context=Precision(settings.precision, world.device).context)
     chosen = choose(Given(settings=settings, made=made, data=data, compute=compute, optimizer=optimizer, world=world))
     settings = chosen.settings
-    strategy = make_strategy(settings, world, auditor)
+    strategy = spread(make_strategy(settings, world, auditor), settings)
     check_kept(made)
     if world.is_shared or settings.virtual_workers is not None:
         check_tensors(made)
@@ -263,6 +277,7 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
         own_fingerprint=own_fingerprint,
         make_source=cut_source,
         make_warmup=warm,
+        objects={"own loop": StepMemory(strategy)} if isinstance(strategy, OwnLoop) else {},
     )
 
 

@@ -106,6 +106,7 @@ def held_by(parts: Parts) -> dict[str, Any]:
         "schedule": {} if parts.schedule is None else _plain(parts.schedule.state_dict()),
         "scaler": parts.precision.state_dict(),
         "random": {"torch": torch.get_rng_state()},
+        "objects": {name: each.state_dict() for name, each in parts.objects.items()},
     }
 
 
@@ -123,6 +124,9 @@ def take_up(parts: Parts, kept: Mapping[str, Any], *, own: bool = False, schedul
         parts.schedule.load_state_dict(kept["schedule"])
     parts.precision.load_state_dict(kept["scaler"])
     torch.set_rng_state(kept["random"]["torch"])
+    for name, each in parts.objects.items():
+        if name in kept.get("objects", {}):  # snapshots of before have none
+            each.load_state_dict(kept["objects"][name])
 
 
 def state_of(loaded: Loaded, parts: Parts) -> Mapping[str, Any]:

@@ -28,6 +28,7 @@ from manyhosts.training.counting import Counting
 from manyhosts.training.first_steps import FirstSteps, compare_streams
 from manyhosts.training.loop_state import LoopState
 from manyhosts.training.numbers import Numbers, StepFacts
+from manyhosts.training.own_loop.strategy import OwnLoop
 from manyhosts.training.schedules import Schedule
 from manyhosts.training.snapshot_schedule import SnapshotSchedule
 from manyhosts.training.state import RunState
@@ -73,6 +74,10 @@ class Stepper:
         self.first_steps = FirstSteps(parts)
         self.buffers = BufferCopies(parts.trained) if keep_buffers else None
         self.watcher = watching.watcher
+        if isinstance(parts.strategy, OwnLoop):
+            parts.strategy.remembers = keep_buffers or bad_steps.leave_out
+            parts.strategy.before_update = snapshot_schedule.before_update
+            parts.strategy.done = lambda: state.step
         # Asked once: to ask a protocol takes as long as a small layer.
         self.fixed_parts = parts.strategy if isinstance(parts.strategy, FixedParts) else None
 

@@ -29,6 +29,7 @@ from manyhosts.events import Listener, TestDone
 from manyhosts.snapshot.load import load
 from manyhosts.snapshot.weights import check_path
 from manyhosts.snapshot.weights import save as save_weights
+from manyhosts.strategies.strategy import Strategy as WorkSpread
 from manyhosts.training import watching
 from manyhosts.training.best_weights import best_model, holding
 from manyhosts.training.build import MakeOptimizer, MakeSchedule, ModelOrMaker, Parts, build
@@ -199,6 +200,7 @@ class Trainer:
                 optimizer=optimizer,
                 schedule=schedule,
                 weight=weight,
+                spread=self._spread,
             )
             if init_from is not None:
                 load_initial(parts, Path(init_from))
@@ -248,6 +250,10 @@ class Trainer:
         )
         with randomness.undisturbed():
             return self._run.fit()
+
+    def _spread(self, strategy: WorkSpread, settings: Settings) -> WorkSpread:
+        """What spreads a step over the workers, given the strategy that the settings name."""
+        return strategy
 
     def _call(self, once: Callable[[], Any], *, has_outcome: bool = True) -> Any:
         """What all workers do together, and once more from its beginning where some are lost meanwhile."""

@@ -1,0 +1,71 @@
+"""Several named optimizers as one, for everything that saves, compares or moves the state of an optimizer."""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+
+from manyhosts.errors import ConfigError
+
+
+class CombinedOptimizer(Optimizer):
+    """The parameter groups and the state of several optimizers, one after another. Each of them steps by itself."""
+
+    def __init__(self, named: Mapping[str, Optimizer]) -> None:
+        """Take `named` optimizers, whose parameters do not overlap.
+
+        Raises:
+            ConfigError: one of them has a state in a form of its own, or two of them share a parameter.
+        """
+        self.named = dict(named)
+        owner: dict[int, str] = {}
+        for name, each in self.named.items():
+            if type(each).state_dict is not Optimizer.state_dict:
+                raise ConfigError(
+                    f"optimizer {name!r} is a {type(each).__name__} with a state_dict() of its own",
+                    where="mh.Run(optimizers=…)",
+                    fix="keep what it remembers in optimizer.state and param_groups, as PyTorch's optimizers do",
+                )
+            for parameter in (parameter for group in each.param_groups for parameter in group["params"]):
+                if (other := owner.setdefault(id(parameter), name)) != name:
+                    raise ConfigError(
+                        f"optimizers {other!r} and {name!r} both change a parameter of shape {tuple(parameter.shape)}",
+                        where="mh.Run(optimizers=…)",
+                        fix="give each parameter to one optimizer",
+                    )
+        super().__init__([{"params": list(each["params"])} for each in self._groups()], {})
+        self.param_groups = self._groups()
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for each in self.named.values() for group in each.param_groups]
+
+    @property
+    def state(self) -> Any:
+        """By parameter, as those of the optimizers."""
+        return ChainMap(*(each.state for each in self.named.values()))
+
+    @state.setter
+    def state(self, given: Any) -> None:
+        """Nothing: `Optimizer.__init__` begins with an empty one, and each optimizer has its own."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Never called: `run.update(name)` steps the optimizer of that name."""
+        raise AssertionError("each optimizer steps by itself")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Give each optimizer its own groups, and what was kept of its own parameters."""
+        groups, begin = list(state_dict["param_groups"]), 0
+        for each in self.named.values():
+            own, groups = groups[: len(each.param_groups)], groups[len(each.param_groups) :]
+            end = begin + sum(len(group["params"]) for group in own)
+            each.load_state_dict(
+                {
+                    "state": {key - begin: kept for key, kept in state_dict["state"].items() if begin <= key < end},
+                    "param_groups": [{**group, "params": [key - begin for key in group["params"]]} for group in own],
+                }
+            )
+            begin = end
+        self.param_groups = self._groups()

@@ -1,0 +1,298 @@
+"""`mh.Run`: a training loop of the user's own, with several models, optimizers and backward passes in one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
+
+from manyhosts.config.settings import Settings
+from manyhosts.config.strategies import DDP, Single
+from manyhosts.data.data import Data
+from manyhosts.errors import ConfigError
+from manyhosts.strategies.ddp import DataParallel
+from manyhosts.strategies.single import SingleProcess
+from manyhosts.strategies.strategy import Strategy
+from manyhosts.strategies.virtual import VirtualWorkers
+from manyhosts.training.build import MakeSchedule, ModelOrMaker, make_model
+from manyhosts.training.compute import UserStep
+from manyhosts.training.optimizer_kernels import fuse
+from manyhosts.training.own_loop.optimizers import CombinedOptimizer
+from manyhosts.training.own_loop.parts import Part
+from manyhosts.training.own_loop.strategy import LossOf, OwnLoop, OwnLoopInParts
+from manyhosts.training.result import Result
+from manyhosts.training.trainer import Trainer
+
+MakeOptimizer = Callable[[Sequence[nn.Parameter]], Optimizer]
+_STEPS_OF_AN_EPOCH = 1000
+
+
+class PartNumbers(Dataset[int]):
+    """What is read where a step makes its own data: the number of each part, once in every step."""
+
+    def __init__(self, parts: int) -> None:
+        self.parts = parts
+
+    def __len__(self) -> int:
+        return self.parts * _STEPS_OF_AN_EPOCH
+
+    def __getitem__(self, index: int) -> int:
+        return index % self.parts
+
+
+class Run(Trainer):
+    """Trains by a step that the user writes, on any number of workers: same answer, and no work lost.
+
+    ```python
+    run = mh.Run(
+        models={"generator": Generator, "critic": Critic},
+        optimizers={name: lambda params: torch.optim.Adam(params, 2e-4) for name in ("generator", "critic")},
+        data=mh.Data(train=images, batch_size=64),
+    )
+
+    def step(run):
+        run.backward(critic_loss, "critic")
+        run.update("critic")
+        run.backward(generator_loss, "generator")
+        run.update("generator")
+
+    run.fit(step, "20 epochs")
+    ```
+
+    A step is one transaction: where a worker is lost in it, all of it is made again from its beginning, so its body may
+    run more than once. It changes nothing but by `update`, `state` and `part`; it prints nothing.
+
+    Args:
+        models: by name, a module or a callable that makes one under the run's seed; or one of them, named "model".
+        optimizers: by the name of the model whose parameters it steps, or names joined by "+"; makes the optimizer of a
+            list of parameters. One alone is that of all models.
+        data: as for `mh.Trainer`. None: a step makes its own data, and `virtual_workers` says in how many parts.
+        schedulers: by the name of the optimizer: makes a learning-rate scheduler, stepped at each `update`.
+        evaluate: `evaluate(models, batch) -> loss`, or a mapping as of `mh.Trainer(step=…)`, for validation and test.
+        settings: every other argument of `mh.Trainer`.
+
+    Raises:
+        ConfigError: settings that make no sense, alone or together, or that an own loop does not go with.
+    """
+
+    def __init__(
+        self,
+        *,
+        models: ModelOrMaker | Mapping[str, ModelOrMaker],
+        optimizers: MakeOptimizer | Mapping[str, MakeOptimizer],
+        data: Data | None = None,
+        schedulers: Mapping[str, MakeSchedule] | None = None,
+        evaluate: UserStep | None = None,
+        **settings: Any,
+    ) -> None:
+        self._models = models if isinstance(models, Mapping) else {"model": models}
+        self._makers = optimizers if isinstance(optimizers, Mapping) else {"+".join(self._models): optimizers}
+        self._schedulers = schedulers or {}
+        self._body: Callable[[Run], None] | None = None
+        self._check_names()
+        refuse(settings)
+        parts = settings.get("virtual_workers")
+        if data is None:
+            if parts is None:
+                raise ConfigError(
+                    "there is no data, so virtual_workers must say in how many parts a step is computed",
+                    where="mh.Run(virtual_workers=…)",
+                    fix="give virtual_workers=4, say: at most so many workers, with the same bits on any number of them",
+                )
+            data = Data(train=PartNumbers(parts), batch_size=parts, shuffle=False)
+        elif evaluate is None and (data.validation is not None or data.test is not None):
+            raise ConfigError(
+                "there is a validation or test set, and nothing says what its loss is",
+                where="mh.Run(evaluate=…)",
+                fix="give evaluate=function(models, batch) -> loss",
+            )
+        super().__init__(
+            model=self._make_models,
+            optimizer=self._make_optimizers,
+            data=data,
+            step=evaluate or _nothing_to_evaluate,
+            weight="samples",
+            **settings,
+        )
+
+    def _check_names(self) -> None:
+        for name in self._makers:
+            if unknown := sorted({*name.split("+")} - self._models.keys()):
+                raise ConfigError(
+                    f"optimizer {name!r} names a model that is not there: {', '.join(unknown)}",
+                    where="mh.Run(optimizers=…)",
+                    fix=f"name it after its model, or models joined by '+': {', '.join(self._models)}",
+                )
+        if unknown := sorted(self._schedulers.keys() - self._makers.keys()):
+            raise ConfigError(
+                f"there is a scheduler {unknown[0]!r}, and no optimizer of this name",
+                where="mh.Run(schedulers=…)",
+                fix=f"name it after its optimizer: {', '.join(self._makers)}",
+            )
+
+    def _make_models(self) -> nn.ModuleDict:
+        made = {}
+        for name, each in self._models.items():
+            made[name] = each if isinstance(each, nn.Module) else each()
+            if not isinstance(made[name], nn.Module):
+                raise ConfigError(
+                    f"model {name!r} is a {type(made[name]).__name__}, not a torch.nn.Module",
+                    where="mh.Run(models=…)",
+                    fix="give a module, or a callable that makes one",
+                )
+        return nn.ModuleDict(made)
+
+    def _spread(self, strategy: Strategy, settings: Settings) -> Strategy:
+        if not isinstance(strategy, SingleProcess | DataParallel | VirtualWorkers):
+            raise ConfigError(
+                f"a loop of one's own runs with strategy='ddp', and this is {settings.strategy.name!r}",
+                where="strategy",
+                fix="leave strategy out; virtual_workers=… goes with it",
+            )
+        if isinstance(settings.strategy, DDP) and settings.strategy.compression != "none":
+            raise ConfigError(
+                "a loop of one's own does not compress gradients yet", where="compression", fix="leave compression out"
+            )
+        kind = OwnLoopInParts if isinstance(strategy, VirtualWorkers) else OwnLoop
+        self._loop = kind(strategy, settings, self._step_once)
+        return self._loop
+
+    def _make_optimizers(self, _parameters: Sequence[nn.Parameter]) -> CombinedOptimizer:
+        models, made = self._loop.model, {}
+        assert isinstance(models, nn.ModuleDict), "_make_models() makes one"
+        for name, make in self._makers.items():
+            parameters = list(dict.fromkeys(each for model in name.split("+") for each in models[model].parameters()))
+            found = make(parameters)
+            if not isinstance(found, Optimizer) or isinstance(found, torch.optim.LBFGS):
+                what = "cannot be cut into parts: it calls the loss as often as it likes" if found else ""
+                raise ConfigError(
+                    f"optimizer {name!r} is a {type(found).__name__}, {what or 'not a torch.optim.Optimizer'}",
+                    where="mh.Run(optimizers=…)",
+                    fix="write lambda params: torch.optim.AdamW(params, lr=1e-3)",
+                )
+            fuse(found, holds_whole_model=True)
+            made[name] = found
+        combined = CombinedOptimizer(made)
+        schedulers: dict[str, LRScheduler] = {name: make(made[name]) for name, make in self._schedulers.items()}
+        self._loop.take_optimizers(combined, schedulers)
+        return combined
+
+    def _step_once(self) -> None:
+        assert self._body is not None, "fit() is given it"
+        self._body(self)
+
+    def fit(self, step: Callable[[Run], None], duration: str | None = None) -> Result:  # type: ignore[override]
+        """Train by `step(run)` until the run is `duration` long; see `Trainer.fit`.
+
+        Raises:
+            ManyhostsError: see `manyhosts.errors`; nothing that is on disk is lost by it.
+        """
+        if not callable(step):
+            raise ConfigError(
+                f"run.fit is given a {type(step).__name__}, and not a step",
+                where="run.fit",
+                fix='write run.fit(step, "20 epochs") with def step(run): …',
+            )
+        self._body = step
+        return super().fit(duration)
+
+    # In a step.
+
+    def backward(
+        self,
+        loss: LossOf,
+        into: str | None = None,
+        *,
+        over_batch: Callable[[Any], Tensor | Mapping[str, Any]] | None = None,
+    ) -> dict[str, Tensor]:
+        """Compute the gradient of the batch for one optimizer, summed over all workers; other models get none.
+
+        `loss(batch)` is called for each micro-batch of this worker: the mean over its samples, of shape (); or a mapping
+        with `loss`, values to log and, where the mean is over something else (tokens, time steps), `count`: how many
+        there are. All is divided once, by what all micro-batches of all workers count together.
+
+        `over_batch(rows)`: for a loss that looks at the whole batch. `loss` then gives rows instead, a tensor with a row
+        for each sample or a tuple of such, and `over_batch` the loss of the rows of the whole batch, in its order.
+
+        Called again before the `update`, it adds to the gradient. Returns `loss` and the other values, means over the
+        global batch, equal on all workers.
+        """
+        return self._loop.backward(loss, into, over_batch)
+
+    def update(self, optimizer: str | None = None, *, clip: float | None = None) -> Tensor:
+        """Step the optimizer, and its scheduler. Returns the norm of the gradient before it is clipped to `clip`."""
+        return self._loop.step_optimizer(optimizer, clip)
+
+    def log(self, **values: float | Tensor) -> None:
+        """Record values with this step; those of rank 0 are written."""
+        self._loop.logged |= {
+            name: torch.as_tensor(value, dtype=torch.float64, device=self.world.device).detach()
+            for name, value in values.items()
+        }
+
+    @property
+    def steps_done(self) -> int:
+        """Optimizer steps finished: the same on all workers, and after a resume."""
+        return self._loop.done()
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The script's own numbers and tensors: equal on all workers, in snapshots, and as before a step made again."""
+        return self._loop.state
+
+    @property
+    def part(self) -> Part:
+        """The part of the batch that is computed now; inside a function that `backward` calls."""
+        if self._loop.part is None:
+            raise ConfigError(
+                "run.part is asked for where no part is computed",
+                where="run.part",
+                fix="ask for it in the function that run.backward is given",
+            )
+        return self._loop.part
+
+    @property
+    def models(self) -> nn.ModuleDict:
+        """All models by name."""
+        found = self.model
+        assert isinstance(found, nn.ModuleDict), "_make_models() makes one"
+        return found
+
+
+def refuse(settings: Mapping[str, Any]) -> None:
+    """See that nothing was given that an own loop has in another place, or does not go with.
+
+    Raises:
+        ConfigError: it was.
+    """
+    instead = {
+        "model": "models=",
+        "optimizer": "optimizers=",
+        "loss": "run.backward(loss) in the step",
+        "step": "run.fit(step, duration)",
+        "schedule": "schedulers={name: function}",
+        "clip_gradients": "run.update(name, clip=1.0)",
+        "weight": 'a "count" in what the loss returns',
+    }
+    for name in settings.keys() & instead.keys():
+        raise ConfigError(f"mh.Run has no argument {name!r}", where=f"mh.Run({name}=…)", fix=f"use {instead[name]}")
+    for name in ("audit", "compile", "lr_scaling", "activation_checkpointing"):
+        if settings.get(name):
+            raise ConfigError(
+                f"{name} does not go with a loop of one's own yet", where=f"mh.Run({name}=…)", fix="leave it out"
+            )
+    if settings.get("precision") == "fp16":
+        raise ConfigError(
+            "fp16 needs a scaler for each optimizer, which an own loop has not",
+            where="mh.Run(precision=…)",
+            fix='use precision="bf16"',
+        )
+
+
+def _nothing_to_evaluate(_models: nn.Module, _batch: Any) -> Tensor:
+    raise AssertionError("mh.Run has no evaluation set")

@@ -1,0 +1,475 @@
+"""The user's own step, run by the engine as one strategy: all its updates count as one step, or none does.
+
+A step of the user's calls `backward` and `update` as often as it wants. Each `backward` is one `forward_backward` of the
+strategy inside (one process, `ddp`, or virtual workers), over the parameters of one optimizer. What a step changes before
+it is over (parameters, optimizers, schedulers, `run.state`, what belongs to parts) is copied before its first change, so
+that a step which breaks off is made again from where it began.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from manyhosts.communication.shared_norm import Batch
+from manyhosts.config.settings import Settings
+from manyhosts.data import randomness
+from manyhosts.elastic.state_transfer import gather
+from manyhosts.errors import ConfigError
+from manyhosts.strategies.ddp import DataParallel
+from manyhosts.strategies.strategy import Piece, Scale, StepOutcome, Steppable, Survivable
+from manyhosts.strategies.single import SingleProcess
+from manyhosts.strategies.tally import Agreed
+from manyhosts.strategies.virtual import VirtualWorkers
+from manyhosts.strategies.whole_model import WholeModel, norm_of
+from manyhosts.training.buffers import BufferCopies
+from manyhosts.training.compute import ForwardPass, step_values
+from manyhosts.training.own_loop.optimizers import CombinedOptimizer
+from manyhosts.training.own_loop.parts import Part, Parts
+
+Inner = SingleProcess | DataParallel | VirtualWorkers
+LossOf = Callable[[Any], Tensor | Mapping[str, Any]]
+"""`loss(batch)`: the mean over the samples of a micro-batch, or a mapping with `loss`, perhaps `count`, and values."""
+Rows = Tensor | tuple[Tensor, ...]
+"""A row for each sample."""
+
+
+class _BadStep(Exception):
+    """A loss or a gradient of this step is not finite: it ends here, on all workers alike."""
+
+
+@dataclass(slots=True)
+class Group:
+    """The parameters of one optimizer, and how their gradients are summed over the workers."""
+
+    optimizer: Optimizer
+    parameters: list[nn.Parameter]
+    scheduler: LRScheduler | None
+    buckets: Any = None
+    pending: bool = False
+    """Whether there are gradients that no update has used yet."""
+    loss: Tensor | None = None
+    """Of the last backward pass for it in this step."""
+
+
+class OwnLoop(WholeModel):
+    """Runs the user's step over `inner`, the strategy that sums gradients."""
+
+    def __init__(self, inner: Inner, settings: Settings, step: Callable[[], None]) -> None:
+        """`step`: the user's, to be called once for each optimizer step."""
+        super().__init__(inner.world)
+        self.inner, self.settings, self.step = inner, settings, step
+        self.traits = inner.traits  # type: ignore[misc]  # those of what sums the gradients
+        self.groups: dict[str, Group] = {}
+        parts = settings.virtual_workers
+        self.parts = Parts(self.world, parts or self.world.size, stays=parts is not None)
+        self.state: dict[str, Any] = {}
+        """The user's own numbers and tensors, equal on all workers."""
+        self.remembers = False
+        """Whether a step may be made again, so that what it changes is copied before."""
+        self.before_update: Callable[[], None] = lambda: None
+        """To be called before anything changes that a snapshot under way may still have to copy."""
+        self.done: Callable[[], int] = lambda: 0
+        """Steps done."""
+        self.part: Part | None = None
+        """The one that is computed now."""
+        self.pieces: list[Piece] | None = None
+        """Those of the step under way; None between steps."""
+        self.logged: dict[str, Tensor] = {}
+        self.calls = 0
+        """Backward passes of this step so far."""
+        self._agreed: dict[int, Agreed] = {}
+        self._undo: list[Callable[[], None]] = []
+        self._copied: set[int] = set()
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """Place all models as `inner` does."""
+        self.model = self.inner.place(model)
+        self._know_all_trained()
+        return self.model
+
+    def _know_all_trained(self) -> None:
+        """Buckets hold all parameters of an optimizer, also those that are frozen for now: none is met as new."""
+        if not isinstance(self.inner, SingleProcess):
+            assert self.inner.model_watch is not None, "place() has made it"
+            self.inner.model_watch.frozen = []
+
+    def take_optimizers(self, combined: CombinedOptimizer, schedulers: Mapping[str, LRScheduler]) -> None:
+        """Know the optimizers, which are made after the models were placed."""
+        for name, each in combined.named.items():
+            parameters = [parameter for group in each.param_groups for parameter in group["params"]]
+            self.groups[name] = Group(each, parameters, schedulers.get(name))
+            with _trained(self.model, parameters, also_frozen=True):
+                self.groups[name].buckets = (
+                    parameters if isinstance(self.inner, SingleProcess) else self.inner._buckets_of(parameters)
+                )
+        self._use(None)
+
+    def _use(self, group: Group | None) -> None:
+        """Have `inner` sum the gradients of this group; None: of none."""
+        if isinstance(self.inner, SingleProcess):
+            self.inner.parameters = [] if group is None else group.buckets
+        elif isinstance(self.inner, DataParallel):
+            self.inner.buckets = None if group is None else group.buckets
+        else:
+            self.inner.gradients = None if group is None else group.buckets
+
+    # A step.
+
+    def forward_backward(
+        self, model: nn.Module, pieces: Sequence[Piece], compute: Any, scale: Scale, control_flags: Sequence[float]
+    ) -> StepOutcome:
+        """Run the user's step, its updates included: `update` has nothing left to do."""
+        self.before_update()
+        self.compute: ForwardPass = compute
+        self.pieces = [replace(each, bring=_given(each.batch)) for each in pieces]
+        self.calls, self.logged, self._undo, self._copied = 0, {}, [], set()
+        for group in self.groups.values():
+            group.loss, group.pending = None, False
+        self.parts.begin_step()
+        if self.remembers:
+            self._undo.append(_restore(self, "state", copy.deepcopy(self.state)))
+        randomness.seed_compute(self.settings.seed, randomness.OWN_STEP, self.done())
+        is_good = True
+        try:
+            self.step()
+        except _BadStep:
+            is_good = False
+        told = torch.tensor([*control_flags, float(self.parts.in_use)], dtype=torch.float64, device=self.world.device)
+        told = self.world.all_reduce(told)
+        kept = self.parts.end_step() if told[-1] > 0 else self.parts.kept
+        if is_good:
+            self.parts.kept = kept
+        else:
+            self._put_back()
+        self.pieces, self._undo = None, []
+        return StepOutcome(self._values(is_good=is_good), told[:-1])
+
+    def _values(self, *, is_good: bool) -> dict[str, Tensor]:
+        losses = {name: each.loss for name, each in self.groups.items() if each.loss is not None}
+        total = sum(losses.values(), torch.zeros((), dtype=torch.float64, device=self.world.device))
+        if not is_good and bool(total.isfinite()):
+            total = torch.full_like(total, math.nan)  # a gradient was not finite
+        named = {f"loss/{name}": each for name, each in losses.items()} if len(self.groups) > 1 else {}
+        return {"loss": total, **named, **self.logged}
+
+    def backward(
+        self, loss: LossOf, into: str | None, over_batch: Callable[[Any], Tensor | Mapping[str, Any]] | None
+    ) -> dict[str, Tensor]:
+        """See `Run.backward`."""
+        group, call = self._group(into, "run.backward"), self.calls
+        self.calls += 1
+        before = [None if each.grad is None else each.grad.clone() for each in group.parameters if group.pending]
+        with self._summing(group, call):
+            values = self._of_pieces(loss, group) if over_batch is None else self._of_batch(loss, over_batch, group)
+        for parameter, old in zip(group.parameters, before, strict=False):
+            if old is not None:
+                parameter.grad = old if parameter.grad is None else parameter.grad.add_(old)
+        group.pending, group.loss = True, values["loss"]
+        return values
+
+    def _of_pieces(self, loss: LossOf, group: Group) -> dict[str, Tensor]:
+        """The gradient of the mean over all that the micro-batches count, divided once, when the sums are there."""
+
+        def sums(_module: nn.Module, piece: Piece) -> Mapping[str, Tensor]:
+            values = step_values(self._called(loss, piece))
+            count = values.pop("count", None)
+            counted = torch.tensor(float(piece.samples), device=self.world.device) if count is None else count
+            return {**{name: each * counted for name, each in values.items()}, "count": counted.double()}
+
+        values = dict(self._summed(sums))
+        total = values.pop("count")
+        gradients = [each.grad for each in group.parameters if each.grad is not None]
+        if not bool(total > 0):
+            for parameter in group.parameters:
+                parameter.grad = None
+            return {name: torch.zeros_like(each) for name, each in values.items()}
+        if gradients:
+            torch._foreach_div_(gradients, float(total))
+        return {name: each / total for name, each in values.items()}
+
+    def _of_batch(self, rows_of: LossOf, over_batch: Callable[[Any], Any], group: Group) -> dict[str, Tensor]:
+        """The gradient of a loss over all rows of the batch at once.
+
+        First the rows of all parts, without a graph; then the loss, on every worker alike, and its gradient by each row;
+        then each part once more, from the same random numbers, and backward from that gradient.
+        """
+        pieces = [each for each in self.pieces or [] if each.weight]
+        buffers = BufferCopies(self.model)
+        buffers.keep()
+        own: dict[str, Any] = {}
+        with torch.no_grad():
+            for piece in self.pieces or []:
+                found = self._called(rows_of, piece)
+                if piece.weight:
+                    own["{}.{}".format(*piece.address[1:3])] = list(found) if isinstance(found, tuple) else [found]
+        buffers.put_back()
+        if isinstance(self.inner, VirtualWorkers):
+            self.inner.statistics.take()
+        told = {key: rows for worker in gather(self.world, own) for key, rows in worker.items()}
+        order = sorted(told, key=lambda key: [int(each) for each in key.split(".")])
+        leaves = [torch.cat([told[key][place] for key in order]).requires_grad_() for place in range(len(told[order[0]]))]
+        with self.compute.context():
+            values = step_values(over_batch(leaves[0] if len(leaves) == 1 else tuple(leaves)))
+        found = torch.autograd.grad(values["loss"], [*leaves, *group.parameters], allow_unused=True)
+        by_row, own_gradients = found[: len(leaves)], found[len(leaves) :]
+        begins, begin = {}, 0
+        for key in order:
+            begins[key], begin = begin, begin + len(told[key][0])
+
+        def surrogate(_module: nn.Module, piece: Piece) -> Mapping[str, Tensor]:
+            result = self._called(rows_of, piece)
+            rows = result if isinstance(result, tuple) else (result,)
+            if not piece.weight:
+                return {"loss": sum((each.sum() for each in rows), torch.zeros((), device=self.world.device))}
+            first = begins["{}.{}".format(*piece.address[1:3])]
+            pairs = [
+                (each * gradient[first : first + len(each)]).sum()
+                for each, gradient in zip(rows, by_row, strict=True)
+                if gradient is not None
+            ]
+            return {"loss": torch.stack(pairs).sum()}
+
+        del pieces
+        self._summed(surrogate)
+        for parameter, gradient in zip(group.parameters, own_gradients, strict=True):
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        return {name: each.detach().double() for name, each in values.items()}
+
+    def _summed(self, compute: Callable[[nn.Module, Piece], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+        pieces = [replace(each, weight=1.0 if each.weight else 0.0) for each in self.pieces or []]
+        outcome = self.inner.forward_backward(self.model, pieces, compute, lambda loss: loss, [])
+        return outcome.values
+
+    def _called(self, function: LossOf, piece: Piece) -> Any:
+        """What the user's function gives for one micro-batch, with the random numbers of its address."""
+        compute = self.compute
+        randomness.seed_compute(self.settings.seed, randomness.COMPUTE, *piece.address, self.calls)
+        if compute.global_batch is not None:
+            compute.global_batch.ghost = piece.weight == 0
+        self.part = self.parts.of(piece.address[1])
+        try:
+            with compute.context():
+                return function(piece.batch)
+        finally:
+            self.part = None
+
+    def step_optimizer(self, name: str | None, clip: float | None) -> Tensor:
+        """See `Run.update`."""
+        group = self._group(name, "run.update")
+        if not group.pending:
+            raise ConfigError(
+                "run.update comes before a run.backward for the same optimizer in this step",
+                where="run.update",
+                fix="call run.backward first: gradients do not outlive a step",
+            )
+        gradients = [each.grad for each in group.parameters if each.grad is not None]
+        norm = norm_of(gradients) if clip is None else nn.utils.clip_grad_norm_(group.parameters, clip)
+        assert group.loss is not None, "backward() has left it"
+        if not bool(group.loss.isfinite()) or not bool(norm.isfinite()):
+            raise _BadStep
+        if self.remembers and id(group) not in self._copied:
+            self._copied.add(id(group))
+            self._undo.append(_copy_of(group))
+        randomness.seed_compute(self.settings.seed, randomness.OWN_STEP, self.done(), self.calls)
+        group.optimizer.step()
+        if group.scheduler is not None:
+            group.scheduler.step()
+        group.pending = False
+        return norm
+
+    def _group(self, name: str | None, where: str) -> Group:
+        if self.pieces is None:
+            raise ConfigError(f"{where} is called outside of a step", where=where, fix="call it in the function that run.fit is given")
+        if name is None and len(self.groups) == 1:
+            return next(iter(self.groups.values()))
+        if name not in self.groups:
+            raise ConfigError(
+                f"there is no optimizer {name!r}" if name else "there are several optimizers, and none is named",
+                where=where,
+                fix=f"name one of {', '.join(map(repr, self.groups))}",
+            )
+        return self.groups[name]
+
+    @contextmanager
+    def _summing(self, group: Group, call: int) -> Iterator[None]:
+        """Within, a backward pass gives gradients to this group alone, and `inner` sums those."""
+        agreed = self._agreed.setdefault(call, Agreed())
+        if isinstance(self.inner, VirtualWorkers):
+            self.inner.news.agreed = agreed
+        else:
+            self.inner.agreed = agreed
+        self._use(group)
+        try:
+            with _trained(self.model, group.parameters):
+                yield
+        finally:
+            self._use(None)
+
+    def _put_back(self) -> None:
+        """Be as before the step, in everything that it has changed but buffers, to which the engine sees."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo = []
+        self.parts.begin_step()
+
+    # What the engine asks of a strategy.
+
+    def update(self, model: nn.Module, optimizer: Steppable) -> None:
+        """Nothing: the user's step has made its updates."""
+
+    def norm(self, model: nn.Module) -> Tensor:
+        """That of the gradients of the last backward passes, all optimizers together."""
+        return norm_of([each.grad for group in self.groups.values() for each in group.parameters if each.grad is not None])
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `inner` remembers."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Nothing that `inner` would not know: no optimizer has parameters that are new to it."""
+
+    @property
+    def whole(self) -> bool:
+        """Never: a worker that is behind takes everything from one that is not."""
+        return False
+
+    def let_go(self) -> None:
+        """Have nothing under way."""
+        if isinstance(self.inner, Survivable):
+            self.inner.let_go()
+
+    def step_back(self) -> None:
+        """Be as before the step under way, which broke off and will be done again."""
+        for group in self.groups.values():
+            self._use(group)
+            if isinstance(self.inner, Survivable):
+                self.inner.step_back()
+            if isinstance(self.inner, DataParallel | VirtualWorkers):
+                group.buckets.rest()
+        self._use(None)
+        self._put_back()
+        self.pieces = None
+
+    def shared_state(self) -> dict[str, Any]:
+        """Nothing beside what is kept on disk, too."""
+        return {}
+
+    def take_shared(self, state: Mapping[str, Any]) -> None:
+        """Nothing to take."""
+
+    def meet(self, source: int, *, new: bool, gone: int) -> str:
+        """Exchange gradients in the order of worker `source`."""
+        self._agreed = {}
+        if isinstance(self.inner, VirtualWorkers):
+            self.inner.meet(source, new=new, gone=gone)
+        elif isinstance(self.inner, DataParallel):
+            self.inner.agreed.forget()
+            assert self.inner.model_watch is not None, "place() comes before"
+            self.inner.model_watch.all_is_new()
+            for group in self.groups.values():
+                group.buckets.meet(source)
+        self._know_all_trained()
+        if not self.parts.stays:
+            self.parts.count = self.world.size
+        return ""
+
+
+class OwnLoopInParts(OwnLoop):
+    """The same over virtual workers: a `strategies.strategy.FixedParts`."""
+
+    inner: VirtualWorkers
+
+    @property
+    def statistics(self) -> Batch:
+        """What BatchNorm layers take for their batch."""
+        return self.inner.statistics
+
+    def share_out(self, held: Sequence[range]) -> None:
+        """From the next step on each worker computes these parts, by rank; empty: neighbouring ones, evenly."""
+        self.inner.share_out(held)
+
+
+class StepMemory:
+    """What snapshots and new workers need of an own loop beside models and optimizers."""
+
+    def __init__(self, loop: OwnLoop) -> None:
+        self.loop = loop
+
+    def state_dict(self) -> dict[str, Any]:
+        """The schedulers, `run.state`, and what belongs to parts."""
+        loop = self.loop
+        return {
+            "schedulers": {
+                name: {key: value for key, value in each.scheduler.state_dict().items() if not callable(value)}
+                for name, each in loop.groups.items()
+                if each.scheduler is not None
+            },
+            "state": copy.deepcopy(loop.state),
+            "parts": {str(index): copy.deepcopy(kept) for index, kept in loop.parts.kept.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state_dict` gave, here or on another worker."""
+        loop = self.loop
+        for name, kept in state["schedulers"].items():
+            scheduler = loop.groups[name].scheduler
+            if scheduler is not None:
+                scheduler.load_state_dict(dict(kept))
+        loop.state.clear()
+        loop.state.update(state["state"])
+        loop.parts.kept = {int(index): kept for index, kept in state["parts"].items()}
+
+
+def _given(batch: Any) -> Callable[[], Any]:
+    return lambda: batch
+
+
+def _restore(owner: OwnLoop, name: str, before: dict[str, Any]) -> Callable[[], None]:
+    def undo() -> None:
+        now = getattr(owner, name)
+        now.clear()
+        now.update(before)
+
+    return undo
+
+
+@torch.no_grad()
+def _copy_of(group: Group) -> Callable[[], None]:
+    """What puts parameters, optimizer and scheduler of `group` back as they are now."""
+    values = [each.detach().clone() for each in group.parameters]
+    optimizer = copy.deepcopy(group.optimizer.state_dict())
+    scheduler = None if group.scheduler is None else copy.deepcopy(group.scheduler.state_dict())
+
+    @torch.no_grad()
+    def undo() -> None:
+        torch._foreach_copy_([each.detach() for each in group.parameters], values)
+        group.optimizer.load_state_dict(optimizer)
+        if group.scheduler is not None and scheduler is not None:
+            group.scheduler.load_state_dict(scheduler)
+
+    return undo
+
+
+@contextmanager
+def _trained(model: nn.Module, parameters: Sequence[nn.Parameter], *, also_frozen: bool = False) -> Iterator[None]:
+    """Within, of all parameters of `model` these alone are trained: those that are, or the frozen ones, too."""
+    own = {id(each) for each in parameters}
+    before = [(each, each.requires_grad) for each in model.parameters()]
+    for each, is_trained in before:
+        each.requires_grad_(id(each) in own and (is_trained or also_frozen))
+    try:
+        yield
+    finally:
+        for each, is_trained in before:
+            each.requires_grad_(is_trained)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import ChainMap
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,7 +44,7 @@ class CombinedOptimizer(Optimizer):
     @property
     def state(self) -> Any:
         """By parameter, as those of the optimizers."""
-        return ChainMap(*(each.state for each in self.named.values()))
+        return {key: kept for each in self.named.values() for key, kept in each.state.items()}
 
     @state.setter
     def state(self, given: Any) -> None:

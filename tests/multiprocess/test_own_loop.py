@@ -1,0 +1,129 @@
+"""A loop of the user's own keeps the promises: equal to a plain one, equal bits on any number of workers, no work lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import summary
+from launching import MANYHOSTS, alive, environment, family, wait_until
+from runs import step_lines
+from torch import nn
+
+import manyhosts as mh
+
+pytestmark = pytest.mark.multiprocess
+SCRIPT = Path(__file__).with_name("own_loop_script.py")
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PARTS, STEPS = "4", 15  # two epochs of 7 steps, and one
+
+
+def command(folder: Path, workers: int, script: Path, *words: str, options: tuple[str, ...] = ()) -> list[str]:
+    start = ["run", "--workers", str(workers), "--run-dir", str(folder / "run"), *options, str(script), *words]
+    return [*MANYHOSTS, *start]
+
+
+def trained(folder: Path, workers: int, *words: str, script: Path = SCRIPT, options: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The run's summary, with its steps' losses and what it has kept."""
+    folder.mkdir(parents=True, exist_ok=True)
+    env = {**environment(), "KEPT": str(folder / "kept.pt"), "OMP_NUM_THREADS": "1"}
+    words = command(folder, workers, script, *words, options=options)
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return outcome(folder)
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    lines = step_lines(folder / "run")
+    kept = torch.load(folder / "kept.pt") if (folder / "kept.pt").exists() else None
+    return {**summary(folder / "run"), "losses": [line["loss"] for line in lines], "lines": lines, "kept": kept}
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found["weights_sha256"] == expected["weights_sha256"]
+    assert [line["step"] for line in found["lines"]] == list(range(1, STEPS + 1))
+    assert found["losses"] == expected["losses"]
+    assert str(found["kept"]) == str(expected["kept"])
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return trained(tmp_path_factory.mktemp("one"), 1, f"{STEPS} steps", PARTS, "no")
+
+
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])  # 3: with killed workers, below
+def test_bits_are_those_of_one_worker(tmp_path: Path, undisturbed: dict[str, Any], workers: int) -> None:
+    assert undisturbed["kept"]["state"]["steps"] == STEPS
+    rows = sum(part["seen"]["rows"] for part in undisturbed["kept"]["parts"].values())
+    assert rows == 2 * (2 * 53 + 8), "both functions that keep something saw each sample of each step"
+    assert_same(trained(tmp_path, workers, f"{STEPS} steps", PARTS, "no"), undisturbed)
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["5:between", pytest.param("6:begin", marks=pytest.mark.slow), pytest.param("13:end", marks=pytest.mark.slow)],
+)  # a worker that dies between two updates is the hardest of the three
+def test_killed_worker_costs_one_step_wherever_in_it_dies(
+    tmp_path: Path, undisturbed: dict[str, Any], place: str
+) -> None:
+    found = trained(tmp_path, 3, f"{STEPS} steps", PARTS, place)
+    assert_same(found, undisturbed)
+    assert found["restarts"] == 1
+    assert found["steps_redone"] == 1
+
+
+@pytest.mark.parametrize("every", ["7 steps", pytest.param("3 steps", marks=pytest.mark.slow)])
+def test_run_that_was_killed_resumes_on_other_workers_to_the_same_bits(
+    tmp_path: Path, undisturbed: dict[str, Any], every: str
+) -> None:
+    """With a snapshot at the end of an epoch, and in the middle of one."""
+    env = {**environment(), "KEPT": str(tmp_path / "kept.pt"), "OMP_NUM_THREADS": "1"}
+    words = [f"{STEPS} steps", PARTS, "8:wait", every]
+    process = subprocess.Popen(
+        command(tmp_path, 2, SCRIPT, *words), env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0
+    )
+    folder = tmp_path / "run" / "snapshots"
+    wait_until(lambda: process.poll() is not None or (folder / "step-00000007" if every == "7 steps" else folder / "step-00000006").exists(), "a snapshot")
+    everything = family(process)
+    for each in everything:
+        os.kill(each.pid, signal.SIGKILL)
+    process.communicate()
+    wait_until(lambda: not alive(everything), "nothing outlives it")
+    assert_same(trained(tmp_path, 3, f"{STEPS} steps", PARTS, "no", every), undisturbed)
+
+
+def plain(steps: int, batch: int = 8) -> dict[str, torch.Tensor]:
+    """The same training as a plain loop over the same samples, without noise, parts and any word of ours."""
+    from own_loop_reference import reference
+
+    return reference(steps, batch)
+
+
+@pytest.mark.parametrize(("workers", "micro"), [(1, None), (1, 3), (2, 1), pytest.param(3, 2, marks=pytest.mark.slow)])
+def test_equals_a_plain_loop_however_batches_are_cut(tmp_path: Path, workers: int, micro: int | None) -> None:
+    """A mean over rows of other lengths: the counts of all micro-batches are divided by once."""
+    options = () if micro is None else ("--set", f"micro_batch_size={micro}")
+    found = trained(tmp_path, workers, "8 steps", "0", "no", options=options)
+    weights = mh.load(tmp_path / "run")
+    expected = plain(8)
+    assert weights.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)
+    assert found["steps"] == 8
+
+
+@pytest.mark.parametrize("example", ["dcgan", "reinforce", "contrastive", "own_loop"])
+def test_example_has_the_same_bits_on_three_workers_as_on_one(tmp_path: Path, example: str) -> None:
+    script = EXAMPLES / f"{example}.py"
+    options = ("--set", "duration=6 steps")
+    alone = trained(tmp_path / "1", 1, script=script, options=options)
+    among = trained(tmp_path / "3", 3, script=script, options=options)
+    assert alone["weights_sha256"] == among["weights_sha256"]
+    assert alone["losses"] == among["losses"]
+    assert len(alone["losses"]) == 6

@@ -1,6 +1,6 @@
 """Contrastive learning, after SimCLR (Chen et al. 2020): the loss looks at all samples of the batch, on any worker.
 
-    manyhosts run --workers 2 examples/contrastive.py
+manyhosts run --workers 2 examples/contrastive.py
 """
 
 import torch
@@ -34,7 +34,9 @@ def told_apart(rows):
 
 def step(run):
     """One step: the rows of all parts first, then the loss, then each part's backward pass."""
-    run.log(**{name: value for name, value in run.backward(seen_twice, over_batch=told_apart).items() if name == "found"})
+    run.log(
+        **{name: value for name, value in run.backward(seen_twice, over_batch=told_apart).items() if name == "found"}
+    )
     run.update()
 
 

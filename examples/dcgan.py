@@ -1,6 +1,6 @@
-"""A GAN on 8 × 8 digits: two models and two optimizers in one loop of one's own, on any number of workers.
+"""A GAN on digits of 8 x 8 pixels: two models and two optimizers in one loop of one's own, on any number of workers.
 
-    manyhosts run --workers 2 examples/dcgan.py
+manyhosts run --workers 2 examples/dcgan.py
 """
 
 import torch

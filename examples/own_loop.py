@@ -1,6 +1,6 @@
 """A small GPT in a loop of one's own: texts of any length, a mean over characters, decay for matrices alone.
 
-    manyhosts run --workers 2 examples/own_loop.py
+manyhosts run --workers 2 examples/own_loop.py
 """
 
 import torch
@@ -53,7 +53,9 @@ def step(run):
 def optimizer(params):
     """AdamW, with decay for matrices alone."""
     groups = [[each for each in params if (each.dim() > 1) is matrix] for matrix in (True, False)]
-    return torch.optim.AdamW([{"params": groups[0], "weight_decay": 0.1}, {"params": groups[1], "weight_decay": 0.0}], 3e-3)
+    return torch.optim.AdamW(
+        [{"params": groups[0], "weight_decay": 0.1}, {"params": groups[1], "weight_decay": 0.0}], 3e-3
+    )
 
 
 sets = (load_breast_cancer, load_diabetes, load_digits, load_iris, load_wine)
@@ -66,7 +68,7 @@ run = mh.Run(
     optimizers=optimizer,
     schedulers={"gpt": lambda made: torch.optim.lr_scheduler.CosineAnnealingLR(made, 60)},
     data=mh.Data(train=texts[30:], validation=texts[:30], batch_size=32, collate=padded),
-    evaluate=lambda models, batch: of_characters(models, batch)["loss"],
+    evaluate=of_characters,
     virtual_workers=6,
 )
 

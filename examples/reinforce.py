@@ -1,6 +1,6 @@
 """Reinforcement learning: a step makes its own data, in environments that belong to parts of the batch.
 
-    manyhosts run --workers 2 examples/reinforce.py
+manyhosts run --workers 2 examples/reinforce.py
 """
 
 import torch
@@ -20,7 +20,7 @@ class CartPole:
 
     def move(self, right: bool) -> bool:
         """Push the cart for 0.02 s. Returns whether the pole has fallen, after which a new one stands."""
-        x, speed, angle, turning = self.state.tolist()
+        _, speed, angle, turning = self.state.tolist()
         sine, cosine = torch.tensor(angle).sin().item(), torch.tensor(angle).cos().item()
         pushed = ((10.0 if right else -10.0) + 0.05 * turning**2 * sine) / 1.1
         turned = (9.8 * sine - cosine * pushed) / (0.5 * (4 / 3 - 0.1 * cosine**2 / 1.1))

@@ -43,9 +43,9 @@ def padded(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
 
 def perhaps_die(place: str) -> None:
     """Once: a worker that replaces another does not."""
-    if place == "begin" and WHEN == f"{run.steps_done}:wait":
+    if place == "begin" and f"{run.steps_done}:wait" == WHEN:
         time.sleep(600)
-    if DIES and WHEN == f"{run.steps_done}:{place}":
+    if DIES and f"{run.steps_done}:{place}" == WHEN:
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -1,8 +1,7 @@
-"""A loop of the user's own keeps the promises: equal to a plain one, equal bits on any number of workers, no work lost."""
+"""A loop of one's own: equal to a plain one, the same bits on any number of workers, no work lost."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -14,7 +13,6 @@ import torch
 from commands import summary
 from launching import MANYHOSTS, alive, environment, family, wait_until
 from runs import step_lines
-from torch import nn
 
 import manyhosts as mh
 
@@ -29,7 +27,9 @@ def command(folder: Path, workers: int, script: Path, *words: str, options: tupl
     return [*MANYHOSTS, *start]
 
 
-def trained(folder: Path, workers: int, *words: str, script: Path = SCRIPT, options: tuple[str, ...] = ()) -> dict[str, Any]:
+def trained(
+    folder: Path, workers: int, *words: str, script: Path = SCRIPT, options: tuple[str, ...] = ()
+) -> dict[str, Any]:
     """The run's summary, with its steps' losses and what it has kept."""
     folder.mkdir(parents=True, exist_ok=True)
     env = {**environment(), "KEPT": str(folder / "kept.pt"), "OMP_NUM_THREADS": "1"}
@@ -89,7 +89,13 @@ def test_run_that_was_killed_resumes_on_other_workers_to_the_same_bits(
         command(tmp_path, 2, SCRIPT, *words), env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0
     )
     folder = tmp_path / "run" / "snapshots"
-    wait_until(lambda: process.poll() is not None or (folder / "step-00000007" if every == "7 steps" else folder / "step-00000006").exists(), "a snapshot")
+    wait_until(
+        lambda: (
+            process.poll() is not None
+            or (folder / "step-00000007" if every == "7 steps" else folder / "step-00000006").exists()
+        ),
+        "a snapshot",
+    )
     everything = family(process)
     for each in everything:
         os.kill(each.pid, signal.SIGKILL)

@@ -278,7 +278,7 @@ OPTIONS = {
     "status": "--json --trace",
     "logs": "--follow --trace",
     "cancel": "--trace",
-    "init": "--dry-run --trace",
+    "init": "--dry-run --loop --trace",
     **{f"lab {order}": "--lab --trace" for order in ["cut", "mend", "freeze", "thaw", "kill", "boot", "slow", "hosts"]},
     "lab clean": "--trace",
     "lab with": "",

@@ -44,23 +44,76 @@ mh.print(trainer.test())  # once, on any number of workers
 '''
 
 
+LOOP = '''"""A GAN on handwritten digits of 8 x 8 pixels: two models and two optimizers in a loop of its own."""
+
+import manyhosts as mh
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn.functional import softplus
+from torch.utils.data import TensorDataset
+
+NOISE = 16
+images = torch.tensor(load_digits().images, dtype=torch.float32).view(-1, 64) / 16
+
+
+def generator() -> nn.Module:
+    return nn.Sequential(nn.Linear(NOISE, 64), nn.ReLU(), nn.Linear(64, 64), nn.Sigmoid())
+
+
+def critic() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 64), nn.LeakyReLU(0.2), nn.Linear(64, 1))
+
+
+def told_apart(batch):  # the mean over the samples of `batch`; called for each part of the global batch
+    (real,) = batch
+    made = run.models["generator"](torch.randn(len(real), NOISE)).detach()
+    return softplus(-run.models["critic"](real)).mean() + softplus(run.models["critic"](made)).mean()
+
+
+def fooled(batch):
+    made = run.models["generator"](torch.randn(len(batch[0]), NOISE))
+    return softplus(-run.models["critic"](made)).mean()
+
+
+def step(run):  # all or nothing: it may be called again when a worker is lost, so it changes nothing else
+    run.backward(told_apart, "critic")
+    run.update("critic")
+    run.backward(fooled, "generator")
+    run.update("generator")
+
+
+run = mh.Run(
+    models={"generator": generator, "critic": critic},
+    optimizers={name: lambda params: torch.optim.Adam(params, lr=1e-3) for name in ("generator", "critic")},
+    data=mh.Data(train=TensorDataset(images), batch_size=64),
+    virtual_workers=4,  # the same bits on 1 to 4 workers
+)
+
+if __name__ == "__main__":
+    run.fit(step, "10 epochs")
+'''
+
+
 @click.command()
 @click.argument("folder", default=".", type=click.Path(path_type=Path, file_okay=False), metavar="[DIR]")
 @click.option("--dry-run", is_flag=True, help="Print what would be written, and write nothing.")
+@click.option("--loop", is_flag=True, help="Write one with a loop of its own (mh.Run).")
 @click.option("--trace", is_flag=True, help="Show where in manyhosts an error was raised.")
-def init(folder: Path, dry_run: bool, trace: bool) -> int:
+def init(folder: Path, dry_run: bool, loop: bool, trace: bool) -> int:
     """Write a train.py that runs into DIR (default: here). It never overwrites one."""
     path = folder / "train.py"
     if path.exists():
         raise ConfigError(
             "there is a train.py already", where=str(path), fix="name another folder: `manyhosts init DIR`"
         )
+    script = LOOP if loop else TRAIN
     if dry_run:
-        print(f"--- {path}\n{TRAIN}", end="")
+        print(f"--- {path}\n{script}", end="")
         return 0
     folder.mkdir(parents=True, exist_ok=True)
     with path.open("x") as file:
-        file.write(TRAIN)
+        file.write(script)
     print(f"Wrote {path}. Now:")
     if importlib.util.find_spec("sklearn") is None:
         print("  pip install scikit-learn               # the digits come inside it")

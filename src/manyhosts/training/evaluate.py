@@ -47,8 +47,12 @@ class Evaluation:
         step: UserStep | None,
         metrics: Mapping[str, Metric],
         weighing: Weighing | None = None,
+        has_counts: bool = False,
     ) -> None:
-        """`weighing`: what samples count in the mean; None: each the same."""
+        """`weighing`: what samples count in the mean; None: each the same. `has_counts`: whether a value named `count`
+        says what the samples of a batch count together.
+        """
+        self.has_counts = has_counts
         self.passes, self.world, self.weighing = passes, passes.world, weighing
         self.loss, self.step = loss, step
         self.metrics = Metrics(metrics, passes.world, seed=passes.seed)
@@ -121,6 +125,9 @@ class Evaluation:
             rule = None if self.weighing is None else self.weighing.evaluation
             count = len(piece) if rule is None else float(rule(on_host))
             values, outputs, targets = self._outputs(model, self.passes.on_device(on_host, piece))
+            if self.has_counts and "count" in values:
+                count = float(values["count"])
+                values = {name: each for name, each in values.items() if name != "count"}
             self.metrics.update(int(piece[0]), outputs, targets)
             for name, value in values.items():
                 # The mean over nothing is no number, and counts nothing.

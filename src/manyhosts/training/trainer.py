@@ -103,6 +103,9 @@ class Trainer:
         ConfigError: settings that make no sense, alone or together.
     """
 
+    has_counts = False
+    """Whether `step` may say what a batch of an evaluation counts, by a value named `count`."""
+
     @answers("mh.Trainer", OF_TRAINER)
     def __init__(  # noqa: PLR0913  # the user's whole vocabulary, by name only
         self,
@@ -375,7 +378,14 @@ class Trainer:
         if dataset is None:
             raise ConfigError(f"there is no {name} set", where=f"mh.Data({name}=…)", fix="give one")
         passes = self._passes(dataset, name)
-        return Evaluation(passes, loss=self.loss, step=self.step, metrics=self.metrics, weighing=self.parts.weighing)
+        return Evaluation(
+            passes,
+            loss=self.loss,
+            step=self.step,
+            metrics=self.metrics,
+            weighing=self.parts.weighing,
+            has_counts=self.has_counts,
+        )
 
     def _passes(self, dataset: Any, name: str) -> ForwardPasses:
         return ForwardPasses.over(

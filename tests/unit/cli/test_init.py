@@ -29,6 +29,13 @@ def test_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert list(tmp_path.iterdir()) == []
 
 
+def test_loop_of_its_own_is_written_where_it_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "--loop", "--dry-run", str(tmp_path)]) == 0
+    script = capsys.readouterr().out.partition("\n")[2]
+    compile(script, "train.py", "exec")
+    assert "mh.Run(" in script
+
+
 @pytest.mark.parametrize("there", [True, False])
 def test_missing_package_is_named_with_the_line_that_installs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], there: bool

@@ -22,6 +22,7 @@ from manyhosts.prove.in_worker.sketch import digests_of_rows, facts_of_all
 from manyhosts.prove.in_worker.writer import Writer
 from manyhosts.records.run_record import plain_settings
 from manyhosts.strategies.strategy import StepOutcome
+from manyhosts.training.own_loop.strategy import OwnLoop
 from manyhosts.training.state import RunState
 
 
@@ -145,7 +146,9 @@ class Recorder:
         compute, fetcher = parts.compute, fetcher_of(parts.source)
         if fetcher is not None and fetcher.collate is not default_collate:
             fetcher.collate = SeenCollate(fetcher.collate, self.collate_drew)
-        if compute.step is not None:
+        if isinstance(parts.strategy, OwnLoop):
+            parts.strategy.call = _Seen(parts.strategy.call, self)
+        elif compute.step is not None:
             if not isinstance(compute.step, _Seen):
                 compute.step = _Seen(compute.step, self)
         elif not isinstance(compute.loss, _Seen):

@@ -12,14 +12,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from manyhosts.config.settings import Settings
-from manyhosts.config.strategies import DDP, Single
+from manyhosts.config.strategies import DDP
 from manyhosts.data.data import Data
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.ddp import DataParallel
 from manyhosts.strategies.single import SingleProcess
 from manyhosts.strategies.strategy import Strategy
 from manyhosts.strategies.virtual import VirtualWorkers
-from manyhosts.training.build import MakeSchedule, ModelOrMaker, make_model
+from manyhosts.training.build import MakeSchedule, ModelOrMaker
 from manyhosts.training.compute import UserStep
 from manyhosts.training.optimizer_kernels import fuse
 from manyhosts.training.own_loop.optimizers import CombinedOptimizer
@@ -30,6 +30,10 @@ from manyhosts.training.trainer import Trainer
 
 MakeOptimizer = Callable[[Sequence[nn.Parameter]], Optimizer]
 _STEPS_OF_AN_EPOCH = 1000
+_NOT_TRIED = (
+    "whether each loss is a mean over its samples, or over the count that it gives, could not be tried: a step of the "
+    "script's own is not called on a trial; `manyhosts prove` compares 1, 2 and 3 workers"
+)
 
 
 class PartNumbers(Dataset[int]):
@@ -73,12 +77,15 @@ class Run(Trainer):
             list of parameters. One alone is that of all models.
         data: as for `mh.Trainer`. None: a step makes its own data, and `virtual_workers` says in how many parts.
         schedulers: by the name of the optimizer: makes a learning-rate scheduler, stepped at each `update`.
-        evaluate: `evaluate(models, batch) -> loss`, or a mapping as of `mh.Trainer(step=…)`, for validation and test.
+        evaluate: `evaluate(models, batch) -> loss`, or a mapping as of `mh.Trainer(step=…)`, for validation and test;
+            `count` in it says what the batch counts, as in `backward`.
         settings: every other argument of `mh.Trainer`.
 
     Raises:
         ConfigError: settings that make no sense, alone or together, or that an own loop does not go with.
     """
+
+    has_counts = True
 
     def __init__(
         self,
@@ -102,7 +109,7 @@ class Run(Trainer):
                 raise ConfigError(
                     "there is no data, so virtual_workers must say in how many parts a step is computed",
                     where="mh.Run(virtual_workers=…)",
-                    fix="give virtual_workers=4, say: at most so many workers, with the same bits on any number of them",
+                    fix="give virtual_workers=4, say: the same bits on 1 to 4 workers",
                 )
             data = Data(train=PartNumbers(parts), batch_size=parts, shuffle=False)
         elif evaluate is None and (data.validation is not None or data.test is not None):
@@ -138,7 +145,7 @@ class Run(Trainer):
     def _make_models(self) -> nn.ModuleDict:
         made = {}
         for name, each in self._models.items():
-            made[name] = each if isinstance(each, nn.Module) else each()
+            made[name] = each if isinstance(each, nn.Module) or not callable(each) else each()
             if not isinstance(made[name], nn.Module):
                 raise ConfigError(
                     f"model {name!r} is a {type(made[name]).__name__}, not a torch.nn.Module",
@@ -158,6 +165,8 @@ class Run(Trainer):
             raise ConfigError(
                 "a loop of one's own does not compress gradients yet", where="compression", fix="leave compression out"
             )
+        if settings.virtual_workers or settings.micro_batch_size or strategy.world.is_shared:
+            strategy.world.notes.append(_NOT_TRIED)
         kind = OwnLoopInParts if isinstance(strategy, VirtualWorkers) else OwnLoop
         self._loop = kind(strategy, settings, self._step_once)
         return self._loop
@@ -212,12 +221,12 @@ class Run(Trainer):
     ) -> dict[str, Tensor]:
         """Compute the gradient of the batch for one optimizer, summed over all workers; other models get none.
 
-        `loss(batch)` is called for each micro-batch of this worker: the mean over its samples, of shape (); or a mapping
-        with `loss`, values to log and, where the mean is over something else (tokens, time steps), `count`: how many
-        there are. All is divided once, by what all micro-batches of all workers count together.
+        `loss(batch)` is called for each micro-batch of this worker: the mean over its samples, of shape (); or a
+        mapping with `loss`, values to log and, where the mean is over something else (tokens, time steps), `count`:
+        how many there are. All is divided once, by what all micro-batches of all workers count together.
 
-        `over_batch(rows)`: for a loss that looks at the whole batch. `loss` then gives rows instead, a tensor with a row
-        for each sample or a tuple of such, and `over_batch` the loss of the rows of the whole batch, in its order.
+        `over_batch(rows)`: for a loss that looks at the whole batch. `loss` then gives rows instead, a tensor with a
+        row for each sample or a tuple of such, and `over_batch` the loss of all rows of the batch, in its order.
 
         Called again before the `update`, it adds to the gradient. Returns `loss` and the other values, means over the
         global batch, equal on all workers.

@@ -1,9 +1,9 @@
 """The user's own step, run by the engine as one strategy: all its updates count as one step, or none does.
 
-A step of the user's calls `backward` and `update` as often as it wants. Each `backward` is one `forward_backward` of the
-strategy inside (one process, `ddp`, or virtual workers), over the parameters of one optimizer. What a step changes before
-it is over (parameters, optimizers, schedulers, `run.state`, what belongs to parts) is copied before its first change, so
-that a step which breaks off is made again from where it began.
+A step of the user's calls `backward` and `update` as often as it wants. Each `backward` is one `forward_backward` of
+the strategy inside (one process, `ddp`, or virtual workers), over the parameters of one optimizer. What a step changes
+before it is over (parameters, optimizers, schedulers, `run.state`, what belongs to parts) is copied before its first
+change, so that a step which breaks off is made again from where it began.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from manyhosts.data import randomness
 from manyhosts.elastic.state_transfer import gather
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.ddp import DataParallel
-from manyhosts.strategies.strategy import Piece, Scale, StepOutcome, Steppable, Survivable
 from manyhosts.strategies.single import SingleProcess
+from manyhosts.strategies.strategy import Piece, Scale, StepOutcome, Steppable, Survivable
 from manyhosts.strategies.tally import Agreed
 from manyhosts.strategies.virtual import VirtualWorkers
 from manyhosts.strategies.whole_model import WholeModel, norm_of
@@ -84,6 +84,8 @@ class OwnLoop(WholeModel):
         """The one that is computed now."""
         self.pieces: list[Piece] | None = None
         """Those of the step under way; None between steps."""
+        self.call: Callable[[LossOf, Any], Any] = lambda function, batch: function(batch)
+        """How a function of the user's is called; who watches a run may put another in its place."""
         self.logged: dict[str, Tensor] = {}
         self.calls = 0
         """Backward passes of this step so far."""
@@ -200,10 +202,9 @@ class OwnLoop(WholeModel):
     def _of_batch(self, rows_of: LossOf, over_batch: Callable[[Any], Any], group: Group) -> dict[str, Tensor]:
         """The gradient of a loss over all rows of the batch at once.
 
-        First the rows of all parts, without a graph; then the loss, on every worker alike, and its gradient by each row;
-        then each part once more, from the same random numbers, and backward from that gradient.
+        First the rows of all parts, without a graph; then the loss, on every worker alike, and its gradient by each
+        row; then each part once more, from the same random numbers, and backward from that gradient.
         """
-        pieces = [each for each in self.pieces or [] if each.weight]
         buffers = BufferCopies(self.model)
         buffers.keep()
         own: dict[str, Any] = {}
@@ -217,7 +218,9 @@ class OwnLoop(WholeModel):
             self.inner.statistics.take()
         told = {key: rows for worker in gather(self.world, own) for key, rows in worker.items()}
         order = sorted(told, key=lambda key: [int(each) for each in key.split(".")])
-        leaves = [torch.cat([told[key][place] for key in order]).requires_grad_() for place in range(len(told[order[0]]))]
+        leaves = [
+            torch.cat([told[key][place] for key in order]).requires_grad_() for place in range(len(told[order[0]]))
+        ]
         with self.compute.context():
             values = step_values(over_batch(leaves[0] if len(leaves) == 1 else tuple(leaves)))
         found = torch.autograd.grad(values["loss"], [*leaves, *group.parameters], allow_unused=True)
@@ -239,7 +242,6 @@ class OwnLoop(WholeModel):
             ]
             return {"loss": torch.stack(pairs).sum()}
 
-        del pieces
         self._summed(surrogate)
         for parameter, gradient in zip(group.parameters, own_gradients, strict=True):
             if gradient is not None:
@@ -260,7 +262,7 @@ class OwnLoop(WholeModel):
         self.part = self.parts.of(piece.address[1])
         try:
             with compute.context():
-                return function(piece.batch)
+                return self.call(function, piece.batch)
         finally:
             self.part = None
 
@@ -290,7 +292,9 @@ class OwnLoop(WholeModel):
 
     def _group(self, name: str | None, where: str) -> Group:
         if self.pieces is None:
-            raise ConfigError(f"{where} is called outside of a step", where=where, fix="call it in the function that run.fit is given")
+            raise ConfigError(
+                f"{where} is called outside of a step", where=where, fix="call it in the function that run.fit is given"
+            )
         if name is None and len(self.groups) == 1:
             return next(iter(self.groups.values()))
         if name not in self.groups:
@@ -330,7 +334,9 @@ class OwnLoop(WholeModel):
 
     def norm(self, model: nn.Module) -> Tensor:
         """That of the gradients of the last backward passes, all optimizers together."""
-        return norm_of([each.grad for group in self.groups.values() for each in group.parameters if each.grad is not None])
+        return norm_of(
+            [each.grad for group in self.groups.values() for each in group.parameters if each.grad is not None]
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """What `inner` remembers."""

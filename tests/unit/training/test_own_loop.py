@@ -1,0 +1,156 @@
+"""What `mh.Run` refuses, in a sentence, and what it does on one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import manyhosts as mh
+from manyhosts.errors import ConfigError, TrainingError
+
+INPUTS = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
+
+
+def made(**changed: Any) -> mh.Run:
+    arguments: dict[str, Any] = {
+        "models": {"one": lambda: nn.Linear(3, 2), "two": lambda: nn.Linear(2, 1)},
+        "optimizers": {name: lambda params: torch.optim.SGD(params, 0.1) for name in ("one", "two")},
+        "data": mh.Data(train=TensorDataset(INPUTS), batch_size=4),
+    }
+    return mh.Run(**{**arguments, **changed})
+
+
+def loss(run: mh.Run) -> Callable[[Any], torch.Tensor]:
+    return lambda batch: run.models["two"](run.models["one"](batch[0])).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"optimizers": {"three": lambda params: torch.optim.SGD(params, 0.1)}}, "three"),
+        ({"schedulers": {"both": lambda optimizer: None}}, "no optimizer of this name"),
+        ({"optimizers": {"one": lambda params: torch.optim.LBFGS(params)}}, "as often as it likes"),
+        ({"optimizers": {"one": lambda params: None}}, "not a torch.optim.Optimizer"),
+        ({"optimizers": {n: lambda p: torch.optim.SGD(p, 0.1) for n in ("one", "one+two")}}, "both change"),
+        ({"data": None}, "virtual_workers"),
+        ({"loss": nn.MSELoss()}, "no argument 'loss'"),
+        ({"clip_gradients": 1.0}, "no argument 'clip_gradients'"),
+        ({"precision": "fp16"}, "scaler"),
+        ({"audit": 0.1}, "audit"),
+        ({"data": mh.Data(train=TensorDataset(INPUTS), test=TensorDataset(INPUTS), batch_size=4)}, "what its loss is"),
+        ({"models": {"one": 3}, "optimizers": {"one": lambda p: torch.optim.SGD(p, 0.1)}}, "not a torch.nn.Module"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_the_first_step(changed: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        made(**changed)
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (lambda run: run.update("one"), "before a run.backward"),
+        (lambda run: run.backward(loss(run)), "several optimizers"),
+        (lambda run: run.backward(loss(run), "three"), "no optimizer 'three'"),
+        (lambda run: run.part, "no part is computed"),
+        (lambda run: run.backward(lambda batch: run.part.keep("x", dict), "one"), "kept by part"),
+        (lambda run: run.backward(lambda batch: batch[0], "one"), "one number"),
+    ],
+)
+def test_a_step_that_asks_for_what_cannot_be_ends_in_a_sentence(
+    tmp_path: Path, step: Callable[[mh.Run], Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        made(run_dir=tmp_path).fit(step, "1 step")
+
+
+def test_verbs_outside_of_a_step_are_refused() -> None:
+    run = made()
+    with pytest.raises(ConfigError, match="outside of a step"):
+        run.backward(loss(run), "one")
+
+
+def test_only_the_named_optimizers_model_gets_a_gradient_and_gradients_add_up(tmp_path: Path) -> None:
+    run, seen = made(run_dir=tmp_path), []
+
+    def step(run: mh.Run) -> None:
+        before = run.models["two"].weight.grad
+        run.backward(loss(run), "one")
+        once = run.models["one"].weight.grad.clone()
+        run.backward(loss(run), "one")
+        seen.append((before, run.models["two"].weight.grad, once, run.models["one"].weight.grad.clone()))
+        run.update("one")
+
+    run.fit(step, "1 step")
+    [(before, after, once, twice)] = seen
+    assert before is None
+    assert after is None
+    torch.testing.assert_close(twice, 2 * once)
+
+
+def test_loss_that_is_not_finite_stops_the_run_with_the_weights_of_before(tmp_path: Path) -> None:
+    run = made(run_dir=tmp_path)
+
+    def step(run: mh.Run) -> None:
+        weight = torch.nan if run.steps_done == 2 else 1.0
+        run.backward(lambda batch: weight * loss(run)(batch), "one")
+        run.update("one")
+
+    with pytest.raises(TrainingError, match="nan"):
+        run.fit(step, "5 steps")
+    assert all(each.isfinite().all() for each in run.models.parameters())
+
+
+def test_bad_step_is_skipped_with_all_its_updates(tmp_path: Path) -> None:
+    run, weights = made(run_dir=tmp_path, on_bad_step="skip"), []
+
+    def step(run: mh.Run) -> None:
+        weights.append(run.models["one"].weight.detach().clone())
+        run.backward(loss(run), "one")
+        run.update("one")
+        factor = torch.nan if run.steps_done == 1 else 1.0
+        run.backward(lambda batch: factor * loss(run)(batch), "two")
+        run.update("two")
+
+    run.fit(step, "4 steps")
+    assert torch.equal(weights[1], weights[2]), "the first update of the bad step was undone, too"
+    assert not torch.equal(weights[2], weights[3])
+
+
+def test_gradient_penalty_and_frozen_models_are_as_in_a_plain_loop(tmp_path: Path) -> None:
+    run = made(run_dir=tmp_path)
+    plain = [nn.Linear(3, 2), nn.Linear(2, 1)]
+    for own, name in zip(plain, ("one", "two"), strict=True):
+        own.load_state_dict(run.models[name].state_dict())
+    frozen = torch.optim.SGD(plain[1].parameters(), 0.1)
+    batches = []
+
+    def penalty(one: nn.Module, two: nn.Module, batch: Any) -> torch.Tensor:
+        inputs = batch[0].clone().requires_grad_()
+        out = two(one(inputs))
+        [slope] = torch.autograd.grad(out.sum(), inputs, create_graph=True)
+        return out.mean() + (slope.norm(dim=1) - 1).square().mean()
+
+    def step(run: mh.Run) -> None:
+        run.models["one"].requires_grad_(False)
+
+        def of(batch: Any) -> torch.Tensor:
+            batches.append(batch)
+            return penalty(run.models["one"], run.models["two"], batch)
+
+        run.backward(of, "two")
+        run.update("two")
+
+    run.fit(step, "3 steps")
+    for batch in batches:
+        frozen.zero_grad()
+        penalty(*plain, batch).backward()
+        frozen.step()
+    torch.testing.assert_close(run.models["two"].weight, plain[1].weight)
+    assert torch.equal(run.models["one"].weight, plain[0].weight)

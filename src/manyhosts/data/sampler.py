@@ -1,0 +1,127 @@
+"""`mh.Order`: the one order of the samples as a batch sampler, for a loop that is not ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import Sampler
+
+from manyhosts.cluster.place import Place
+from manyhosts.data import order
+from manyhosts.data.order import Position, bounds
+from manyhosts.errors import ConfigError
+
+
+class Order(Sampler[list[int]]):
+    """This worker's share of each global batch, as the `batch_sampler` of a DataLoader.
+
+    Epoch e of a seed is one permutation, on any number of workers; each sample comes once per epoch. Iterating over
+    it gives the rest of the epoch under way. It moves on by `advance`, called after each step, and not by what a
+    loader has read ahead, so that its state is the place of the training.
+
+    Args:
+        length: samples of the dataset.
+        batch_size: samples behind one optimizer step, over all workers.
+        seed: of the order.
+        shuffle: whether each epoch has an order of its own.
+        drop_last: leave out the last batch of an epoch where it is smaller than the others.
+        rank, size: of this worker; from the environment that torchrun sets, where they are not given.
+
+    Raises:
+        ConfigError: a batch of an epoch has fewer samples than there are workers.
+    """
+
+    def __init__(
+        self,
+        length: int,
+        *,
+        batch_size: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        rank: int | None = None,
+        size: int | None = None,
+    ) -> None:
+        if batch_size < 1 or length < 1:
+            raise ConfigError(
+                f"there are {length} samples and batches of {batch_size}",
+                where="mh.Order",
+                fix="give len(dataset) and a batch_size of 1 or more",
+            )
+        place = Place.from_environment()
+        self.rank, self.size = place.rank if rank is None else rank, place.size if size is None else size
+        self.length, self.seed = length, seed
+        self._order = order.Order(length, batch=batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last)
+        smallest = batch_size if drop_last or length % batch_size == 0 else length % batch_size
+        if min(smallest, length) < self.size or not self._order.steps_per_epoch:
+            raise ConfigError(
+                f"a batch of an epoch has {min(smallest, length)} samples, and there are {self.size} workers, each of "
+                "which needs one",
+                where="mh.Order(batch_size=…)",
+                fix="set drop_last=True, or another batch_size; mh.Trainer and mh.Run train with such batches, too",
+            )
+        self.position = Position()
+        self.before_first: Callable[[], None] | None = None
+        """Called once, when the first samples are asked for. A loader has drawn a seed of its own by then."""
+
+    @property
+    def epoch(self) -> int:
+        """The epoch under way, from 0."""
+        return self.position.epoch
+
+    @property
+    def weight(self) -> float:
+        """What this worker's mean loss of the step under way must be multiplied by, where gradients are averaged over
+        the workers (DistributedDataParallel): 1 but in batches that the workers cannot cut evenly.
+        """
+        count = len(self._order.at(self.position))
+        begin, end = bounds(count, self.size, self.rank)
+        return (end - begin) * self.size / count
+
+    def advance(self) -> None:
+        """A step is done."""
+        self.position = self._order.after(self.position)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """The samples of this worker for each step that is left of the epoch under way."""
+        if self.before_first is not None:
+            self.before_first()
+            self.before_first = None
+        position, epoch = self.position, self.position.epoch
+        while position.epoch == epoch:
+            samples = self._order.at(position)
+            begin, end = bounds(len(samples), self.size, self.rank)
+            yield samples[begin:end].tolist()
+            position = self._order.after(position)
+
+    def __len__(self) -> int:
+        """Steps that are left of the epoch under way."""
+        return -(-(self._order.used - self.position.sample) // self._order.batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the training is, and in which order."""
+        return {
+            "epoch": self.position.epoch,
+            "sample": self.position.sample,
+            "length": self.length,
+            "seed": self.seed,
+            "shuffle": self._order.shuffle,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there, on any number of workers and with any batch size.
+
+        Raises:
+            ConfigError: it is the place in another order.
+        """
+        own = self.state_dict()
+        for key in ("length", "seed", "shuffle"):
+            if state[key] != own[key]:
+                raise ConfigError(
+                    f"the order had {key} {state[key]}, and now it has {own[key]}: an epoch would repeat some samples "
+                    "and leave others out",
+                    where="mh.Order",
+                    fix=f"give {key}={state[key]}, or begin in another folder",
+                )
+        self.position = self._order.begin(Position(state["epoch"], state["sample"]))

@@ -1,0 +1,64 @@
+"""`mh.Order`: each sample once per epoch, whoever reads which."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import pytest
+
+import manyhosts as mh
+from manyhosts.errors import ConfigError
+
+
+def epoch_of(order: mh.Order) -> list[list[int]]:
+    return list(order)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_the_shares_of_all_workers_are_the_global_batches_of_one(size: int, drop_last: bool) -> None:
+    def made(rank: int, count: int) -> mh.Order:
+        return mh.Order(21, batch_size=6, seed=5, drop_last=drop_last, rank=rank, size=count)
+
+    alone = epoch_of(made(0, 1))
+    shares = [epoch_of(made(rank, size)) for rank in range(size)]
+    assert [list(chain.from_iterable(parts)) for parts in zip(*shares, strict=True)] == alone
+    assert len(alone) == len(made(0, 1)) == (3 if drop_last else 4)
+    assert sorted(list(chain.from_iterable(alone))) == list(range(21)) or drop_last
+
+
+def test_weights_make_the_mean_of_the_workers_means_that_of_the_batch() -> None:
+    orders = [mh.Order(20, batch_size=7, rank=rank, size=3) for rank in range(3)]
+    for _ in range(3):
+        counts = [len(next(iter(order))) for order in orders]
+        assert [order.weight for order in orders] == [3 * count / sum(counts) for count in counts]
+        for order in orders:
+            order.advance()
+
+
+def test_it_goes_on_where_it_was_on_other_workers_and_with_another_batch_size() -> None:
+    first = mh.Order(20, batch_size=6, rank=0, size=1)
+    taken = next(iter(first))
+    first.advance()
+    second = mh.Order(20, batch_size=4, rank=0, size=1)
+    second.load_state_dict(first.state_dict())
+    assert sorted(taken + list(chain.from_iterable(epoch_of(second)))) == list(range(20))
+    assert epoch_of(second)[0] == list(chain.from_iterable(epoch_of(first)))[:4]
+
+
+def test_each_epoch_has_its_order() -> None:
+    order = mh.Order(20, batch_size=20, rank=0, size=1)
+    first = epoch_of(order)
+    order.advance()
+    assert order.epoch == 1
+    assert epoch_of(order) != first
+
+
+def test_another_order_and_batches_too_small_for_all_workers_are_refused() -> None:
+    order = mh.Order(20, batch_size=6, rank=0, size=1)
+    with pytest.raises(ConfigError, match="seed 1"):
+        order.load_state_dict({**order.state_dict(), "seed": 1})
+    with pytest.raises(ConfigError, match="2 samples, and there are 3 workers"):
+        mh.Order(20, batch_size=6, rank=0, size=3)
+    with pytest.raises(ConfigError, match="batches of 0"):
+        mh.Order(20, batch_size=0)

@@ -33,8 +33,9 @@ FLOORS = [  # from the ground up
     ["control"],
     ["strategies", "snapshot", "planner", "lab"],
     ["launchers", "study", "elastic"],
-    ["training", "export", "doctor", "tune", "report"],
-    ["serve", "prove", "measure", "watch"],
+    ["training", "doctor", "tune", "report"],
+    ["export", "prove", "measure", "watch"],
+    ["serve"],
     ["cli"],
 ]
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}

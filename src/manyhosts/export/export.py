@@ -21,8 +21,9 @@ from manyhosts.export.description import FORMATS, PRECISIONS, Description, Prepr
 from manyhosts.export.formats import BY_NAME, answers_of
 from manyhosts.export.model_call import ModelCall
 from manyhosts.export.verify import compare
+from manyhosts.records.chosen_run import run_directory
 from manyhosts.records.summary import Summary
-from manyhosts.training.trained_script import TrainedRun, open_run, run_directory
+from manyhosts.training.trained_script import TrainedRun, open_run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

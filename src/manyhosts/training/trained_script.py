@@ -24,7 +24,8 @@ from manyhosts.config.settings import Settings
 from manyhosts.control.agent.worker import run_main
 from manyhosts.data.data import Data
 from manyhosts.errors import ConfigError, SnapshotError
-from manyhosts.records.manifest import NAME, Facts, found_in
+from manyhosts.records.chosen_run import run_directory, snapshot_of
+from manyhosts.records.manifest import Facts
 from manyhosts.records.run_directory import RunDirectory
 from manyhosts.records.run_record import RunRecord
 from manyhosts.snapshot.load import Loaded, load, same_model
@@ -80,50 +81,6 @@ class TrainedRun:
             SnapshotError: it is damaged, or of another model; the model is as it was then.
         """
         return _take(self.trainer, snapshot).facts
-
-
-def run_directory(named: str | Path) -> RunDirectory:
-    """The run directory that a word on the command line names.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    path = Path(named)
-    directory = RunDirectory(path.absolute())
-    if not directory.run_json.exists():
-        what = "there is no such folder" if not path.exists() else "there is no run.json in this folder"
-        raise ConfigError(what, where=str(path), fix="give the directory of a run, such as runs/train-20260101-120000")
-    return directory
-
-
-def snapshot_of(directory: RunDirectory, snapshot: str | Path = "best") -> Path:
-    """The folder of the snapshot that is named: `"best"`, `"last"`, a step such as `"400"`, or a folder.
-
-    `"best"` is the newest where the run has kept no best model.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    steps = [each for each in found_in(directory.snapshots) if each.how != "half" and each.step >= 0]
-    if (Path(snapshot) / NAME).exists():
-        return Path(snapshot)
-    if snapshot == "best" and (directory.best / NAME).exists():
-        return directory.best
-    if snapshot in ("best", "last"):
-        if steps:
-            return steps[0].path
-        raise ConfigError(
-            "there is no best model and no snapshot here", where=str(directory.path), fix="let the run come to its end"
-        )
-    for each in steps:
-        if str(snapshot) in (str(each.step), each.path.name):
-            return each.path
-    known = ", ".join(str(each.step) for each in steps) or "none"
-    raise ConfigError(
-        f"there is no snapshot {str(snapshot)!r}",
-        where=str(directory.path),
-        fix=f'"best", "last" or a step of: {known}',
-    )
 
 
 @contextmanager
@@ -235,14 +192,27 @@ def _number(directory: RunDirectory) -> int:
 
 
 def _take(trainer: Trainer, path: Path) -> Loaded:
-    """Put the weights in the snapshot at `path` into the model and the loss: one tensor after another."""
-    parts = trainer.parts
-    loaded = load(path, same_model(parts.fingerprint()))
-    if not parts.strategy.traits.holds_whole_model:
-        put_weights(parts, state_of(loaded, parts))
-        return loaded
-    put_stored(parts.model, loaded.stored["model"])
-    load_loss(parts.trained, dict(loaded.state.get("loss", {})))
+    """Put the weights in the snapshot at `path` into the model and the loss: one tensor after another.
+
+    Raises:
+        SnapshotError: one worker or more cannot read it; the model is as it was then, on all.
+        RuntimeError: it went away meanwhile; the model is neither the one nor the other.
+    """
+    parts, loaded, error = trainer.parts, None, None
+    try:
+        loaded = load(path, same_model(parts.fingerprint()))
+    except SnapshotError as found:
+        error = found
+    if parts.world.any(error is not None) or loaded is None:
+        raise error or SnapshotError("another worker cannot read it", where=str(path), fix="see what that one says")
+    try:
+        if not parts.strategy.traits.holds_whole_model:
+            put_weights(parts, state_of(loaded, parts))
+        else:
+            put_stored(parts.model, loaded.stored["model"])
+            load_loss(parts.trained, dict(loaded.state.get("loss", {})))
+    except (SnapshotError, OSError) as cause:
+        raise RuntimeError(f"the snapshot changed while it was read: {cause}") from cause
     return loaded
 
 

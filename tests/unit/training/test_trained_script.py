@@ -12,8 +12,9 @@ from small_run import make_run
 
 import manyhosts as mh
 from manyhosts.errors import ConfigError, SnapshotError
+from manyhosts.records.chosen_run import snapshot_of
 from manyhosts.records.summary import Summary
-from manyhosts.training.trained_script import open_run, snapshot_of
+from manyhosts.training.trained_script import open_run
 
 
 @pytest.fixture(scope="module")

@@ -87,7 +87,7 @@ REFUSED: list[tuple[Any, int, str]] = [
     ({"inputs": [None]}, 422, "mixed"),
     ({"inputs": [[[[1e39] * 8] * 8]]}, 422, "too large for float32"),
     ({"inputs": [0] * 257}, 413, "257 samples"),
-    (b" " * 9_000_000, 413, "9000000 bytes"),
+    (b" " * 9_000_000, 413, "more than 8000000 bytes"),
 ]
 
 

@@ -33,7 +33,7 @@ def serve(options: Options, tell: Callable[[str], None]) -> None:
 
 async def _serve(options: Options, tell: Callable[[str], None]) -> None:
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    listening = socket.socket(family)
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # else asyncio leaves Nagle on
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((options.host, options.port))

@@ -18,6 +18,7 @@ from manyhosts.communication.batch_norm import GlobalBatch, make_global
 from manyhosts.communication.mesh import Mesh
 from manyhosts.communication.shared_norm import Batch, OwnBatch, prepare
 from manyhosts.communication.world import World
+from manyhosts.config.init_from import matches
 from manyhosts.config.settings import Settings
 from manyhosts.data import randomness
 from manyhosts.data.cut import Cut, CutBatches
@@ -58,7 +59,7 @@ from manyhosts.training.trained import check_optimized, model_of, trained, twice
 from manyhosts.training.weighing import Weighing, Weight
 
 ModelOrMaker = nn.Module | Callable[[], nn.Module]
-MakeOptimizer = Callable[[Sequence[nn.Parameter]], Optimizer]
+MakeOptimizer = Callable[["Parameters"], Optimizer]
 MakeSchedule = Callable[[Optimizer], LRScheduler]
 
 
@@ -330,6 +331,38 @@ def _given(model: nn.Module, data: Data, settings: Settings) -> dict[str, dict[s
     return {"models": described(model), "data": lengths, "settings": settings_compared(settings)}
 
 
+class Parameters(list[nn.Parameter]):
+    """The parameters that are trained, as `optimizer=` is given them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(parameter for parameter in module.parameters() if parameter.requires_grad)
+        self._model = model_of(module)
+
+    def groups(self, rates: Mapping[str, float]) -> list[dict[str, Any]]:
+        """Groups for an optimizer: pattern of names → learning rate; of several patterns the first that fits counts.
+
+        Raises:
+            ConfigError: a pattern fits no parameter, or a parameter no pattern.
+        """
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        groups: dict[str, list[nn.Parameter]] = {pattern: [] for pattern in rates}
+        for parameter in self:
+            name = names.get(id(parameter), "loss")
+            pattern = next((each for each in rates if matches(name, [each])), None)
+            if pattern is None:
+                raise ConfigError(
+                    f"no pattern fits {name}", where="params.groups(…)", fix='add "*" at the end, for all others'
+                )
+            groups[pattern].append(parameter)
+        if unused := next((pattern for pattern, found in groups.items() if not found), None):
+            raise ConfigError(
+                f"{unused!r} fits no parameter that is trained and that no pattern before it fits",
+                where="params.groups(…)",
+                fix=f"they are: {', '.join(names.values())}"[:500],
+            )
+        return [{"params": found, "lr": rates[pattern]} for pattern, found in groups.items()]
+
+
 def make_optimizer(
     module: nn.Module, make: MakeOptimizer | Optimizer, settings: Settings, strategy: Strategy, *, has_step: bool
 ) -> Optimizer:
@@ -348,7 +381,7 @@ def make_optimizer(
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="optimizer contains a parameter group with duplicate")  # refused
-            made = make([parameter for parameter in module.parameters() if parameter.requires_grad])
+            made = make(Parameters(module))
     except ValueError as cause:
         if "more than one parameter group" in str(cause):
             raise twice(str(cause)) from cause

@@ -17,11 +17,11 @@ import manyhosts as mh
 from manyhosts.export.export import Request, export
 
 ROOT = Path(__file__).parents[2]
-WIDE = SCRIPT.replace("nn.Linear(144, 3)", "nn.Linear(144, 2000), nn.Linear(2000, 500), nn.Linear(500, 3)")
+DEEP = SCRIPT.replace("nn.Linear(144, 3)", "*(nn.Linear(144, 144) for _ in range(60)), nn.Linear(144, 3)")
 
 
 def test_parts_of_four_workers_are_exported_on_one_with_memory_for_one_model(tmp_path: Path) -> None:
-    run = make_run(tmp_path, "--workers", "4", "--set", "strategy=fsdp", "--set", "duration=2 steps", script=WIDE)
+    run = make_run(tmp_path, "--workers", "4", "--set", "strategy=fsdp", "--set", "duration=2 steps", script=DEEP)
     assert len(list((run / "best").glob("tensors-*"))) == 4
     weights = mh.load(run)
     size = sum(each.nbytes for each in weights.values())

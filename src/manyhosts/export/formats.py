@@ -129,7 +129,7 @@ def answer_torch_export(folder: Path, call: ModelCall, batches: Batches, precisi
 def write_onnx(folder: Path, call: ModelCall, precision: str) -> None:
     """A program for onnxruntime and whatever else reads ONNX, with named inputs and outputs."""
     needs("onnxscript", "ONNX")
-    names = {"input_names": [each.name for each in call.inputs], "output_names": call.kept}
+    names: dict[str, Any] = {"input_names": [each.name for each in call.inputs], "output_names": call.kept}
     exported = _traced(call, precision, computes_bf16=False)  # onnxruntime on CPUs has no convolution in bf16
     with _quiet():
         made = torch.onnx.export(exported, dynamo=True, verbose=False, optimize=precision == "fp32", **names)

@@ -28,8 +28,8 @@ class _Narrow(nn.Module):
 
     def forward(self) -> Tensor:
         """The weight, nearly."""
-        weight = self.get_buffer("kept").float()
-        return weight if self.scale is None else weight * self.scale
+        weight, scale = self.get_buffer("kept").float(), self._buffers["scale"]
+        return weight if scale is None else weight * scale
 
 
 def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:

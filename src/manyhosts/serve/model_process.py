@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from manyhosts.config.strategies import CUTS
-from manyhosts.errors import ManyhostsError, SnapshotError, first_line
+from manyhosts.errors import ConfigError, ManyhostsError, SnapshotError, first_line
 from manyhosts.export import formats
 from manyhosts.export.description import Description, Preprocessing
 from manyhosts.export.export import describe, named_function
@@ -97,7 +97,7 @@ class OfExport:
 
             self._answer = answer
         else:
-            raise formats.ConfigError(
+            raise ConfigError(
                 f"a {self.described.format} export holds weights and no program",
                 where=str(folder),
                 fix="serve the run itself, or an export of format torch-export or onnx",
@@ -159,8 +159,11 @@ def main() -> None:
     try:
         with opened(request) as model:
             if line is not None:
-                told = {"kind": "ready", "described": dataclasses.asdict(model.described)}
-                told["preprocesses"] = model.preprocess is not None
+                told = {
+                    "kind": "ready",
+                    "described": dataclasses.asdict(model.described),
+                    "preprocesses": model.preprocess is not None,
+                }
                 line.sendall(frames.frame(told))
             while (asked := _next(line, size)) is not None:
                 reply = _answer(model, *asked)

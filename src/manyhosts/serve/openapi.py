@@ -29,7 +29,7 @@ def openapi(described: Description, *, most_samples: int, has_token: bool, prepr
     body["properties"]["inputs"] |= {"minItems": 1, "maxItems": most_samples}
     answer = _samples("outputs", described.outputs, False)
     failures = {code: {"description": said, **_json(error)} for code, said in _STATUSES.items()}
-    predict = {
+    predict: dict[str, Any] = {
         "operationId": "predict",
         "summary": "What the model answers for each sample",
         "requestBody": {"required": True, **_json(body)},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -18,7 +18,6 @@ from manyhosts.communication.batch_norm import GlobalBatch, make_global
 from manyhosts.communication.mesh import Mesh
 from manyhosts.communication.shared_norm import Batch, OwnBatch, prepare
 from manyhosts.communication.world import World
-from manyhosts.config.init_from import matches
 from manyhosts.config.settings import Settings
 from manyhosts.data import randomness
 from manyhosts.data.cut import Cut, CutBatches
@@ -42,6 +41,7 @@ from manyhosts.training.compute import ForwardPass, Loss, UserStep, pair
 from manyhosts.training.make_strategy import make_strategy
 from manyhosts.training.optimizer_kernels import fuse
 from manyhosts.training.own_loop.strategy import OwnLoop, StepMemory
+from manyhosts.training.parameters import MakeOptimizer, parameters_of
 from manyhosts.training.precision import Precision
 from manyhosts.training.same_given import compare_data, compare_descriptions, described, settings_compared
 from manyhosts.training.source import Source, make_source
@@ -59,7 +59,6 @@ from manyhosts.training.trained import check_optimized, model_of, trained, twice
 from manyhosts.training.weighing import Weighing, Weight
 
 ModelOrMaker = nn.Module | Callable[[], nn.Module]
-MakeOptimizer = Callable[["Parameters"], Optimizer]
 MakeSchedule = Callable[[Optimizer], LRScheduler]
 
 
@@ -331,38 +330,6 @@ def _given(model: nn.Module, data: Data, settings: Settings) -> dict[str, dict[s
     return {"models": described(model), "data": lengths, "settings": settings_compared(settings)}
 
 
-class Parameters(list[nn.Parameter]):
-    """The parameters that are trained, as `optimizer=` is given them."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(parameter for parameter in module.parameters() if parameter.requires_grad)
-        self._model = model_of(module)
-
-    def groups(self, rates: Mapping[str, float]) -> list[dict[str, Any]]:
-        """Groups for an optimizer: pattern of names → learning rate; of several patterns the first that fits counts.
-
-        Raises:
-            ConfigError: a pattern fits no parameter, or a parameter no pattern.
-        """
-        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
-        groups: dict[str, list[nn.Parameter]] = {pattern: [] for pattern in rates}
-        for parameter in self:
-            name = names.get(id(parameter), "loss")
-            pattern = next((each for each in rates if matches(name, [each])), None)
-            if pattern is None:
-                raise ConfigError(
-                    f"no pattern fits {name}", where="params.groups(…)", fix='add "*" at the end, for all others'
-                )
-            groups[pattern].append(parameter)
-        if unused := next((pattern for pattern, found in groups.items() if not found), None):
-            raise ConfigError(
-                f"{unused!r} fits no parameter that is trained and that no pattern before it fits",
-                where="params.groups(…)",
-                fix=f"they are: {', '.join(names.values())}"[:500],
-            )
-        return [{"params": found, "lr": rates[pattern]} for pattern, found in groups.items()]
-
-
 def make_optimizer(
     module: nn.Module, make: MakeOptimizer | Optimizer, settings: Settings, strategy: Strategy, *, has_step: bool
 ) -> Optimizer:
@@ -381,7 +348,7 @@ def make_optimizer(
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="optimizer contains a parameter group with duplicate")  # refused
-            made = make(Parameters(module))
+            made = make(parameters_of(module))
     except ValueError as cause:
         if "more than one parameter group" in str(cause):
             raise twice(str(cause)) from cause

@@ -33,12 +33,13 @@ from manyhosts.snapshot.weights import save as save_weights
 from manyhosts.strategies.strategy import Strategy as WorkSpread
 from manyhosts.training import watching
 from manyhosts.training.best_weights import best_model, holding
-from manyhosts.training.build import MakeOptimizer, MakeSchedule, ModelOrMaker, Parts, build
+from manyhosts.training.build import MakeSchedule, ModelOrMaker, Parts, build
 from manyhosts.training.compute import Loss, UserStep
 from manyhosts.training.cut_state import whole_state
 from manyhosts.training.evaluate import Evaluation
 from manyhosts.training.held import TrainerState
 from manyhosts.training.metrics import flattened
+from manyhosts.training.parameters import MakeOptimizer
 from manyhosts.training.passes import ForwardPasses
 from manyhosts.training.predict import Forward, Prediction, of_inputs
 from manyhosts.training.process_session import ProcessSession

@@ -189,8 +189,8 @@ def page(
             *rows,
             "",
             f"Bare forward pass: {spread(first)} samples per second in batches of 1, {spread(second)} in batches of "
-            f"16: a gain of {spread(gains)}. Of that gain serving keeps {spread(kept)}: requests per second of 32 clients "
-            "with batches of 16, over those with batches of 1.",
+            f"16: a gain of {spread(gains)}. Of that gain serving keeps {spread(kept)}: requests per second of 32 "
+            "clients with batches of 16, over those with batches of 1.",
             "",
             f"Median and range of {rounds} rounds of {seconds:g} s. {machine}",
             "",

@@ -7,6 +7,8 @@ import json
 import os
 import re
 import stat
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -104,12 +106,24 @@ def test_sagemaker_requests_are_held_to_botocore(export: Path) -> None:
     assert not (export / "other").exists()
 
 
-def test_ray_application_passes_the_schema_of_ray_serve(export: Path) -> None:
-    schema = pytest.importorskip("ray.serve.schema", reason="ray[serve] is not installed")
+RAY = """
+import json, sys
+from ray.serve.schema import ServeDeploySchema
+read = ServeDeploySchema.model_validate(json.loads(open("serve.json").read()))
+assert read.applications[0].deployments[0].autoscaling_config["min_replicas"] == 2
+sys.path.insert(0, ".")
+import ray_app
+assert type(ray_app.app).__name__ == "Application", ray_app.app
+"""
+
+
+@pytest.mark.slow  # loads Ray; that the files are written is tried above for other targets
+def test_ray_application_passes_the_schema_of_ray_serve_and_can_be_bound(export: Path) -> None:
     folder, _ = deploy(request(export, "ray", min="2"))
-    read = schema.ServeDeploySchema.model_validate(json.loads((folder / "serve.json").read_text()))
-    assert read.applications[0].deployments[0].autoscaling_config["min_replicas"] == 2
-    compile((folder / "ray_app.py").read_text(), "ray_app.py", "exec")
+    words = [sys.executable, "-W", "ignore", "-c", RAY]
+    variables = {**os.environ, "MANYHOSTS_SERVE_TOKEN": "a-token-of-a-test"}
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, env=variables)
+    assert done.returncode == 0, done.stderr
 
 
 def test_wrong_words_are_refused_and_nothing_is_written(export: Path) -> None:

@@ -18,6 +18,7 @@ _AGENT = "MANYHOSTS_AGENT"
 _PUBLIC = {
     "DDP": "manyhosts.config.strategies",
     "DiLoCo": "manyhosts.config.local_steps",
+    "InitFrom": "manyhosts.config.init_from",
     "LocalSGD": "manyhosts.config.local_steps",
     "FSDP": "manyhosts.config.fully_sharded",
     "Data": "manyhosts.data.data",
@@ -38,6 +39,7 @@ __all__ = [
     "Data",
     "DiLoCo",
     "EarlyStopping",
+    "InitFrom",
     "LocalSGD",
     "Order",
     "Run",

@@ -21,6 +21,8 @@ LONG = (
     "docs/doctor.md",
     "docs/study.md",
     "docs/activation-checkpointing.md",
+    "docs/serving.md",
+    "docs/fine-tuning.md",
 )
 """Slow. What the tour has typed, README.md and docs/report.md have; what is typed on the others, tests of commands."""
 

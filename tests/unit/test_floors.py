@@ -33,8 +33,9 @@ FLOORS = [  # from the ground up
     ["control"],
     ["strategies", "snapshot", "planner", "lab"],
     ["launchers", "study", "elastic"],
-    ["training", "export", "doctor", "tune", "report"],
-    ["serve", "prove", "measure", "watch"],
+    ["training", "doctor", "tune", "report"],
+    ["export", "prove", "measure", "watch"],
+    ["serve", "deploy"],
     ["cli"],
 ]
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
@@ -275,6 +276,11 @@ OPTIONS = {
     "--env --price --run-dir --json --dry-run --trace",
     "report": "--output --trace",
     "watch": "--web --port --trace",
+    "export": "--format --bf16 --int8 --snapshot --preprocess --licence --output --json --dry-run --trace",
+    "serve": "--host --port --snapshot --follow --preprocess --workers --threads --batch --batch-wait --queue "
+    "--max-body --max-samples --body-timeout --timeout --grace --keep --keep-share --keep-mb --behind-sagemaker "
+    "--dry-run --trace",
+    "deploy": "--to --name --output --apply --dry-run --trace",
     "status": "--json --trace",
     "logs": "--follow --trace",
     "cancel": "--trace",

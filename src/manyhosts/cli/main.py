@@ -29,6 +29,9 @@ VERBS = {
     "logs": ("manyhosts.cli.jobs:logs", "What such a job has printed."),
     "cancel": ("manyhosts.cli.jobs:cancel", "End such a job."),
     "snapshots": ("manyhosts.cli.snapshots:snapshots", "What a run can be resumed from, and whether it is whole."),
+    "export": ("manyhosts.cli.export:export", "A trained model in a format to use elsewhere, verified."),
+    "serve": ("manyhosts.cli.serve:serve", "Serve a trained model over HTTP."),
+    "deploy": ("manyhosts.cli.deploy:deploy", "Write what serves an export in a container or on a cluster."),
     "lab": ("manyhosts.cli.lab:lab", "A practice cluster on this Linux machine: real hosts, cables to cut."),
     "init": ("manyhosts.cli.init:init", "Write a train.py that runs."),
 }

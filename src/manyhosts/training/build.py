@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -41,6 +41,7 @@ from manyhosts.training.compute import ForwardPass, Loss, UserStep, pair
 from manyhosts.training.make_strategy import make_strategy
 from manyhosts.training.optimizer_kernels import fuse
 from manyhosts.training.own_loop.strategy import OwnLoop, StepMemory
+from manyhosts.training.parameters import MakeOptimizer, parameters_of
 from manyhosts.training.precision import Precision
 from manyhosts.training.same_given import compare_data, compare_descriptions, described, settings_compared
 from manyhosts.training.source import Source, make_source
@@ -58,7 +59,6 @@ from manyhosts.training.trained import check_optimized, model_of, trained, twice
 from manyhosts.training.weighing import Weighing, Weight
 
 ModelOrMaker = nn.Module | Callable[[], nn.Module]
-MakeOptimizer = Callable[[Sequence[nn.Parameter]], Optimizer]
 MakeSchedule = Callable[[Optimizer], LRScheduler]
 
 
@@ -348,7 +348,7 @@ def make_optimizer(
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="optimizer contains a parameter group with duplicate")  # refused
-            made = make([parameter for parameter in module.parameters() if parameter.requires_grad])
+            made = make(parameters_of(module))
     except ValueError as cause:
         if "more than one parameter group" in str(cause):
             raise twice(str(cause)) from cause

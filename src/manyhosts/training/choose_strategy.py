@@ -25,7 +25,8 @@ from manyhosts.strategies.blocks import modules_of_layers, repeated_blocks
 from manyhosts.strategies.units import tail_bytes, unit_bytes
 from manyhosts.training.compute import ForwardPass
 from manyhosts.training.freed_memory import give_back_at_once
-from manyhosts.training.sizing import MakeOptimizer, PassBytes, Unknown, UpdateBytes, optimizer_bytes, pass_bytes
+from manyhosts.training.parameters import MakeOptimizer, parameters_of
+from manyhosts.training.sizing import PassBytes, Unknown, UpdateBytes, optimizer_bytes, pass_bytes
 from manyhosts.training.trained import model_of
 from manyhosts.units import bytes_in_words
 
@@ -97,7 +98,7 @@ def _sizes(given: Given) -> _Sizes:
     """What the optimizer and the largest forward pass of this worker take."""
     notes: list[str] = []
     try:
-        update = optimizer_bytes(given.optimizer, list(given.made.parameters()))
+        update = optimizer_bytes(given.optimizer, parameters_of(given.made))
     except Unknown as reason:
         update = UpdateBytes(kept=2 * _bytes(given.made, trained=True), passing=0)
         notes.append(f"what the optimizer keeps could not be found ({reason}): two numbers for each parameter, as Adam")

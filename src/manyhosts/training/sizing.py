@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from manyhosts.data import randomness
 from manyhosts.data.steps import mapped
+from manyhosts.training.parameters import MakeOptimizer, Parameters
 
-MakeOptimizer = Callable[[Sequence[nn.Parameter]], Optimizer]
 Values = Callable[[nn.Module, Any], Mapping[str, Tensor]]
 """`values(model, batch)`: the forward pass and its loss."""
 Blocks = Callable[[nn.Module], Sequence[nn.Module]]
@@ -85,13 +84,13 @@ class HeldBytes(TorchDispatchMode):
         self.now -= size
 
 
-def optimizer_bytes(make: MakeOptimizer, parameters: Sequence[nn.Parameter]) -> UpdateBytes:
+def optimizer_bytes(make: MakeOptimizer, parameters: Parameters) -> UpdateBytes:
     """What the optimizer of `parameters` takes: it makes a step on tensors that have a shape alone.
 
     Raises:
         Unknown: it cannot be made, or step, on such.
     """
-    shapes = [nn.Parameter(torch.empty_like(each, device="meta")) for each in parameters if each.requires_grad]
+    shapes = Parameters((nn.Parameter(torch.empty_like(each, device="meta")) for each in parameters), parameters.names)
     known = {id(each) for each in shapes}
     try:
         optimizer = make(shapes)

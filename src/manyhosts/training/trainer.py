@@ -17,6 +17,7 @@ from manyhosts.cluster.reports import Reporter
 from manyhosts.communication.gathering import gather_plain
 from manyhosts.config import overrides
 from manyhosts.config.arguments import OF_FIT, OF_TRAINER, answers
+from manyhosts.config.init_from import InitFrom
 from manyhosts.config.settings import ActivationCheckpointing, Settings
 from manyhosts.config.snapshots import Snapshots
 from manyhosts.config.stopping import EarlyStopping
@@ -32,12 +33,13 @@ from manyhosts.snapshot.weights import save as save_weights
 from manyhosts.strategies.strategy import Strategy as WorkSpread
 from manyhosts.training import watching
 from manyhosts.training.best_weights import best_model, holding
-from manyhosts.training.build import MakeOptimizer, MakeSchedule, ModelOrMaker, Parts, build
+from manyhosts.training.build import MakeSchedule, ModelOrMaker, Parts, build
 from manyhosts.training.compute import Loss, UserStep
 from manyhosts.training.cut_state import whole_state
 from manyhosts.training.evaluate import Evaluation
 from manyhosts.training.held import TrainerState
 from manyhosts.training.metrics import flattened
+from manyhosts.training.parameters import MakeOptimizer
 from manyhosts.training.passes import ForwardPasses
 from manyhosts.training.predict import Forward, Prediction, of_inputs
 from manyhosts.training.process_session import ProcessSession
@@ -47,7 +49,7 @@ from manyhosts.training.run_place import RunPlace
 from manyhosts.training.same_weights import compare_weights
 from manyhosts.training.suitable import check_given, check_is_main, check_watched
 from manyhosts.training.weighing import Weight
-from manyhosts.training.weights import load_initial
+from manyhosts.training.weights import frozen, load_initial
 
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
@@ -62,6 +64,7 @@ class Trainer:
         loss: `loss(model(inputs), targets)`, the mean over the samples it is given. Parameters and buffers of a module
             are treated as the model's: `optimizer` is given them, workers agree on them, snapshots have them.
         optimizer: makes the optimizer of a list of parameters; called after the strategy has placed the model.
+            `params.groups({"backbone.*": 1e-5, "*": 1e-3})` makes groups with rates by the parameters' names.
         data: the datasets and the size of the batch.
         metrics: names and torchmetrics metrics, computed over the whole validation or test set.
         step: in place of `loss`: `step(model, batch) -> loss`, or a mapping with `loss` and values to log. With metrics
@@ -79,7 +82,8 @@ class Trainer:
         validate_every: how often `fit` validates.
         early_stopping: when `fit` ends before its duration is over.
         listeners: anything callable with one event; called on the leader.
-        init_from: weights to begin with: a snapshot, a run directory, a `.safetensors` or a `.pt` file.
+        init_from: weights to begin with: a snapshot, a run directory, a `.safetensors` or a `.pt` file, a folder of
+            Hugging Face's, a `state_dict`; or `mh.InitFrom`, which also says what may differ and what is frozen.
         seed: behind the order of the samples, augmentation, dropout, and a model that is made by a callable.
         virtual_workers: cut each batch into so many parts, whoever computes them: no bit depends on the workers.
         balance: `"speed"`: fast workers take more of each batch, by what is measured while they train, so that nobody
@@ -127,7 +131,7 @@ class Trainer:
         validate_every: str = "1 epoch",
         early_stopping: EarlyStopping | None = None,
         listeners: Sequence[Listener] = (),
-        init_from: str | Path | None = None,
+        init_from: str | Path | Mapping[str, Any] | InitFrom | None = None,
         seed: int = 0,
         virtual_workers: int | None = None,
         balance: Literal["even", "speed"] = "even",
@@ -186,6 +190,7 @@ class Trainer:
         check_watched(self.settings, data)
         self.loss, self.step = loss, step
         self.listeners = list(listeners)
+        init = init_from if isinstance(init_from, InitFrom) or init_from is None else InitFrom(init_from)
         session = ProcessSession.current()
         self.world = session.world(self.settings.backend)
         self._place = RunPlace(session, run_dir)
@@ -197,7 +202,7 @@ class Trainer:
                 settings=self.settings,
                 world=self.world,
                 data=data,
-                model=model,
+                model=model if init is None else frozen(model, init.freeze),
                 loss=loss,
                 step=step,
                 optimizer=optimizer,
@@ -205,8 +210,8 @@ class Trainer:
                 weight=weight,
                 spread=self._spread,
             )
-            if init_from is not None:
-                load_initial(parts, Path(init_from))
+            if init is not None:
+                load_initial(parts, init)
             return parts
 
         self._collective_calls = session.collective_calls(self.world)
@@ -221,6 +226,11 @@ class Trainer:
         """The model, as the strategy has placed it."""
         return self.parts.model
 
+    @property
+    def number(self) -> int:
+        """Which trainer of its process this is, from 1."""
+        return self._place.number
+
     @answers("trainer.fit", OF_FIT)
     def fit(self, duration: str | None = None) -> Result:
         """Train until the run is `duration` long: `"20 epochs"`, `"500 steps"`, `"2h30m"`, `"20 epochs or 2h"`.
@@ -231,6 +241,8 @@ class Trainer:
         Raises:
             ManyhostsError: see `manyhosts.errors`; nothing that is on disk is lost by it.
         """
+        if watching.in_place_of_fit is not None:
+            watching.in_place_of_fit(self)
         settings = self._place.with_own_copy(self.settings)
         if duration is not None and "duration" not in overrides.from_environment():
             settings = dataclasses.replace(settings, duration=duration)

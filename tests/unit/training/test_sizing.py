@@ -11,6 +11,7 @@ from held_memory import HeldMemory
 from torch import Tensor, nn
 
 from manyhosts.strategies.blocks import repeated_blocks
+from manyhosts.training.parameters import parameters_of
 from manyhosts.training.sizing import PassBytes, Unknown, gradients_let_go, optimizer_bytes, pass_bytes
 
 CPU = torch.device("cpu")
@@ -114,7 +115,7 @@ def test_pass_that_asks_for_a_value_is_told() -> None:
 def test_optimizer_keeps_what_it_keeps_of_real_parameters(make_optimizer: Any, numbers: int) -> None:
     model = make()
     total = sum(each.nbytes for each in model.parameters())
-    sizes = optimizer_bytes(make_optimizer, list(model.parameters()))
+    sizes = optimizer_bytes(make_optimizer, parameters_of(model))
     assert sizes.kept == pytest.approx(numbers * total, abs=8 * 4 * len(list(model.parameters())))
     for each in model.parameters():
         each.grad = torch.ones_like(each)
@@ -137,11 +138,11 @@ def test_frozen_parameters_are_not_given_to_the_optimizer() -> None:
         known.append(len(list(params)))
         return torch.optim.AdamW(params, lr=0.1)
 
-    optimizer_bytes(count, list(model.parameters()))
+    optimizer_bytes(count, parameters_of(model))
     assert known == [len(list(model.parameters())) - 2]
 
 
 def test_optimizer_of_other_parameters_is_told() -> None:
     other = make()
     with pytest.raises(Unknown, match="other parameters"):
-        optimizer_bytes(lambda _: torch.optim.SGD(other.parameters(), lr=0.1), list(make().parameters()))
+        optimizer_bytes(lambda _: torch.optim.SGD(other.parameters(), lr=0.1), parameters_of(make()))

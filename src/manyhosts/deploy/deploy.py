@@ -1,0 +1,189 @@
+"""Writes what serves an export elsewhere, and hands it over where that was asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from manyhosts.deploy import aws, cluster, recipe
+from manyhosts.errors import ConfigError, LaunchError
+from manyhosts.export.description import Description
+from manyhosts.records.whole_file import write_json_whole
+from manyhosts.table import nearest
+
+OPTIONS: Mapping[str, Mapping[str, str]] = {
+    "docker": {"image": "the image to build on", "tag": "the name of the image that is built"},
+    "apptainer": {"image": "the image to build on"},
+    "kubernetes": {
+        "image": "the image that serves the model, as the cluster pulls it (required)",
+        "namespace": "where it goes (default)",
+        "min": "fewest copies (1)",
+        "max": "most copies (4)",
+        "cpu": "CPUs of each (1)",
+        "memory": "memory of each (2Gi)",
+        "token": "what clients must know; one is made where it is not given",
+    },
+    "sagemaker": {
+        "image": "the image in ECR that serves the model (required)",
+        "role": "the ARN of the role that it runs as (required)",
+        "instance": "kind of machine (ml.m5.large)",
+        "region": "AWS region",
+        "min": "fewest machines (1)",
+        "max": "most machines (4)",
+        "per-instance": "requests a minute for each machine, above which another is added (600)",
+    },
+    "ray": {"min": "fewest copies (1)", "max": "most copies (4)", "cpu": "CPUs of each (1)"},
+}
+_REQUIRED = {"kubernetes": ("image",), "sagemaker": ("image", "role")}
+_NAME = re.compile(r"[a-z]([a-z0-9-]{0,40}[a-z0-9])?")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What is to be served where."""
+
+    export: Path
+    to: str
+    name: str = "model"
+    output: Path | None = None
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        known = OPTIONS[self.to]
+        for key in self.options:
+            if key not in known:
+                raise ConfigError(
+                    f"--to {self.to} has no option {key!r}",
+                    where=f"-o {key}",
+                    fix=f"{nearest(key, known)}known: " + "; ".join(f"{name}: {said}" for name, said in known.items()),
+                )
+        for key in _REQUIRED.get(self.to, ()):
+            if key not in self.options:
+                fix = f"-o {key}=…: {known[key]}; `manyhosts deploy --to docker` writes what builds one"
+                raise ConfigError(f"--to {self.to} needs to know {key}", where=f"-o {key}", fix=fix)
+        for key in ("min", "max", "cpu", "per-instance"):
+            text = self.options.get(key, "1")
+            if not re.fullmatch(r"[1-9]\d*", text):
+                raise ConfigError(f"{key} is {text!r}", where=f"-o {key}", fix="give a whole number from 1")
+        if int(self.options.get("min", "1")) > int(self.options.get("max", "4")):
+            raise ConfigError("min is more than max", where="-o min", fix="give -o max, too")
+        if not _NAME.fullmatch(self.name):
+            raise ConfigError(
+                f"{self.name!r} is no name for a service", where="--name", fix="small letters, digits and -, up to 42"
+            )
+
+    @property
+    def folder(self) -> Path:
+        """Where it is written."""
+        return self.output or self.export / ".." / f"{self.export.name}-{self.to}"
+
+
+def deploy(request: Request) -> tuple[Path, list[str]]:
+    """Write the recipe or descriptions. Returns their folder, and the commands that follow.
+
+    Raises:
+        ConfigError: DIR is no export with a program, its folder is taken, or what was made does not pass its schema.
+    """
+    described = Description.read(request.export)
+    if described.format not in ("torch-export", "onnx"):
+        raise ConfigError(
+            f"a {described.format} export holds weights and no program",
+            where=str(request.export),
+            fix="export the run with --format torch-export or onnx",
+        )
+    folder = Path(os.path.normpath(request.folder.absolute()))
+    if folder.exists():
+        raise ConfigError("this folder is there already", where=str(folder), fix="delete it, or give --output DIR")
+    half = folder.with_name(f".{folder.name}.{os.getpid()}.half")
+    try:
+        half.mkdir(parents=True)
+        follows = _WRITERS[request.to](request, described, half)
+        half.rename(folder)
+    except OSError as cause:
+        raise ConfigError(
+            f"cannot write: {cause.strerror}", where=str(folder), fix="choose another --output"
+        ) from cause
+    finally:
+        shutil.rmtree(half, ignore_errors=True)
+    return folder, follows
+
+
+def _base_image(request: Request, described: Description) -> str:
+    python = ".".join(str(described.source["versions"]["python"]).split(".")[:2])
+    return request.options.get("image") or recipe.IMAGE.format(python=python)
+
+
+def _docker(request: Request, described: Description, folder: Path) -> list[str]:
+    recipe.write_context(folder, request.export, described)
+    (folder / "Dockerfile").write_text(recipe.dockerfile(_base_image(request, described)))
+    tag = request.options.get("tag", request.name)
+    return [f"docker build -t {tag} .", f"docker run -e MANYHOSTS_SERVE_TOKEN -p 8080:{recipe.PORT} {tag}"]
+
+
+def _apptainer(request: Request, described: Description, folder: Path) -> list[str]:
+    recipe.write_context(folder, request.export, described)
+    (folder / "model.def").write_text(recipe.apptainer(_base_image(request, described)))
+    return ["apptainer build model.sif model.def", "apptainer run model.sif"]
+
+
+def _kubernetes(request: Request, described: Description, folder: Path) -> list[str]:
+    made = {"apiVersion": "v1", "kind": "List", "items": cluster.manifests(request.name, request.options)}
+    file = folder / "model.json"
+    file.touch(mode=0o600)  # the token is in it
+    file.write_text(json.dumps(made, indent=1))
+    return ["kubectl apply -f model.json"]
+
+
+def _sagemaker(request: Request, described: Description, folder: Path) -> list[str]:
+    asked = aws.requests(request.name, request.options)
+    aws.validate(asked)
+    write_json_whole(folder / "requests.json", asked)
+    # SageMaker asks /ping and /invocations, and has checked who asks before.
+    recipe.write_context(folder, request.export, described)
+    base = recipe.IMAGE.format(python=".".join(str(described.source["versions"]["python"]).split(".")[:2]))
+    (folder / "Dockerfile").write_text(recipe.dockerfile(base, ("--behind-sagemaker",)))
+    return [f"docker build -t {request.options['image']} . && docker push {request.options['image']}"]
+
+
+def _ray(request: Request, described: Description, folder: Path) -> list[str]:
+    write_json_whole(folder / "serve.json", cluster.ray_config(request.name, request.options))
+    (folder / "ray_app.py").write_text(cluster.RAY_APP)
+    shutil.copytree(request.export, folder / "model", ignore=shutil.ignore_patterns("__pycache__"))
+    return ["serve deploy serve.json"]
+
+
+_WRITERS: Mapping[str, Callable[[Request, Description, Path], list[str]]] = {
+    "docker": _docker,
+    "apptainer": _apptainer,
+    "kubernetes": _kubernetes,
+    "sagemaker": _sagemaker,
+    "ray": _ray,
+}
+
+
+def apply(request: Request, folder: Path, follows: list[str], client: Any = None) -> None:
+    """Do what follows: build, or hand the descriptions over. SageMaker is asked through boto3, by `client`.
+
+    Raises:
+        LaunchError: it failed, or was refused.
+    """
+    if request.to == "sagemaker":
+        if client is None:
+            from manyhosts.launchers.sagemaker.client import Client
+
+            client = Client(request.options.get("region", ""))
+        for each in json.loads((folder / "requests.json").read_text()):
+            client.ask(each["service"], each["call"], **each["words"])
+        return
+    words = follows[0].split()
+    if shutil.which(words[0]) is None:
+        raise LaunchError(f"{words[0]} is not installed here", where="--apply", fix=f"in {folder}: {follows[0]}")
+    if subprocess.run(words, cwd=folder).returncode:
+        raise LaunchError(f"{words[0]} failed", where=str(folder), fix=f"see the lines above; again: {follows[0]}")

@@ -1,0 +1,53 @@
+"""Which run, and which of its snapshots, a word on the command line names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from manyhosts.errors import ConfigError
+from manyhosts.records.manifest import NAME, found_in
+from manyhosts.records.run_directory import RunDirectory
+
+
+def run_directory(named: str | Path) -> RunDirectory:
+    """The run directory that a word on the command line names.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    path = Path(named)
+    directory = RunDirectory(path.absolute())
+    if not directory.run_json.exists():
+        what = "there is no such folder" if not path.exists() else "there is no run.json in this folder"
+        raise ConfigError(what, where=str(path), fix="give the directory of a run, such as runs/train-20260101-120000")
+    return directory
+
+
+def snapshot_of(directory: RunDirectory, snapshot: str | Path = "best") -> Path:
+    """The folder of the snapshot that is named: `"best"`, `"last"`, a step such as `"400"`, or a folder.
+
+    `"best"` is the newest where the run has kept no best model.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    steps = [each for each in found_in(directory.snapshots) if each.how != "half" and each.step >= 0]
+    if (Path(snapshot) / NAME).exists():
+        return Path(snapshot)
+    if snapshot == "best" and (directory.best / NAME).exists():
+        return directory.best
+    if snapshot in ("best", "last"):
+        if steps:
+            return steps[0].path
+        raise ConfigError(
+            "there is no best model and no snapshot here", where=str(directory.path), fix="let the run come to its end"
+        )
+    for each in steps:
+        if str(snapshot) in (str(each.step), each.path.name):
+            return each.path
+    known = ", ".join(str(each.step) for each in steps) or "none"
+    raise ConfigError(
+        f"there is no snapshot {str(snapshot)!r}",
+        where=str(directory.path),
+        fix=f'"best", "last" or a step of: {known}',
+    )

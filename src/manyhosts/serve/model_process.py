@@ -1,0 +1,247 @@
+"""The process that has the model: it answers batches and takes over snapshots, in the order in which it is asked.
+
+Started by `workers`, with one end of a socket pair. Where the model is cut over several workers, rank 0 has the pair
+and passes on what it is asked: all compute each batch together, and rank 0 answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from manyhosts.config.strategies import CUTS
+from manyhosts.errors import ConfigError, ManyhostsError, SnapshotError, first_line
+from manyhosts.export import formats
+from manyhosts.export.description import Description, Preprocessing
+from manyhosts.export.export import describe, named_function
+from manyhosts.export.model_call import ModelCall, without_cache
+from manyhosts.serve import frames
+from manyhosts.serve.tensors import Arrays, Refused, from_json
+from manyhosts.training.called_by_all import called_by_all
+from manyhosts.training.trained_script import open_run
+
+_NARROW = {torch.bfloat16: torch.float32}
+
+
+class Model(Protocol):
+    """What answers."""
+
+    described: Description
+    preprocess: Callable[[list[Any]], Any] | None
+
+    def __call__(self, arrays: Arrays) -> Arrays:
+        """The outputs of a batch."""
+
+    def take(self, snapshot: Path) -> int:
+        """Answer from now on with the weights of another snapshot. Returns its step."""
+
+
+class OfRun:
+    """The script's own model, out of a run directory; on several workers each has a part of it."""
+
+    def __init__(self, run: Any, preprocess: str) -> None:
+        self._run = run
+        called_by_all(run.model).__enter__()  # from here to the end: all workers are asked the same, in one order
+        call = ModelCall(run)
+        self._program = call.program()
+        batches = list(call.batches())[:3]
+        self.described = describe(run, call, formats.answers_of(self._program, batches), batches)
+        self.preprocess = named_function(preprocess, run) if preprocess else None
+        self._device = run.trainer.world.device
+        without_cache(run.model).__enter__()
+
+    @torch.no_grad()
+    def __call__(self, arrays: Arrays) -> Arrays:
+        """The outputs of a batch."""
+        inputs = _tensors(arrays, self.described)
+        outputs = self._program(*(each.to(self._device) for each in inputs))
+        return _arrays(outputs, self.described)
+
+    def take(self, snapshot: Path) -> int:
+        """Answer from now on with the weights of another snapshot."""
+        return int(self._run.take(snapshot).step)
+
+
+class OfExport:
+    """A program that was exported: torch-export or ONNX."""
+
+    def __init__(self, folder: Path) -> None:
+        self.described = Description.read(folder)
+        self.preprocess = _loaded(folder, self.described.preprocessing)
+        if self.described.format == "torch-export":
+            program = torch.export.load(folder / formats.PROGRAM).module()
+            self._answer: Callable[..., Any] = program
+        elif self.described.format == "onnx":
+            session = formats.needs("onnxruntime", "serving ONNX").InferenceSession(
+                str(folder / formats.ONNX), providers=["CPUExecutionProvider"]
+            )
+            names = [each.name for each in self.described.inputs]
+            kept = {each.name for each in session.get_inputs()}
+
+            def answer(*inputs: torch.Tensor) -> list[torch.Tensor]:
+                given = {name: each.numpy() for name, each in zip(names, inputs, strict=True) if name in kept}
+                found = session.run([each.name for each in self.described.outputs], given)
+                return [torch.from_numpy(each) for each in found]
+
+            self._answer = answer
+        else:
+            raise ConfigError(
+                f"a {self.described.format} export holds weights and no program",
+                where=str(folder),
+                fix="serve the run itself, or an export of format torch-export or onnx",
+            )
+
+    @torch.no_grad()
+    def __call__(self, arrays: Arrays) -> Arrays:
+        """The outputs of a batch."""
+        return _arrays(self._answer(*_tensors(arrays, self.described)), self.described)
+
+    def take(self, snapshot: Path) -> int:
+        """An export is what it is."""
+        raise SnapshotError("an export takes over no snapshot", where=str(snapshot), fix="serve the run")
+
+
+def _tensors(arrays: Arrays, described: Description) -> list[torch.Tensor]:
+    return [torch.from_numpy(arrays[spec.name]).to(getattr(torch, spec.dtype)) for spec in described.inputs]
+
+
+def _arrays(outputs: Any, described: Description) -> Arrays:
+    found = {}
+    for spec, each in zip(described.outputs, outputs, strict=True):
+        found[spec.name] = each.detach().cpu().to(_NARROW.get(each.dtype, each.dtype)).numpy()
+    return found
+
+
+def _loaded(folder: Path, before: Preprocessing | None) -> Callable[[list[Any]], Any] | None:
+    """The function of an export that makes the model's inputs of what a client sends."""
+    if before is None:
+        return None
+    spec = importlib.util.spec_from_file_location("manyhosts_preprocess", folder / before.file)
+    assert spec is not None, "it ends in .py"
+    assert spec.loader is not None, "it ends in .py"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    function: Callable[[list[Any]], Any] = getattr(module, before.function)
+    return function
+
+
+@contextlib.contextmanager
+def opened(request: dict[str, Any]) -> Iterator[Model]:
+    """The model that `request` names by `folder`, `snapshot`, `preprocess` and `workers`."""
+    folder = Path(request["folder"])
+    if not (folder / "run.json").exists():
+        yield OfExport(folder)
+        return
+    strategy = next(iter(CUTS)) if request["workers"] > 1 else "single"
+    with open_run(folder, snapshot=request["snapshot"], strategy=strategy) as run:
+        yield OfRun(run, request["preprocess"])
+
+
+def main() -> None:
+    """Open the model, say what it takes, and answer until the other side ends."""
+    request = json.loads(os.environ[frames.REQUEST])
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    torch.set_num_threads(request["threads"] or torch.get_num_threads())
+    line = socket.socket(fileno=int(os.environ[frames.SOCKET])) if rank == 0 else None
+    try:
+        with opened(request) as model:
+            if line is not None:
+                told = {
+                    "kind": "ready",
+                    "described": dataclasses.asdict(model.described),
+                    "preprocesses": model.preprocess is not None,
+                }
+                line.sendall(frames.frame(told))
+            while (asked := _next(line, size)) is not None:
+                reply = _answer(model, *asked)
+                if line is not None:
+                    line.sendall(reply)
+    except ManyhostsError as error:
+        if line is not None:
+            line.sendall(frames.frame({"kind": "failed", "what": error.what, "where": error.where, "fix": error.fix}))
+        raise SystemExit(error.exit_code) from error
+    except (BrokenPipeError, ConnectionResetError):
+        pass
+
+
+def _next(line: socket.socket | None, size: int) -> tuple[dict[str, Any], Arrays] | None:
+    """What is asked next, the same on every worker; None at the end."""
+    asked = None if line is None else frames.read_blocking(line)
+    if size == 1:
+        return asked
+    told = [asked]
+    torch.distributed.broadcast_object_list(told, src=0)
+    return told[0]
+
+
+def _answer(model: Model, head: dict[str, Any], arrays: Arrays) -> bytes:
+    """The reply to one message. An error that the input may be to blame for is told; the model is as it was."""
+    try:
+        if head["kind"] == "take":
+            try:
+                return frames.frame({"kind": "taken", "step": model.take(Path(head["snapshot"]))})
+            except SnapshotError as error:
+                return frames.frame({"kind": "kept", "why": error.what})
+        made = preprocessed(model, head["samples"]) if head["kind"] == "preprocess" else model(arrays)
+        return frames.frame({"kind": "arrays"}, made)
+    except Refused as error:
+        return frames.frame({"kind": "refused", "status": error.status, "why": error.sentence})
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if head["kind"] == "take" or torch.distributed.is_initialized():
+            raise  # who knows what the others compute
+        traceback.print_exc()
+        return frames.frame(
+            {"kind": "refused", "status": 422, "why": f"the model cannot compute this: {first_line(error)}"}
+        )
+
+
+def preprocessed(model: Model, samples: list[Any]) -> Arrays:
+    """What the script's function makes of the samples of a client, checked as other inputs are.
+
+    Raises:
+        Refused: the function fails, or gives something that the model does not take.
+    """
+    assert model.preprocess is not None, "the server sends samples only then"
+    specs = model.described.inputs
+    try:
+        if len(specs) == 1:
+            dtype = getattr(torch, specs[0].dtype)
+            given = model.preprocess(torch.as_tensor(samples, dtype=dtype) if _are_numbers(samples) else samples)  # type: ignore[arg-type]
+            columns = given if isinstance(given, dict) else {specs[0].name: given}
+        else:
+            columns = dict(model.preprocess(samples))
+        lists = {name: torch.as_tensor(each).tolist() for name, each in columns.items()}
+        if lists.keys() != {spec.name for spec in specs}:
+            raise ValueError(f"preprocessing gives {', '.join(lists)}")
+    except Exception as cause:
+        raise Refused(422, f"the inputs cannot be preprocessed: {first_line(cause)}") from cause
+    rows = [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]
+    if len(rows) != len(samples):
+        raise Refused(422, f"preprocessing gives {len(rows)} samples for {len(samples)}")
+    return from_json(rows, model.described)
+
+
+def _are_numbers(samples: list[Any]) -> bool:
+    try:
+        return np.array(samples).dtype.kind in "iufb"
+    except ValueError:
+        return False
+
+
+if __name__ == "__main__":
+    main()

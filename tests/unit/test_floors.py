@@ -273,6 +273,7 @@ OPTIONS = {
     "--set --env --calibrate --seconds --patience --all --json --dry-run --trace",
     "study": "--workers --nodes --workers-per-node --on --cluster --hosts --hostfile --budget --repeat --vary --set "
     "--env --price --run-dir --json --dry-run --trace",
+    "runs": "--json --trace",
     "report": "--output --trace",
     "watch": "--web --port --trace",
     "status": "--json --trace",

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from manyhosts.errors import ConfigError
+from manyhosts.launchers.named_runs import directory_of
 from manyhosts.records.whole_file import write_whole
 
 _COMPARED = "comparison.html"
@@ -15,9 +16,9 @@ _COMPARED = "comparison.html"
 @click.command()
 @click.option("--output", metavar="FILE", help=f"Where to write the page.  [default: DIR/report.html, or {_COMPARED}]")
 @click.option("--trace", is_flag=True, help="Show where in manyhosts an error was raised.")
-@click.argument("directories", nargs=-1, required=True, metavar="DIR...")
+@click.argument("directories", nargs=-1, required=True, metavar="RUN...")
 def report(directories: tuple[str, ...], output: str | None, trace: bool) -> int:
-    """Write one self-contained HTML page of what DIR holds.
+    """Write one self-contained HTML page of RUN: a directory, the handle that `run --detach` printed, or `last`.
 
     \b
     A run      what came out, curves, where the time went, what happened when, settings, how to do it again
@@ -26,7 +27,7 @@ def report(directories: tuple[str, ...], output: str | None, trace: bool) -> int
 
     A run may be under way, over, or broken off: the page shows what there is.
     """
-    folders = [Path(each).absolute() for each in directories]
+    folders = [directory_of(each) for each in directories]
     text = _page(folders)
     default = folders[0] / "report.html" if len(folders) == 1 else Path(_COMPARED).absolute()
     place = Path(output) if output else default

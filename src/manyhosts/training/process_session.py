@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from manyhosts.cluster.membership import Membership
@@ -33,6 +35,17 @@ class ProcessSession:
         if ProcessSession._current is None:
             ProcessSession._current = cls()
         return ProcessSession._current
+
+    @classmethod
+    @contextmanager
+    def apart(cls) -> Iterator[None]:
+        """Within, trainers belong to a session of their own, which is closed at the end."""
+        before, cls._current = cls._current, None
+        try:
+            yield
+        finally:
+            cls.current().close()
+            cls._current = before
 
     def world(self, backend: str | None) -> World:
         """The workers that this process belongs to. Workers that may change are the same for all its trainers."""

@@ -221,6 +221,11 @@ class Trainer:
         """The model, as the strategy has placed it."""
         return self.parts.model
 
+    @property
+    def number(self) -> int:
+        """Which trainer of its process this is, from 1."""
+        return self._place.number
+
     @answers("trainer.fit", OF_FIT)
     def fit(self, duration: str | None = None) -> Result:
         """Train until the run is `duration` long: `"20 epochs"`, `"500 steps"`, `"2h30m"`, `"20 epochs or 2h"`.
@@ -231,6 +236,8 @@ class Trainer:
         Raises:
             ManyhostsError: see `manyhosts.errors`; nothing that is on disk is lost by it.
         """
+        if watching.in_place_of_fit is not None:
+            watching.in_place_of_fit(self)
         settings = self._place.with_own_copy(self.settings)
         if duration is not None and "duration" not in overrides.from_environment():
             settings = dataclasses.replace(settings, duration=duration)

@@ -6,10 +6,10 @@ every worker, and may change what goes into a step to find out what depends on i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import nn
 
@@ -45,3 +45,6 @@ class Watcher(Protocol):
 
 watcher: Watcher | None = None
 """The one of this process."""
+
+in_place_of_fit: Callable[[Any], NoReturn] | None = None
+"""Called with the `Trainer` by its `fit`, which goes no further: see `trained_script`."""

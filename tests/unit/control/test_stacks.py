@@ -46,7 +46,7 @@ Current thread 0x00007f2 (most recent call first):
   File "/venv/site-packages/torch/nn/parallel/distributed.py", line 1600 in _pre_forward
   File "{folder}/script probe.py", line 9 in look_and_prepare
   File "/home/me/train.py", line 14 in <module>
-  File "{folder}/worker.py", line 50 in _run_main
+  File "{folder}/worker.py", line 50 in run_main
   File "{folder}/worker.py", line 40 in be
   File "<string>", line 1 in <module>
 """

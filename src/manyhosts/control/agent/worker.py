@@ -74,7 +74,7 @@ def be(request: Request, descriptors: list[int]) -> int:
         script_patches.tell_libraries()
         watching = script_probe.begin()
         _tell_of_imports(line)
-        _run_main(request["program"], request["kind"])
+        run_main(request["program"], request["kind"])
     except SystemExit as ended:
         code = _exit_code(ended)
     except BaseException as error:
@@ -158,7 +158,7 @@ def _freshen() -> None:
     faulthandler.enable()  # a crash in C code shows the Python line it came from
 
 
-def _run_main(program: str, kind: str) -> None:
+def run_main(program: str, kind: str) -> None:
     """Run `program` as the main module, as `python program` and `python -m program` do."""
     if kind == "module":
         if not sys.flags.safe_path:

@@ -67,7 +67,7 @@ def parse(text: str) -> tuple[Frame, ...]:
 
 def _starts_script(frame: Frame) -> bool:
     """Whether what starts the script begins here; what watches it stands in the middle of the stack."""
-    return _FOUNDATION in frame.file and frame.function in ("be", "_run_main")
+    return _FOUNDATION in frame.file and frame.function in ("be", "run_main")
 
 
 def in_script(stack: Sequence[Frame]) -> Frame | None:

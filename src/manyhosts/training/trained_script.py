@@ -1,0 +1,271 @@
+"""The trainer of a finished run without its training: the script is run up to `fit`, and the weights are loaded.
+
+For whatever works on a trained model: export, serving, analysis. The script makes model, data and metrics as it did for
+the run; `fit` is never entered, nothing is trained and nothing is written.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from manyhosts.communication.layout import write
+from manyhosts.config import overrides
+from manyhosts.config.settings import Settings
+from manyhosts.control.agent.worker import run_main
+from manyhosts.data.data import Data
+from manyhosts.errors import ConfigError, SnapshotError
+from manyhosts.records.manifest import NAME, Facts, found_in
+from manyhosts.records.run_directory import RunDirectory
+from manyhosts.records.run_record import RunRecord
+from manyhosts.snapshot.load import Loaded, load, same_model
+from manyhosts.training import watching
+from manyhosts.training.held import put_weights, state_of
+from manyhosts.training.process_session import ProcessSession
+from manyhosts.training.trained import load_loss
+from manyhosts.training.trainer import Trainer
+
+_KEPT = ("seed", "precision", "evaluation_batch_size", "micro_batch_size")
+"""Settings of the run that decide what a model answers, or how the script's data is read."""
+_WITHOUT = {"compile": "false", "activation_checkpointing": "none", "audit": "none", "balance": "even"}
+"""Settings for training alone, some of which need several workers."""
+_SECOND_TRAINER = re.compile(r"trainer-(\d+)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainedRun:
+    """A run whose script has come to `fit`, with the weights of one snapshot in its model."""
+
+    trainer: Trainer
+    """As the script made it: `model` is placed and has the weights, `parts`, `loss`, `step` and `metrics` are ready;
+    `validate`, `test` and `predict` work."""
+    directory: RunDirectory
+    record: RunRecord
+    """What `run.json` holds."""
+    snapshot: Path
+    """The folder that the weights are from."""
+    facts: Facts
+    """Where in the run that snapshot stands."""
+    names: Mapping[str, Any]
+    """The names of the script's main module, such as functions of it."""
+
+    @property
+    def model(self) -> nn.Module:
+        """In evaluation mode."""
+        return self.trainer.model
+
+    @property
+    def data(self) -> Data:
+        """The script's `mh.Data`: `train`, `validation`, `test`, `collate`."""
+        return self.trainer.data
+
+    @property
+    def settings(self) -> Settings:
+        """Those that the trainer was made with."""
+        return self.trainer.settings
+
+    def take(self, snapshot: Path) -> Facts:
+        """Put the weights of another snapshot of this run into the model, in place. All workers call this.
+
+        Raises:
+            SnapshotError: it is damaged, or of another model; the model is as it was then.
+        """
+        return _take(self.trainer, snapshot).facts
+
+
+def run_directory(named: str | Path) -> RunDirectory:
+    """The run directory that a word on the command line names.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    path = Path(named)
+    directory = RunDirectory(path.absolute())
+    if not directory.run_json.exists():
+        what = "there is no such folder" if not path.exists() else "there is no run.json in this folder"
+        raise ConfigError(what, where=str(path), fix="give the directory of a run, such as runs/train-20260101-120000")
+    return directory
+
+
+def snapshot_of(directory: RunDirectory, snapshot: str | Path = "best") -> Path:
+    """The folder of the snapshot that is named: `"best"`, `"last"`, a step such as `"400"`, or a folder.
+
+    `"best"` is the newest where the run has kept no best model.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    steps = [each for each in found_in(directory.snapshots) if each.how != "half" and each.step >= 0]
+    if (Path(snapshot) / NAME).exists():
+        return Path(snapshot)
+    if snapshot == "best" and (directory.best / NAME).exists():
+        return directory.best
+    if snapshot in ("best", "last"):
+        if steps:
+            return steps[0].path
+        raise ConfigError(
+            "there is no best model and no snapshot here", where=str(directory.path), fix="let the run come to its end"
+        )
+    for each in steps:
+        if str(snapshot) in (str(each.step), each.path.name):
+            return each.path
+    known = ", ".join(str(each.step) for each in steps) or "none"
+    raise ConfigError(
+        f"there is no snapshot {str(snapshot)!r}",
+        where=str(directory.path),
+        fix=f'"best", "last" or a step of: {known}',
+    )
+
+
+@contextmanager
+def open_run(
+    run_dir: str | Path, *, snapshot: str | Path = "best", strategy: str = "single", weights: bool = True
+) -> Iterator[TrainedRun]:
+    """Within, the trainer of the run in `run_dir` with the weights of one of its snapshots, in this process.
+
+    `snapshot`: see `snapshot_of`. Any strategy and number of workers may have saved it. `strategy`: how the model is
+    placed here; another than `"single"` is for a process that is one of several workers. `weights=False`: the model is
+    left as the script makes it. The script runs in the working directory of now. At most one run is open at a time.
+
+    Raises:
+        ConfigError: there is no such run or snapshot, or the script does not come to `fit`.
+        SnapshotError: the snapshot is damaged, or of another model than the script makes now.
+    """
+    directory = run_directory(run_dir)
+    record = RunRecord.read(directory.run_json)
+    chosen = snapshot_of(directory, snapshot)
+    script = Path(record.script)
+    if not script.exists():
+        raise ConfigError(
+            f"the script of this run is gone: {script}",
+            where=str(directory.run_json),
+            fix="put it back: it makes the model that the weights belong to",
+        )
+    with (
+        ProcessSession.apart(),
+        _main_module_restored(),
+        _environment(record, strategy),
+        _stopping_at_fit(_number(directory)) as reached,
+    ):
+        sys.argv = [str(script), *record.arguments]
+        try:
+            run_main(str(script), "script")
+        except _AtFit:
+            pass
+        except SystemExit as ended:
+            if not reached:
+                raise _without_fit(script) from ended
+        if not reached:
+            raise _without_fit(script)
+        trainer = reached[0]
+        trainer.model.eval()
+        facts = (_take(trainer, chosen) if weights else load(chosen)).facts
+        yield TrainedRun(
+            trainer=trainer,
+            directory=directory,
+            record=record,
+            snapshot=chosen,
+            facts=facts,
+            names=dict(vars(sys.modules["__main__"])),
+        )
+
+
+class _AtFit(BaseException):
+    """Leaves the script; nothing that it catches on its way."""
+
+
+@contextmanager
+def _stopping_at_fit(number: int) -> Iterator[list[Trainer]]:
+    """Within, the script's first `fit` leaves it. Gives the trainer, once it is there."""
+    reached: list[Trainer] = []
+
+    def stop(trainer: Trainer) -> NoReturn:
+        if trainer.number != number:
+            raise ConfigError(
+                f"the script trains with trainer {trainer.number} before it makes trainer {number}, whose run this is",
+                where="Trainer.fit",
+                fix="make a script that makes this model alone, and train it in a run of its own",
+            )
+        reached.append(trainer)
+        raise _AtFit
+
+    watching.in_place_of_fit = stop
+    try:
+        yield reached
+    finally:
+        watching.in_place_of_fit = None
+
+
+@contextmanager
+def _main_module_restored() -> Iterator[None]:
+    main, path, argv, original = sys.modules["__main__"], list(sys.path), sys.argv, sys.orig_argv
+    try:
+        yield
+    finally:
+        sys.modules["__main__"], sys.path[:], sys.argv, sys.orig_argv = main, path, argv, original
+
+
+@contextmanager
+def _environment(record: RunRecord, strategy: str) -> Iterator[None]:
+    """Within, a trainer takes what the run was told on its command line, but for what is for training alone."""
+    kept = {key: str(value) for key in _KEPT if (value := record.settings.get(key)) is not None}
+    before = os.environ.get(overrides.VARIABLE)
+    os.environ.update(overrides.to_environment({**kept, **_WITHOUT, "virtual_workers": "none", "strategy": strategy}))
+    try:
+        yield
+    finally:
+        os.environ.pop(overrides.VARIABLE, None)
+        if before is not None:
+            os.environ[overrides.VARIABLE] = before
+
+
+def _number(directory: RunDirectory) -> int:
+    """Which trainer of its script a run directory belongs to, from 1."""
+    found = _SECOND_TRAINER.fullmatch(directory.path.name)
+    return int(found[1]) if found else 1
+
+
+def _take(trainer: Trainer, path: Path) -> Loaded:
+    """Put the weights in the snapshot at `path` into the model and the loss: one tensor after another."""
+    parts = trainer.parts
+    loaded = load(path, same_model(parts.fingerprint()))
+    if not parts.strategy.traits.holds_whole_model:
+        put_weights(parts, state_of(loaded, parts))
+        return loaded
+    put_stored(parts.model, loaded.stored["model"])
+    load_loss(parts.trained, dict(loaded.state.get("loss", {})))
+    return loaded
+
+
+@torch.no_grad()
+def put_stored(model: nn.Module, stored: Mapping[str, Any]) -> None:
+    """Copy tensors that lie on the disk into those of `model` of the same names, with never more than one in memory.
+
+    Raises:
+        SnapshotError: they have other names or shapes.
+    """
+    own = model.state_dict()
+    if other := sorted(own.keys() ^ stored.keys()):
+        raise SnapshotError(f"{other[0]} is on one side alone", where="the model", fix="use the script of that run")
+    for name, tensor in own.items():
+        if isinstance(tensor, Tensor):
+            write(tensor, stored[name].whole())
+    if extra := {name: stored[name] for name, value in own.items() if not isinstance(value, Tensor)}:
+        model.load_state_dict(extra, strict=False)
+
+
+def _without_fit(script: Path) -> ConfigError:
+    return ConfigError(
+        "the script ends without calling Trainer.fit, so there is no model to take",
+        where=str(script),
+        fix="run the command with the arguments and in the folder that the run was started with",
+    )

@@ -34,7 +34,7 @@ FLOORS = [  # from the ground up
     ["strategies", "snapshot", "planner", "lab"],
     ["launchers", "study", "elastic"],
     ["training", "export", "doctor", "tune", "report"],
-    ["serve", "prove", "measure", "watch"],
+    ["serve", "prove", "measure", "watch", "reproduce"],
     ["cli"],
 ]
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
@@ -274,6 +274,9 @@ OPTIONS = {
     "study": "--workers --nodes --workers-per-node --on --cluster --hosts --hostfile --budget --repeat --vary --set "
     "--env --price --run-dir --json --dry-run --trace",
     "runs": "--json --trace",
+    "reproduce": "--here --dry-run --json --trace",
+    "env lock": "--on --cluster --hosts --hostfile --nodes --output --trace",
+    "env container": "--output --trace",
     "report": "--output --trace",
     "watch": "--web --port --trace",
     "status": "--json --trace",
@@ -326,7 +329,7 @@ def test_help_of_every_verb_loads_nothing_but_python_and_click() -> None:
     """So it takes little longer than Python itself, and answers on a login node that has no torch."""
     # `lab with` takes everything behind it as the command to run, `--help` too.
     verbs = [name.split() for name in OPTIONS if name != "lab with"]
-    asked = [["--help"], ["lab", "--help"], *([*verb, "--help"] for verb in verbs)]
+    asked = [["--help"], ["lab", "--help"], ["env", "--help"], *([*verb, "--help"] for verb in verbs)]
     done = subprocess.run([sys.executable, "-c", HELP, json.dumps(asked)], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "['click', 'manyhosts']\n"), done.stderr
     assert done.stdout.count("Usage: manyhosts") == len(asked)

@@ -25,7 +25,12 @@ VERBS = {
     "runs": ("manyhosts.cli.runs:runs", "What runs there are: state, time spent, best value."),
     "report": ("manyhosts.cli.report:report", "One HTML page of a run, a study or several runs, for any browser."),
     "watch": ("manyhosts.cli.watch:watch", "A run or a study while it goes on, in the terminal or as a page."),
+    "reproduce": (
+        "manyhosts.cli.reproduce:reproduce",
+        "A run again from its record: the same weights, or what differs.",
+    ),
     "doctor": ("manyhosts.cli.doctor:doctor", "What is wrong with hosts and between them, and what mends it."),
+    "env": ("manyhosts.cli.env:env", "What hosts have installed, written down and held to; recipes of containers."),
     "status": ("manyhosts.cli.jobs:status", "How a run stands."),
     "logs": ("manyhosts.cli.jobs:logs", "What a run has printed."),
     "cancel": ("manyhosts.cli.jobs:cancel", "End a run as Ctrl-C does, from any terminal."),

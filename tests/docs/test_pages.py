@@ -21,6 +21,7 @@ LONG = (
     "docs/doctor.md",
     "docs/study.md",
     "docs/reproduce.md",
+    "docs/analyse.md",
     "docs/activation-checkpointing.md",
 )
 """Slow. What the tour has typed, README.md and docs/report.md have; what is typed on the others, tests of commands."""

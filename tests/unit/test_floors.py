@@ -29,12 +29,12 @@ FLOORS = [  # from the ground up
     ["errors"],  # the ground's own ground: those beside it in the design raise them
     ["device", "events", "imports", "refusals", "units", "table"],
     ["config", "cluster", "records"],
-    ["hosts", "communication", "data", "listeners", "analysis", "rehearsal"],
+    ["hosts", "communication", "data", "listeners", "rehearsal"],
     ["control"],
     ["strategies", "snapshot", "planner", "lab"],
     ["launchers", "study", "elastic"],
     ["training", "export", "doctor", "tune", "report"],
-    ["serve", "prove", "measure", "watch", "reproduce"],
+    ["serve", "prove", "measure", "watch", "reproduce", "analysis"],
     ["cli"],
 ]
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
@@ -74,7 +74,9 @@ def _names_in(tree: ast.Module, module: str) -> Iterator[str]:
             above = module.split(".")[: -node.level] if node.level else []
             base = ".".join([*above, *([node.module] if node.module else [])])
             yield from (f"{base}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Constant) and re.fullmatch(r"manyhosts(?!\.toml$)(\.\w+)+(:\w+)?", str(node.value)):
+        elif isinstance(node, ast.Constant) and re.fullmatch(
+            r"manyhosts(?!\.(toml|lock)$)(\.\w+)+(:\w+)?", str(node.value)
+        ):
             yield str(node.value).partition(":")[0]
 
 
@@ -277,7 +279,8 @@ OPTIONS = {
     "reproduce": "--here --dry-run --json --trace",
     "env lock": "--on --cluster --hosts --hostfile --nodes --output --trace",
     "env container": "--output --trace",
-    "report": "--output --trace",
+    "analyse": "--data --snapshot --workers --slice --resamples --worst --json --trace",
+    "report": "--output --markdown --trace",
     "watch": "--web --port --trace",
     "status": "--json --trace",
     "logs": "--follow --trace",

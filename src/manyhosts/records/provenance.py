@@ -85,18 +85,27 @@ class Provenance:
     packages: Mapping[str, str]
     """All installed ones, and `python`."""
     hardware: Mapping[str, str]
+    described: Mapping[str, str]
+    """`architecture`, `parameters`, `optimizer`, `schedule` and `data`, in PyTorch's words."""
     changed_on_resume: Sequence[str] = ()
     """What was another when the run was gone on with."""
     schema_version: int = field(default=SCHEMA_VERSION)
 
 
-def keep(run_dir: Path, script: Path, *, hardware: Mapping[str, str], identity: Mapping[str, Any]) -> Provenance:
+def keep(
+    run_dir: Path,
+    script: Path,
+    *,
+    hardware: Mapping[str, str],
+    identity: Mapping[str, Any],
+    described: Mapping[str, str],
+) -> Provenance:
     """Write down what the run of `script` in `run_dir` comes from, as this process sees it. Returns it.
 
     A run that is gone on with keeps its first one, and says what has changed since.
     """
     folder = run_dir / NAME
-    found = _look(run_dir, script, hardware=hardware, identity=identity)
+    found = _look(run_dir, script, hardware=hardware, identity=identity, described=described)
     if (folder / "state.json").exists():
         with contextlib.suppress(ConfigError):
             before = read(run_dir)
@@ -218,7 +227,14 @@ def git(folder: Path, *words: str, environment: Mapping[str, str] | None = None)
     ).stdout
 
 
-def _look(run_dir: Path, script: Path, *, hardware: Mapping[str, str], identity: Mapping[str, Any]) -> Provenance:
+def _look(
+    run_dir: Path,
+    script: Path,
+    *,
+    hardware: Mapping[str, str],
+    identity: Mapping[str, Any],
+    described: Mapping[str, str],
+) -> Provenance:
     main = sys.modules.get("__main__")
     spec = getattr(main, "__spec__", None)
     root, commit = _root(script)
@@ -239,6 +255,7 @@ def _look(run_dir: Path, script: Path, *, hardware: Mapping[str, str], identity:
         identity=identity,
         packages=versions_here(),
         hardware={**hardware_here(), **hardware},
+        described=described,
     )
 
 

@@ -7,6 +7,7 @@ place: it takes over the files, and tells what the last leader had not written.
 from __future__ import annotations
 
 import dataclasses
+import math
 import socket
 import sys
 import time
@@ -44,6 +45,7 @@ from manyhosts.records.samples import SamplesFile
 from manyhosts.training import watching
 from manyhosts.training.kept_pictures import keep_pictures
 from manyhosts.training.record_copies import copy_records, restore_records
+from manyhosts.training.same_given import optimizer_described
 from manyhosts.training.snapshot_schedule import SnapshotSchedule
 
 _RECENT_EVENTS = 4096
@@ -132,9 +134,22 @@ class Journal:
             "threads": str(torch.get_num_threads()),
             "workers": str(self.world.size),
         }
+        parts = self.snapshot_schedule.parts
+        described = {
+            "architecture": str(parts.model),
+            "parameters": f"{sum(math.prod(shape) for _, shape in parts.own_fingerprint.values()):,}",
+            "optimizer": "; ".join(optimizer_described(parts.optimizer).values()),
+            "schedule": type(parts.schedule).__qualname__ if parts.schedule is not None else "none",
+            "data": parts.data_identity.described(),
+        }
         try:
-            identity = self.snapshot_schedule.parts.data_identity()
-            provenance.keep(self.directory.path, self.script, hardware=hardware, identity=identity)
+            provenance.keep(
+                self.directory.path,
+                self.script,
+                hardware=hardware,
+                identity=parts.data_identity(),
+                described=described,
+            )
         except OSError as cause:
             words = f"manyhosts: {self.directory.path / provenance.NAME} could not be written ({cause.strerror})"
             sys.stderr.write(f"{words}: `manyhosts reproduce` cannot run this again\n")

@@ -51,7 +51,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "launch":  # a module: `mh.launch.run`
-        return importlib.import_module("manyhosts.launchers.launch")
+        return importlib.import_module("manyhosts.notebook.launch")
     if name in _PUBLIC:
         return getattr(importlib.import_module(_PUBLIC[name]), name)
     raise AttributeError(f"module 'manyhosts' has no attribute {name!r}")

@@ -34,7 +34,7 @@ FLOORS = [  # from the ground up
     ["strategies", "snapshot", "planner", "lab"],
     ["launchers", "study", "elastic"],
     ["training", "export", "doctor", "tune", "report"],
-    ["serve", "prove", "measure", "watch", "reproduce", "analysis"],
+    ["serve", "prove", "measure", "watch", "reproduce", "analysis", "notebook"],
     ["cli"],
 ]
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}

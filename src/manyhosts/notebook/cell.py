@@ -56,7 +56,10 @@ class CellDisplay(PlainDisplay):
             self._moving.update(shown, raw=True)
 
     def close(self) -> None:
-        """Show what was held back and led to no error."""
+        """Show what was held back and led to no error, and take the moving line away."""
+        if self._moving is not None:
+            self._moving.update({"text/plain": ""}, raw=True)
+            self._moving = None
         for prefix, lines in self._raised.items():
             super().line("\n".join(lines), prefix, True)
         self._raised.clear()

@@ -8,6 +8,7 @@ from typing import Any
 
 from manyhosts import refusals
 from manyhosts.errors import speak_plainly
+from manyhosts.records import opened_files
 
 __version__ = "0.1.0"
 
@@ -56,12 +57,13 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "launch":  # a module: `mh.launch.run`
-        return importlib.import_module("manyhosts.launchers.launch")
+        return importlib.import_module("manyhosts.notebook.launch")
     if name in _PUBLIC:
         return getattr(importlib.import_module(_PUBLIC[name]), name)
     raise AttributeError(f"module 'manyhosts' has no attribute {name!r}")
 
 
+opened_files.begin()  # what a script reads is in the record of its run
 if _AGENT not in os.environ:  # else the agent's worker tells what the script raises
     speak_plainly(refusals.explained)  # from the import on: a model may be sent to a GPU before any word of ours
 

@@ -20,6 +20,8 @@ LONG = (
     "docs/large-models.md",
     "docs/doctor.md",
     "docs/study.md",
+    "docs/reproduce.md",
+    "docs/analyse.md",
     "docs/activation-checkpointing.md",
     "docs/serving.md",
     "docs/fine-tuning.md",

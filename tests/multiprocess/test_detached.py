@@ -62,6 +62,37 @@ def test_detached_run_tells_how_it_stands_what_it_printed_and_that_it_is_done(tm
     assert status(tmp_path, handle)["state"] == "done", "what is over stays as it ended"
 
 
+def test_detached_run_is_also_named_by_its_directory_and_as_the_last_one(tmp_path: Path) -> None:
+    script = write_script(tmp_path, SOURCE)
+    handle = manyhosts(tmp_path, "run", "--detach", str(script), "ends").stdout.strip()
+    directory = handle.removeprefix("local://")
+    assert manyhosts(tmp_path, "logs", "--follow", "last").stdout == "begins 0\n"
+    assert manyhosts(tmp_path, "logs", directory).stdout == "begins 0\n"
+    found = [status(tmp_path, word) for word in (handle, directory, f"runs/{Path(directory).name}", "last")]
+    assert found == [found[0]] * 4
+    assert (found[0]["state"], found[0]["handle"], found[0]["directory"]) == ("done", handle, directory)
+
+
+def test_run_of_a_terminal_is_asked_after_and_cancelled_from_another_one(tmp_path: Path) -> None:
+    script = write_script(tmp_path, SOURCE)
+    words = [*MANYHOSTS, "run", "--workers", "2", "--run-dir", "runs/one", str(script), "waits"]
+    head = subprocess.Popen(words, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        wait_until(lambda: manyhosts(tmp_path, "logs", "last").stdout.count("begins") == 2, "both workers run")
+        found = status(tmp_path, "last")
+        assert (found["state"], found["handle"]) == ("running", "")
+        assert f"process {head.pid} " in found["reason"]
+        done = manyhosts(tmp_path, "cancel", "runs/one")
+        assert (done.returncode, done.stderr) == (0, "")
+        head.communicate(timeout=60)
+    finally:
+        head.kill()
+        head.communicate()
+    assert head.returncode == 130
+    assert status(tmp_path, "last")["state"] != "running"
+    assert manyhosts(tmp_path, "cancel", "runs/one").returncode == 0, "what is over is left as it is"
+
+
 def test_detached_run_that_fails_says_why_and_with_which_code(tmp_path: Path) -> None:
     handle = detach(tmp_path, "fails")
     said = manyhosts(tmp_path, "logs", "--follow", handle).stdout

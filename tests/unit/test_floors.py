@@ -29,12 +29,12 @@ FLOORS = [  # from the ground up
     ["errors"],  # the ground's own ground: those beside it in the design raise them
     ["device", "events", "imports", "refusals", "units", "table"],
     ["config", "cluster", "records"],
-    ["hosts", "communication", "data", "listeners", "analysis", "rehearsal"],
+    ["hosts", "communication", "data", "listeners", "rehearsal"],
     ["control"],
     ["strategies", "snapshot", "planner", "lab"],
     ["launchers", "study", "elastic"],
     ["training", "doctor", "tune", "report"],
-    ["export", "prove", "measure", "watch"],
+    ["export", "prove", "measure", "watch", "reproduce", "analysis", "notebook"],
     ["serve", "deploy"],
     ["cli"],
 ]
@@ -75,7 +75,9 @@ def _names_in(tree: ast.Module, module: str) -> Iterator[str]:
             above = module.split(".")[: -node.level] if node.level else []
             base = ".".join([*above, *([node.module] if node.module else [])])
             yield from (f"{base}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Constant) and re.fullmatch(r"manyhosts(?!\.toml$)(\.\w+)+(:\w+)?", str(node.value)):
+        elif isinstance(node, ast.Constant) and re.fullmatch(
+            r"manyhosts(?!\.(toml|lock)$)(\.\w+)+(:\w+)?", str(node.value)
+        ):
             yield str(node.value).partition(":")[0]
 
 
@@ -274,7 +276,12 @@ OPTIONS = {
     "--set --env --calibrate --seconds --patience --all --json --dry-run --trace",
     "study": "--workers --nodes --workers-per-node --on --cluster --hosts --hostfile --budget --repeat --vary --set "
     "--env --price --run-dir --json --dry-run --trace",
-    "report": "--output --trace",
+    "runs": "--json --trace",
+    "reproduce": "--here --dry-run --json --trace",
+    "env lock": "--on --cluster --hosts --hostfile --nodes --output --trace",
+    "env container": "--output --trace",
+    "analyse": "--data --snapshot --workers --slice --resamples --worst --json --trace",
+    "report": "--output --markdown --trace",
     "watch": "--web --port --trace",
     "export": "--format --bf16 --int8 --snapshot --preprocess --licence --output --json --dry-run --trace",
     "serve": "--host --port --snapshot --follow --preprocess --workers --threads --batch --batch-wait --queue "
@@ -331,7 +338,7 @@ def test_help_of_every_verb_loads_nothing_but_python_and_click() -> None:
     """So it takes little longer than Python itself, and answers on a login node that has no torch."""
     # `lab with` takes everything behind it as the command to run, `--help` too.
     verbs = [name.split() for name in OPTIONS if name != "lab with"]
-    asked = [["--help"], ["lab", "--help"], *([*verb, "--help"] for verb in verbs)]
+    asked = [["--help"], ["lab", "--help"], ["env", "--help"], *([*verb, "--help"] for verb in verbs)]
     done = subprocess.run([sys.executable, "-c", HELP, json.dumps(asked)], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "['click', 'manyhosts']\n"), done.stderr
     assert done.stdout.count("Usage: manyhosts") == len(asked)

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from manyhosts.export.description import BATCHES, FORMATS, Description
+from manyhosts.launchers.named_runs import directory_of
 
 
 @click.command()
@@ -25,11 +26,11 @@ from manyhosts.export.description import BATCHES, FORMATS, Description
 @click.option("--json", "as_json", is_flag=True, help="Print export.json.")
 @click.option("--dry-run", is_flag=True, help="Say what would be written where, and do nothing.")
 @click.option("--trace", is_flag=True, help="Show where in manyhosts an error was raised.")
-@click.argument("run", metavar="RUN")
+@click.argument("run", metavar="RUN", callback=lambda *given: str(directory_of(given[-1])))
 def export(
     run: str, kind: str, precision: str | None, output: str | None, dry_run: bool, as_json: bool, **words: str
 ) -> int:
-    """Write the model of RUN, a run directory, in another format, and compare it with the trained model.
+    """Write the model of RUN, a run directory, a handle or `last`, in another format, and compare it with the trained model.
 
     \b
     safetensors    the weights under the model's own names

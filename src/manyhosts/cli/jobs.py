@@ -1,4 +1,4 @@
-"""`manyhosts status|logs|cancel HANDLE`: jobs that go on without this terminal."""
+"""`manyhosts status|logs|cancel RUN`: runs here or elsewhere, asked after from any terminal."""
 
 from __future__ import annotations
 
@@ -6,21 +6,30 @@ import json
 
 import click
 
-from manyhosts.launchers import handles
+from manyhosts.launchers import named_runs
 
 _TRACE = click.option("--trace", is_flag=True, help="Show where in manyhosts an error was raised.")
+_RUN = click.argument("run", metavar=named_runs.METAVAR)
 
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @_TRACE
-@click.argument("handle")
-def status(handle: str, as_json: bool, trace: bool) -> int:
-    """Say how the job HANDLE stands: waiting, running, done, failed, cancelled or unknown."""
-    jobs, name = handles.of_handle(handle)
+@_RUN
+def status(run: str, as_json: bool, trace: bool) -> int:
+    """Say how RUN stands: waiting, running, done, failed, cancelled or unknown.
+
+    RUN is a run directory, the handle that `run --detach` printed, or `last`.
+    """
+    chosen = named_runs.named(run)
+    jobs, name = chosen.jobs
     found = jobs.status(name)
     if as_json:
-        print(json.dumps({"handle": handle, **found.to_json()}))
+        print(
+            json.dumps(
+                {"handle": chosen.handle, "directory": chosen.directory and str(chosen.directory), **found.to_json()}
+            )
+        )
         return 0
     print(" · ".join(word for word in (found.state, found.reason, found.hosts, found.log) if word))
     return 0
@@ -29,10 +38,13 @@ def status(handle: str, as_json: bool, trace: bool) -> int:
 @click.command()
 @click.option("--follow", is_flag=True, help="Go on until the job is over.")
 @_TRACE
-@click.argument("handle")
-def logs(handle: str, follow: bool, trace: bool) -> int:
-    """Print what the job HANDLE has printed."""
-    jobs, name = handles.of_handle(handle)
+@_RUN
+def logs(run: str, follow: bool, trace: bool) -> int:
+    """Print what RUN has printed.
+
+    RUN is a run directory, the handle that `run --detach` printed, or `last`.
+    """
+    jobs, name = named_runs.named(run).jobs
     for line in jobs.logs(name, follow=follow):
         print(line, flush=True)
     return 0
@@ -40,9 +52,12 @@ def logs(handle: str, follow: bool, trace: bool) -> int:
 
 @click.command()
 @_TRACE
-@click.argument("handle")
-def cancel(handle: str, trace: bool) -> int:
-    """End the job HANDLE. A job that is over, or was cancelled before, is left as it is."""
-    jobs, name = handles.of_handle(handle)
+@_RUN
+def cancel(run: str, trace: bool) -> int:
+    """End RUN as Ctrl-C does. One that is over, or was cancelled before, is left as it is.
+
+    RUN is a run directory, the handle that `run --detach` printed, or `last`.
+    """
+    jobs, name = named_runs.named(run).jobs
     jobs.cancel(name)
     return 0

@@ -1,4 +1,4 @@
-"""`manyhosts report`: one HTML page of a run, a study or several runs, which a browser shows without a network."""
+"""`manyhosts report`: one HTML page of a run, a study or several runs; or the card of a model in Markdown."""
 
 from __future__ import annotations
 
@@ -7,28 +7,36 @@ from pathlib import Path
 import click
 
 from manyhosts.errors import ConfigError
+from manyhosts.launchers.named_runs import directory_of
 from manyhosts.records.whole_file import write_whole
 
-_COMPARED = "comparison.html"
+_COMPARED, _CARD = "comparison.html", "MODEL_CARD.md"
 
 
 @click.command()
-@click.option("--output", metavar="FILE", help=f"Where to write the page.  [default: DIR/report.html, or {_COMPARED}]")
+@click.option("--markdown", is_flag=True, help="A card of the model of one run in Markdown, in place of a page.")
+@click.option(
+    "--output", metavar="FILE", help=f"Where to write the page.  [default: RUN/report.html, {_COMPARED} or {_CARD}]"
+)
 @click.option("--trace", is_flag=True, help="Show where in manyhosts an error was raised.")
-@click.argument("directories", nargs=-1, required=True, metavar="DIR...")
-def report(directories: tuple[str, ...], output: str | None, trace: bool) -> int:
-    """Write one self-contained HTML page of what DIR holds.
+@click.argument("directories", nargs=-1, required=True, metavar="RUN...")
+def report(directories: tuple[str, ...], output: str | None, markdown: bool, trace: bool) -> int:
+    """Write one self-contained HTML page of RUN: a directory, the handle that `run --detach` printed, or `last`.
 
     \b
     A run      what came out, curves, where the time went, what happened when, settings, how to do it again
     A study    verdict, plots, tables, why runs failed, and how to do it again
     Several    runs compared: what came out, which settings differ, their curves on the same axes
 
+    With --markdown the card of a run's model, to be committed: data, preprocessing as far as it is known, architecture,
+    settings, hosts, versions, results with intervals, and how to have it again.
+
     A run may be under way, over, or broken off: the page shows what there is.
     """
-    folders = [Path(each).absolute() for each in directories]
-    text = _page(folders)
-    default = folders[0] / "report.html" if len(folders) == 1 else Path(_COMPARED).absolute()
+    folders = [directory_of(each) for each in directories]
+    text = _card(folders) if markdown else _page(folders)
+    name = _CARD if markdown else "report.html"
+    default = folders[0] / name if len(folders) == 1 else Path(_COMPARED).absolute()
     place = Path(output) if output else default
     try:
         write_whole(place, text.encode(errors="replace"))
@@ -37,6 +45,15 @@ def report(directories: tuple[str, ...], output: str | None, trace: bool) -> int
         raise ConfigError(f"cannot write the page: {cause.strerror}", where=str(place), fix=fix) from cause
     print(place)
     return 0
+
+
+def _card(folders: list[Path]) -> str:
+    from manyhosts.report.card import card
+    from manyhosts.report.run import read_run
+
+    if len(folders) > 1:
+        raise ConfigError(f"{len(folders)} runs are named", where="--markdown", fix="a card is of one run: name one")
+    return card(read_run(folders[0]))
 
 
 def _page(folders: list[Path]) -> str:

@@ -26,7 +26,7 @@ from manyhosts.control.head import takeover
 from manyhosts.control.job import Job
 from manyhosts.control.screen import Screen
 from manyhosts.errors import ConfigError
-from manyhosts.launchers import handles, scripts
+from manyhosts.launchers import handles, named_runs, scripts
 from manyhosts.launchers.launch import new_run_dir
 from manyhosts.launchers.launcher import LAUNCHERS
 from manyhosts.records import run_directory, run_lock
@@ -199,8 +199,11 @@ def run(**words: Any) -> int:
     if jobs is not None:
         for note in plan.notes:
             print(f"manyhosts: {note}", file=sys.stderr)
-        print(f"{target}://{jobs.send(plan)}")
+        handle = f"{target}://{jobs.send(plan)}"
+        named_runs.keep_handle(job.run_dir, handle)
+        print(handle)
         return 0
+    named_runs.keep_handle(job.run_dir, "")
     with Screen(sys.stdout, sys.stderr, logs=job.run_dir / "logs") as screen:
         display = _display(screen)
         try:

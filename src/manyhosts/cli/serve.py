@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from manyhosts.errors import ConfigError
+from manyhosts.launchers.named_runs import directory_of
 
 TOKEN = "MANYHOSTS_SERVE_TOKEN"  # noqa: S105  # the name of a variable
 _SENDABLE = re.compile(r"[\x21-\x7e]{8,}")
@@ -45,9 +46,9 @@ _SENDABLE = re.compile(r"[\x21-\x7e]{8,}")
 @click.option("--behind-sagemaker", is_flag=True, help="In a container of SageMaker, which checks who asks before.")
 @click.option("--dry-run", is_flag=True, help="Say what would be served where, and start nothing.")
 @click.option("--trace", is_flag=True, help="Show where in manyhosts an error was raised.")
-@click.argument("folder", metavar="DIR")
+@click.argument("folder", metavar="DIR", callback=lambda *given: str(directory_of(given[-1])))
 def serve(folder: str, dry_run: bool, trace: bool, **words: Any) -> int:
-    """Serve the model in DIR, an export (torch-export or onnx) or a run directory, until Ctrl-C or SIGTERM.
+    """Serve the model in DIR, an export (torch-export or onnx), a run directory, a handle or `last`, until Ctrl-C or SIGTERM.
 
     POST /predict takes {"inputs": [...]} and answers {"outputs": [...]}, one for each sample, in JSON or safetensors.
     /docs says what the model takes; /healthz, /readyz and /metrics are for whoever watches.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,8 +10,10 @@ from pathlib import Path
 
 import click
 
+from manyhosts.cli.columns import print_columns
 from manyhosts.config.snapshots import is_address
 from manyhosts.errors import ConfigError, SnapshotError
+from manyhosts.launchers.named_runs import directory_or_store
 from manyhosts.snapshot import condition
 from manyhosts.snapshot.condition import Condition
 from manyhosts.snapshot.location import Folder, SnapshotLocation
@@ -21,7 +22,7 @@ from manyhosts.snapshot.objects.location import ObjectStoreLocation
 from manyhosts.units import bytes_in_words, seconds_in_words
 
 _HEADS = ("snapshot", "step", "epoch", "size", "age", "condition")
-_folder = click.argument("folder", metavar="DIR")
+_folder = click.argument("folder", metavar="RUN", callback=lambda *given: directory_or_store(given[-1]))
 _one = click.argument("name", default="", metavar="[SNAPSHOT]")
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 _trace = click.option("--trace", is_flag=True, help="Show where in manyhosts an error was raised.")
@@ -31,8 +32,8 @@ _trace = click.option("--trace", is_flag=True, help="Show where in manyhosts an 
 def snapshots() -> None:
     """What a run can be resumed from, and whether it is whole.
 
-    DIR is a run directory, its folder of snapshots, one snapshot, or the address of an object store that
-    `snapshots.to` names, such as s3://bucket/path.
+    RUN is a run directory, its folder of snapshots, one snapshot, the handle that `run --detach` printed, `last`, or
+    the address of an object store that `snapshots.to` names, such as s3://bucket/path.
     """
 
 
@@ -42,13 +43,13 @@ def snapshots() -> None:
 @_as_json
 @_trace
 def ls(folder: str, quick: bool, as_json: bool, trace: bool) -> int:
-    """List the snapshots in DIR, the newest first, each with its condition."""
+    """List the snapshots of RUN, the newest first, each with its condition."""
     with _reached(folder) as location:
         found = condition.look(location, content=not quick)
     if as_json:
         print(json.dumps([one.to_json() for one in found], indent=1))
     elif found:
-        _print_table([_row(one, quick=quick) for one in found])
+        print_columns(_HEADS, [_row(one, quick=quick) for one in found], numbers=_HEADS[1:5])
     else:
         print(f"There are no snapshots in {folder}.")
     return 0
@@ -72,7 +73,7 @@ def show(folder: str, name: str, as_json: bool, trace: bool) -> int:
 @_as_json
 @_trace
 def verify(folder: str, as_json: bool, trace: bool) -> int:
-    """Read every byte of every snapshot in DIR. Exit code 0: all are whole; 2: some are not, and each is named."""
+    """Read every byte of every snapshot of RUN. Exit code 0: all are whole; 2: some are not, and each is named."""
     with _reached(folder) as location:
         found = condition.look(location)
     if not found:
@@ -137,20 +138,3 @@ def _row(one: Condition, *, quick: bool) -> Sequence[str]:
         seconds_in_words(max(0.0, time.time() - one.manifest.time)) if one.manifest else "",
         one.reason or ("sizes right" if quick else "whole"),
     )
-
-
-def _print_table(rows: Sequence[Sequence[str]]) -> None:
-    if sys.stdout.isatty():
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(box=None, pad_edge=False)
-        for head in _HEADS:
-            table.add_column(head, justify="right" if head in ("step", "epoch", "size", "age") else "left")
-        for row in rows:
-            table.add_row(*row)
-        Console().print(table)
-        return
-    widths = [max(map(len, column)) for column in zip(_HEADS, *rows, strict=True)]
-    for row in (_HEADS, *rows):
-        print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())

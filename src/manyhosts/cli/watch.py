@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from manyhosts.errors import ConfigError
+from manyhosts.launchers.named_runs import directory_of
 from manyhosts.listeners.paint import writable
 
 if TYPE_CHECKING:
@@ -28,9 +29,11 @@ _INTERRUPTED = 130
 @click.option("--web", is_flag=True, help="Serve it as a page on this machine, too, until Ctrl-C.")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, metavar="N", help="For --web.  [default: a free one]")
 @click.option("--trace", is_flag=True, help="Show where in manyhosts an error was raised.")
-@click.argument("directory", metavar="DIR")
+@click.argument("directory", metavar="RUN")
 def watch(directory: str, web: bool, port: int, trace: bool) -> int:
-    """Show the run or the study in DIR while it goes on. Nothing that is done here changes it.
+    """Show a run or a study while it goes on. Nothing that is done here changes it.
+
+    RUN is a directory, the handle that `run --detach` printed, or `last`.
 
     Progress, curves, where each worker's time goes, and what happens as it happens. Where the output is no terminal,
     lines. Ends when the run ends; Ctrl-C ends the watching alone.
@@ -41,7 +44,7 @@ def watch(directory: str, web: bool, port: int, trace: bool) -> int:
         raise ConfigError("--port is the port of a page", where="--port", fix="give --web, too, or leave --port out")
     from rich.console import Console
 
-    live = _live(Path(directory).absolute())
+    live = _live(directory_of(directory))
     lock = threading.Lock()  # the page is made by other threads
     with contextlib.ExitStack() as stack:
         stack.callback(live.close)

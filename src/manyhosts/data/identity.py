@@ -58,6 +58,17 @@ class DataIdentity:
             self._found = self._look()
         return self._found
 
+    def described(self) -> str:
+        """The training set's class, and what it does to a sample where it says so: `transform`, as torchvision's do."""
+        inner, said = self._dataset, [type(self._dataset).__qualname__]
+        while inner is not None:
+            for name in ("transform", "target_transform", "transforms"):
+                if (rule := getattr(inner, name, None)) is not None:
+                    said.append(f"{name}: {re.sub(' at 0x[0-9a-f]+', '', repr(rule))}")
+            inner = getattr(inner, "dataset", None)
+            said += [] if inner is None else [f"of {type(inner).__qualname__}"]
+        return ", ".join(said)
+
     def _look(self) -> dict[str, Any]:
         dataset = self._dataset
         if dataset is None:

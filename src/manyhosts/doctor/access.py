@@ -28,9 +28,10 @@ from manyhosts.hosts.connection import Connection
 from manyhosts.launchers import container_options
 from manyhosts.launchers.engine import Engine
 from manyhosts.launchers.ssh import ssh
+from manyhosts.records import installed
 
 _JOIN_S = 90.0
-_SENT = (tls, proof, remote_probe, host_state, channel, fabric, graphics, checksum, wires, host_probe)
+_SENT = (installed, tls, proof, remote_probe, host_state, channel, fabric, graphics, checksum, wires, host_probe)
 """What a host is sent that has nothing but Python, in the order of their imports."""
 _PROGRAM = """\
 import sys, types

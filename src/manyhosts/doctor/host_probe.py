@@ -28,6 +28,7 @@ from typing import Any, TextIO
 from manyhosts.control.agent import host_state
 from manyhosts.doctor import channel, checksum, fabric, graphics, wires
 from manyhosts.hosts import remote_probe
+from manyhosts.records import installed
 
 DOCTOR, TOKEN = "MANYHOSTS_DOCTOR", "MANYHOSTS_DOCTOR_TOKEN"  # names of variables, no secret
 """Where a host probe that an engine has started finds the doctor, and what it proves to know."""
@@ -208,6 +209,7 @@ def _look(run_dir: str, script: str) -> dict[str, Any]:
         "ports": _ports(),
         "firewall": next(filter(shutil.which, _FIREWALLS), ""),
         "script": checksum.of_path(script) if script else None,
+        "packages": installed.packages(),
     }
 
 

@@ -1,4 +1,4 @@
-"""Start a script on several workers from Python: `mh.launch.run("train.py", workers=2)`."""
+"""Start a script on several workers from Python: `mh.launch.run`, which takes functions too, stands on this."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from manyhosts.control.display import Display
 from manyhosts.control.job import Job
 from manyhosts.launchers import scripts
 from manyhosts.launchers.launcher import LAUNCHERS
+from manyhosts.launchers.named_runs import keep_handle
 
 
 def run(  # noqa: PLR0913  # what `manyhosts run` takes
@@ -18,6 +19,7 @@ def run(  # noqa: PLR0913  # what `manyhosts run` takes
     arguments: Sequence[str] = (),
     *,
     workers: int = 1,
+    hosts: Sequence[str] = (),
     nodes: int = 1,
     restarts: int = 0,
     hang_timeout_s: float | None = None,
@@ -25,7 +27,7 @@ def run(  # noqa: PLR0913  # what `manyhosts run` takes
     run_dir: str | os.PathLike[str] | None = None,
     display: Display | None = None,
 ) -> int:
-    """Run `script` on `workers` workers of each of `nodes` nodes, all on this machine, as `manyhosts run` does.
+    """Run `script` on `workers` workers of each of `hosts`, or of `nodes` nodes here, as `manyhosts run` does.
 
     `hang_timeout_s`: how long workers may get no further. 0: for ever. None: 600 s where they use mh.Trainer.
 
@@ -43,7 +45,8 @@ def run(  # noqa: PLR0913  # what `manyhosts run` takes
         arguments=tuple(arguments),
         folder=Path.cwd(),
         run_dir=Path(run_dir).absolute() if run_dir is not None else new_run_dir(program),
-        nodes=nodes,
+        nodes=len(hosts) or nodes,
+        hosts=tuple(hosts),
         workers_per_node=workers,
         restarts=restarts,
         hang_timeout_s=hang_timeout_s,
@@ -52,7 +55,8 @@ def run(  # noqa: PLR0913  # what `manyhosts run` takes
         uses_manyhosts=scripts.uses_manyhosts(program, "script"),
     )
     scripts.check_run_dir(job)
-    return LAUNCHERS.load("local")().run(job, display)
+    keep_handle(job.run_dir, "")
+    return LAUNCHERS.load("ssh" if hosts else "local")().run(job, display)
 
 
 def new_run_dir(program: str) -> Path:

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from manyhosts.errors import ConfigError
 from manyhosts.records.run_owner import Owner, read
 
 NAME = "lock.json"
@@ -217,6 +218,15 @@ def owner_of(run_dir: Path) -> Owner | None:
         return read(run_dir.absolute() / NAME)
     except OSError:
         return None
+
+
+def goes_on(run_dir: Path) -> bool:
+    """Whether somebody runs in `run_dir`. Where that is a process of another host, it is watched for some seconds."""
+    try:
+        see_that_free(run_dir)
+    except ConfigError:
+        return True
+    return False
 
 
 def see_that_free(run_dir: Path, token: str = "") -> None:

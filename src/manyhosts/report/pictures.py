@@ -1,18 +1,18 @@
-"""The first batch as pictures, where the run has kept some of it."""
+"""Samples as pictures, where a run has kept some: of its first batch, or of what its model is most wrong about."""
 
 from __future__ import annotations
 
 import base64
 from html import escape
 from io import BytesIO
+from pathlib import Path
 
 from manyhosts.records import first_batch as kept
-from manyhosts.records.run_directory import RunDirectory
 
 
-def first_batch(directory: RunDirectory) -> str:
-    """Its pictures with their labels; empty where there are none."""
-    batch = kept.read(directory.first_batch)
+def of(path: Path) -> str:
+    """Those in the file at `path`, with their labels; empty where there are none."""
+    batch = kept.read(path)
     if batch is None:
         return ""
     labels = batch.labels or ("",) * len(batch.pixels)

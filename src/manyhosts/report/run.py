@@ -91,7 +91,7 @@ def read_run(folder: Path) -> Run:
         directory,
         record,
         history,
-        goes_on(folder),
+        run_lock.goes_on(folder),
         failure,
         summary=story.summary(record, failure=failure) if record is not None and has_begun else None,
         spent=clock.spent(),
@@ -135,12 +135,3 @@ def failure_of(directory: RunDirectory, history: History) -> str:
         if summary.status == "failed" and not begun_since:
             return summary.reason
     return ""
-
-
-def goes_on(folder: Path) -> bool:
-    """Whether somebody runs in `folder`. Where that is a process of another host, it is watched for some seconds."""
-    try:
-        run_lock.see_that_free(folder)
-    except ConfigError:
-        return True
-    return False

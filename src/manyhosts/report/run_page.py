@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from manyhosts.listeners.figures import amount, figures, number, rate
+from manyhosts.records import provenance
 from manyhosts.records.run_record import RunRecord
-from manyhosts.report import pictures
+from manyhosts.report import held_out, pictures
 from manyhosts.report.page import Section, as_typed, page, pairs, paragraphs
 from manyhosts.report.run import Run
 from manyhosts.report.run_sections import (
@@ -33,10 +34,11 @@ def run_page(run: Run) -> str:
     sections = [
         Section("", pairs(result(run))),
         Section("Curves", curves(run)),
+        Section("On held-out data", held_out.section(run.directory.path)),
         Section("Where the time went", _whole(run) + where_time_went(run)),
         Section("Workers and steps", workers_by_steps(run)),
         Section("What happened", time_line(run) + happenings(run)),
-        Section("The first batch", pictures.first_batch(run.directory)),
+        Section("The first batch", pictures.of(run.directory.first_batch)),
         Section("Settings", _settings(run.record)),
         Section("Versions and hosts", _versions(run.record)),
         Section("How to do it again", _again(run)),
@@ -133,16 +135,23 @@ def _versions(record: RunRecord | None) -> str:
 
 
 def _again(run: Run) -> str:
-    """The command, and with what the script must be found."""
+    lines, said = again(run)
+    return as_typed("\n".join(lines)) + paragraphs(said) if lines else ""
+
+
+def again(run: Run) -> tuple[list[str], list[str]]:
+    """What to type, and what else is to be known; nothing of a run that has not begun."""
     record = run.record
     if record is None:
-        return ""
+        return [], []
     commit, changed, _ = (record.versions.get("git_commit") or "").partition("+changes")
     lines = [f"git checkout {commit}"] if commit else []
     lines.append(shlex.join(["manyhosts", "run", *_where(record), record.script, *record.arguments]))
     said = []
     if changed:
         said.append("Files of the repository differed from that commit when it ran.")
+        if (run.directory.path / provenance.NAME / provenance.DIFF).exists():
+            said.append("They are in its provenance/changes.diff, which `manyhosts reproduce` uses.")
     said.append(
         "Settings that were given by --set stand above with all others; name those again that the script does not have."
         if len(record.hosts) == 1
@@ -151,7 +160,7 @@ def _again(run: Run) -> str:
     kept = [path for path in sorted(run.directory.path.glob("trainer-*")) if (path / "run.json").exists()]
     if kept:
         said.append(f"The script made more trainers, which have pages of their own: {', '.join(p.name for p in kept)}.")
-    return as_typed("\n".join(lines)) + paragraphs(said)
+    return lines, said
 
 
 def _where(record: RunRecord) -> list[str]:

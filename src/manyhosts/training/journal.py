@@ -7,6 +7,7 @@ place: it takes over the files, and tells what the last leader had not written.
 from __future__ import annotations
 
 import dataclasses
+import math
 import socket
 import sys
 import time
@@ -15,6 +16,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from manyhosts import device
 from manyhosts.communication.gathering import gather_words
 from manyhosts.communication.world import World
 from manyhosts.config.settings import Settings
@@ -33,13 +37,15 @@ from manyhosts.events import (
 from manyhosts.listeners.broadcast import Broadcast
 from manyhosts.listeners.metrics_file import WriteMetrics
 from manyhosts.listeners.standard import standard
-from manyhosts.records import run_lock
+from manyhosts.records import provenance, run_lock
 from manyhosts.records.metrics import MetricsFile
 from manyhosts.records.run_directory import RunDirectory
 from manyhosts.records.run_record import RunRecord, plain_settings, versions_for
 from manyhosts.records.samples import SamplesFile
+from manyhosts.training import watching
 from manyhosts.training.kept_pictures import keep_pictures
 from manyhosts.training.record_copies import copy_records, restore_records
+from manyhosts.training.same_given import optimizer_described
 from manyhosts.training.snapshot_schedule import SnapshotSchedule
 
 _RECENT_EVENTS = 4096
@@ -112,10 +118,41 @@ class Journal:
                 started=time.time(),
             )
             record.write(self.directory.run_json)
+            self._keep_provenance()
             self.news = Broadcast([*standard(self.directory, record), *self.listeners])
             self.led = True
         self.copy_records()
         self.open_samples()
+
+    def _keep_provenance(self) -> None:
+        """Write down what the run comes from; who watches the trials of a script has no use for it."""
+        if watching.watcher is not None:
+            return
+        hardware = {
+            "device": "" if self.world.device.type == "cpu" else device.make(self.world.device),
+            "instructions": torch.backends.cpu.get_cpu_capability(),
+            "threads": str(torch.get_num_threads()),
+            "workers": str(self.world.size),
+        }
+        parts = self.snapshot_schedule.parts
+        described = {
+            "architecture": str(parts.model),
+            "parameters": f"{sum(math.prod(shape) for _, shape in parts.own_fingerprint.values()):,}",
+            "optimizer": "; ".join(optimizer_described(parts.optimizer).values()),
+            "schedule": type(parts.schedule).__qualname__ if parts.schedule is not None else "none",
+            "data": parts.data_identity.described(),
+        }
+        try:
+            provenance.keep(
+                self.directory.path,
+                self.script,
+                hardware=hardware,
+                identity=parts.data_identity(),
+                described=described,
+            )
+        except OSError as cause:
+            words = f"manyhosts: {self.directory.path / provenance.NAME} could not be written ({cause.strerror})"
+            sys.stderr.write(f"{words}: `manyhosts reproduce` cannot run this again\n")
 
     def take_lead(self, *, goes_on: bool = True) -> None:
         """Be the leader from now on, and tell what every worker knows and the last leader has not written.
@@ -199,6 +236,8 @@ class Journal:
 
     def tell_end(self, event: RunEnded) -> None:
         """Tell how the run ended, once: see `take_lead`."""
+        if self.world.is_leader:
+            provenance.add_data(self.directory.path)
         if not self._end_is_told:
             self.tell(event)
 

@@ -10,7 +10,7 @@ from manyhosts.cli.main import main
 
 
 @pytest.mark.parametrize("verb", ["status", "logs", "cancel"])
-@pytest.mark.parametrize("handle", ["4711", "slurmm://4711", "slurm://"])
+@pytest.mark.parametrize("handle", ["slurmm://4711", "slurm://", "://4711"])
 def test_word_that_is_no_handle_is_a_wrong_request(verb: str, handle: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([verb, handle]) == 2
     assert f"{handle!r} is no handle of a job" in capsys.readouterr().err

@@ -27,6 +27,7 @@ from manyhosts.control import titles, tracebacks
 from manyhosts.control.agent import import_preloader, inspection, port_choice, script_patches, script_probe
 from manyhosts.errors import ManyhostsError
 from manyhosts.imports import when_imported
+from manyhosts.records import opened_files
 
 Request = dict[str, Any]
 
@@ -64,6 +65,8 @@ def be(request: Request, descriptors: list[int]) -> int:
     os.chdir(request["folder"])
     if request["kind"] == "executable":
         return _execute(request, line)
+    opened_files.begin()
+    opened_files.forget()
     sys.argv = [request["program"], *request["arguments"]]
     sys.orig_argv = [sys.executable, *(["-m"] if request["kind"] == "module" else []), *sys.argv]
     _freshen()

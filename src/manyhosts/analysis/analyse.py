@@ -1,0 +1,98 @@
+"""Has workers look at runs on held-out data, and holds two of them against each other."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from manyhosts.analysis import statistics
+from manyhosts.errors import ConfigError
+from manyhosts.records import provenance
+from manyhosts.records.numbers import to_words
+from manyhosts.records.whole_file import read_json, write_json_whole
+
+NAME, ARRAYS = "analysis.json", "analysis.npz"
+
+
+class Failed(Exception):
+    """The workers ended with an error, which they have said."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"exit code {code}")
+        self.code = code
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What is to be looked at."""
+
+    data: str = "test"
+    snapshot: str = "best"
+    resamples: int = 1000
+    """Of a bootstrap."""
+    worst: int = 16
+    """Samples that are shown."""
+    slices: Sequence[str] = ()
+    """Functions or lists of the script, by name."""
+
+
+def analyse(run_dir: Path, request: Request, *, to: Path, command: Sequence[str], workers: int) -> dict[str, Any]:
+    """Look at the run in `run_dir`, and put `analysis.json` into `to`. Returns what is in it.
+
+    `command`: what starts manyhosts.
+
+    Raises:
+        Failed: the workers have said why.
+    """
+    statistics.see_that_installed()
+    asked = {**asdict(request), "slices": list(request.slices), "run": str(run_dir), "to": str(to)}
+    with tempfile.TemporaryDirectory(prefix="manyhosts-") as scratch:
+        file = Path(scratch, "request.json")
+        file.write_text(json.dumps(asked))
+        words = ["run", "--workers", str(workers), "--no-prefix", "--run-dir", str(Path(scratch, "run"))]
+        code = subprocess.call(
+            [*command, *words, "-m", "manyhosts.analysis.in_worker", str(file)],
+            cwd=_folder(run_dir),
+            stdout=subprocess.DEVNULL,
+        )
+    if code:
+        raise Failed(code)
+    return read_json(to / NAME)
+
+
+def compare(first: Path, second: Path, to: Path, *, resamples: int, names: tuple[str, str]) -> dict[str, Any]:
+    """Hold what was found of two models on the same samples against each other; told in the `analysis.json` of `to`.
+
+    Raises:
+        ConfigError: the samples are not the same.
+    """
+    with np.load(first / ARRAYS) as one, np.load(second / ARRAYS) as other:
+        ours, theirs = ({name: found[name] for name in found.files} for found in (one, other))
+    if not np.array_equal(ours["targets"], theirs["targets"]):
+        raise ConfigError(
+            "the two were not given the same samples: their targets differ",
+            where=f"{names[0]}, {names[1]}",
+            fix="compare runs of scripts that hold out the same data, in the same order",
+        )
+    draws = statistics.resamples(len(ours["targets"]), resamples)
+    told = {"first": names[0], "second": names[1], **statistics.paired(ours, theirs, draws, names=names)}
+    found = read_json(to / NAME)
+    write_json_whole(to / NAME, {**found, "comparison": to_words(told)})
+    return told
+
+
+def _folder(run_dir: Path) -> str:
+    """Where the script ran, as far as that is known and there; else the working directory."""
+    try:
+        folder = provenance.read(run_dir).folder
+    except ConfigError:
+        return os.getcwd()
+    return folder if Path(folder).is_dir() else os.getcwd()

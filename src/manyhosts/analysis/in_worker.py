@@ -1,0 +1,202 @@
+"""Passes a model over held-out data, shared out over the workers, and has the first one write what comes of it.
+
+manyhosts run --workers N -m manyhosts.analysis.in_worker REQUEST.json
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from manyhosts.analysis import statistics
+from manyhosts.errors import ConfigError
+from manyhosts.records import first_batch
+from manyhosts.records.numbers import to_words
+from manyhosts.records.whole_file import write_json_whole
+from manyhosts.training.trained_script import TrainedRun, open_run
+
+SCHEMA_VERSION = 1
+
+
+def main(words: list[str] | None = None) -> None:
+    """Do what the file of the first argument asks.
+
+    Raises:
+        ConfigError: the run has no such data, or its model gives nothing that can be looked at by sample.
+    """
+    asked = json.loads(Path((sys.argv[1:] if words is None else words)[0]).read_text())
+    sys.argv = sys.argv[:1]
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    with open_run(asked["run"], snapshot=asked["snapshot"], strategy="ddp" if several else "single") as run:
+        dataset = getattr(run.data, asked["data"])
+        if dataset is None:
+            have = [name for name in ("test", "validation", "train") if getattr(run.data, name) is not None]
+            fix = f"--data takes what the script has: {', '.join(have)}"
+            raise ConfigError(f"the script gives no {asked['data']} data", where="mh.Data", fix=fix)
+        found = run.trainer.predict(dataset, forward=_Forward(run), weights="last")
+    # The workers part here: metrics that still saw a group would exchange their states with those that are gone.
+    if run.trainer.is_main:
+        _write(run, dataset, found, asked)
+
+
+class _Forward:
+    """What is kept of each sample: the model's outputs, its targets, its loss."""
+
+    def __init__(self, run: TrainedRun) -> None:
+        self._step, self._loss = run.trainer.step, run.trainer.loss
+
+    def __call__(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        if self._step is None:
+            inputs, targets = batch
+            outputs = model(inputs)
+        else:
+            result = self._step(model, batch)
+            if not isinstance(result, Mapping) or not {"outputs", "targets"} <= result.keys():
+                raise ConfigError(
+                    "step returns no 'outputs' and 'targets', so nothing is known of single samples",
+                    where="mh.Trainer(step=…)",
+                    fix='return {"loss": loss, "outputs": outputs, "targets": targets}',
+                )
+            outputs, targets = result["outputs"], result["targets"]
+        if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
+            raise ConfigError(
+                f"the model gives a {type(outputs).__name__} for a {type(targets).__name__} of targets",
+                where="the model",
+                fix="give mh.Trainer a step that returns tensors as 'outputs' and 'targets'",
+            )
+        return {"outputs": outputs.float(), "targets": targets, "losses": self._losses(outputs, targets)}
+
+    def _losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Of each sample, shape (samples,)."""
+        loss: Any = self._loss
+        if loss is None:  # a step has its own: what its outputs say of classes stands for it
+            if outputs.dim() == 2 and targets.dim() == 1 and not targets.is_floating_point():
+                return nn.functional.cross_entropy(outputs, targets, reduction="none")
+            return (outputs - targets).square().flatten(1).mean(1)
+        if getattr(loss, "reduction", "") == "mean" and getattr(loss, "weight", None) is None:
+            each = copy.copy(loss)
+            each.reduction = "none"
+            rows: Tensor = each(outputs, targets)
+            if rows.shape[:1] == outputs.shape[:1]:
+                return rows.flatten(1).mean(1) if rows.dim() > 1 else rows
+        return torch.stack([loss(outputs[k : k + 1], targets[k : k + 1]).reshape(()) for k in range(len(outputs))])
+
+
+def _write(run: TrainedRun, dataset: Any, found: Mapping[str, Tensor], asked: Mapping[str, Any]) -> None:
+    """`analysis.json`, the numbers of each sample beside it, and pictures of the worst where they are pictures."""
+    outputs, targets, losses = (found[name] for name in ("outputs", "targets", "losses"))
+    arrays = {"outputs": outputs.numpy(), "targets": targets.numpy(), "losses": losses.double().numpy()}
+    samples, kind = len(losses), statistics.kind_of(arrays["outputs"], arrays["targets"])
+    draws = statistics.resamples(samples, asked["resamples"])
+    told: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        "run": asked["run"],
+        "data": asked["data"],
+        "snapshot": str(run.snapshot),
+        "step": run.facts.step,
+        "time": time.time(),
+        "samples": samples,
+        "kind": kind,
+        "resamples": len(draws),
+        "values": statistics.with_intervals(_values(run, found, kind), samples, draws),
+    }
+    kept: dict[str, Any] = {"losses": arrays["losses"], "targets": arrays["targets"]}
+    right = None
+    if kind == "classes":
+        told |= statistics.of_classes(arrays["outputs"], arrays["targets"])
+        shares = statistics.probabilities(arrays["outputs"])
+        right = shares.argmax(1) == arrays["targets"]
+        kept |= {"predicted": shares.argmax(1), "confidence": shares.max(1), "right": right}
+    elif kind == "numbers":
+        kept["predicted"] = arrays["outputs"]
+    worst = np.argsort(-arrays["losses"], kind="stable")[: asked["worst"]]
+    told["worst"] = [_sample(kept, int(index), kind) for index in worst]
+    told["slices"] = {name: _sliced(run, dataset, name, right, arrays["losses"]) for name in asked["slices"]}
+    folder = Path(asked["to"])
+    _keep_pictures(folder / "analysis-worst.npz", dataset, told["worst"])
+    with (folder / ".analysis.npz.half").open("wb") as file:
+        np.savez_compressed(file, **kept)
+    os.replace(folder / ".analysis.npz.half", folder / "analysis.npz")
+    write_json_whole(folder / "analysis.json", to_words(told))
+
+
+def _values(run: TrainedRun, found: Mapping[str, Tensor], kind: str) -> Any:
+    """The loss and every metric of the script over chosen samples."""
+    outputs, targets, losses = (found[name] for name in ("outputs", "targets", "losses"))
+    metrics = {name: copy.deepcopy(metric).cpu() for name, metric in run.trainer.metrics.items()}
+    weights = getattr(run.trainer.loss, "weight", None)
+
+    def values(chosen: Any) -> dict[str, float]:
+        rows = torch.from_numpy(chosen)
+        each = losses[rows].double()
+        counts = None if weights is None or kind != "classes" else weights.cpu().double()[targets[rows]]
+        mean = each.mean() if counts is None else (each * counts).sum() / counts.sum()
+        told = {"loss": float(mean)}
+        for name, metric in metrics.items():
+            metric.reset()
+            metric.update(outputs[rows], targets[rows])
+            value = metric.compute()
+            if isinstance(value, Tensor) and value.numel() == 1:
+                told[name] = float(value)
+        if kind == "numbers":
+            told |= statistics.of_numbers(outputs[rows].numpy(), targets[rows].numpy())
+        elif kind == "classes" and "accuracy" not in told:
+            told["accuracy"] = float((outputs[rows].argmax(1) == targets[rows]).double().mean())
+        return told
+
+    return values
+
+
+def _sample(kept: Mapping[str, Any], index: int, kind: str) -> dict[str, Any]:
+    told: dict[str, Any] = {"index": index, "loss": float(kept["losses"][index])}
+    if kind == "classes":
+        told |= {name: int(kept[key][index]) for name, key in (("target", "targets"), ("predicted", "predicted"))}
+        told["confidence"] = float(kept["confidence"][index])
+    return told
+
+
+def _sliced(run: TrainedRun, dataset: Any, name: str, right: Any, losses: Any) -> list[dict[str, Any]]:
+    rule = run.names.get(name)
+    if rule is None:
+        raise ConfigError(
+            f"the script has no {name!r}",
+            where="--slice",
+            fix="name a function of a sample, or a list with a value each",
+        )
+    values = [rule(dataset[index]) for index in range(len(dataset))] if callable(rule) else list(rule)
+    if len(values) != len(losses):
+        raise ConfigError(
+            f"{name} has {len(values)} values, and there are {len(losses)} samples",
+            where="--slice",
+            fix="give one each",
+        )
+    plain = [value.item() if isinstance(value, Tensor) else value for value in values]
+    return statistics.of_slices(plain, right, losses)
+
+
+def _keep_pictures(path: Path, dataset: Any, worst: list[dict[str, Any]]) -> None:
+    path.unlink(missing_ok=True)
+    inputs = [dataset[each["index"]] for each in worst]
+    tensors = [each[0] if isinstance(each, tuple | list) else each for each in inputs]
+    if tensors and all(isinstance(each, Tensor) and each.shape == tensors[0].shape for each in tensors):
+        found = first_batch.pictures_of(torch.stack(tensors).float().numpy(), None, len(tensors))
+        if found is not None:
+            labels = tuple(
+                f"{each['index']}: {each['predicted']} for {each['target']}" if "target" in each else str(each["index"])
+                for each in worst
+            )
+            first_batch.write(path, first_batch.FirstBatch(found.pixels, labels))
+
+
+if __name__ == "__main__":
+    main()

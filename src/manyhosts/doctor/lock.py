@@ -1,0 +1,121 @@
+"""`manyhosts.lock`: what hosts had installed on a day when all was well. The doctor holds them to it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from manyhosts.cluster.findings import Finding
+from manyhosts.errors import ConfigError
+from manyhosts.records.whole_file import read_json, write_json_whole, write_whole
+
+NAME = "manyhosts.lock"
+SCHEMA_VERSION = 1
+_MOST = 8
+_NOT_FOR_IMAGES = ("manyhosts", "pip", "setuptools", "wheel")
+
+Facts = Mapping[str, Any]
+
+
+def write(path: Path, hosts: Sequence[Facts]) -> None:
+    """Write down what `hosts`, as the doctor has found them, have."""
+    write_json_whole(path, {"schema_version": SCHEMA_VERSION, "hosts": {host["name"]: _of(host) for host in hosts}})
+
+
+def in_folder(folder: Path) -> dict[str, Any] | None:
+    """What the lock in `folder` says; None where there is none.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    return read(folder / NAME) if (folder / NAME).exists() else None
+
+
+def read(path: Path) -> dict[str, Any]:
+    """What a lock says of each host.
+
+    Raises:
+        ConfigError: there is none, or it cannot be read.
+    """
+    if not path.exists():
+        raise ConfigError(f"there is no {path.name}", where=str(path.parent), fix="write one: manyhosts env lock")
+    return dict(read_json(path, version=SCHEMA_VERSION)["hosts"])
+
+
+def findings(kept: Mapping[str, Facts], hosts: Sequence[Facts]) -> Iterator[Finding]:
+    """Where `hosts` depart from what was `kept`. One that was not there then is held to what the first one had."""
+    for host in hosts:
+        if "packages" not in host:
+            continue
+        name, now = host["name"], _of(host)
+        then = kept.get(name) or next(iter(kept.values()))
+        versions = {"python": then["python"], **then["packages"]}
+        found = {"python": now["python"], **now["packages"]}
+        other = [package for package in versions if found.get(package) != versions[package]]
+        if other:
+            said = [
+                f"{package} is {found.get(package, 'missing')}, not {versions[package]}" for package in other[:_MOST]
+            ]
+            more = f", and {len(other) - _MOST} more" if len(other) > _MOST else ""
+            wanted = " ".join(f"{package}=={versions[package]}" for package in other[:_MOST] if package != "python")
+            yield Finding(
+                level="error",
+                check="lock",
+                what=f"host {name} is not as {NAME} has it: {'; '.join(said)}{more}",
+                where=f"host {name}, {host['executable']}",
+                fix=(f"{host['executable']} -m pip install {wanted}" if wanted else "give it that Python")
+                + "; or, where the new versions are wanted, manyhosts env lock again",
+            )
+        for what in ("gpus", "cores", "memory"):
+            if name in kept and then.get(what) != now[what]:
+                yield Finding(
+                    level="warning",
+                    check="lock",
+                    what=f"host {name} had {what} {then.get(what)} when {NAME} was written, and has {now[what]}",
+                    where=f"host {name}",
+                    fix="see whether that is meant: results and times may differ; manyhosts env lock again takes it up",
+                )
+
+
+def write_recipe(folder: Path, kept: Mapping[str, Facts]) -> list[Path]:
+    """Write a Dockerfile, and the versions it installs, of what the first host in a lock has. Returns both."""
+    host = next(iter(kept.values()))
+    pins = [f"{name}=={version.partition('+')[0]}" for name, version in host["packages"].items()]
+    pins = [pin for pin in pins if pin.partition("==")[0] not in _NOT_FOR_IMAGES]
+    builds = sorted({version for name, version in host["packages"].items() if name == "torch" and "+" in version})
+    note = (
+        f"# torch is the build {builds[0]}: --build-arg PIP_EXTRA_INDEX_URL=… names where it is had.\n"
+        if builds
+        else ""
+    )
+    wheel = f"manyhosts-{host['manyhosts']}-py3-none-any.whl"
+    recipe = (
+        f"# A container for training, with the versions of {NAME}. Beside it: requirements.lock and {wheel},\n"
+        f"# which `pip wheel --no-deps .` makes in a clone of manyhosts.\n{note}"
+        f"FROM python:{host['python']}-slim\n"
+        "ARG PIP_EXTRA_INDEX_URL=\n"
+        "RUN apt-get update && apt-get install --yes --no-install-recommends git openssh-client \\\n"
+        "    && rm -rf /var/lib/apt/lists/*\n"
+        f"COPY requirements.lock {wheel} /tmp/\n"
+        f"RUN python3 -m pip install --no-cache-dir --no-deps -r /tmp/requirements.lock /tmp/{wheel}\n"
+    )
+    write_whole(folder / "Dockerfile", recipe.encode())
+    write_whole(folder / "requirements.lock", "".join(f"{pin}\n" for pin in pins).encode())
+    return [folder / "Dockerfile", folder / "requirements.lock"]
+
+
+def _of(host: Facts) -> dict[str, Any]:
+    return {
+        "python": host["python"],
+        "manyhosts": host["manyhosts"],
+        "packages": {name: version for name, version in host["packages"].items() if re.match(r"\d", version)},
+        "cores": host["condition"]["cores"],
+        "memory": round(host["condition"].get("memory", {}).get("total", 0) / 2**30) if _has_memory(host) else None,
+        "gpus": [gpu["name"] for gpu in host["graphics"]["gpus"]],
+    }
+
+
+def _has_memory(host: Facts) -> bool:
+    return isinstance(host["condition"].get("memory"), Mapping)

@@ -1,0 +1,94 @@
+"""What runs there are in a folder: of each its state, the time spent on it, and the best that came out."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from manyhosts.errors import ConfigError
+from manyhosts.launchers.named_runs import handle_of, runs_in
+from manyhosts.records import run_lock
+from manyhosts.records.numbers import to_words
+from manyhosts.records.run_directory import RunDirectory
+from manyhosts.records.summary import Summary
+from manyhosts.report.run import read_run, record_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ListedRun:
+    """A run in a few words."""
+
+    directory: str
+    handle: str
+    """What `run --detach` printed; empty where a terminal keeps it."""
+    script: str
+    state: str
+    """`running`, `completed`, `stopped early`, `failed`, `interrupted`, `broke off`, `not begun`, or `no record`."""
+    reason: str
+    started: float | None
+    """When it was begun, or begun again, in seconds since the Unix epoch."""
+    workers: int | None
+    steps: int
+    seconds: float
+    """Of training, without the time between an orderly end and going on later."""
+    best: Mapping[str, Any]
+    """`metric`, `value` and `step` of the best validation; empty where there was none."""
+
+    @property
+    def worker_seconds(self) -> float:
+        """What it has cost: the time of training of every worker."""
+        return self.seconds * (self.workers or 0)
+
+    def to_json(self) -> dict[str, Any]:
+        """For `--json`; numbers that are none become words."""
+        found: dict[str, Any] = to_words({**asdict(self), "worker_seconds": self.worker_seconds})
+        return found
+
+
+def listed(folder: Path) -> list[ListedRun]:
+    """The runs directly below `folder`, the one begun last first, also those that no training is on record of."""
+    return [_read(path) for path in runs_in(folder)]
+
+
+def _read(path: Path) -> ListedRun:
+    try:
+        return _of(path)
+    except ConfigError as error:
+        state = "running" if run_lock.goes_on(path) else "no record"
+        return ListedRun(
+            directory=str(path), handle=handle_of(path), script="", state=state, reason=error.what, started=None,
+            workers=None, steps=0, seconds=0.0, best={},
+        )  # fmt: skip
+
+
+def _of(path: Path) -> ListedRun:
+    directory = RunDirectory(path)
+    record, summary, state, reason = record_of(directory), _ended(directory), "", ""
+    if summary is None:
+        run = read_run(path)
+        summary, state, reason = run.summary, run.status, run.reason
+    return ListedRun(
+        directory=str(path),
+        handle=handle_of(path),
+        script=record.script if record else "",
+        state=state or (summary.status if summary else ""),
+        reason=reason or (summary.reason if summary and not state else ""),
+        started=record.started if record else None,
+        workers=record.workers if record else None,
+        steps=summary.steps if summary else 0,
+        seconds=summary.seconds if summary else 0.0,
+        best=summary.best if summary else {},
+    )
+
+
+def _ended(directory: RunDirectory) -> Summary | None:
+    """What came out of a run that is over: read at once, where its lines, which may be millions, need not be."""
+    with contextlib.suppress(ConfigError, OSError):
+        if not run_lock.goes_on(directory.path):
+            begun = directory.run_json.stat().st_mtime if directory.run_json.exists() else 0.0
+            if directory.summary.stat().st_mtime >= begun:
+                return Summary.read(directory.summary)
+    return None

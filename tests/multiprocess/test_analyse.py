@@ -1,0 +1,157 @@
+"""A model on held-out data: scikit-learn's numbers, the same on 1, 2 and 3 workers, and a paired test of two models."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from launching import MANYHOSTS, environment
+from sklearn import metrics
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.xdist_group("analyse")]
+
+SCRIPT = """
+import sys
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
+
+import manyhosts as mh
+
+digits = load_digits()
+images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+labels = torch.tensor(digits.target)
+order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+train, test = (TensorDataset(images[part], labels[part]) for part in order.split([1200, 597]))
+
+
+def ink(sample):
+    return float(sample[0].mean())
+
+
+trainer = mh.Trainer(
+    model=lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)),
+    loss=nn.CrossEntropyLoss(),
+    optimizer=lambda params: torch.optim.AdamW(params, lr=float(sys.argv[1])),
+    data=mh.Data(train=train, test=test, batch_size=32),
+    metrics={"accuracy": MulticlassAccuracy(num_classes=10, average="micro")},
+    seed=int(sys.argv[2]),
+)
+trainer.fit("12 epochs")
+trainer.test()
+"""
+
+
+def manyhosts(folder: Path, *words: str) -> Any:
+    return subprocess.run(
+        [*MANYHOSTS, *words], cwd=folder, env=environment(), capture_output=True, text=True, timeout=200
+    )
+
+
+def analysed(folder: Path, *words: str) -> dict[str, Any]:
+    done = manyhosts(folder, "analyse", "--json", "--resamples", "200", *words)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    found.pop("time")
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A good model, the same with another seed, and one that has hardly learned."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "train.py").write_text(SCRIPT)
+    for name, rate, seed in (("good", "0.003", "0"), ("again", "0.003", "1"), ("crippled", "0.00003", "0")):
+        done = manyhosts(folder, "run", "--workers", "1", "--run-dir", name, "train.py", rate, seed)
+        assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def good(runs: Path) -> dict[str, Any]:
+    return analysed(runs, "--slice", "ink", "good")
+
+
+def test_numbers_are_those_of_scikit_learn_on_the_same_predictions(runs: Path, good: dict[str, Any]) -> None:
+    with np.load(runs / "good" / "analysis.npz") as kept:
+        targets, predicted, confidence = kept["targets"], kept["predicted"], kept["confidence"]
+    precision, recall, f1, count = metrics.precision_recall_fscore_support(targets, predicted)
+    for name, column in (("precision", precision), ("recall", recall), ("f1", f1), ("samples", count)):
+        assert [each[name] for each in good["classes"]] == column.tolist(), name
+    assert good["confusion"] == metrics.confusion_matrix(targets, predicted).tolist()
+    accuracy = good["values"]["accuracy"]
+    assert accuracy["value"] == pytest.approx(metrics.accuracy_score(targets, predicted), abs=1e-7)
+    assert accuracy["low"] < accuracy["value"] < accuracy["high"]
+    bins = good["calibration"]["bins"]
+    assert sum(each["samples"] for each in bins) == len(targets)
+    error = sum(each["samples"] * abs(each["accuracy"] - each["confidence"]) for each in bins) / len(targets)
+    assert good["calibration"]["expected_error"] == pytest.approx(error)
+    assert confidence.mean() == pytest.approx(sum(e["samples"] * e["confidence"] for e in bins) / len(targets))
+
+
+def test_loss_and_metrics_are_those_of_the_trainers_own_test(runs: Path, good: dict[str, Any]) -> None:
+    told = json.loads((runs / "good" / "summary.json").read_text())["test"]
+    assert {name: each["value"] for name, each in good["values"].items()} == pytest.approx(told, rel=1e-6)
+
+
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_every_number_is_the_same_on_several_workers(workers: int, runs: Path, good: dict[str, Any]) -> None:
+    """On three slow; two show it in `make test`."""
+    assert analysed(runs, "--workers", str(workers), "--slice", "ink", "good") == good
+
+
+def test_worst_samples_are_those_of_the_highest_loss_and_shown_as_pictures(runs: Path, good: dict[str, Any]) -> None:
+    with np.load(runs / "good" / "analysis.npz") as kept:
+        order = np.argsort(-kept["losses"], kind="stable")[:16]
+    assert [each["index"] for each in good["worst"]] == order.tolist()
+    page = Path(manyhosts(runs, "report", "good").stdout.strip()).read_text()
+    assert "On held-out data" in page
+    assert page.count("data:image/png;base64") >= 16
+    first = good["worst"][0]
+    assert f"{first['index']}: {first['predicted']} for {first['target']}" in page
+
+
+def test_card_has_results_with_intervals_data_architecture_and_how_to_have_it_again(
+    runs: Path, good: dict[str, Any]
+) -> None:
+    card = Path(manyhosts(runs, "report", "--markdown", "good").stdout.strip()).read_text()
+    accuracy = good["values"]["accuracy"]
+    assert f"| accuracy | {accuracy['value']:.4f} | {accuracy['low']:.4f} | {accuracy['high']:.4f} |" in card
+    assert "TensorDataset, 1,200 samples" in card
+    assert "(1): Linear(in_features=64, out_features=32, bias=True)" in card
+    assert "AdamW; 4 parameters with" in card
+    assert "manyhosts reproduce good" in card
+    assert f"| train.py | {hashlib.sha256((runs / 'train.py').read_bytes()).hexdigest()} |" in card
+    assert "| batch_size | 32 |" in card
+
+
+def test_slices_share_out_all_samples(good: dict[str, Any]) -> None:
+    rows = good["slices"]["ink"]
+    assert len(rows) == 4
+    assert sum(row["samples"] for row in rows) == good["samples"] == 597
+    assert all(row["low"] <= row["accuracy"] <= row["high"] for row in rows)
+
+
+def test_no_difference_is_found_between_two_seeds_and_one_to_a_crippled_model(runs: Path) -> None:
+    same = analysed(runs, "good", "again")["comparison"]
+    assert not same["differ"], same
+    assert "no difference is shown" in same["verdict"]
+    other = analysed(runs, "good", "crippled")["comparison"]
+    assert other["differ"], other
+    assert other["p"] < 1e-6
+    assert other["verdict"].startswith("crippled is worse: accuracy departs by -0.")
+
+
+def test_data_that_the_script_does_not_have_is_refused(runs: Path) -> None:
+    done = manyhosts(runs, "analyse", "--data", "validation", "good")
+    assert done.returncode == 2
+    assert "the script gives no validation data" in done.stderr
+    assert "--data takes what the script has: test, train" in done.stderr

@@ -1,0 +1,151 @@
+"""A run again from its record: the same bits from a fresh checkout, and what differs is named."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import MANYHOSTS, environment
+
+from manyhosts.records import provenance
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.xdist_group("reproduce")]
+
+SCRIPT = """
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import manyhosts as mh
+from nets import net
+
+LR = 0.01
+inputs = torch.tensor(np.load("data/inputs.npy"))
+train = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+trainer = mh.Trainer(
+    model=net, loss=nn.MSELoss(), optimizer=lambda params: torch.optim.SGD(params, lr=LR),
+    data=mh.Data(train=train, batch_size=16),
+)
+trainer.fit("2 epochs")
+"""
+NETS = """
+from torch import nn
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+"""
+
+
+def git(folder: Path, *words: str) -> None:
+    subprocess.run(["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b", *words], check=True)
+
+
+def manyhosts(folder: Path, *words: str) -> Any:
+    return subprocess.run(
+        [*MANYHOSTS, *words], cwd=folder, env=environment(), capture_output=True, text=True, timeout=200
+    )
+
+
+def reproduced(folder: Path, *words: str) -> tuple[int, dict[str, Any]]:
+    done = manyhosts(folder, "reproduce", "--json", *words, str(folder / "run"))
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a script that is committed but for a changed line and a new module; git ignores its data."""
+    folder = tmp_path_factory.mktemp("project")
+    git(folder, "init", "--quiet")
+    (folder / "train.py").write_text(SCRIPT.replace("LR = 0.01", "LR = 0.5"))
+    (folder / ".gitignore").write_text("data/\nrun*/\n")
+    (folder / "data").mkdir()
+    make = "import numpy; numpy.save('data/inputs', numpy.random.default_rng(0).random((64, 4), dtype='float32'))"
+    subprocess.run([sys.executable, "-c", make], cwd=folder, check=True)
+    git(folder, "add", ".")
+    git(folder, "commit", "--quiet", "-m", "one")
+    (folder / "train.py").write_text(SCRIPT)
+    (folder / "nets.py").write_text(NETS)
+    done = manyhosts(folder, "run", "--workers", "2", "--run-dir", "run", "--set", "seed=3", "train.py")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_run_with_uncommitted_changes_is_reproduced_to_the_same_bits(project: Path) -> None:
+    (project / "train.py").write_text(SCRIPT.replace("0.01", "0.3"))  # as it goes on: the record counts, not this
+    (project / "nets.py").unlink()
+    try:
+        code, found = reproduced(project)
+    finally:
+        (project / "train.py").write_text(SCRIPT)
+        (project / "nets.py").write_text(NETS)
+    assert found["differences"] == []
+    assert (code, found["now"], found["is_equal"]) == (0, found["then"], True)
+    assert found["then"] == json.loads((project / "run" / "summary.json").read_text())["weights_sha256"] != ""
+
+
+def test_changed_line_changed_data_and_other_torch_are_each_named(project: Path) -> None:
+    (project / "train.py").write_text(SCRIPT.replace("LR = 0.01", "LR = 0.02"))
+    data = project / "data" / "inputs.npy"
+    before = data.read_bytes()
+    state = project / "run" / provenance.NAME / "state.json"
+    kept = state.read_text()
+    torch = json.loads(kept)["packages"]["torch"]
+    try:
+        data.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+        state.write_text(kept.replace(f'"torch": "{torch}"', '"torch": "2.0.1"'))
+        code, found = reproduced(project, "--here")
+    finally:
+        data.write_bytes(before)
+        state.write_text(kept)
+        (project / "train.py").write_text(SCRIPT)
+    assert code == 1
+    assert not found["is_equal"]
+    said = {each["kind"]: each["what"] for each in found["differences"]}
+    assert said.keys() == {"code", "data", "versions"}
+    assert said["code"] == "train.py is another: line 10 was `LR = 0.01` and is `LR = 0.02`"
+    assert said["data"].startswith("data/inputs.npy holds something else: sha256 ")
+    assert said["versions"] == f"torch is {torch}, and was 2.0.1"
+
+
+def test_dry_run_names_what_differs_and_runs_nothing(project: Path) -> None:
+    before = sorted((project / "runs").glob("*")) if (project / "runs").exists() else []
+    (project / "nets.py").write_text(NETS.replace("8", "9"))
+    try:
+        done = manyhosts(project, "reproduce", "--dry-run", "--here", "run")
+    finally:
+        (project / "nets.py").write_text(NETS)
+    assert done.returncode == 0, done.stderr
+    assert "code differs: nets.py is another: line 6 was" in done.stdout
+    assert "manyhosts run --run-dir" in done.stdout
+    assert "--workers 2 --set seed=3" in done.stdout
+    assert (sorted((project / "runs").glob("*")) if (project / "runs").exists() else []) == before
+
+
+def test_run_of_a_script_in_no_repository_is_reproduced_from_the_files_that_are_kept(
+    project: Path, tmp_path: Path
+) -> None:
+    for name in ("train.py", "nets.py"):
+        (tmp_path / name).write_text((project / name).read_text())
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "inputs.npy").write_bytes((project / "data" / "inputs.npy").read_bytes())
+    assert manyhosts(tmp_path, "run", "--workers", "1", "--run-dir", "run", "train.py").returncode == 0
+    (tmp_path / "nets.py").write_text("raise SystemExit('not the module of then')")
+    code, found = reproduced(tmp_path)
+    assert (code, found["is_equal"], found["differences"]) == (0, True, [])
+
+
+def test_run_that_did_not_end_has_nothing_to_compare_with(project: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    for name in ("run.json", "metrics.jsonl"):
+        lines = (project / "run" / name).read_text()
+        (tmp_path / "run" / name).write_text(lines if name == "run.json" else lines[: lines.index('{"event": "end"')])
+    done = manyhosts(tmp_path, "reproduce", "run")
+    assert done.returncode == 2
+    assert "this run has no weights to compare with: broke off" in done.stderr

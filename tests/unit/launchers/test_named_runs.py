@@ -1,0 +1,115 @@
+"""A run is named by its directory, its handle, or as the last one: all three lead to the same."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from made_runs import make_run
+from stories import record
+
+from manyhosts.cli.main import main
+from manyhosts.errors import ConfigError
+from manyhosts.launchers import named_runs
+from manyhosts.records import run_lock
+
+
+def begun(folder: Path, at: float) -> Path:
+    make_run(folder)
+    replace(record(), started=at).write(folder / "run.json")
+    return folder
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    begun(tmp_path / "runs" / "first", 1000.0)
+    begun(tmp_path / "runs" / "newest", 3000.0)
+    begun(tmp_path / "runs" / "older", 2000.0)
+    return tmp_path / "runs"
+
+
+def test_last_is_the_run_that_was_begun_last(runs: Path) -> None:
+    assert named_runs.directory_of("last") == runs / "newest"
+    begun(runs / "first", 4000.0)  # gone on with
+    assert named_runs.directory_of("last") == runs / "first"
+    assert [path.name for path in named_runs.runs_in(runs)] == ["first", "newest", "older"]
+
+
+def test_handle_of_an_engine_leads_to_the_directory_that_was_given_to_it(runs: Path) -> None:
+    named_runs.keep_handle(runs / "older", "slurm://4711")
+    assert named_runs.directory_of("slurm://4711") == runs / "older"
+    assert named_runs.named("runs/older").handle == "slurm://4711"
+    assert named_runs.named("last") == named_runs.NamedRun(runs / "older", "slurm://4711")
+    named_runs.keep_handle(runs / "older", "")  # begun again in a terminal
+    assert named_runs.named("runs/older").handle == ""
+    with pytest.raises(ConfigError, match="the run directory of slurm://4711 is not known here"):
+        named_runs.directory_of("slurm://4711")
+
+
+def test_where_there_is_no_run_none_is_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="there is no run in runs yet"):
+        named_runs.named("last")
+
+
+def test_snapshots_still_take_the_address_of_a_store(runs: Path) -> None:
+    assert named_runs.directory_or_store("s3://bucket/path") == "s3://bucket/path"
+    assert named_runs.directory_or_store("runs/first/best") == "runs/first/best"
+    assert named_runs.directory_or_store("last") == str(runs / "newest")
+
+
+@pytest.mark.parametrize("verb", ["status", "logs", "cancel"])
+def test_folder_without_a_run_gets_a_sentence(verb: str, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([verb, str(runs)]) == 2
+    assert "this folder holds no run" in capsys.readouterr().err
+    assert main([verb, "4711"]) == 2
+    assert "there is no such folder" in capsys.readouterr().err
+
+
+def test_every_verb_takes_last(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["watch"], ["report"], ["snapshots", "ls"], ["status"], ["logs"], ["cancel"]):
+        assert main([*words, "last"]) == 0, words
+    assert (runs / "newest" / "report.html").exists()
+    capsys.readouterr()
+
+
+def test_list_says_of_each_run_its_state_cost_and_best_value(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(runs / "broken", end=None)
+    (runs / "empty").mkdir()
+    (runs / "script-only").mkdir()
+    lock = run_lock.take(runs / "script-only", run_lock.new_token())
+    assert lock is not None
+    try:
+        assert main(["runs", "--json"]) == 0
+        found = {os.path.basename(run["directory"]): run for run in json.loads(capsys.readouterr().out)}
+        assert main(["runs"]) == 0
+    finally:
+        lock.release()
+    assert {name: run["state"] for name, run in found.items()} == {
+        "first": "completed", "newest": "completed", "older": "completed", "broken": "broke off",
+        "script-only": "starting",
+    }  # fmt: skip
+    newest = found["newest"]
+    assert newest["best"]["metric"] == "accuracy"
+    assert newest["worker_seconds"] == newest["seconds"] * newest["workers"] > 0
+    heads, *rows = capsys.readouterr().out.splitlines()
+    assert heads.split()[:3] == ["run", "state", "workers"]
+    assert "at step 96" in next(row for row in rows if row.startswith("runs/newest"))
+
+
+def test_run_that_is_over_is_listed_without_reading_its_steps(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from manyhosts.report.run import read_run
+
+    summary = read_run(runs / "newest").summary
+    assert summary is not None
+    main(["runs", "--json"])
+    before = capsys.readouterr().out
+    summary.write(runs / "newest" / "summary.json")
+    (runs / "newest" / "metrics.jsonl").unlink()
+    main(["runs", "--json"])
+    told = json.loads(capsys.readouterr().out)
+    assert [run["best"] for run in told] == [run["best"] for run in json.loads(before)]

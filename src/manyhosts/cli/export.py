@@ -30,7 +30,7 @@ from manyhosts.launchers.named_runs import directory_of
 def export(
     run: str, kind: str, precision: str | None, output: str | None, dry_run: bool, as_json: bool, **words: str
 ) -> int:
-    """Write the model of RUN, a run directory, a handle or `last`, in another format, and compare it with the trained model.
+    """Write the model of RUN (a directory, a handle or `last`) in another format, and compare it with the trained one.
 
     \b
     safetensors    the weights under the model's own names

@@ -48,7 +48,7 @@ _SENDABLE = re.compile(r"[\x21-\x7e]{8,}")
 @click.option("--trace", is_flag=True, help="Show where in manyhosts an error was raised.")
 @click.argument("folder", metavar="DIR", callback=lambda *given: str(directory_of(given[-1])))
 def serve(folder: str, dry_run: bool, trace: bool, **words: Any) -> int:
-    """Serve the model in DIR, an export (torch-export or onnx), a run directory, a handle or `last`, until Ctrl-C or SIGTERM.
+    """Serve the model in DIR, an export (torch-export, onnx) or a run (a handle, `last`), until Ctrl-C or SIGTERM.
 
     POST /predict takes {"inputs": [...]} and answers {"outputs": [...]}, one for each sample, in JSON or safetensors.
     /docs says what the model takes; /healthz, /readyz and /metrics are for whoever watches.

@@ -65,13 +65,35 @@ def _meant(name: str, value: str) -> list[str] | None:
     return ["--set", f"{key}={form.format(value or 'VALUE')}"]
 
 
-def unread(arguments: Sequence[str], ours: Collection[str], script: str, root: Path) -> list[str]:
+_READERS = (
+    *("argparse", "optparse", "getopt", "click", "typer", "fire", "absl", "hydra", "docopt", "tyro", "jsonargparse"),
+    *("simple_parsing", "tap", "omegaconf", "lightning", "pytorch_lightning", "transformers", "accelerate", "runpy"),
+)
+
+
+def reads_arguments(script: Path, root: Path) -> bool:
+    """Whether `script`, or a module of its own, may look at what stands behind it on the command line."""
+    any_tree = False
+    for tree in script_imports.trees(script, root):
+        any_tree = True
+        for node in ast.walk(tree):
+            names = [each.name for each in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            if isinstance(node, ast.ImportFrom):
+                names.append(node.module or "")
+            if any(name.partition(".")[0] in _READERS for name in names):
+                return True
+            if (isinstance(node, ast.Attribute) and node.attr in ("argv", "orig_argv")) or "argv" in names:
+                return True
+    return not any_tree
+
+
+def unread(arguments: Sequence[str], ours: Collection[str], script: Path, root: Path) -> list[str]:
     """The options of ours among the script's arguments that neither the script nor its own modules name."""
     found = [name for word in arguments if (name := word.partition("=")[0]) in ours]
     if not found:
         return []
     named: set[str] = set()
-    for tree in script_imports.trees(Path(script), root):
+    for tree in script_imports.trees(script, root):
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 named |= {word.strip("\"',;:.()[]`=").partition("=")[0] for word in node.value.split()}

@@ -362,12 +362,22 @@ def _behind_the_script(words: Mapping[str, Any]) -> list[str]:
     """What deserves a word: options of ours that stand behind the script, and so are the script's."""
     ours = {word for option in run.params if isinstance(option, click.Option) for word in option.opts if len(word) > 2}
     found = [word for argument in words["arguments"] if (word := argument.partition("=")[0]) in ours - {"--trace"}]
-    if not found or click.get_current_context().meta.get(_MARKED):
+    if not words["arguments"] or click.get_current_context().meta.get(_MARKED):
         return []
     kind = scripts.kind_of(module=words["module"], no_python=words["no_python"])
     path = scripts.file_of(words["script"], kind)
-    if kind != "executable" and path.is_file():
-        unread = other_options.unread(found, ours, str(path), Path() if kind == "module" else path.parent)
+    is_readable = kind != "executable" and path.is_file()
+    root = Path() if kind == "module" else path.parent
+    if not found:
+        if not is_readable or not scripts.uses_manyhosts(words["script"], kind):
+            return []
+        if other_options.reads_arguments(path, root):
+            return []
+        typed = shlex.join(words["arguments"])
+        advice = "settings are changed before the script, as in --set lr=0.01 (--set help lists them)"
+        return [f"{words['script']} does not read its arguments, so {typed} has no effect; {advice}"]
+    if is_readable:
+        unread = other_options.unread(found, ours, path, root)
         if unread:
             typed = list(words["arguments"])
             script = [*(["-m"] if kind == "module" else []), words["script"]]

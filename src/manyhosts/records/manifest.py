@@ -132,7 +132,7 @@ class Manifest:
             raise NewerFormat(
                 f"it has format {version}, and this manyhosts reads formats up to {FORMAT_VERSION}",
                 where=where,
-                fix="install a newer manyhosts: pip install -U manyhosts",
+                fix="install the manyhosts that wrote it, or a newer one, on this machine",
             )
         head, _, tail = text.rpartition(_HASH_KEY)
         if tail != f'{_hash_of(head)}"\n}}\n':

@@ -22,6 +22,8 @@ def test_script_trains_when_it_is_run_and_not_when_it_is_imported(
 ) -> None:
     main(["init", str(tmp_path)])
     monkeypatch.chdir(tmp_path)
+    for variable in ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"):  # scikit-learn sets them
+        monkeypatch.setenv(variable, "TRUE")
     module = runpy.run_path("train.py", run_name="train")
     assert len(module["network"]()) == 10
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"], "nothing has trained"

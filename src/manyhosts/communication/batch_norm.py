@@ -50,6 +50,12 @@ class GlobalBatch:
         finally:
             self.exchange_s += time.perf_counter() - begin
 
+    def sum(self, own: Tensor) -> Tensor:
+        """The sum of what all workers have, in the order of their ranks on CPUs, however it travels."""
+        if self.members.device.type != "cpu":
+            return self.members.all_reduce(own, confirmed=False)
+        return self.stack(own.view(-1)).sum(0).view_as(own)
+
     def _shared(self) -> SharedRows | None:
         """What these workers share; made anew, by all of them together, where they have changed."""
         members = self.members
@@ -127,7 +133,7 @@ class _Normalise(torch.autograd.Function):
         own = backward.sums
         to_bias, to_weight = own[0].clone(), own[1].clone()
         own = own.zero_() if ctx.ghost else own
-        total = ctx.batch.stack(own.view(-1)).sum(0).view_as(own)
+        total = ctx.batch.sum(own)
         return (
             torch.zeros_like(x) if ctx.ghost else backward.to_input(weight, total, counts.view(-1)),
             None if weight is None else to_weight.to(weight.dtype),

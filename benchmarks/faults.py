@@ -318,6 +318,8 @@ def apart() -> None:
 
 
 def write(record: Path, line: dict[str, Any]) -> None:
+    """Add a line, with the machine, the date and the commit of its own: lines of several machines stand in one file."""
+    line = {**line, "recorded": origin()}
     with record.open("a") as file:
         file.write(json.dumps(line) + "\n")
 

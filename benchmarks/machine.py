@@ -6,8 +6,10 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 
 def describe(python: Path, packages: Sequence[str]) -> str:
@@ -28,6 +30,22 @@ def recorded() -> str:
     day = time.strftime("%Y-%m-%d", time.gmtime())
     load = os.getloadavg()[0]
     return f"{day}, commit {commit()}, load {load:.1f} of {len(os.sched_getaffinity(0))} cores in the minute before its end"
+
+
+def origin() -> dict[str, str]:
+    """Machine, date and commit, for a line of a record."""
+    machine = f"{len(os.sched_getaffinity(0))} cores of {_processor()}"
+    return {"machine": machine, "date": time.strftime("%Y-%m-%d", time.gmtime()), "commit": commit()}
+
+
+def origins(lines: Iterable[Mapping[str, Any]], what: str) -> str:
+    """On which machines, when and at which commits `lines` were recorded, as `Machine:` and `Recorded:`."""
+    found = [line["recorded"] for line in lines]
+    machines = Counter(each["machine"] for each in found)
+    days, commits = sorted({each["date"] for each in found}), list(dict.fromkeys(each["commit"] for each in found))
+    told = "; ".join(f"{name} ({count} {what})" for name, count in machines.most_common())
+    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    return f"Machine: {told}. Recorded: {when}, commit {', '.join(commits)}"
 
 
 def commit() -> str:

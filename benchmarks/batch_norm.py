@@ -114,7 +114,9 @@ def main() -> None:
         f"32 pictures of 32 x 32 for each worker; {BLOCKS} blocks of {STEPS} steps each, taking turns.\n"
     )
     print("| BatchNorm | a step |\n|---|---:|")
-    print(f"| local, PyTorch's | {local} ms |\n| over the batch of both workers, by {done.stdout.split(chr(10))[1]} | {over_all} ms |")
+    print(
+        f"| local, PyTorch's | {local} ms |\n| over the batch of both workers, by {done.stdout.split(chr(10))[1]} | {over_all} ms |"
+    )
     print(f"\nThe median block took {ratio} times as long as the local one beside it ({low} to {high}).")
 
 

@@ -37,6 +37,7 @@ from typing import Any
 from faults_kinds import ENDS_THE_COMMAND, KINDS, Scene, workers
 from faults_table import MOST_HOSTS, publish, table
 from faults_train import MODELS
+from machine import origin
 
 from manyhosts.lab import Lab, lab
 from manyhosts.records.line_file import read_lines

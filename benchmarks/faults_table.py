@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -74,7 +73,6 @@ def short_table(record: Path) -> str:
     rows += [
         "",
         VIRTUAL,
-        "",
         f"{len(recorded)} faults in {len(done)} runs. Runs that ended with the weights of one to which nothing",
         f"happened, bit for bit: {equal} of {len(done)}. Samples lost or repeated: {wrong}.",
         *(f"One did not end: {line['since']}." for line in done if "since" in line),

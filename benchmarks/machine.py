@@ -50,6 +50,7 @@ def origins(lines: Iterable[Mapping[str, Any]], what: str) -> str:
 
 def commit() -> str:
     """The commit that is checked out, with `+` where files differ from it; `unknown` outside of git."""
+
     def git(*words: str) -> str:
         folder = Path(__file__).parent
         return subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=False).stdout.strip()

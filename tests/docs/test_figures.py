@@ -84,7 +84,9 @@ CLAIMS: dict[tuple[str, str], Callable[[], tuple[float | str, ...]]] = {
         lost("powersgd, warmed up", 4)[1],
         lost("powersgd of rank 4, warmed up", 4)[1],
     ),
-    ("docs/growing-batches.md", "Without it, at rank 4, {:.1f} and {:.1f} points"): lambda: lost("powersgd of rank 4", 2),
+    ("docs/growing-batches.md", "Without it, at rank 4, {:.1f} and {:.1f} points"): lambda: lost(
+        "powersgd of rank 4", 2
+    ),
     ("docs/growing-batches.md", "`local-sgd` loses {:.1f} points on images and {:.1f} on text"): lambda: lost(
         "local-sgd, warmed up", 3
     ),
@@ -92,8 +94,12 @@ CLAIMS: dict[tuple[str, str], Callable[[], tuple[float | str, ...]]] = {
     ("docs/growing-batches.md", "every 4 steps `local-sgd` loses {:.1f} and {:.1f}"): lambda: lost(
         "local-sgd, every 4, warmed up", 3
     ),
-    ("docs/growing-batches.md", "every 32 steps `diloco` {:.1f} and {:.1f}"): lambda: lost("diloco, every 32, warmed up", 3),
-    ("docs/growing-batches.md", "`local-sgd` loses {:.1f} and {:.1f} points on 4 workers"): lambda: lost("local-sgd", 2),
+    ("docs/growing-batches.md", "every 32 steps `diloco` {:.1f} and {:.1f}"): lambda: lost(
+        "diloco, every 32, warmed up", 3
+    ),
+    ("docs/growing-batches.md", "`local-sgd` loses {:.1f} and {:.1f} points on 4 workers"): lambda: lost(
+        "local-sgd", 2
+    ),
     ("docs/growing-batches.md", "and `diloco` {:.1f} and {:.1f}. The learning"): lambda: lost("diloco", 2),
     ("docs/plan.md", "{} % (median), and at worst {} %, of {} steps"): lambda: (
         lambda median, count, worst: (median, worst, count)
@@ -141,7 +147,9 @@ def test_table_of_faults_is_made_from_its_record(page: str, monkeypatch: pytest.
 def test_record_names_machine_date_commit_and_condition(record: Path) -> None:
     text = " ".join(record.read_text().split())
     assert re.search(r"Machine: \d+ cores of ", text), "on what"
-    assert re.search(r"Recorded: \d{4}-\d\d-\d\d(?: to \d{4}-\d\d-\d\d)?, commit [0-9a-f]{7,}\+?\b", text), "when, of what"
+    assert re.search(r"Recorded: \d{4}-\d\d-\d\d(?: to \d{4}-\d\d-\d\d)?, commit [0-9a-f]{7,}\+?\b", text), (
+        "when, of what"
+    )
     condition = re.search(r"Recorded: [^.]*?(?:under the load|load [\d.]+ of \d+ cores|its load was not noted)", text)
     assert condition, "how busy the machine was"
 

@@ -25,7 +25,12 @@ def test_old_name_is_in_no_file_but_the_changelog() -> None:
 
 def test_nobody_is_told_to_install_a_name_that_is_not_ours_yet() -> None:
     """Whoever registers `manyhosts` at the index of Python would be installed: only a wheel or a clone is named."""
-    files = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "src").rglob("*.py"), *(ROOT / "src").rglob("*.sh")]
+    files = [
+        ROOT / "README.md",
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "src").rglob("*.py"),
+        *(ROOT / "src").rglob("*.sh"),
+    ]
     asks = re.compile(r"pip\s+install[^\n`]*[\s'\"]manyhosts(?![-\w*/]|\.)")
     found = [str(path.relative_to(ROOT)) for path in files if asks.search(path.read_text())]
     assert found == []

@@ -29,8 +29,8 @@ FLOORS = [  # from the ground up
     ["errors"],  # the ground's own ground: those beside it in the design raise them
     ["device", "events", "imports", "refusals", "units", "table"],
     ["config", "cluster", "records"],
-    ["hosts", "communication", "data", "listeners", "analysis", "rehearsal"],
-    ["control"],
+    ["hosts", "communication", "data", "listeners", "analysis"],
+    ["control", "rehearsal"],
     ["strategies", "snapshot", "planner", "lab"],
     ["launchers", "study", "elastic"],
     ["training", "export", "doctor", "tune", "report"],

@@ -50,9 +50,7 @@ def check(ours: Sequence[str], rest: Sequence[str], known: Collection[str]) -> N
             continue
         others = [*ours[:place], *meant, *(behind[1:] if takes else behind)]
         fix = f"type: {shlex.join(['manyhosts', 'run', *others])}"
-        raise ConfigError(
-            f"`run` has no option {name}", where=shlex.join([name, value] if value else [name]), fix=fix
-        )
+        raise ConfigError(f"`run` has no option {name}", where=shlex.join([name, value] if value else [name]), fix=fix)
 
 
 def _meant(name: str, value: str) -> list[str] | None:

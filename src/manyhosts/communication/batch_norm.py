@@ -13,7 +13,7 @@ two more exchanges per layer.
 from __future__ import annotations
 
 import time
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -65,9 +65,7 @@ class GlobalBatch:
             if self._rows is not None:
                 self._rows.close()
             self._rows = None
-            self._rows = among(
-                members, self.length, same_host=members.is_on_one_host, timeout_s=members.timeout_s
-            )
+            self._rows = among(members, self.length, same_host=members.is_on_one_host, timeout_s=members.timeout_s)
             self._made_for = members.group
         return self._rows
 
@@ -78,12 +76,31 @@ class GlobalBatch:
 
     def normalise(self, layer: nn.modules.batchnorm._BatchNorm, input: Tensor, *, track: bool) -> Tensor:
         """See `shared_norm.Batch`."""
-        output, mean, variance, count = _Normalise.apply(  # type: ignore[no-untyped-call]
-            input, layer.weight, layer.bias, layer.eps, self
-        )
-        if track:
-            _track(layer, mean, variance, count)
-        return cast(Tensor, output)
+        return normalise_over(self, layer, input, track=track)
+
+
+class Exchange(Protocol):
+    """How workers tell each other the statistics of a layer."""
+
+    ghost: bool
+
+    def stack(self, row: Tensor) -> Tensor:
+        """The rows of all workers, shape (size, n), of one of shape (n,) from each."""
+
+    def sum(self, own: Tensor) -> Tensor:
+        """The sum of what all workers have."""
+
+
+def normalise_over(
+    exchange: Exchange, layer: nn.modules.batchnorm._BatchNorm, input: Tensor, *, track: bool
+) -> Tensor:
+    """Normalise `input` of shape `(N, C, …)` by the statistics of all workers. `track`: see `shared_norm.Batch`."""
+    output, mean, variance, count = _Normalise.apply(  # type: ignore[no-untyped-call]
+        input, layer.weight, layer.bias, layer.eps, exchange
+    )
+    if track:
+        _track(layer, mean, variance, count)
+    return cast(Tensor, output)
 
 
 @torch.no_grad()
@@ -103,7 +120,7 @@ def _track(layer: nn.modules.batchnorm._BatchNorm, mean: Tensor, variance: Tenso
 class _Normalise(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, batch: GlobalBatch
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, batch: Exchange
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         kernels = kernels_for(x.device)
         channels = x.shape[1]
@@ -174,9 +191,9 @@ class _SumOverWorkers(torch.autograd.Function):
     """The sum over the workers. A change of one worker's values changes the results of all, so gradients are summed."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, batch: GlobalBatch) -> Tensor:
+    def forward(ctx: Any, values: Tensor, batch: Exchange) -> Tensor:
         ctx.batch = batch
-        return batch.members.all_reduce(values.clone(memory_format=torch.contiguous_format))
+        return batch.sum(values.clone(memory_format=torch.contiguous_format))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

@@ -92,7 +92,11 @@ def _lost_with_loader(loader: DataLoader[Any]) -> str:
     own = batches if batches is not None and type(batches) is not BatchSampler else sampler
     if not isinstance(own, SequentialSampler | RandomSampler | DistributedSampler | type(None)):
         kind = type(own).__name__
-        found = f". Its {kind} would be lost with that: {SAMPLER}" if not isinstance(loader.dataset, IterableDataset) else ""
+        found = (
+            f". Its {kind} would be lost with that: {SAMPLER}"
+            if not isinstance(loader.dataset, IterableDataset)
+            else ""
+        )
     if isinstance(sampler, SequentialSampler) and not found:
         found = ". It does not shuffle, and mh.Data does: shuffle=False keeps the order"
     if loader.collate_fn is not default_collate:

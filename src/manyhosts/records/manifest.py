@@ -40,7 +40,6 @@ def fix_of(cause: BaseException | None = None) -> str:
     return _MAY_BE_WHOLE if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError) else _GO_ON
 
 
-
 class NewerFormat(SnapshotError):
     """The snapshot may well be whole, but it takes a newer manyhosts to know."""
 

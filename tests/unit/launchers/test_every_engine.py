@@ -53,9 +53,7 @@ ENGINES = {
     "local": Asked(planned=("node0", "node1"), encrypts=True),
     "mpi": Asked(hosts=("a", "b"), planned=("a", "b"), missing="mpirun", says="there is no mpirun on this machine"),
     "ray": Asked(planned=NODES_OF_RAY, chooses_hosts=True, missing="ray", says="pip install ray"),
-    "sagemaker": Asked(
-        options=IN_AWS, chooses_hosts=True, encrypts=True, missing="boto3", says="pip install boto3"
-    ),
+    "sagemaker": Asked(options=IN_AWS, chooses_hosts=True, encrypts=True, missing="boto3", says="pip install boto3"),
     "slurm": Asked(chooses_hosts=True, missing="sbatch", says="sbatch"),
     "slurm, in an allocation": Asked(
         present=IN_SLURM, chooses_hosts=True, planned=("n1", "n2"), missing="srun", says="there is no srun"

@@ -143,7 +143,10 @@ class Own(torch.utils.data.Sampler[int]):
 @pytest.mark.parametrize(
     ("loader", "advice"),
     [
-        (DataLoader(dataset(), sampler=WeightedRandomSampler([1.0] * 20, 20)), "Its WeightedRandomSampler would be lost"),
+        (
+            DataLoader(dataset(), sampler=WeightedRandomSampler([1.0] * 20, 20)),
+            "Its WeightedRandomSampler would be lost",
+        ),
         (DataLoader(dataset(), batch_sampler=[[0, 1], [2]]), "Its list would be lost with that"),
         (DataLoader(dataset(), sampler=Own()), "Its Own would be lost with that"),
         (DataLoader(dataset()), "It does not shuffle, and mh.Data does: shuffle=False"),

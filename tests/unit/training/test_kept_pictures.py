@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 from runs import Recipe, images_and_labels, make_trainer
 
 from manyhosts.records import first_batch

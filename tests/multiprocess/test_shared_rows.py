@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -121,3 +122,19 @@ def abort(rank: int) -> str:
 
 def test_wait_ends_when_the_group_is_broken() -> None:
     assert run_ranks(2, abort) == ["done", "done"]
+
+
+def notes_of_a_run(rank: int, folder: str) -> list[str]:
+    from runs import Recipe, make_trainer
+
+    notes: list[str] = []
+    recipe = Recipe(samples=64, batch=4, batch_norm=True, trainer={"listeners": [lambda event: notes.append(str(event))]})
+    make_trainer(recipe, Path(folder)).fit("15 steps")
+    return [note for note in notes if "BatchNorm over the batch" in note]
+
+
+def test_price_of_the_exchanges_is_measured_in_the_first_steps_and_said_once(tmp_path: Path) -> None:
+    told, silent = run_ranks(2, notes_of_a_run, str(tmp_path / "run"))
+    assert len(told) == 1
+    assert "of 2 workers: 2 exchanges through shared memory take" in told[0]
+    assert silent == [], "the leader tells it"

@@ -34,6 +34,8 @@ class GlobalBatch:
         """Whether the piece that is computed is a ghost, in its forward and in its backward pass."""
         self.exchange_s = 0.0
         """Seconds in exchanges so far; of a GPU, which does not wait in them, what it takes to ask for them."""
+        self.exchanges = 0
+        """How many there were."""
         self._made_for: object = None
         self._rows: SharedRows | None = None
 
@@ -49,6 +51,7 @@ class GlobalBatch:
             return found
         finally:
             self.exchange_s += time.perf_counter() - begin
+            self.exchanges += 1
 
     def sum(self, own: Tensor) -> Tensor:
         """The sum of what all workers have, in the order of their ranks on CPUs, however it travels."""

@@ -158,3 +158,11 @@ def test_figure_that_is_not_in_its_record_would_be_found() -> None:
     assert "a tenth more memory" not in words("docs/bits.md")
     assert more_memory() == (38,)
     assert nodes("ddp")[0] == 0.90 != published()[0]
+
+
+def test_plan_says_at_its_head_how_far_plans_have_been_off() -> None:
+    from manyhosts.cli.plan_screen import PAST_ERROR
+
+    (median, _, worst), (of_sharded, _, worst_sharded) = off_by("prediction.md"), off_by("prediction_sharded.md")
+    assert f"{of_sharded} % (median), at worst {worst_sharded} %, for a model that computes for real" in PAST_ERROR
+    assert f"{median} % and {worst} % where only exchanges had to be known" in PAST_ERROR

@@ -30,6 +30,7 @@ from manyhosts.launchers import handles, scripts
 from manyhosts.launchers.launch import new_run_dir
 from manyhosts.launchers.launcher import LAUNCHERS
 from manyhosts.records import run_directory, run_lock
+from manyhosts.records.run_record import GIVEN
 from manyhosts.units import bytes_of
 
 _TRAINING = ("manyhosts.training.trainer", "manyhosts.data.data")
@@ -299,7 +300,9 @@ def _environment(words: Mapping[str, Any], settings: Mapping[str, str]) -> dict[
     """What all workers have in their environment, beside what the engine gives them; `settings` among it."""
     unasked = {} if words["run_dir"] or words["resume"] else {run_directory.UNASKED: "1"}
     rehearsed = _rehearsed(words["env"]) if words["rehearse"] else {}
-    return {**variables_of(words["env"]), **settings, **unasked, **rehearsed}
+    given = variables_of(words["env"])
+    named = {GIVEN: ",".join(given)} if given else {}
+    return {**given, **named, **settings, **unasked, **rehearsed}
 
 
 def _warm_s(*, here: bool) -> float:

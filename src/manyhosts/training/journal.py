@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import socket
+import os
 import sys
 import time
 from collections import deque
@@ -17,6 +18,7 @@ from typing import Any
 
 from manyhosts.communication.gathering import gather_words
 from manyhosts.communication.world import World
+from manyhosts.config import overrides
 from manyhosts.config.settings import Settings
 from manyhosts.events import (
     EpochDone,
@@ -36,7 +38,7 @@ from manyhosts.listeners.standard import standard
 from manyhosts.records import run_lock
 from manyhosts.records.metrics import MetricsFile
 from manyhosts.records.run_directory import RunDirectory
-from manyhosts.records.run_record import RunRecord, plain_settings, versions_for
+from manyhosts.records.run_record import GIVEN, RunRecord, plain_settings, versions_for
 from manyhosts.records.samples import SamplesFile
 from manyhosts.training.kept_pictures import keep_pictures
 from manyhosts.training.record_copies import copy_records, restore_records
@@ -110,6 +112,8 @@ class Journal:
                 strategy=self.snapshot_schedule.strategy,
                 backend=self.world.backend if self.world.size > 1 else None,
                 started=time.time(),
+                overrides=overrides.from_environment(),
+                environment=[name for name in os.environ.get(GIVEN, "").split(",") if name],
             )
             record.write(self.directory.run_json)
             self.news = Broadcast([*standard(self.directory, record), *self.listeners])

@@ -114,6 +114,7 @@ def verdict_on(group: Sequence[Size], laws: Mapping[str, Fit], asked: Asked, pri
     cost = None if price is None else _cost(small, large, price)
     if cost is not None:
         sentences.append(_what_it_costs(cost, small, large))
+    sentences += _who_was_beside(group)
     sentences += _what_is_short(group)
     launch = large.mean([row.measured.launch_seconds for row in large.rows if row.measured])
     if launch is not None:
@@ -185,6 +186,21 @@ def _what_limits(small: Size, large: Size, limit: str | None, change: str, witho
         if without is None
         else f"{text} Without it they would be {without:.2f} times as fast as {small.row.workers}."
     )
+
+
+def _who_was_beside(group: Sequence[Size]) -> list[str]:
+    """A sentence where other programs took cores from some runs: they make sizes look unlike that are alike."""
+    runs = [row for size in group for row in size.rows if row.measured is not None]
+    disturbed = [row for row in runs if row.measured is not None and row.measured.neighbours]
+    if not disturbed:
+        return []
+    first = disturbed[0]
+    assert first.measured is not None, "it has a note"
+    words = first.measured.neighbours.partition(":")[0]
+    return [
+        f"CAREFUL: in {len(disturbed)} of {amount(len(runs), 'run')} others used the machine (with "
+        f"{amount(first.workers, 'worker')}, {words}); run it again when it is quiet before you believe it."
+    ]
 
 
 def _what_is_short(group: Sequence[Size]) -> list[str]:

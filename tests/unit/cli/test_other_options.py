@@ -37,6 +37,19 @@ def test_option_that_nobody_knows_is_said_to_be_none(capsys: pytest.CaptureFixtu
     assert "such option --colour" in capsys.readouterr().err.replace("'", "").replace(":", "")
 
 
+def test_verb_and_settings_of_other_programs_are_answered_with_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words, answer in (
+        (["train", "train.py"], "to train train.py: manyhosts run train.py"),
+        (["run", "--set", "epochs=3", "train.py"], 'write --set duration="20 epochs"'),
+        (["run", "--set", "learning_rate=3", "train.py"], "write --set lr=0.001"),
+    ):
+        assert main(words) == 2
+        assert answer in capsys.readouterr().err
+
+
 SCRIPTS = {
     "argparse": ("import argparse\nargparse.ArgumentParser().add_argument('--workers')", True),
     "short and long": ("import argparse\np = argparse.ArgumentParser()\np.add_argument('-j', '--workers')", True),

@@ -109,14 +109,14 @@ def main() -> None:
     print("# BatchNorm over the batch of all workers\n")
     print("<!-- made by benchmarks/batch_norm.py -->\n")
     print(describe(Path(sys.executable), ["torch"]))
+    way = done.stdout.split("\n")[1]
     print(
-        f"\nTwo workers of this machine with one thread each, a ResNet-18 of a quarter of its width (20 BatchNorm layers), "
-        f"32 pictures of 32 x 32 for each worker; {BLOCKS} blocks of {STEPS} steps each, taking turns.\n"
+        "\nTwo workers of this machine with one thread each, a ResNet-18 of a quarter of its width (20 BatchNorm layers),"
     )
+    print(f"32 pictures of 32 x 32 for each; {BLOCKS} blocks of {STEPS} steps each, taking turns.\n")
     print("| BatchNorm | a step |\n|---|---:|")
-    print(
-        f"| local, PyTorch's | {local} ms |\n| over the batch of both workers, by {done.stdout.split(chr(10))[1]} | {over_all} ms |"
-    )
+    print(f"| local, PyTorch's | {local} ms |")
+    print(f"| over the batch of both workers, by {way} | {over_all} ms |")
     print(f"\nThe median block took {ratio} times as long as the local one beside it ({low} to {high}).")
 
 

@@ -29,7 +29,8 @@ def recorded() -> str:
     """The date, the commit, and the condition: how many processes wanted a core in the minute before."""
     day = time.strftime("%Y-%m-%d", time.gmtime())
     load = os.getloadavg()[0]
-    return f"{day}, commit {commit()}, load {load:.1f} of {len(os.sched_getaffinity(0))} cores in the minute before its end"
+    cores = len(os.sched_getaffinity(0))
+    return f"{day}, commit {commit()}, load {load:.1f} of {cores} cores in the minute before its end"
 
 
 def origin() -> dict[str, str]:

@@ -128,7 +128,9 @@ def notes_of_a_run(rank: int, folder: str) -> list[str]:
     from runs import Recipe, make_trainer
 
     notes: list[str] = []
-    recipe = Recipe(samples=64, batch=4, batch_norm=True, trainer={"listeners": [lambda event: notes.append(str(event))]})
+    recipe = Recipe(
+        samples=64, batch=4, batch_norm=True, trainer={"listeners": [lambda event: notes.append(str(event))]}
+    )
     make_trainer(recipe, Path(folder)).fit("15 steps")
     return [note for note in notes if "BatchNorm over the batch" in note]
 

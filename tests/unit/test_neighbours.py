@@ -52,7 +52,9 @@ def seen(folder: Path, monkeypatch: pytest.MonkeyPatch, busy_s: float, taken_s: 
 
 def test_neighbour_that_takes_a_core_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = seen(tmp_path, monkeypatch, 19.0, {os.getpid(): 7.0, 11: 1.0, 10: 1.0, 77: 10.0})
-    assert told.startswith("other programs took 1.0 of the 2 cores of this host meanwhile, most of it blender (process 77")
+    assert told.startswith(
+        "other programs took 1.0 of the 2 cores of this host meanwhile, most of it blender (process 77"
+    )
 
 
 def test_processes_of_the_same_command_are_no_neighbours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

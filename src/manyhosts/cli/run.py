@@ -389,7 +389,8 @@ def _behind_the_script(words: Mapping[str, Any]) -> list[str]:
                 f"{unread[0]} stands behind {words['script']}, which does not know it; "
                 "options of `run` stand before the script",
                 where=shlex.join([words["script"], *typed]),
-                fix=f"type: {first}; if it is for the script: {shlex.join(['manyhosts', 'run', '--', *script, *typed])}",
+                fix=f"type: {first}; if it is for the script: "
+                f"{shlex.join(['manyhosts', 'run', '--', *script, *typed])}",
             )
     stand, go = ("stands", "goes") if len(found) == 1 else ("stand", "go")
     script = words["script"]

@@ -94,9 +94,7 @@ class Exchange(Protocol):
         """The sum of what all workers have."""
 
 
-def normalise_over(
-    exchange: Exchange, layer: nn.modules.batchnorm._BatchNorm, input: Tensor, *, track: bool
-) -> Tensor:
+def normalise_over(exchange: Exchange, layer: nn.modules.batchnorm._BatchNorm, input: Tensor, *, track: bool) -> Tensor:
     """Normalise `input` of shape `(N, C, …)` by the statistics of all workers. `track`: see `shared_norm.Batch`."""
     output, mean, variance, count = _Normalise.apply(  # type: ignore[no-untyped-call]
         input, layer.weight, layer.bias, layer.eps, exchange

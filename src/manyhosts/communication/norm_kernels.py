@@ -1,9 +1,9 @@
 """What a BatchNorm layer computes on one worker, before and after the workers exchange sums.
 
 On a GPU by the kernels that PyTorch has for its SyncBatchNorm: each reads the samples once, in the memory format that
-they have. On a CPU, in float32 and float64, by those of its own BatchNorm in evaluation, which take mean and variance as
-they are given. Elsewhere by operations that every device has. How sums of several workers are combined is not their concern:
-PyTorch's own kernel for that gives NaN where the first worker has no samples.
+they have. On a CPU, in float32 and float64, by those of its own BatchNorm in evaluation, which take mean and variance
+as they are given. Elsewhere by operations that every device has. How sums of several workers are combined is not their
+concern: PyTorch's own kernel for that gives NaN where the first worker has no samples.
 """
 
 from __future__ import annotations

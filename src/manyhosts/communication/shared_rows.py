@@ -1,8 +1,8 @@
 """Short rows of numbers between workers of one host, through memory that they share, in place of Gloo's sockets.
 
 A small exchange over Gloo costs a tenth of a millisecond and more, nearly all of it for waking threads; a model with
-BatchNorm in every block makes dozens of them in each step, and none can be hidden behind computing. Here a worker writes
-its row and a number behind it, and reads the rows of the others when their numbers are as high.
+BatchNorm in every block makes dozens of them in each step, and none can be hidden behind computing. Here a worker
+writes its row and a number behind it, and reads the rows of the others when their numbers are as high.
 
 Each worker has two rows, used in turn: whoever writes its next but one has seen the number of the next from all others,
 and those had read the one before. On x86 what one core writes is seen by others in that order; machines of other kinds
@@ -28,7 +28,7 @@ from torch import Tensor
 from manyhosts.communication.collectives import Collectives
 from manyhosts.errors import CommunicationError
 
-_MEMORY = Path("/dev/shm")
+_MEMORY = Path("/dev/shm")  # noqa: S108  # what is made there has a name of mkstemp, and none soon after
 _LINE = 64
 """Bytes that cores exchange at once: numbers of different workers lie so far apart."""
 _SPINS = 300

@@ -68,7 +68,9 @@ _CALLED = {
     **dict.fromkeys(("steps", "max_steps", "iterations"), 'duration="500 steps"'),
     **dict.fromkeys(("learning_rate", "learning-rate"), "lr=0.001"),
     **dict.fromkeys(("batch", "bs", "batchsize"), "batch_size=64"),
-    **dict.fromkeys(("num_workers", "workers"), "loader_workers=2 (processes that read); --workers 2 for those that train"),
+    **dict.fromkeys(
+        ("num_workers", "workers"), "loader_workers=2 (processes that read); --workers 2 for those that train"
+    ),
 }
 """What other programs call a setting of ours, and how it is written here."""
 

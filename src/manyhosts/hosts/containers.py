@@ -127,7 +127,8 @@ def rebuilt(container: Container, package: str, version: str) -> str:
         return f"use one image on all hosts, with Python {version}"
     base = "BASE" if container.is_file else container.image
     copied = f"`COPY {installable(package, version)} .`, " if package == "manyhosts" else ""
-    return f"build an image that has it: `FROM {base}`, {copied}`RUN python3 -m pip install {installable(package, version)}`"
+    install = f"`RUN python3 -m pip install {installable(package, version)}`"
+    return f"build an image that has it: `FROM {base}`{', ' if copied else ' and '}{copied}{install}"
 
 
 def installable(package: str, version: str) -> str:

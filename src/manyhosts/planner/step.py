@@ -12,7 +12,6 @@ from manyhosts.planner.group import Group
 from manyhosts.planner.measured import Measured
 from manyhosts.planner.slowest import expected_largest
 
-
 _THROUGH_MEMORY_S = 3e-5
 """That a row of a BatchNorm layer takes to one more worker of the same host: see `communication.shared_rows`."""
 

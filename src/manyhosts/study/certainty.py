@@ -25,13 +25,14 @@ class Certainty:
     range: tuple[float, float] | None
     """The lowest and the highest ratio of a run of the largest size to one of the smallest."""
     repeat: int | None
-    """Runs of each size that would tell, if they differ as those so far; None where they tell already, or never would."""
+    """Runs of each size that would tell, if they differ as those so far; None where they tell already, or never."""
 
     def in_words(self, workers: int) -> str:
         """A sentence."""
         limit = f"{self.limit:.3g} times, from where {workers} workers are worth it"
         if self.probability is None or self.range is None:
-            return f"How sure that is cannot be told from one run of each size (the limit is {limit}): --repeat 3 tells."
+            unknown = "How sure that is cannot be told from one run of each size"
+            return f"{unknown} (the limit is {limit}): --repeat 3 tells."
         low, high = (f"{each:.2f}" for each in self.range)
         if self.probability >= _SURE or self.probability <= 1 - _SURE:
             side = "above" if self.probability >= _SURE else "below"
@@ -43,8 +44,8 @@ class Certainty:
             else "it is so near that more runs would hardly tell: neither choice is much better"
         )
         return (
-            f"Whether that is above {limit}, CANNOT BE TOLD: runs lie between {low} and {high} times, and the probability "
-            f"is {_percent(self.probability)}; {what}."
+            f"Whether that is above {limit}, CANNOT BE TOLD: runs lie between {low} and {high} times, and the "
+            f"probability is {_percent(self.probability)}; {what}."
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -58,7 +59,7 @@ class Certainty:
 
 
 def certainty(small: Size, large: Size, pays: float) -> Certainty:
-    """Whether each worker beyond the smallest size adds `pays` of its speed, on the mean; by Welch's test of logarithms."""
+    """Whether each worker beyond the smallest size adds `pays` of its speed, by Welch's test of logarithms."""
     times = large.row.workers / small.row.workers
     limit = 1 + pays * (times - 1)
     before, now = _logarithms(small.rows), _logarithms(large.rows)

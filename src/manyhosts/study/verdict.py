@@ -95,8 +95,8 @@ def verdict_on(group: Sequence[Size], laws: Mapping[str, Fit], asked: Asked, pri
     if large.efficiency > _BEST:
         sentences = [
             f"{large.row.workers} workers were {large.speed_up:.2f} times as fast as the runs of {small.row.workers}, "
-            f"and {large.row.workers / small.row.workers:g} times is the most that they can be: the smallest size is no "
-            "measure here, and what more workers gain is not known.",
+            f"and {large.row.workers / small.row.workers:g} times is the most that they can be: the smallest size is "
+            "no measure here, and what more workers gain is not known.",
             _MORE_THAN_IDEAL,
         ]
     else:
@@ -224,7 +224,8 @@ def _how_far(law: Fit, group: Sequence[Size]) -> tuple[int, int | None, str]:
     if pays <= measured:
         # The law says where it ends; measured is only what was run, up to there and just beyond.
         ran = {size.row.workers for size in group}
-        how = "measured" if {min(pays, measured), min(pays + unit, measured)} <= ran else "by the law through the sizes run"
+        is_run = {min(pays, measured), min(pays + unit, measured)} <= ran
+        how = "measured" if is_run else "by the law through the sizes run"
     if pays > _BEYOND * measured:
         sentence = (
             f"A further worker pays as far as can be told from these sizes, {_BEYOND * measured} at least ({how})."

@@ -7,8 +7,8 @@ place: it takes over the files, and tells what the last leader had not written.
 from __future__ import annotations
 
 import dataclasses
-import socket
 import os
+import socket
 import sys
 import time
 from collections import deque

@@ -38,6 +38,6 @@ class NormPrice:
         return (
             f"BatchNorm over the batch of {batch.members.size} workers: {count / _STEPS:.0f} exchanges {way} take "
             f"{seconds_in_words(took / _STEPS)} of a step of {seconds_in_words(self._total / _STEPS)} "
-            f'({100 * took / self._total:.0f} %, waiting for the slowest worker included); batch_norm="local" has none, '
-            "and its result depends on the number of workers"
+            f"({100 * took / self._total:.0f} %, waiting for the slowest worker included); "
+            'batch_norm="local" has none, and its result depends on the number of workers'
         )

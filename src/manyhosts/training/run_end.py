@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from manyhosts import refusals
-from manyhosts.cluster.neighbours import Neighbours
 from manyhosts.cluster.membership import Passed
+from manyhosts.cluster.neighbours import Neighbours
 from manyhosts.communication.gathering import gather_plain
 from manyhosts.errors import ManyhostsError, TrainingError, first_line
 from manyhosts.events import Note, RunEnded

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from measured_training import MEASURED, machines
 
-from manyhosts.cli.main import main
 from manyhosts.cli import plan_screen
+from manyhosts.cli.main import main
 from manyhosts.cli.plan_screen import print_plan, table, worth_a_look
 from manyhosts.communication.compression.choose import BY_LOSS
 from manyhosts.config.strategies import DDP

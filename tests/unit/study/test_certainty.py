@@ -16,7 +16,12 @@ def verdict(folder: Path, speed_ups: dict[int, list[float]]) -> Verdict:
     """Of a study with these speed-ups over the first run of one worker, by seed."""
 
     def of(point: Point) -> Costs:
-        return {"compute": 1.0 / speed_ups[point.workers][point.seed or 0], "exposed": 0.0, "data": 0.0, "evaluation": 0.0}
+        return {
+            "compute": 1.0 / speed_ups[point.workers][point.seed or 0],
+            "exposed": 0.0,
+            "data": 0.0,
+            "evaluation": 0.0,
+        }
 
     repeats = len(speed_ups[1])
     folder.mkdir(exist_ok=True)

@@ -110,10 +110,8 @@ def main() -> None:
     print("<!-- made by benchmarks/batch_norm.py -->\n")
     print(describe(Path(sys.executable), ["torch"]))
     way = done.stdout.split("\n")[1]
-    print(
-        "\nTwo workers of this machine with one thread each, a ResNet-18 of a quarter of its width (20 BatchNorm layers),"
-    )
-    print(f"32 pictures of 32 x 32 for each; {BLOCKS} blocks of {STEPS} steps each, taking turns.\n")
+    print("\nTwo workers of this machine with one thread each, a ResNet-18 of a quarter of its width (20 BatchNorm")
+    print(f"layers), 32 pictures of 32 x 32 for each; {BLOCKS} blocks of {STEPS} steps each, taking turns.\n")
     print("| BatchNorm | a step |\n|---|---:|")
     print(f"| local, PyTorch's | {local} ms |")
     print(f"| over the batch of both workers, by {way} | {over_all} ms |")

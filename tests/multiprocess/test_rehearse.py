@@ -247,7 +247,8 @@ from torch.nn.parallel import DistributedDataParallel
 rank = int(os.environ["RANK"])
 path = f"weights-{rank}.pt"
 torch.save(torch.ones(2), path)
-for location in ("cuda", "cuda:0", torch.device("cuda", rank), {"cuda:0": f"cuda:{rank}"}, lambda stored, _: stored.cuda(0)):
+places = ["cuda", "cuda:0", torch.device("cuda", rank), {"cuda:0": f"cuda:{rank}"}, lambda stored, _: stored.cuda(0)]
+for location in places:
     assert load(path, map_location=location).sum() == torch.serialization.load(path, map_location=location).sum() == 2
 torch.distributed.init_process_group("nccl")
 torch.manual_seed(0)

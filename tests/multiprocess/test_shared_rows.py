@@ -55,9 +55,12 @@ def train(rank: int, able: list[bool]) -> dict[str, Any]:
         calls.append("gather")
         return gather(*words, **more)
 
-    with patch.object(shared_rows, "is_possible", lambda: able[rank]), patch.object(dist, "all_gather", counted):
-        with acting(batch):
-            found = gradients_and_buffers(model, samples[own], weights[own] * (count is not None))
+    with (
+        patch.object(shared_rows, "is_possible", lambda: able[rank]),
+        patch.object(dist, "all_gather", counted),
+        acting(batch),
+    ):
+        found = gradients_and_buffers(model, samples[own], weights[own] * (count is not None))
     for each in found[: len(list(model.parameters()))]:
         world.all_reduce(each)
     world.leave()

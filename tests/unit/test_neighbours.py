@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -75,7 +76,7 @@ def test_verdict_names_who_was_beside(tmp_path: Path) -> None:
     path = RunDirectory(study.rows[1].place.run.path).metrics
     lines = path.read_text().splitlines()
     text = "other programs took 1.0 of the 2 cores of this host meanwhile, most of it blender (process 77, 1.0): steps"
-    lines.insert(-1, '{"event": "note", "step": 40, "time": 1001.0, "text": "%s"}' % text)
+    lines.insert(-1, json.dumps({"event": "note", "step": 40, "time": 1001.0, "text": text}))
     path.write_text("\n".join(lines) + "\n")
     told = known(asked, tmp_path / "S", 0.5).verdict()
     assert "CAREFUL: in 1 of 2 runs others used the machine (with 2 workers, other programs took 1.0" in told

@@ -144,8 +144,8 @@ def _measured(plan: Plan) -> Iterable[str]:
         yield f"{hosts} hosts that are one machine: each worker computes {times:.2f} times as long"
     if measured.batch_norm_layers:
         yield (
-            f"BatchNorm over the batch of all workers: {2 * measured.batch_norm_layers} exchanges in each pass over the "
-            "model, on one host through shared memory"
+            f"BatchNorm over the batch of all workers: {2 * measured.batch_norm_layers} exchanges in each pass over "
+            "the model, on one host through shared memory"
         )
     dropped = [name for name in COMPRESSIONS if name not in measured.compression]
     if measured.compression and dropped:

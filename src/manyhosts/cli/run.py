@@ -382,15 +382,15 @@ def _behind_the_script(words: Mapping[str, Any]) -> list[str]:
     if is_readable:
         unread = other_options.unread(found, ours, path, root)
         if unread:
-            typed = list(words["arguments"])
+            behind = list(words["arguments"])
             script = [*(["-m"] if kind == "module" else []), words["script"]]
-            first = shlex.join(["manyhosts", "run", *typed, *script])
+            first = shlex.join(["manyhosts", "run", *behind, *script])
             raise ConfigError(
                 f"{unread[0]} stands behind {words['script']}, which does not know it; "
                 "options of `run` stand before the script",
-                where=shlex.join([words["script"], *typed]),
+                where=shlex.join([words["script"], *behind]),
                 fix=f"type: {first}; if it is for the script: "
-                f"{shlex.join(['manyhosts', 'run', '--', *script, *typed])}",
+                f"{shlex.join(['manyhosts', 'run', '--', *script, *behind])}",
             )
     stand, go = ("stands", "goes") if len(found) == 1 else ("stand", "go")
     script = words["script"]

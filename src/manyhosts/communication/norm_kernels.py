@@ -132,7 +132,8 @@ class _CpuBackward:
         ones = torch.ones_like(self.mean)
         # slope * (x - mean) + shift, by the kernel that reads the samples once.
         rest = torch.native_batch_norm(self.x, slope, shift, self.mean, ones, False, 0.0, 0.0)[0]
-        return self.scaled.sub_(rest)
+        found: Tensor = self.scaled.sub_(rest)
+        return found
 
 
 class GpuKernels(PlainKernels):

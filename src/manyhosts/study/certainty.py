@@ -94,7 +94,7 @@ def _student(t: float, freedom: float) -> float:
     step = end / _SLICES
 
     def density(u: float) -> float:
-        return scale * math.sqrt(freedom) * math.cos(u) ** (freedom - 1)
+        return float(scale * math.sqrt(freedom) * math.cos(u) ** (freedom - 1))
 
     inner = sum((4 if number % 2 else 2) * density(number * step) for number in range(1, _SLICES))
     area = step / 3 * (density(0) + inner + density(end))

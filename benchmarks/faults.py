@@ -37,6 +37,7 @@ from typing import Any
 from faults_kinds import ENDS_THE_COMMAND, KINDS, Scene, workers
 from faults_table import MOST_HOSTS, publish, table
 from faults_train import MODELS
+from machine import origin
 
 from manyhosts.lab import Lab, lab
 from manyhosts.records.line_file import read_lines
@@ -318,6 +319,8 @@ def apart() -> None:
 
 
 def write(record: Path, line: dict[str, Any]) -> None:
+    """Add a line, with the machine, the date and the commit of its own: lines of several machines stand in one file."""
+    line = {**line, "recorded": origin()}
     with record.open("a") as file:
         file.write(json.dumps(line) + "\n")
 

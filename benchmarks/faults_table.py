@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from faults_kinds import KINDS
-from machine import describe
+from machine import origins
 
 from manyhosts.records.line_file import read_lines
 
@@ -35,6 +34,13 @@ WORDS = {
     "bit-flip": "a bit flips in the newest snapshot",
     "power": "all processes on all hosts die at once",
 }
+
+
+VIRTUAL = (
+    "All runs have `virtual_workers=8`, with which the others train on at once, in their smaller number. Without it\n"
+    "they wait for a new worker in the lost one's place: the whole table has that as seconds until all workers train."
+)
+"""What the reader must know of the runs; see `faults_train.py`."""
 
 
 def publish(record: Path) -> None:
@@ -66,14 +72,12 @@ def short_table(record: Path) -> str:
         sum(line.get("weights_equal", False) for line in done),
         sum(line.get("samples_wrong", 0) for line in done),
     )
-    imports = [line["import_torch_s"] for line in done]
     rows += [
         "",
+        VIRTUAL,
         f"{len(recorded)} faults in {len(done)} runs. Runs that ended with the weights of one to which nothing",
         f"happened, bit for bit: {equal} of {len(done)}. Samples lost or repeated: {wrong}.",
         *(f"One did not end: {line['since']}." for line in done if "since" in line),
-        f"Python needed {_median(imports)} s to import torch there, which says how busy the machine",
-        "was with other things meanwhile.",
     ]
     return "\n".join(rows)
 
@@ -185,7 +189,9 @@ def table(record: Path) -> str:
             "Written by `python benchmarks/faults.py`; its first lines say what is done, and `faults_kinds.py` what",
             "each fault is. Made from `faults.jsonl`, which has a line for each fault.",
             "",
-            describe(Path(sys.executable), ["torch", "manyhosts"]),
+            f"{origins(recorded, 'faults')}, under the load that stands at the end.",
+            "",
+            VIRTUAL,
             "",
             f"{len(recorded)} faults in {len(chapters)} runs on {', '.join(map(str, sizes))} workers over up to "
             f"{MOST_HOSTS} practice hosts that share this machine's processor and one disk in memory. Median (worst).",

@@ -93,6 +93,7 @@ def test_what_comes_is_shown(watched: Watched, browser: Browser, tmp_path: Path)
     assert browser.ask("return document.querySelectorAll('#map rect').length") == cells + len(HOSTS)
     add(directory, ended(96, reason="<img src=x onerror='window.broken = true'>"))
     wait_until(browser, "document.title.startsWith('completed')")
+    assert browser.ask("return document.querySelector('h1').textContent === document.title"), "the heading, too"
     assert browser.ask("return document.querySelector('#current_facts').textContent.includes('<img src=x')")
     assert browser.ask("return window.same === true && window.broken === undefined")
 

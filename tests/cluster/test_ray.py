@@ -32,7 +32,7 @@ from runs import restarts, step_lines
 from manyhosts.lab import Host, Lab, lab
 
 pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'manyhosts[ray]'"),
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install ray"),
     pytest.mark.skipif(
         " " in sys.executable,
         reason="Ray starts its workers by `bash -c` with the path of Python unquoted, so none starts from a path with "

@@ -237,3 +237,54 @@ def test_script_of_a_library_for_gpus_trains_its_workers_together(source: str, t
     assert said[0] == said[1], "the workers are equal"
     assert said[0].startswith("of 2 ")
     assert "GPUs become this machine's CPU" in done.stderr
+
+
+SAVED_AND_NORMALISED = """
+import os, torch
+from torch import load, nn
+from torch.nn.parallel import DistributedDataParallel
+
+rank = int(os.environ["RANK"])
+path = f"weights-{rank}.pt"
+torch.save(torch.ones(2), path)
+places = ["cuda", "cuda:0", torch.device("cuda", rank), {"cuda:0": f"cuda:{rank}"}, lambda stored, _: stored.cuda(0)]
+for location in places:
+    assert load(path, map_location=location).sum() == torch.serialization.load(path, map_location=location).sum() == 2
+torch.distributed.init_process_group("nccl")
+torch.manual_seed(0)
+layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).double()
+samples = torch.randn(8, 3, 6, 6).double()
+alone, together = layers, nn.SyncBatchNorm.convert_sync_batchnorm(__import__("copy").deepcopy(layers)).cuda()
+alone(samples).square().sum().backward()
+model = DistributedDataParallel(together, device_ids=[rank])
+model(samples[4 * rank : 4 * rank + 4].cuda()).square().sum().backward()
+equal = torch.allclose(together[1].running_var, alone[1].running_var, rtol=1e-9)
+equal &= torch.allclose(2 * together[0].weight.grad, alone[0].weight.grad, rtol=1e-6, atol=1e-9)
+print("equal", bool(equal))
+"""
+FABRIC = """
+import torch
+from lightning.fabric import Fabric
+from torch.utils.data import DataLoader, TensorDataset
+
+fabric = Fabric(accelerator="cuda", devices=2, strategy="ddp")
+fabric.launch()
+data = TensorDataset(torch.arange(64.0))
+loader = fabric.setup_dataloaders(DataLoader(data, batch_size=8, pin_memory=True))
+print("batches", len(loader), sorted({len(batch[0]) for batch in loader}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (SAVED_AND_NORMALISED, "equal True"),
+        pytest.param(FABRIC, "batches 4 [8]", marks=pytest.mark.slow),  # the other source is the same files' quick one
+    ],
+    ids=["load and SyncBatchNorm", "Fabric"],
+)
+def test_what_scripts_for_gpus_do_beside_training_is_rehearsed(source: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(source)
+    done = rehearse(tmp_path / "script.py", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(said) == 2, done.stdout

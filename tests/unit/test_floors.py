@@ -29,8 +29,8 @@ FLOORS = [  # from the ground up
     ["errors"],  # the ground's own ground: those beside it in the design raise them
     ["device", "events", "imports", "refusals", "units", "table"],
     ["config", "cluster", "records"],
-    ["hosts", "communication", "data", "listeners", "rehearsal"],
-    ["control"],
+    ["hosts", "communication", "data", "listeners"],
+    ["control", "rehearsal"],
     ["strategies", "snapshot", "planner", "lab"],
     ["launchers", "study", "elastic"],
     ["training", "doctor", "tune", "report"],
@@ -258,7 +258,8 @@ def test_everything_that_is_asked_for_is_pinned() -> None:
 TRAINER_ARGUMENTS = (
     "model optimizer data loss step metrics schedule strategy precision micro_batch_size clip_gradients snapshots "
     "validate_every early_stopping listeners init_from seed virtual_workers batch_norm lr_scaling warmup compile "
-    "backend record_samples run_dir on_bad_step schedule_every audit weight balance activation_checkpointing"
+    "backend record_samples run_dir on_bad_step schedule_every audit weight balance activation_checkpointing "
+    "threads keep_pictures"
 )
 OPTIONS = {
     "run": "--on --cluster --hosts --hostfile --workers --nodes --workers-per-node --restarts --hang-timeout "

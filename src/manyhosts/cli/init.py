@@ -32,15 +32,20 @@ def network() -> nn.Module:  # a function: the weights come from the run's seed,
     )
 
 
-trainer = mh.Trainer(
-    model=network,
-    loss=nn.CrossEntropyLoss(),
-    optimizer=lambda params: torch.optim.AdamW(params, lr=3e-3),
-    data=mh.Data(train=train, validation=validation, test=test, batch_size=64),
-    metrics={"accuracy": MulticlassAccuracy(num_classes=10)},
-)
-trainer.fit("10 epochs")
-mh.print(trainer.test())  # once, on any number of workers
+def main() -> None:
+    trainer = mh.Trainer(
+        model=network,
+        loss=nn.CrossEntropyLoss(),
+        optimizer=lambda params: torch.optim.AdamW(params, lr=3e-3),
+        data=mh.Data(train=train, validation=validation, test=test, batch_size=64),
+        metrics={"accuracy": MulticlassAccuracy(num_classes=10)},
+    )
+    trainer.fit("10 epochs")
+    mh.print(trainer.test())  # once, on any number of workers
+
+
+if __name__ == "__main__":  # so that a notebook or a test may import `network` without training it
+    main()
 '''
 
 

@@ -66,6 +66,9 @@ class _Verbs(click.Group):
 
             if args[0].endswith(".py"):
                 raise ConfigError(f"{args[0]} is a script, and no verb", fix=f"write manyhosts run {shlex.join(args)}")
+            if script := next((word for word in args[1:] if word.endswith(".py")), None):
+                what = f"there is no verb {args[0]!r}"
+                raise ConfigError(what, fix=f"to train {script}: manyhosts run {script}; all verbs: manyhosts --help")
             raise click.UsageError(f"there is no verb {args[0]!r}. {nearest(args[0], VERBS)}known: {', '.join(VERBS)}")
         return super().resolve_command(ctx, args)
 

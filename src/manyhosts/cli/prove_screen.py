@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TextIO
@@ -29,6 +30,7 @@ def print_proof(proof: Proof, stream: TextIO) -> None:
     counted = f"{', '.join(numbers[:-1])} and {numbers[-1]}" if numbers[1:] else numbers[0]
     lines = [f"{proof.asked.script}: {proof.trials} trials of {proof.asked.steps} steps, "
              f"{seconds_in_words(proof.seconds)}", ""]  # fmt: skip
+    lines += busy(proof, os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0, os.cpu_count() or 1)
     for verdict in proof.verdicts:
         lines += _line(verdict, PROMISES[verdict.promise][0].format(workers=counted), colour=colour)
     for verdict in proof.verdicts:
@@ -40,6 +42,18 @@ def print_proof(proof: Proof, stream: TextIO) -> None:
         for sign, word in _PLAIN.items():
             text = text.replace(sign, word)
     stream.write(writable(text, encoding))
+
+
+def busy(proof: Proof, load: float, cores: int) -> list[str]:
+    """That the machine was busy, where something fails: what waits for a core looks like what waits for a worker."""
+    most = max(proof.asked.workers) + 1  # a trial of our own is among them
+    if load <= cores + most or all(each.status != "fails" for each in proof.verdicts):
+        return []
+    text = (
+        f"careful: {load:.0f} processes wanted the {cores} cores in the minute before; a trial that waits for a core "
+        "may look like one that hangs in a collective. Prove it again when the machine is quiet."
+    )
+    return [*textwrap.wrap(text, _WIDTH - 2, initial_indent=" ", subsequent_indent=" "), ""]
 
 
 def _line(verdict: Verdict, promise: str, *, colour: bool) -> list[str]:

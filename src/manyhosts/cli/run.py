@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from manyhosts.cli import torchrun_options
+from manyhosts.cli import other_options, torchrun_options
 from manyhosts.cli.cluster import beside_table, cluster_option, target_options
 from manyhosts.cli.measuring import OPTION_OF, environment, measuring_options
 from manyhosts.cli.where import Where, pairs, variables_of
@@ -30,11 +30,14 @@ from manyhosts.launchers import handles, named_runs, scripts
 from manyhosts.launchers.launch import new_run_dir
 from manyhosts.launchers.launcher import LAUNCHERS
 from manyhosts.records import run_directory, run_lock
+from manyhosts.records.run_record import GIVEN
 from manyhosts.units import bytes_of
 
 _TRAINING = ("manyhosts.training.trainer", "manyhosts.data.data")
 """Loaded once per host for scripts that import manyhosts."""
 _REHEARSAL = "manyhosts.rehearsal"
+_MARKED = "manyhosts.script-is-marked"
+"""Whether `--` was typed before the script: all behind it is the script's, whatever it looks like."""
 
 
 class _Run(click.Command):
@@ -45,6 +48,9 @@ class _Run(click.Command):
         flags = {word for option in options if option.is_flag for word in option.opts} | {"--help"}
         with_value = {word for option in options if not option.is_flag for word in option.opts}
         read = torchrun_options.translate(args, flags, with_value)
+        ours, rest = torchrun_options.split(read.words, with_value)
+        other_options.check(ours, rest, flags | with_value)
+        ctx.meta[_MARKED] = rest[:1] == ["--"]
         if read.left_out or read.is_other:
             left_out = f"; left out, since it need not be said: {', '.join(read.left_out)}" if read.left_out else ""
             words = shlex.join(["manyhosts", "run", *read.words])
@@ -297,7 +303,9 @@ def _environment(words: Mapping[str, Any], settings: Mapping[str, str]) -> dict[
     """What all workers have in their environment, beside what the engine gives them; `settings` among it."""
     unasked = {} if words["run_dir"] or words["resume"] else {run_directory.UNASKED: "1"}
     rehearsed = _rehearsed(words["env"]) if words["rehearse"] else {}
-    return {**variables_of(words["env"]), **settings, **unasked, **rehearsed}
+    given = variables_of(words["env"])
+    named = {GIVEN: ",".join(given)} if given else {}
+    return {**given, **named, **settings, **unasked, **rehearsed}
 
 
 def _warm_s(*, here: bool) -> float:
@@ -360,8 +368,33 @@ def _behind_the_script(words: Mapping[str, Any]) -> list[str]:
     """What deserves a word: options of ours that stand behind the script, and so are the script's."""
     ours = {word for option in run.params if isinstance(option, click.Option) for word in option.opts if len(word) > 2}
     found = [word for argument in words["arguments"] if (word := argument.partition("=")[0]) in ours - {"--trace"}]
-    if not found:
+    if not words["arguments"] or click.get_current_context().meta.get(_MARKED):
         return []
+    kind = scripts.kind_of(module=words["module"], no_python=words["no_python"])
+    path = scripts.file_of(words["script"], kind)
+    is_readable = kind != "executable" and path.is_file()
+    root = Path() if kind == "module" else path.parent
+    if not found:
+        if not is_readable or not scripts.uses_manyhosts(words["script"], kind):
+            return []
+        if other_options.reads_arguments(path, root):
+            return []
+        typed = shlex.join(words["arguments"])
+        advice = "settings are changed before the script, as in --set lr=0.01 (--set help lists them)"
+        return [f"{words['script']} does not read its arguments, so {typed} has no effect; {advice}"]
+    if is_readable:
+        unread = other_options.unread(found, ours, path, root)
+        if unread:
+            behind = list(words["arguments"])
+            script = [*(["-m"] if kind == "module" else []), words["script"]]
+            first = shlex.join(["manyhosts", "run", *behind, *script])
+            raise ConfigError(
+                f"{unread[0]} stands behind {words['script']}, which does not know it; "
+                "options of `run` stand before the script",
+                where=shlex.join([words["script"], *behind]),
+                fix=f"type: {first}; if it is for the script: "
+                f"{shlex.join(['manyhosts', 'run', '--', *script, *behind])}",
+            )
     stand, go = ("stands", "goes") if len(found) == 1 else ("stand", "go")
     script = words["script"]
     return [f"{', '.join(found)} {stand} behind {script} and so {go} to it; options of `run` stand before it"]

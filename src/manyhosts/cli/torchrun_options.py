@@ -61,6 +61,16 @@ def translate(typed: Sequence[str], flags: Collection[str], with_value: Collecti
     return Translation([*ours, *own, *rest], [name for name in theirs if name not in used], is_other=True)
 
 
+def split(words: Sequence[str], with_value: Collection[str]) -> tuple[list[str], list[str]]:
+    """The options before the script, with their values, and the script with what is behind it."""
+    left, ours = list(words), []
+    while left and left[0].startswith("-") and left[0] not in ("-", "--"):
+        ours.append(left.pop(0))
+        if ours[-1] in with_value and left:
+            ours.append(left.pop(0))
+    return ours, left
+
+
 def _sorted_out(
     typed: Sequence[str], flags: Collection[str], with_value: Collection[str]
 ) -> tuple[list[str], dict[str, str], list[str]]:

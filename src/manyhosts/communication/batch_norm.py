@@ -4,14 +4,16 @@ The mean and variance of each channel are those of the samples of all workers, s
 change the model. PyTorch's SyncBatchNorm does the same but refuses CPU tensors. Workers may hold different numbers of
 samples; one that holds a ghost (`ghost` set) takes part in the exchange and counts for nothing.
 
-One exchange of 2 C + 1 numbers per layer in the forward pass, and one of 2 C in the backward pass, for C channels. A
+One exchange of 2 C + 1 numbers per layer in the forward pass, and one of 2 C in the backward pass, for C channels:
+through shared memory where all workers are on one host, else over the wire. A
 backward pass that will be differentiated itself (a gradient penalty) computes by operations that autograd knows; it has
 two more exchanges per layer.
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+import time
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,24 +21,87 @@ from torch import Tensor, nn
 from manyhosts.communication.collectives import Collectives
 from manyhosts.communication.norm_kernels import kernels_for, wide
 from manyhosts.communication.shared_norm import prepare
+from manyhosts.communication.shared_rows import SharedRows, among
 
 
 class GlobalBatch:
     """The samples of all workers: what the layers of one model share."""
 
-    def __init__(self, members: Collectives) -> None:
-        self.members = members
+    def __init__(self, members: Collectives, length: int) -> None:
+        """`length`: the most numbers that a layer exchanges."""
+        self.members, self.length = members, length
         self.ghost = False
         """Whether the piece that is computed is a ghost, in its forward and in its backward pass."""
+        self.exchange_s = 0.0
+        """Seconds in exchanges so far; of a GPU, which does not wait in them, what it takes to ask for them."""
+        self.exchanges = 0
+        """How many there were."""
+        self._made_for: object = None
+        self._rows: SharedRows | None = None
+
+    def stack(self, row: Tensor) -> Tensor:
+        """The rows of all workers, by rank; through shared memory where that can be."""
+        begin = time.perf_counter()
+        try:
+            rows = self._shared()
+            if rows is None or row.numel() > self.length:
+                return self.members.stack(row, confirmed=False)
+            found = rows.stack(row)
+            self.members.count_waited(time.perf_counter() - begin)
+            return found
+        finally:
+            self.exchange_s += time.perf_counter() - begin
+            self.exchanges += 1
+
+    def sum(self, own: Tensor) -> Tensor:
+        """The sum of what all workers have, in the order of their ranks on CPUs, however it travels."""
+        if self.members.device.type != "cpu":
+            return self.members.all_reduce(own, confirmed=False)
+        return self.stack(own.view(-1)).sum(0).view_as(own)
+
+    def _shared(self) -> SharedRows | None:
+        """What these workers share; made anew, by all of them together, where they have changed."""
+        members = self.members
+        if members.size == 1 or members.device.type != "cpu":
+            return None
+        if self._made_for is not members.group:
+            if self._rows is not None:
+                self._rows.close()
+            self._rows = None
+            self._rows = among(members, self.length, same_host=members.is_on_one_host, timeout_s=members.timeout_s)
+            self._made_for = members.group
+        return self._rows
+
+    @property
+    def is_shared_memory(self) -> bool:
+        """Whether the last exchange went through memory."""
+        return self._rows is not None
 
     def normalise(self, layer: nn.modules.batchnorm._BatchNorm, input: Tensor, *, track: bool) -> Tensor:
         """See `shared_norm.Batch`."""
-        output, mean, variance, count = _Normalise.apply(  # type: ignore[no-untyped-call]
-            input, layer.weight, layer.bias, layer.eps, self
-        )
-        if track:
-            _track(layer, mean, variance, count)
-        return cast(Tensor, output)
+        return normalise_over(self, layer, input, track=track)
+
+
+class Exchange(Protocol):
+    """How workers tell each other the statistics of a layer."""
+
+    ghost: bool
+
+    def stack(self, row: Tensor) -> Tensor:
+        """The rows of all workers, shape (size, n), of one of shape (n,) from each."""
+
+    def sum(self, own: Tensor) -> Tensor:
+        """The sum of what all workers have."""
+
+
+def normalise_over(exchange: Exchange, layer: nn.modules.batchnorm._BatchNorm, input: Tensor, *, track: bool) -> Tensor:
+    """Normalise `input` of shape `(N, C, …)` by the statistics of all workers. `track`: see `shared_norm.Batch`."""
+    output, mean, variance, count = _Normalise.apply(  # type: ignore[no-untyped-call]
+        input, layer.weight, layer.bias, layer.eps, exchange
+    )
+    if track:
+        _track(layer, mean, variance, count)
+    return cast(Tensor, output)
 
 
 @torch.no_grad()
@@ -56,7 +121,7 @@ def _track(layer: nn.modules.batchnorm._BatchNorm, mean: Tensor, variance: Tenso
 class _Normalise(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, batch: GlobalBatch
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, batch: Exchange
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         kernels = kernels_for(x.device)
         channels = x.shape[1]
@@ -64,7 +129,7 @@ class _Normalise(torch.autograd.Function):
         row = torch.cat([mean, variance, mean.new_full((1,), x.numel() // channels)])
         if batch.ghost:
             row.zero_()
-        rows = batch.members.stack(row, confirmed=False)
+        rows = batch.stack(row)
         counts = rows[:, -1:]
         count = counts.sum()
         shares = counts / count
@@ -72,21 +137,21 @@ class _Normalise(torch.autograd.Function):
         means = rows[:, :channels]
         mean = (means * shares).sum(0)
         variance = ((rows[:, channels:-1] + (means - mean).square()) * shares).sum(0)
-        inverse = torch.rsqrt(variance + eps)
-        ctx.save_for_backward(x, weight, bias, mean, inverse, counts)
+        ctx.save_for_backward(x, weight, bias, mean, variance, counts)
         ctx.batch, ctx.ghost, ctx.eps, ctx.kernels = batch, batch.ghost, eps, kernels
         ctx.mark_non_differentiable(mean, variance, count)
-        return kernels.output(x, weight, bias, mean, inverse), mean, variance, count
+        return kernels.output(x, weight, bias, mean, variance, eps), mean, variance, count
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, mean, inverse, counts = ctx.saved_tensors
+        x, weight, bias, mean, variance, counts = ctx.saved_tensors
         if torch.is_grad_enabled():  # with create_graph: what comes out here is differentiated in its turn
             return *_differentiable(ctx, gradients[0]), None, None
-        backward = ctx.kernels.backward(gradients[0], x, mean, inverse)
+        backward = ctx.kernels.backward(gradients[0], x, weight, mean, variance, ctx.eps)
         own = backward.sums
         to_bias, to_weight = own[0].clone(), own[1].clone()
-        total = ctx.batch.members.all_reduce(own.zero_() if ctx.ghost else own, confirmed=False)
+        own = own.zero_() if ctx.ghost else own
+        total = ctx.batch.sum(own)
         return (
             torch.zeros_like(x) if ctx.ghost else backward.to_input(weight, total, counts.view(-1)),
             None if weight is None else to_weight.to(weight.dtype),
@@ -127,9 +192,9 @@ class _SumOverWorkers(torch.autograd.Function):
     """The sum over the workers. A change of one worker's values changes the results of all, so gradients are summed."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, batch: GlobalBatch) -> Tensor:
+    def forward(ctx: Any, values: Tensor, batch: Exchange) -> Tensor:
         ctx.batch = batch
-        return batch.members.all_reduce(values.clone(memory_format=torch.contiguous_format))
+        return batch.sum(values.clone(memory_format=torch.contiguous_format))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -138,4 +203,5 @@ class _SumOverWorkers(torch.autograd.Function):
 
 def make_global(model: nn.Module, members: Collectives) -> GlobalBatch | None:
     """Let every BatchNorm layer of `model` see the batch of all `members`. None where there is no such layer."""
-    return GlobalBatch(members) if prepare(model) else None
+    layers = prepare(model)
+    return GlobalBatch(members, max(2 * layer.num_features + 1 for layer in layers)) if layers else None

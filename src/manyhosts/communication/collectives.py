@@ -50,6 +50,23 @@ class Collectives(ABC):
     def process_group(self) -> dist.ProcessGroup | None:
         """That of these workers; None for the default one, and where there is but one worker."""
 
+    @property
+    @abstractmethod
+    def group(self) -> object:
+        """What is another object whenever the workers have changed."""
+
+    @property
+    @abstractmethod
+    def is_on_one_host(self) -> bool:
+        """Whether all of them are known to be on one host."""
+
+    timeout_s: float
+    """How long they wait for each other."""
+
+    @abstractmethod
+    def count_waited(self, seconds: float) -> None:
+        """Count so many seconds as waited for others."""
+
     @abstractmethod
     def count_sent(self, payload: int) -> None:
         """Count so many bytes as put on the wire."""

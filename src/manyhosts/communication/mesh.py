@@ -176,6 +176,25 @@ class Along(Collectives):
         """Theirs; None where this worker stands alone."""
         return self._group
 
+    @property
+    def group(self) -> object:
+        """See `World.group`."""
+        return self.world.group
+
+    @property
+    def is_on_one_host(self) -> bool:
+        """See `World.is_on_one_host`."""
+        return self.world.is_on_one_host
+
+    @property
+    def timeout_s(self) -> float:  # type: ignore[override]  # the world's own, which is never set here
+        """See `World`."""
+        return self.world.timeout_s
+
+    def count_waited(self, seconds: float) -> None:
+        """See `World.count_waited`."""
+        self.world.count_waited(seconds)
+
     def count_sent(self, payload: int) -> None:
         """Count so many bytes as put on the wire."""
         self.world.count_sent(payload)

@@ -1,8 +1,9 @@
 """What a BatchNorm layer computes on one worker, before and after the workers exchange sums.
 
 On a GPU by the kernels that PyTorch has for its SyncBatchNorm: each reads the samples once, in the memory format that
-they have. Elsewhere by operations that every device has. How sums of several workers are combined is not their concern:
-PyTorch's own kernel for that gives NaN where the first worker has no samples.
+they have. On a CPU, in float32 and float64, by those of its own BatchNorm in evaluation, which take mean and variance
+as they are given. Elsewhere by operations that every device has. How sums of several workers are combined is not their
+concern: PyTorch's own kernel for that gives NaN where the first worker has no samples.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ class BackwardPass(Protocol):
 
 def kernels_for(device: torch.device) -> PlainKernels:
     """Those for samples on `device`."""
-    return GpuKernels() if is_asynchronous(device) else PlainKernels()
+    if is_asynchronous(device):
+        return GpuKernels()
+    return CpuKernels() if device.type == "cpu" else PlainKernels()
 
 
 def wide(tensor: Tensor) -> Tensor:
@@ -43,8 +46,11 @@ class PlainKernels:
         variance, mean = torch.var_mean(wide(x), dim=_dims(x), correction=0)
         return mean, variance
 
-    def output(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, inverse: Tensor) -> Tensor:
-        """Of the layer. `inverse`: one through the standard deviation."""
+    def output(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor, eps: float
+    ) -> Tensor:
+        """Of the layer, for the mean and the biased variance of the whole batch."""
+        inverse = torch.rsqrt(variance + eps)
         output = _normal(x, mean, inverse)
         if weight is not None:
             output = output * _along(wide(weight), x)
@@ -52,9 +58,11 @@ class PlainKernels:
             output = output + _along(wide(bias), x)
         return output.to(x.dtype)
 
-    def backward(self, gradient: Tensor, x: Tensor, mean: Tensor, inverse: Tensor) -> BackwardPass:
+    def backward(
+        self, gradient: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, variance: Tensor, eps: float
+    ) -> BackwardPass:
         """Begin the backward pass, with the output's gradient."""
-        return _PlainBackward(gradient, x, mean, inverse)
+        return _PlainBackward(gradient, x, mean, torch.rsqrt(variance + eps))
 
 
 class _PlainBackward:
@@ -71,6 +79,63 @@ class _PlainBackward:
         return found.to(self.dtype)
 
 
+class CpuKernels(PlainKernels):
+    """The same by PyTorch's kernels for CPUs, which make no copies of the samples on the way."""
+
+    def statistics(self, x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Mean and biased variance."""
+        if not _is_full(x):
+            return super().statistics(x, eps)
+        mean, variance = torch.batch_norm_update_stats(x, None, None, 0.0)
+        return mean, variance
+
+    def output(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor, eps: float
+    ) -> Tensor:
+        """Of the layer."""
+        if not _is_full(x):
+            return super().output(x, weight, bias, mean, variance, eps)
+        weight, bias = _like(weight, mean), _like(bias, mean)
+        return torch.native_batch_norm(x, weight, bias, mean, variance, False, 0.0, eps)[0]
+
+    def backward(
+        self, gradient: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, variance: Tensor, eps: float
+    ) -> BackwardPass:
+        """Begin it."""
+        if not (_is_full(x) and gradient.dtype == x.dtype):
+            return super().backward(gradient, x, weight, mean, variance, eps)
+        return _CpuBackward(gradient, x, weight, mean, variance, eps)
+
+
+def _is_full(x: Tensor) -> bool:
+    return x.dtype in (torch.float32, torch.float64) and x.numel() > 0
+
+
+class _CpuBackward:
+    """In evaluation the gradient of the samples is the output's, scaled; what is missing is linear in the samples."""
+
+    def __init__(
+        self, gradient: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, variance: Tensor, eps: float
+    ) -> None:
+        weight = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
+        self.x, self.mean, self.inverse = x, mean, torch.rsqrt(variance + eps)
+        self.scale = self.inverse * weight
+        self.scaled, of_product, of_gradient = torch.ops.aten.native_batch_norm_backward(
+            gradient, x, weight, mean, variance, None, None, False, eps, [True, True, True]
+        )
+        self.sums = torch.stack([of_gradient, of_product])
+
+    def to_input(self, weight: Tensor | None, total: Tensor, counts: Tensor) -> Tensor:
+        mean_gradient, mean_product = total / counts.sum()
+        slope = self.scale * self.inverse * mean_product
+        shift = self.scale * mean_gradient
+        ones = torch.ones_like(self.mean)
+        # slope * (x - mean) + shift, by the kernel that reads the samples once.
+        rest = torch.native_batch_norm(self.x, slope, shift, self.mean, ones, False, 0.0, 0.0)[0]
+        found: Tensor = self.scaled.sub_(rest)
+        return found
+
+
 class GpuKernels(PlainKernels):
     """The same by PyTorch's kernels for GPUs."""
 
@@ -79,14 +144,19 @@ class GpuKernels(PlainKernels):
         mean, inverse = torch.batch_norm_stats(_dense(x, x), eps)
         return mean, (inverse.pow(-2) - eps).clamp(min=0)
 
-    def output(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, inverse: Tensor) -> Tensor:
+    def output(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor, eps: float
+    ) -> Tensor:
         """Of the layer."""
+        inverse = torch.rsqrt(variance + eps)
         # The kernel is told the inverse, and makes nothing of its last argument.
         return torch.batch_norm_elemt(_dense(x, x), _like(weight, mean), _like(bias, mean), mean, inverse, 0.0)
 
-    def backward(self, gradient: Tensor, x: Tensor, mean: Tensor, inverse: Tensor) -> BackwardPass:
+    def backward(
+        self, gradient: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, variance: Tensor, eps: float
+    ) -> BackwardPass:
         """Begin it."""
-        return _GpuBackward(gradient, x, mean, inverse)
+        return _GpuBackward(gradient, x, mean, torch.rsqrt(variance + eps))
 
 
 class _GpuBackward:

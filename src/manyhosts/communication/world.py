@@ -208,6 +208,15 @@ class World(Collectives):
         """The default one."""
         return
 
+    @property
+    def is_on_one_host(self) -> bool:
+        """Whether all workers are on this host, as far as the launcher has said."""
+        return self.place.local_size == self.size
+
+    def count_waited(self, seconds: float) -> None:
+        """Count so many seconds as waited for others."""
+        self.exposed_s += seconds
+
     def count_sent(self, payload: int) -> None:
         """Count so many bytes as put on the wire."""
         self.bytes_sent += payload

@@ -20,6 +20,11 @@ _WORKERS = "the script says nothing of machines: manyhosts run --workers 2, or -
 _DATA = "data=mh.Data(train=train_set, validation=val_set, batch_size=64): datasets, no loaders"
 _OPTIMIZER = "optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)"
 _PIECES = "micro_batch_size=32: the most samples in one forward pass; batch_size stays the whole"
+SAMPLER = (
+    "the order is made here, the same on any number of workers, and no sampler chooses samples: to balance classes, "
+    "weigh the loss (nn.CrossEntropyLoss(weight=...)) or repeat rare samples: "
+    "train=Subset(dataset, list(WeightedRandomSampler(weights, len(dataset), generator=Generator().manual_seed(0))))"
+)
 _ORDER = "the order is made here, the same on any number of workers; shuffle=False keeps that of the dataset"
 
 OF_TRAINER = {
@@ -72,8 +77,8 @@ OF_DATA = {
     "collate_fn": "collate=function",
     "val": "validation=val_set",
     "valid": "validation=val_set",
-    "sampler": _ORDER,
-    "batch_sampler": _ORDER,
+    "sampler": SAMPLER,
+    "batch_sampler": SAMPLER,
     "pin_memory": "batches are pinned where there is a GPU; leave it out",
     "persistent_workers": "loader processes stay for the whole run; leave it out",
     "prefetch_factor": 'loader_workers="auto" measures how many are needed; leave it out',

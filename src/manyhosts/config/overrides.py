@@ -59,8 +59,24 @@ def check_keys(overrides: Iterable[str]) -> None:
             raise ConfigError(
                 f"there is no setting named {key!r}",
                 where="--set",
-                fix=f"{nearest(key, known)}{_like(key, known)}all of them: manyhosts run --set help",
+                fix=f"{_called(key)}{nearest(key, known)}{_like(key, known)}all of them: manyhosts run --set help",
             )
+
+
+_CALLED = {
+    **dict.fromkeys(("epochs", "max_epochs", "num_epochs", "epoch"), 'duration="20 epochs"'),
+    **dict.fromkeys(("steps", "max_steps", "iterations"), 'duration="500 steps"'),
+    **dict.fromkeys(("learning_rate", "learning-rate"), "lr=0.001"),
+    **dict.fromkeys(("batch", "bs", "batchsize"), "batch_size=64"),
+    **dict.fromkeys(
+        ("num_workers", "workers"), "loader_workers=2 (processes that read); --workers 2 for those that train"
+    ),
+}
+"""What other programs call a setting of ours, and how it is written here."""
+
+
+def _called(key: str) -> str:
+    return f"write --set {_CALLED[key]}; " if key in _CALLED else ""
 
 
 def check_value(key: str, text: str, *, where: str) -> None:

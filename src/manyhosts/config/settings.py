@@ -75,8 +75,8 @@ class Settings:
     """None: Gloo for CPU, NCCL for GPU."""
     record_samples: bool = False
     """Write which samples each step took, by index, to `logs/samples-<rank>.jsonl`."""
-    keep_pictures: int = 16
-    """How many samples of the first batch are kept for `manyhosts report`, where they are pictures. 0: none."""
+    keep_pictures: int = 0
+    """How many samples of the first batch are written to disk for `manyhosts report`, where they are pictures."""
 
     def __post_init__(self) -> None:
         check_kinds(self)

@@ -16,17 +16,18 @@ class EarlyStopping:
     """Stop when `metric` has not become better for `patience` validations in a row.
 
     `metric` is `"loss"` or a name from `Trainer(metrics=…)`. Better means by more than `min_delta`, upward for
-    `mode="max"` and downward for `mode="min"`.
+    `mode="max"` and downward for `mode="min"`. Without a mode it comes from the metric: lower is better for the loss,
+    and what a torchmetrics metric says of itself (`higher_is_better`) for others.
     """
 
     metric: str = "loss"
-    mode: Literal["min", "max"] = "min"
+    mode: Literal["min", "max"] | None = None
     patience: int = 3
     min_delta: float = 0.0
 
     def __post_init__(self) -> None:
         check_kinds(self, prefix="early_stopping.")
-        if self.mode not in ("min", "max"):
+        if self.mode not in ("min", "max", None):
             raise ConfigError(
                 f"mode is {self.mode!r}", where="early_stopping.mode", fix='use "max" (accuracy) or "min" (loss)'
             )
@@ -42,7 +43,8 @@ class EarlyStopping:
             )
 
     def better(self, value: float, best: float | None) -> bool:
-        """Whether `value` beats `best` (None: nothing yet)."""
+        """Whether `value` beats `best` (None: nothing yet). `mode` is known, or the metric is the loss."""
+        assert self.mode is not None or self.metric == "loss", f"nobody has settled which {self.metric} is better"
         if best is None:
             return True
         return value > best + self.min_delta if self.mode == "max" else value < best - self.min_delta

@@ -5,9 +5,18 @@ from __future__ import annotations
 from collections.abc import Sized
 from typing import Any, Literal
 
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
 
-from manyhosts.config.arguments import OF_DATA, answers
+from manyhosts.config.arguments import OF_DATA, SAMPLER, answers
 from manyhosts.data.fetch import Collate
 from manyhosts.errors import ConfigError, DataError
 
@@ -76,6 +85,25 @@ def _see_that_no_several(name: str, given: object, *, where: str) -> None:
     )
 
 
+def _lost_with_loader(loader: DataLoader[Any]) -> str:
+    """What `loader` does beyond its dataset, with what to write for it here; nothing where it does no more."""
+    sampler, found = getattr(loader, "sampler", None), ""
+    batches = getattr(loader, "batch_sampler", None)
+    own = batches if batches is not None and type(batches) is not BatchSampler else sampler
+    if not isinstance(own, SequentialSampler | RandomSampler | DistributedSampler | type(None)):
+        kind = type(own).__name__
+        found = (
+            f". Its {kind} would be lost with that: {SAMPLER}"
+            if not isinstance(loader.dataset, IterableDataset)
+            else ""
+        )
+    if isinstance(sampler, SequentialSampler) and not found:
+        found = ". It does not shuffle, and mh.Data does: shuffle=False keeps the order"
+    if loader.collate_fn is not default_collate:
+        found += ". Give its collate_fn, too: mh.Data(collate=…)"
+    return found
+
+
 def check_dataset(name: str, dataset: Dataset[Any], *, where: str, is_stream_fine: bool) -> None:
     """See that `dataset`, the `name` set, can be read on any number of workers.
 
@@ -84,12 +112,13 @@ def check_dataset(name: str, dataset: Dataset[Any], *, where: str, is_stream_fin
         DataError: it has no samples.
     """
     if isinstance(dataset, DataLoader):
+        kept = _lost_with_loader(dataset)
         raise ConfigError(
             f"the {name} set is a DataLoader, whose order and batches would depend on the number of workers",
             where=where,
-            fix=f"give its dataset: mh.Data({name}=loader.dataset, batch_size={dataset.batch_size or 64})"
+            fix=f"give its dataset: mh.Data({name}=loader.dataset, batch_size={dataset.batch_size or 64}){kept}"
             if where.startswith("mh.Data")
-            else "give its dataset: loader.dataset",
+            else f"give its dataset: loader.dataset{kept}",
         )
     _see_that_no_several(name, dataset, where=where)
     if isinstance(dataset, IterableDataset):

@@ -126,7 +126,14 @@ def rebuilt(container: Container, package: str, version: str) -> str:
     if package == "python":
         return f"use one image on all hosts, with Python {version}"
     base = "BASE" if container.is_file else container.image
-    return f"build an image that has it: `FROM {base}` and `RUN python3 -m pip install {package}=={version}`"
+    copied = f"`COPY {installable(package, version)} .`, " if package == "manyhosts" else ""
+    install = f"`RUN python3 -m pip install {installable(package, version)}`"
+    return f"build an image that has it: `FROM {base}`{', ' if copied else ' and '}{copied}{install}"
+
+
+def installable(package: str, version: str) -> str:
+    """What pip is given for `version` of `package`: ours is the wheel that `pip wheel` makes of its source."""
+    return f"manyhosts-{version}-py3-none-any.whl" if package == "manyhosts" else f"{package}=={version}"
 
 
 def to_have_the_same(image: str) -> str:

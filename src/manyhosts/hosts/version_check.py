@@ -92,8 +92,7 @@ def see_that_they_agree(
                 raise LaunchError(
                     f"host {host} has no {package}: {python} does not find it",
                     where=f"host {host}",
-                    fix=f"install it there: {python} -m pip install {package}=={mine[package]}; or name the right"
-                    " Python with -o python=PATH",
+                    fix=f"{remedy(package, mine[package], python)}; or name the right Python with -o python=PATH",
                 )
     if container is not None:
         mine = {**mine, "python": "", "torch": ""}
@@ -166,4 +165,4 @@ def remedy(package: str, version: str, python: str) -> str:
     if package == "python":
         short = counts(package, version)
         return f"install Python {short} there with the same packages, or name one with -o python=PATH"
-    return f"install the same there: {python} -m pip install {package}=={version}"
+    return f"install the same there: {python} -m pip install {containers.installable(package, version)}"

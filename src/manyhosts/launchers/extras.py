@@ -9,8 +9,8 @@ from typing import Any
 from manyhosts.errors import LaunchError
 
 
-def load(module: str, *, what: str, extra: str) -> Any:
-    """The module of that name. `what` it is, at the beginning of a sentence; `extra` of ours that brings it.
+def load(module: str, *, what: str, package: str) -> Any:
+    """The module of that name. `what` it is, at the beginning of a sentence; the `package` that has it.
 
     Raises:
         LaunchError: it is not installed.
@@ -21,5 +21,5 @@ def load(module: str, *, what: str, extra: str) -> Any:
         raise LaunchError(
             f"{what} is not installed here",
             where=sys.executable,
-            fix=f"{sys.executable} -m pip install 'manyhosts[{extra}]'",
+            fix=f"{sys.executable} -m pip install {package}",
         ) from cause

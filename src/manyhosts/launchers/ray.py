@@ -81,8 +81,8 @@ class Ray(Engine):
             LaunchError: Ray is not installed, was not reached, or has too few nodes.
             ManyhostsError: workers failed; the error is that of the one that failed first.
         """
-        ray = extras.load("ray", what="Ray", extra="ray")
-        extras.load("ray.util", what="Ray", extra="ray")
+        ray = extras.load("ray", what="Ray", package="ray")
+        extras.load("ray.util", what="Ray", package="ray")
         where = plan.files[_CONNECT]
         try:
             ray.init(**where, log_to_driver=True, logging_level="ERROR", configure_logging=False)

@@ -15,6 +15,19 @@ def imports_manyhosts(script: Path, root: Path) -> bool:
 
     What cannot be read or parsed imports nothing. An import inside a function counts, too.
     """
+    for path, tree in _files_and_trees(script, root):
+        for name, folder in _modules(tree, path, root):
+            if folder is root and name.partition(".")[0] == "manyhosts":
+                return True
+    return False
+
+
+def trees(script: Path, root: Path) -> Iterator[ast.AST]:
+    """The source of `script` and of the modules below `root` that it imports, as far as they can be read."""
+    return (tree for _, tree in _files_and_trees(script, root))
+
+
+def _files_and_trees(script: Path, root: Path) -> Iterator[tuple[Path, ast.AST]]:
     waiting, seen = [script], {script}
     while waiting and len(seen) < _MOST_FILES:
         path = waiting.pop()
@@ -22,14 +35,12 @@ def imports_manyhosts(script: Path, root: Path) -> bool:
             tree = ast.parse(path.read_bytes())
         except (OSError, ValueError, SyntaxError, RecursionError):
             continue
+        yield path, tree
         for name, folder in _modules(tree, path, root):
-            if folder is root and name.partition(".")[0] == "manyhosts":
-                return True
             for found in _files(name, folder):
                 if found not in seen:
                     seen.add(found)
                     waiting.append(found)
-    return False
 
 
 def _modules(tree: ast.AST, path: Path, root: Path) -> Iterator[tuple[str, Path]]:

@@ -153,7 +153,7 @@ def preload(program: str, kind: Kind, own: Sequence[str] = ()) -> tuple[str, ...
     Nothing for an executable, for a script that imports the standard library alone, and for one that sets variables
     which torch reads when it is loaded: each worker then loads it by itself.
     """
-    if kind == "executable" or early_variables.set_before_torch(_file_of(program, kind)):
+    if kind == "executable" or early_variables.set_before_torch(file_of(program, kind)):
         return ()
     try:
         imported = _imports(Path(program).read_text()) if kind == "script" else {program.partition(".")[0]}
@@ -169,12 +169,12 @@ def uses_manyhosts(program: str, kind: Kind) -> bool:
     """Whether `program` is known to import manyhosts, by itself or in a module of its own project."""
     if kind == "executable":
         return False
-    path = _file_of(program, kind)
+    path = file_of(program, kind)
     root = path if Path(program).is_dir() else path.parent
     return imports_manyhosts(path, Path() if kind == "module" else root)
 
 
-def _file_of(program: str, kind: Kind) -> Path:
+def file_of(program: str, kind: Kind) -> Path:
     """Where the source of `program` is, if it is in the working directory; a path that is not there, if not."""
     path = Path(*program.split(".")) if kind == "module" else Path(program)
     if path.is_dir():

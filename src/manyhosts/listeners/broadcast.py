@@ -1,9 +1,12 @@
-"""Tells every listener what happened; one that fails is named and dropped, and training goes on."""
+"""Tells every listener what happened; one that fails is named, and told what comes next all the same."""
 
 from __future__ import annotations
 
 import logging
+import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from manyhosts.events import Event, Listener
 
@@ -15,14 +18,20 @@ class Broadcast:
 
     def __init__(self, listeners: Iterable[Listener]) -> None:
         self.listeners = list(listeners)
+        self.failures: Counter[int] = Counter()
+        """How often each has failed, by its place."""
 
     def __call__(self, event: Event) -> None:
-        """Tell `event` to all."""
-        for listener in self.listeners:  # dropping one makes a new list, so this one goes on undisturbed
+        """Tell `event` to all. A listener that fails misses what it failed at, and nothing else."""
+        for place, listener in enumerate(self.listeners):
             try:
                 listener(event)
             except Exception as error:
-                self._drop(listener, error)
+                self.failures[place] += 1
+                if self.failures[place] == 1:
+                    words = "the listener %s failed at %s of step %d%s; training continues, and so do its calls: %s"
+                    name, where = type(event).__name__, _where(error)
+                    _LOG.warning(words, _name(listener), name, event.step, where, _in_words(error))
 
     def flush(self) -> bool:
         """Have all that was told on the disk, where a listener writes. The loop calls it before each snapshot.
@@ -32,8 +41,12 @@ class Broadcast:
         return self._call_all("flush")
 
     def close(self) -> None:
-        """Let every listener finish. Safe to call twice."""
+        """Let every listener finish, and say how often one has failed. Safe to call twice."""
         self._call_all("close")
+        for place, count in self.failures.items():
+            times = "once" if count == 1 else f"{count} times"
+            _LOG.warning("the listener %s failed %s: what it keeps is incomplete", _name(self.listeners[place]), times)
+        self.failures.clear()
 
     def _call_all(self, name: str) -> bool:
         good = True
@@ -46,14 +59,15 @@ class Broadcast:
                 good = False
         return good
 
-    def _drop(self, listener: Listener, error: Exception) -> None:
-        self.listeners = [other for other in self.listeners if other is not listener]
-        words = "the listener %s failed and is told no more; training goes on: %s"
-        _LOG.warning(words, _name(listener), _in_words(error))
-
 
 def _name(listener: Listener) -> str:
     return getattr(listener, "__qualname__", None) or type(listener).__qualname__
+
+
+def _where(error: Exception) -> str:
+    """The line that raised `error`."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if len(frames) > 1 else ""
 
 
 def _in_words(error: Exception) -> str:

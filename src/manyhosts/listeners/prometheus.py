@@ -130,7 +130,7 @@ class ServeMetrics:
             raise ConfigError(
                 f"metrics are served by prometheus_client, which is not installed on host {socket.gethostname()}",
                 where=WHERE,
-                fix=f"{sys.executable} -m pip install 'manyhosts[prometheus]'",
+                fix=f"{sys.executable} -m pip install prometheus_client",
             ) from cause
         self._figures = Figures(record, restarts=restarts, families=importlib.import_module("prometheus_client.core"))
         registry = library.CollectorRegistry()

@@ -133,7 +133,7 @@ def collect(asked: Asked, start: Starts, *, between: bool = False) -> Found:
     sharing = 1
     for count in _tried(asked, measured, told["devices"]):
         said = start(together, 1, count).of("together", asked.script)
-        contention[count] = _slower(said, measured)
+        contention[count] = _slower(said, measured, at_once=count)
         # What its workers share is what all of them send at once.
         within = _network(said, senders=count)
     if between and max(asked.nodes) > 1:
@@ -141,7 +141,7 @@ def collect(asked: Asked, start: Starts, *, between: bool = False) -> Found:
         across = _network(said)
         sharing = said["of_one_machine"]
         if sharing > 1:
-            of_hosts[sharing] = _slower(said, measured)
+            of_hosts[sharing] = _slower(said, measured, at_once=sharing)
     measured = replace(
         measured,
         contention={count: times for count, times in contention.items() if times},
@@ -150,10 +150,14 @@ def collect(asked: Asked, start: Starts, *, between: bool = False) -> Found:
     return Found(measured=measured, strategy=told["strategy"], within=within, between=across, hosts_per_machine=sharing)
 
 
-def _slower(said: Mapping[str, Any], measured: Measured) -> float:
-    """How many times as long workers at once computed as one alone; 0 where that many samples were not measured."""
+def _slower(said: Mapping[str, Any], measured: Measured, *, at_once: int) -> float:
+    """How many times as long workers at once computed as one alone; 0 where that many samples were not measured.
+
+    Workers that take turns on one core are as many times slower as there are of them. More than twice that is not
+    theirs: something else had the cores at that moment, and nobody knows what they take from each other.
+    """
     usual = {each.samples: each.forward_s + each.backward_s for each in measured.compute}.get(said["samples"])
-    return max(1.0, said["pass_s"] / usual) if usual else 0.0
+    return min(2.0 * at_once, max(1.0, said["pass_s"] / usual)) if usual else 0.0
 
 
 def _network(said: Mapping[str, Any], *, senders: int = 1) -> Network:

@@ -12,6 +12,9 @@ from manyhosts.planner.group import Group
 from manyhosts.planner.measured import Measured
 from manyhosts.planner.slowest import expected_largest
 
+_THROUGH_MEMORY_S = 3e-5
+"""That a row of a BatchNorm layer takes to one more worker of the same host: see `communication.shared_rows`."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
@@ -69,7 +72,10 @@ def timeline(measured: Measured, group: Group) -> Timeline:
     if not layers or group.workers == 1:
         return Timeline(passes=own, batch_norm_forward=0.0, batch_norm_backward=0.0)
     of_layer = measured.batch_norm_bytes / layers
-    forward, backward = layers * group.all_gather(of_layer), layers * group.all_reduce(of_layer)
+    if group.nodes == 1 and measured.device == "cpu":
+        forward = backward = layers * _THROUGH_MEMORY_S * (group.workers - 1)
+    else:
+        forward, backward = layers * group.all_gather(of_layer), layers * group.all_reduce(of_layer)
     times = own.micro_batches
     return Timeline(
         passes=own, batch_norm_forward=times * forward + (times - 1) * backward, batch_norm_backward=backward

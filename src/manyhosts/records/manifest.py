@@ -31,7 +31,13 @@ NAME = "manifest.json"
 _HASH_KEY = ',\n "sha256": "'
 _CHUNK_BYTES = 4 << 20
 _FOLDER = re.compile(r"(?:step-(?P<step>\d{8,})|best)(?:\.(?P<how>new|old|[0-9a-f]+\.half|half))?")
-_GO_ON = "delete the folder, or leave it: a run goes on from the newest snapshot that is whole"
+_GO_ON = "leave it or delete it: a run resumes from the newest snapshot that is whole"
+_MAY_BE_WHOLE = "see that you may read it and that its disk answers; it may be whole, so do not delete it"
+
+
+def fix_of(cause: BaseException | None = None) -> str:
+    """What to do about a snapshot that `cause` shows to be damaged, or that could only not be read."""
+    return _MAY_BE_WHOLE if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError) else _GO_ON
 
 
 class NewerFormat(SnapshotError):
@@ -125,7 +131,7 @@ class Manifest:
             raise NewerFormat(
                 f"it has format {version}, and this manyhosts reads formats up to {FORMAT_VERSION}",
                 where=where,
-                fix="install a newer manyhosts: pip install -U manyhosts",
+                fix="install the manyhosts that wrote it, or a newer one, on this machine",
             )
         head, _, tail = text.rpartition(_HASH_KEY)
         if tail != f'{_hash_of(head)}"\n}}\n':
@@ -210,7 +216,7 @@ def read_files(files: Files) -> Manifest:
     except FileNotFoundError as cause:
         raise SnapshotError(f"it has no {NAME}", where=files.where, fix=_GO_ON) from cause
     except (OSError, UnicodeDecodeError) as cause:
-        raise SnapshotError(f"{NAME} cannot be read: {cause}", where=files.where, fix=_GO_ON) from cause
+        raise SnapshotError(f"{NAME} cannot be read: {cause}", where=files.where, fix=fix_of(cause)) from cause
     return Manifest.from_text(text, where=files.where)
 
 
@@ -237,7 +243,7 @@ def verify_files(files: Files, *, content: bool = True, left_to_others: Collecti
             raise SnapshotError(f"{name} is missing", where=files.where, fix=_GO_ON) from cause
         except OSError as cause:
             raise SnapshotError(
-                f"{name} cannot be read: {cause.strerror or cause}", where=files.where, fix=_GO_ON
+                f"{name} cannot be read: {cause.strerror or cause}", where=files.where, fix=fix_of(cause)
             ) from cause
         if size != file.bytes:
             raise SnapshotError(f"{name} has {size} bytes in place of {file.bytes}", where=files.where, fix=_GO_ON)

@@ -18,6 +18,10 @@ from manyhosts.records.whole_file import read_json, write_json_whole
 SCHEMA_VERSION = 1
 
 
+GIVEN = "MANYHOSTS_ENV"
+"""The variable that names those that `--env` has given, with commas between them."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRecord:
     """What `run.json` holds."""
@@ -37,6 +41,10 @@ class RunRecord:
     """None where there is one worker, which talks to nobody."""
     started: float
     """Seconds since the Unix epoch."""
+    overrides: Mapping[str, str] = field(default_factory=dict)
+    """What `--set` asked for, as it was typed."""
+    environment: Sequence[str] = ()
+    """The names of the variables that `--env` gave the workers; their values are shown nowhere."""
     schema_version: int = field(default=SCHEMA_VERSION)
 
     def write(self, path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import threading
 from collections.abc import Callable, Mapping
@@ -106,10 +107,12 @@ def put_in_place() -> None:
         _remember_gpu(self, "cuda" if device is None else device)
         return self
 
+    @functools.wraps(load)
     def mapped_load(file: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
         note("saved GPU tensors are loaded to this machine's CPU")
         return load(file, _CPU, *args, **kwargs)
 
+    @functools.wraps(make_loader)  # libraries make a loader anew by what its signature says
     def make_unpinned(self: Any, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("pin_memory"):
             note("pinned memory becomes ordinary memory")
@@ -123,4 +126,5 @@ def put_in_place() -> None:
 
     replace(nn.Module, to=to, cuda=cuda)
     replace(DataLoader, __init__=make_unpinned)
+    replace(torch.serialization, load=mapped_load)  # some code takes it from where it is made
     replace(torch, load=mapped_load, set_default_device=default_device, set_default_tensor_type=default_tensor_type)

@@ -7,10 +7,13 @@ from collections.abc import Callable
 from threading import Thread
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.device_mesh as meshes
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from manyhosts.communication.batch_norm import normalise_over
 from manyhosts.rehearsal.mapping import note, replace
 
 Function = Callable[..., Any]
@@ -32,6 +35,9 @@ def put_in_place() -> None:
     for module in (dist, meshes):
         replace(module, init_device_mesh=mesh)
     replace(DistributedDataParallel, __init__=_wrapper(DistributedDataParallel.__init__))
+    # DDP would refuse a SyncBatchNorm on the CPU, and hands it nothing that is needed here.
+    replace(DistributedDataParallel, _passing_sync_batchnorm_handle=lambda self, module: None)
+    replace(nn.SyncBatchNorm, forward=_normalise)
 
 
 def _init(torchs: Function) -> Function:
@@ -75,6 +81,33 @@ def _mesh(torchs: Function) -> Function:
         return torchs("cpu", *args, **kwargs)
 
     return mesh
+
+
+class _OverWorkers:
+    """What a layer's statistics are over: the workers of its process group."""
+
+    def __init__(self, group: Any) -> None:
+        self.group, self.ghost = group, False
+
+    def stack(self, row: Tensor) -> Tensor:
+        rows = [torch.empty_like(row) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(rows, row.contiguous(), group=self.group)
+        return torch.stack(rows)
+
+    def sum(self, own: Tensor) -> Tensor:
+        dist.all_reduce(own, group=self.group)
+        return own
+
+
+def _normalise(self: Any, input: Tensor) -> Tensor:
+    """`SyncBatchNorm.forward`, which refuses the CPU that every GPU has become: over the batch of the layer's group."""
+    self._check_input_dim(input)
+    is_alone = not dist.is_initialized() or dist.get_world_size(self.process_group) == 1
+    if is_alone or not (self.training or self.running_mean is None):
+        return nn.modules.batchnorm._BatchNorm.forward(self, input)
+    note("SyncBatchNorm sums its statistics over Gloo")
+    track = self.training and self.running_mean is not None
+    return normalise_over(_OverWorkers(self.process_group), self, input, track=track)
 
 
 def _wrapper(torchs: Function) -> Function:

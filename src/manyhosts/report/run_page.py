@@ -146,17 +146,18 @@ def again(run: Run) -> tuple[list[str], list[str]]:
         return [], []
     commit, changed, _ = (record.versions.get("git_commit") or "").partition("+changes")
     lines = [f"git checkout {commit}"] if commit else []
-    lines.append(shlex.join(["manyhosts", "run", *_where(record), record.script, *record.arguments]))
+    given = [word for key, text in record.overrides.items() for word in ("--set", f"{key}={text}")]
+    given += [word for name in record.environment for word in ("--env", name)]
+    lines.append(shlex.join(["manyhosts", "run", *_where(record), *given, record.script, *record.arguments]))
     said = []
     if changed:
         said.append("Files of the repository differed from that commit when it ran.")
         if (run.directory.path / provenance.NAME / provenance.DIFF).exists():
             said.append("They are in its provenance/changes.diff, which `manyhosts reproduce` uses.")
-    said.append(
-        "Settings that were given by --set stand above with all others; name those again that the script does not have."
-        if len(record.hosts) == 1
-        else "An engine that placed the workers (Slurm, say) is named again with --on; settings by --set, as above."
-    )
+    if record.environment:
+        said.append("Variables that --env gave are named without their values, which are kept nowhere: set them first.")
+    if len(record.hosts) > 1:
+        said.append("An engine that placed the workers (Slurm, say) is named again with --on.")
     kept = [path for path in sorted(run.directory.path.glob("trainer-*")) if (path / "run.json").exists()]
     if kept:
         said.append(f"The script made more trainers, which have pages of their own: {', '.join(p.name for p in kept)}.")

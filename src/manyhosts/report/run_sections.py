@@ -10,7 +10,7 @@ from manyhosts.records.summary import PARTS
 from manyhosts.report.curves import Curve, grid
 from manyhosts.report.curves import figure as plot
 from manyhosts.report.history import History
-from manyhosts.report.page import paragraphs, table
+from manyhosts.report.page import folded, paragraphs, table
 from manyhosts.report.run import Run
 from manyhosts.report.strips import Piece, Strip, legend, shade, strips
 from manyhosts.report.windows import Spent, Who, Window
@@ -28,6 +28,8 @@ PART_COLOURS = {part: COLOURS[{"snapshot_stall": "snapshot"}.get(part, part)] fo
 STATUS_COLOURS = {"completed": "#2a8a57", "stopped early": "#2a8a57", "interrupted": "#a07c00", "": "#1f6fb4"}
 RED = "#b3273a"
 _MOST_TOLD = 200
+_AT_ONCE = 30
+"""Rows of what happened that are seen without a click: a page of 200 would be longer than anybody scrolls."""
 _LEAST_SLOW = 1.0
 ONLY_RANK_0 = (
     "This record holds the times of rank 0 alone. Where several workers train for some seconds, it has those of all."
@@ -159,7 +161,9 @@ def happenings(run: Run, *, most: int = _MOST_TOLD) -> str:
         return paragraphs(["Nothing has happened yet."])
     older = len(told) - most
     note = paragraphs([f"{older:,} older ones are in metrics.jsonl."]) if older > 0 else ""
-    return table(rows, kind="told") + note
+    head, seen, rest = rows[0], rows[1 : 1 + _AT_ONCE], rows[1 + _AT_ONCE :]
+    hidden = folded(f"{amount(len(rest), 'earlier one')}", table([head, *rest], kind="told")) if rest else ""
+    return table([head, *seen], kind="told") + hidden + note
 
 
 def _bar(spent: Spent, longest: float) -> list[Piece]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhosts.errors import SnapshotError
+from manyhosts.records.manifest import fix_of
 from manyhosts.snapshot.flatten import tensors_named, unflatten
 from manyhosts.snapshot.tensors import Asked
 
@@ -84,5 +85,5 @@ def readable(path: Path) -> Iterator[None]:
         raise SnapshotError(
             f"{path.name} cannot be read: {type(cause).__name__}: {cause}",
             where=str(path.parent),
-            fix="delete the folder",
+            fix=fix_of(cause),
         ) from cause

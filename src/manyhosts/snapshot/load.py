@@ -13,7 +13,7 @@ from manyhosts.communication.gathering import gather_plain, gather_words
 from manyhosts.communication.world import World
 from manyhosts.errors import SnapshotError
 from manyhosts.events import SnapshotSkipped
-from manyhosts.records.manifest import NAME, Facts, Found, Manifest, found_in, read, verify
+from manyhosts.records.manifest import NAME, Facts, Found, Manifest, fix_of, found_in, read, verify
 from manyhosts.records.tensor_parts import TensorRecord
 from manyhosts.snapshot.entries import Entries
 from manyhosts.snapshot.fingerprint import Fingerprint, difference
@@ -82,7 +82,7 @@ def load(path: Path, fits: Fits = everything_fits, *, rank: int = 0, checkers: i
     state = Entries.in_file(path / "state.json", lambda: TensorReader(path, records).whole)
     if lost := sorted(state.tensors() ^ records.keys()):
         where = "state.json names" if lost[0] not in records else "the files hold"
-        raise SnapshotError(f"only {where} {lost[0]}", where=str(path), fix="delete the folder")
+        raise SnapshotError(f"only {where} {lost[0]}", where=str(path), fix=fix_of())
     owns = Owns(path, manifest.files, manifest.world_size)
     return Loaded(path=path, manifest=manifest, records=records, state=state, owns=owns)
 
@@ -126,7 +126,7 @@ def newest(folder: Path, fits: Fits, world: World, *, apart: bool = False) -> Lo
     raise SnapshotError(
         f"no snapshot here can be gone on from:\n{named}",
         where=str(folder),
-        fix="start anew in another --run-dir; to start anew in this one, delete the folder named above",
+        fix="mend what is named above (permissions, a disk that is not there), or begin anew in another --run-dir",
     )
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from manyhosts.errors import SnapshotError
-from manyhosts.records.manifest import Manifest
+from manyhosts.records.manifest import Manifest, fix_of
 from manyhosts.records.tensor_parts import Box, TensorRecord, joined
 from manyhosts.snapshot.tensors import TensorFile, dtype_of
 
@@ -108,7 +108,7 @@ def records_of(folder: Path, manifest: Manifest) -> Mapping[str, TensorRecord]:
     try:
         found = joined(TensorFile(folder / name).records() for name in names)
     except ValueError as cause:
-        raise SnapshotError(str(cause), where=str(folder), fix="delete the folder") from cause
+        raise SnapshotError(str(cause), where=str(folder), fix=fix_of()) from cause
     if not manifest.has_parts:
         return found
     for name in sorted(found.keys() | manifest.tensors.keys()):
@@ -116,6 +116,6 @@ def records_of(folder: Path, manifest: Manifest) -> Mapping[str, TensorRecord]:
             raise SnapshotError(
                 f"the files hold other parts of {name} than the manifest says",
                 where=str(folder),
-                fix="delete the folder",
+                fix=fix_of(),
             )
     return manifest.tensors

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from manyhosts.communication.parts import TensorPart
 from manyhosts.errors import SnapshotError
-from manyhosts.records.manifest import FileRecord
+from manyhosts.records.manifest import FileRecord, fix_of
 from manyhosts.records.tensor_parts import Box, TensorRecord
 from manyhosts.snapshot.disk import Disk
 
@@ -207,5 +207,5 @@ def _readable(path: Path) -> Iterator[None]:
         yield
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as cause:
         raise SnapshotError(
-            f"{path.name} cannot be read: {cause}", where=str(path.parent), fix="delete the folder"
+            f"{path.name} cannot be read: {cause}", where=str(path.parent), fix=fix_of(cause)
         ) from cause

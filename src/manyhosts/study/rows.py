@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from manyhosts.cluster.neighbours import NOTE
 from manyhosts.errors import ConfigError
 from manyhosts.records import metrics
 from manyhosts.records.run_record import RunRecord
@@ -24,6 +25,8 @@ class Measured:
     spent: Spent
     launch_seconds: float | None
     """From the command to the start of training; a queue is in it."""
+    neighbours: str = ""
+    """What other programs took of the cores of the leader's host; empty where that was little, or is not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +85,7 @@ class Row:
             "restarts": summary.restarts,
             "seconds": plain(done.spent),
             "launch_seconds": done.launch_seconds,
+            "neighbours": done.neighbours or None,
         }
 
 
@@ -105,7 +109,13 @@ def read(place: Place, outcome: Outcome) -> Measured | None:
         summary=summary,
         spent=spent(metrics.stream(place.run.metrics)),
         launch_seconds=launch if launch is not None and launch >= 0 else None,
+        neighbours=_neighbours(place),
     )
+
+
+def _neighbours(place: Place) -> str:
+    notes = [line.get("text", "") for line in metrics.stream(place.run.metrics) if line["event"] == "note"]
+    return next((text for text in reversed(notes) if text.startswith(NOTE)), "")
 
 
 def compared(rows: Sequence[Row]) -> list[Row]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from manyhosts.study.certainty import Certainty, certainty
 from manyhosts.study.fits import Fit, best
 from manyhosts.study.points import Asked, amount
 from manyhosts.study.rows import Size
@@ -65,6 +66,8 @@ class Verdict:
     """Workers beyond which it gets slower, as far as can be told."""
     price: Mapping[str, float] | None = None
     """`per_epoch_smallest`, `per_epoch_largest`, `per_hour_saved`."""
+    certainty: Certainty | None = None
+    """How sure it is that the largest size is worth it; None where there is one size, or no size can be compared."""
 
     def to_json(self) -> dict[str, Any]:
         """For `study.json`."""
@@ -72,6 +75,7 @@ class Verdict:
             "limit": self.limit, "change": self.change, "speed_up_without": self.speed_up_without,
             "pays_up_to": self.pays_up_to, "fastest": self.fastest,
             "price": None if self.price is None else dict(self.price),
+            "certainty": None if self.certainty is None else self.certainty.to_json(),
         }  # fmt: skip
 
 
@@ -87,8 +91,17 @@ def verdict_on(group: Sequence[Size], laws: Mapping[str, Fit], asked: Asked, pri
         f"{large.row.workers} workers are {large.speed_up:.2f} times as fast as {small.row.workers}: "
         f"{_percent(large.efficiency)} of what they could be at best."
     ]
+    sure = None
     if large.efficiency > _BEST:
-        sentences.append(_MORE_THAN_IDEAL)
+        sentences = [
+            f"{large.row.workers} workers were {large.speed_up:.2f} times as fast as the runs of {small.row.workers}, "
+            f"and {large.row.workers / small.row.workers:g} times is the most that they can be: the smallest size is "
+            "no measure here, and what more workers gain is not known.",
+            _MORE_THAN_IDEAL,
+        ]
+    else:
+        sure = certainty(small, large, PAYS)
+        sentences.append(sure.in_words(large.row.workers))
     limit, change, without = _limit(large, asked)
     if large.efficiency > _BEST:  # the smallest size is no measure of what there could be, either
         without = None
@@ -96,18 +109,19 @@ def verdict_on(group: Sequence[Size], laws: Mapping[str, Fit], asked: Asked, pri
     law = best(laws)
     pays = fastest = None
     if law is not None and large.efficiency <= _BEST:  # beyond, the smallest size is no measure for more of them
-        pays, fastest, sentence = _how_far(law, small, large)
+        pays, fastest, sentence = _how_far(law, group)
         sentences.append(sentence)
     cost = None if price is None else _cost(small, large, price)
     if cost is not None:
         sentences.append(_what_it_costs(cost, small, large))
+    sentences += _who_was_beside(group)
     sentences += _what_is_short(group)
     launch = large.mean([row.measured.launch_seconds for row in large.rows if row.measured])
     if launch is not None:
         sentences.append(f"Starting took {launch:.1f} s before the training began, which is not counted.")
     return Verdict(
         text=" ".join(sentences), limit=limit, change=change, speed_up_without=without, pays_up_to=pays,
-        fastest=fastest, price=cost,
+        fastest=fastest, price=cost, certainty=sure,
     )  # fmt: skip
 
 
@@ -174,6 +188,21 @@ def _what_limits(small: Size, large: Size, limit: str | None, change: str, witho
     )
 
 
+def _who_was_beside(group: Sequence[Size]) -> list[str]:
+    """A sentence where other programs took cores from some runs: they make sizes look unlike that are alike."""
+    runs = [row for size in group for row in size.rows if row.measured is not None]
+    disturbed = [row for row in runs if row.measured is not None and row.measured.neighbours]
+    if not disturbed:
+        return []
+    first = disturbed[0]
+    assert first.measured is not None, "it has a note"
+    words = first.measured.neighbours.partition(":")[0]
+    return [
+        f"CAREFUL: in {len(disturbed)} of {amount(len(runs), 'run')} others used the machine (with "
+        f"{amount(first.workers, 'worker')}, {words}); run it again when it is quiet before you believe it."
+    ]
+
+
 def _what_is_short(group: Sequence[Size]) -> list[str]:
     """A sentence where runs have too few steps to tell what a longer one would come to; else nothing."""
     steps = min(row.measured.summary.steps for size in group for row in size.rows if row.measured)
@@ -185,13 +214,18 @@ def _what_is_short(group: Sequence[Size]) -> list[str]:
     ]
 
 
-def _how_far(law: Fit, small: Size, large: Size) -> tuple[int, int | None, str]:
+def _how_far(law: Fit, group: Sequence[Size]) -> tuple[int, int | None, str]:
     """Up to how many workers a further one pays, where it stops to be faster at all, and both in words."""
-    unit, measured = small.row.workers, large.row.workers
+    unit, measured = group[0].row.workers, group[-1].row.workers
     pays = law.pays_up_to(PAYS) * unit
     peak = law.fastest()
     fastest = None if peak is None else max(unit, round(peak) * unit)
-    how = "measured" if pays <= measured else "predicted, not measured"
+    how = "predicted, not measured"
+    if pays <= measured:
+        # The law says where it ends; measured is only what was run, up to there and just beyond.
+        ran = {size.row.workers for size in group}
+        is_run = {min(pays, measured), min(pays + unit, measured)} <= ran
+        how = "measured" if is_run else "by the law through the sizes run"
     if pays > _BEYOND * measured:
         sentence = (
             f"A further worker pays as far as can be told from these sizes, {_BEYOND * measured} at least ({how})."

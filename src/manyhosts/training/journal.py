@@ -7,7 +7,11 @@ place: it takes over the files, and tells what the last leader had not written.
 from __future__ import annotations
 
 import dataclasses
+<<<<<<< HEAD
 import math
+=======
+import os
+>>>>>>> buyer
 import socket
 import sys
 import time
@@ -21,6 +25,7 @@ import torch
 from manyhosts import device
 from manyhosts.communication.gathering import gather_words
 from manyhosts.communication.world import World
+from manyhosts.config import overrides
 from manyhosts.config.settings import Settings
 from manyhosts.events import (
     EpochDone,
@@ -40,7 +45,7 @@ from manyhosts.listeners.standard import standard
 from manyhosts.records import provenance, run_lock
 from manyhosts.records.metrics import MetricsFile
 from manyhosts.records.run_directory import RunDirectory
-from manyhosts.records.run_record import RunRecord, plain_settings, versions_for
+from manyhosts.records.run_record import GIVEN, RunRecord, plain_settings, versions_for
 from manyhosts.records.samples import SamplesFile
 from manyhosts.training import watching
 from manyhosts.training.kept_pictures import keep_pictures
@@ -116,6 +121,8 @@ class Journal:
                 strategy=self.snapshot_schedule.strategy,
                 backend=self.world.backend if self.world.size > 1 else None,
                 started=time.time(),
+                overrides=overrides.from_environment(),
+                environment=[name for name in os.environ.get(GIVEN, "").split(",") if name],
             )
             record.write(self.directory.run_json)
             self._keep_provenance()

@@ -147,7 +147,7 @@ def asked_of(settings: Settings, parts: Parts) -> dict[str, Any]:
     plain = plain_settings(settings)
     return {
         **{key: plain[key] for key in _SETTINGS},
-        "early_stopping": plain_settings(settings.early_stopping or EarlyStopping()),
+        "early_stopping": plain_settings(settings.early_stopping or EarlyStopping(mode="min")),
         "stops_early": settings.early_stopping is not None,
         "batch_size": parts.batch,
         **parts.as_made.asked,

@@ -8,9 +8,10 @@ from contextlib import contextmanager
 
 from manyhosts import refusals
 from manyhosts.cluster.membership import Passed
+from manyhosts.cluster.neighbours import Neighbours
 from manyhosts.communication.gathering import gather_plain
 from manyhosts.errors import ManyhostsError, TrainingError, first_line
-from manyhosts.events import RunEnded
+from manyhosts.events import Note, RunEnded
 from manyhosts.snapshot.fingerprint import weights_sha256
 from manyhosts.training.build import Parts
 from manyhosts.training.journal import Journal
@@ -24,6 +25,7 @@ class RunEnd:
 
     def __init__(self, parts: Parts, state: RunState, snapshot_schedule: SnapshotSchedule, journal: Journal) -> None:
         self._parts, self._state, self._snapshot_schedule, self._journal = parts, state, snapshot_schedule, journal
+        self._neighbours = Neighbours()
 
     def save(self, loop: Loop) -> None:
         """See that the snapshot of the last step is whole. Where the disk has no room, older ones go, one by one.
@@ -77,6 +79,8 @@ class RunEnd:
         knows = can_hash and self._journal.world.comes_to_rest()
         weights = weights_sha256(self._parts.model, strategy.holding) if knows else ""
         position = self._state.position
+        if self._journal.world.is_leader and (beside := self._neighbours.in_words()):
+            self._journal.tell(Note(text=beside, step=self._state.step, time=time.time()))
         self._journal.tell_end(
             RunEnded(
                 step=self._state.step,

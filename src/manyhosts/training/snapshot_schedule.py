@@ -52,7 +52,7 @@ class SnapshotSchedule:
         """`second`: where each snapshot is copied to, beside the run directory."""
         self.parts, self.directory, self.strategy, self.tell = parts, directory, strategy, tell
         self.settings = settings
-        self.rule = settings.early_stopping or EarlyStopping()
+        self.rule = settings.early_stopping or EarlyStopping(mode="min")
         """Which metric is watched, and what is better."""
         self.second = second
         self.store = Store(directory.snapshots, keep=keep, world=parts.world, holds=self._is_needed)

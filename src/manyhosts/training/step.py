@@ -27,6 +27,7 @@ from manyhosts.training.control_flags import ControlFlags
 from manyhosts.training.counting import Counting
 from manyhosts.training.first_steps import FirstSteps, compare_streams
 from manyhosts.training.loop_state import LoopState
+from manyhosts.training.norm_price import NormPrice
 from manyhosts.training.numbers import Numbers, StepFacts
 from manyhosts.training.own_loop.strategy import OwnLoop
 from manyhosts.training.schedules import Schedule
@@ -72,6 +73,7 @@ class Stepper:
         self.clock = StepClock(parts.world, snapshot_schedule.store, self.transfers)
         self.counting = Counting(parts, settings, state)
         self.first_steps = FirstSteps(parts)
+        self.norm_price = NormPrice(parts.batch_norm)
         self.buffers = BufferCopies(parts.trained) if keep_buffers else None
         self.watcher = watching.watcher
         if isinstance(parts.strategy, OwnLoop):
@@ -111,6 +113,8 @@ class Stepper:
                 norm = self.bad_steps.shown(number, norm)
                 self.update()
         timing, bytes_sent, exchange_s = self.clock.end()
+        if self.norm_price.batch is not None and (price := self.norm_price.after_step(timing.total)):
+            parts.world.notes.append(price)
         self.count(step)
         facts = StepFacts(
             step=number,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import multiprocessing
 from collections.abc import Callable, Iterable, Mapping
@@ -102,18 +103,33 @@ def check_given(*, model: Any, data: Any, loss: Any, step: Any, schedule: Any, m
         )
 
 
-def check_watched(settings: Settings, data: Data) -> None:
-    """See that early stopping has something to watch.
+def with_direction(settings: Settings, data: Data, metrics: Mapping[str, Any]) -> Settings:
+    """`settings` in which early stopping knows which way its metric is better.
 
     Raises:
-        ConfigError: there is no validation set.
+        ConfigError: there is no validation set, or neither the script nor the metric says which way is better.
     """
-    if settings.early_stopping is not None and data.validation is None:
+    rule = settings.early_stopping
+    if rule is None:
+        return settings
+    if data.validation is None:
         raise ConfigError(
-            f"early stopping watches {settings.early_stopping.metric!r}, but there is no validation set",
+            f"early stopping watches {rule.metric!r}, but there is no validation set",
             where="early_stopping",
             fix="give mh.Data(validation=…), or leave early_stopping out",
         )
+    if rule.mode is not None:
+        return settings
+    higher = False if rule.metric == "loss" else getattr(metrics.get(rule.metric), "higher_is_better", None)
+    if not isinstance(higher, bool):
+        name = rule.metric
+        reason = "the metric does not say" if name in metrics else "no metric of mh.Trainer(metrics=…) has that name"
+        raise ConfigError(
+            f"early stopping watches {name!r}, and it is not known whether higher or lower is better: {reason}",
+            where="early_stopping.mode",
+            fix=f'write mh.EarlyStopping("{name}", mode="max") if higher is better, mode="min" if lower is',
+        )
+    return dataclasses.replace(settings, early_stopping=dataclasses.replace(rule, mode="max" if higher else "min"))
 
 
 def _lacking(function: Callable[..., Any]) -> str:

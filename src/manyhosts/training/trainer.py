@@ -47,7 +47,7 @@ from manyhosts.training.result import Result
 from manyhosts.training.run import Run
 from manyhosts.training.run_place import RunPlace
 from manyhosts.training.same_weights import compare_weights
-from manyhosts.training.suitable import check_given, check_is_main, check_watched
+from manyhosts.training.suitable import check_given, check_is_main, with_direction
 from manyhosts.training.weighing import Weight
 from manyhosts.training.weights import frozen, load_initial
 
@@ -80,7 +80,8 @@ class Trainer:
         clip_gradients: largest norm of the gradient over all parameters.
         snapshots: when a snapshot is made, how many are kept, and where else, such as in an object store.
         validate_every: how often `fit` validates.
-        early_stopping: when `fit` ends before its duration is over.
+        early_stopping: when `fit` ends before its duration is over: `mh.EarlyStopping("accuracy")`. Whether higher or
+            lower is better comes from the metric.
         listeners: anything callable with one event; called on the leader.
         init_from: weights to begin with: a snapshot, a run directory, a `.safetensors` or a `.pt` file, a folder of
             Hugging Face's, a `state_dict`; or `mh.InitFrom`, which also says what may differ and what is frozen.
@@ -99,6 +100,9 @@ class Trainer:
             and are computed again in it; `0.5`: half of them; `"all"`: every module of several layers.
         backend: `"gloo"` or `"nccl"`; by the device where it is not given.
         record_samples: write which samples each step took to `logs/samples-<rank>.jsonl`.
+        threads: threads that torch computes with in one worker; torch's own choice, or 1 with virtual workers.
+        keep_pictures: how many samples of the first batch are written to the run directory for `manyhosts report`,
+            where they are pictures. None unless asked.
         run_dir: where everything of the run goes; `manyhosts run --run-dir` overrules it.
 
     Every one that is a plain value can be changed by `manyhosts run --set key=value`.
@@ -144,6 +148,8 @@ class Trainer:
         activation_checkpointing: ActivationCheckpointing = None,
         backend: Literal["gloo", "nccl"] | None = None,
         record_samples: bool = False,
+        threads: int | None = None,
+        keep_pictures: int = 0,
         run_dir: str | Path | None = None,
     ) -> None:
         check_is_main()
@@ -182,12 +188,14 @@ class Trainer:
                 activation_checkpointing=activation_checkpointing,
                 backend=backend,
                 record_samples=record_samples,
+                threads=threads,
+                keep_pictures=keep_pictures,
             ),
             overrides.from_environment(),
         )
         self.data = data
         self.metrics = flattened(metrics or {})
-        check_watched(self.settings, data)
+        self.settings = with_direction(self.settings, data, self.metrics)
         self.loss, self.step = loss, step
         self.listeners = list(listeners)
         init = init_from if isinstance(init_from, InitFrom) or init_from is None else InitFrom(init_from)

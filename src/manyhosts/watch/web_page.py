@@ -19,7 +19,7 @@ from manyhosts.watch.live_run import LiveRun
 from manyhosts.watch.live_study import LiveStudy
 
 Parts = dict[str, str]
-_MOST_TOLD = 60
+_MOST_TOLD = 30  # what is folded would fold again with each answer
 _TITLES = {
     "progress": "",
     "current_facts": "",
@@ -41,6 +41,7 @@ function put(state) {
     part.hidden = html === "";
   }
   document.title = state.title;
+  document.querySelector("h1").textContent = state.title;
 }
 async function look() {
   const lost = document.getElementById("lost");

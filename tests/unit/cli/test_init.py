@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,18 @@ def test_script_is_written_and_is_python(tmp_path: Path, capsys: pytest.CaptureF
     path = tmp_path / "new" / "project" / "train.py"
     compile(path.read_text(), str(path), "exec")
     assert f"manyhosts run --workers 2 {path}" in capsys.readouterr().out
+
+
+def test_script_trains_when_it_is_run_and_not_when_it_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main(["init", str(tmp_path)])
+    monkeypatch.chdir(tmp_path)
+    for variable in ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"):  # scikit-learn sets them
+        monkeypatch.setenv(variable, "TRUE")
+    module = runpy.run_path("train.py", run_name="train")
+    assert len(module["network"]()) == 10
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"], "nothing has trained"
 
 
 def test_script_that_is_there_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -107,7 +107,7 @@ def test_what_follows_the_script_belongs_to_the_script(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("train.py").touch()
+    Path("train.py").write_text("known = '--workers --set'")
     assert main(["run", "--dry-run", "--workers", "2", "train.py", "--workers", "7", "--help", "--", "-x"]) == 0
     out = capsys.readouterr().out
     assert "$ python train.py --workers 7 --help -- -x" in out
@@ -127,7 +127,7 @@ def test_option_of_run_behind_the_script_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], behind: list[str], note: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("train.py").touch()
+    Path("train.py").write_text("known = '--workers --set'")
     assert main(["run", "--dry-run", "train.py", *behind]) == 0
     told = capsys.readouterr().err
     assert told.startswith(f"manyhosts: {note}") if note else told == ""

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from measured_training import MEASURED, machines
 
+from manyhosts.cli import plan_screen
 from manyhosts.cli.main import main
 from manyhosts.cli.plan_screen import print_plan, table, worth_a_look
+from manyhosts.communication.compression.choose import BY_LOSS
 from manyhosts.config.strategies import DDP
 from manyhosts.planner.measured import Compression, Network
 from manyhosts.planner.plan import Plan, make, strategy_of
@@ -53,8 +55,17 @@ def test_a_busy_machine_and_hosts_that_are_one_machine_are_told() -> None:
     plans = [make(replace(MEASURED, cores=2, load=load), [hosts], sizes=[(1, 1), (4, 1)]) for load in (3.6, 2.9)]
     busy, quiet = (" ".join(shown(plan).split()) for plan in plans)
     assert "careful: 4 processes wanted the 2 cores" in busy
-    assert "careful" not in quiet
+    assert "processes wanted" not in quiet
     assert "4 of the hosts are one machine, and share its 2 cores" in quiet
+
+
+def test_ways_that_there_was_no_time_to_measure_are_named() -> None:
+    words = " ".join(shown(plan_of()).split())
+    assert "--seconds was over before fp16, int8, powersgd could be measured, so no way with them is predicted" in words
+    nothing = Compression(arithmetic_s=0.0, reduced_bytes=500, gathered_bytes=0, exchanges=4)
+    every = replace(MEASURED, compression=dict.fromkeys(plan_screen.COMPRESSIONS, nothing))
+    assert "--seconds" not in shown(make(every, [machines(2)]))
+    assert (*BY_LOSS,) == ("none", *plan_screen.COMPRESSIONS)
 
 
 def test_what_does_not_fit_is_marked_with_the_reason() -> None:

@@ -48,14 +48,12 @@ NODES_OF_RAY = ("a node of the Ray cluster (1 of 2)", "a node of the Ray cluster
 ENGINES = {
     "join": Asked(options={"bind": "127.0.0.1"}, planned=(socket.gethostname().split(".")[0], "host 1 (to join)")),
     "kubernetes": Asked(
-        options={"image": "me/train:1"}, chooses_hosts=True, missing="kubernetes", says="'manyhosts[kubernetes]'"
+        options={"image": "me/train:1"}, chooses_hosts=True, missing="kubernetes", says="pip install kubernetes"
     ),
     "local": Asked(planned=("node0", "node1"), encrypts=True),
     "mpi": Asked(hosts=("a", "b"), planned=("a", "b"), missing="mpirun", says="there is no mpirun on this machine"),
-    "ray": Asked(planned=NODES_OF_RAY, chooses_hosts=True, missing="ray", says="'manyhosts[ray]'"),
-    "sagemaker": Asked(
-        options=IN_AWS, chooses_hosts=True, encrypts=True, missing="boto3", says="'manyhosts[sagemaker]'"
-    ),
+    "ray": Asked(planned=NODES_OF_RAY, chooses_hosts=True, missing="ray", says="pip install ray"),
+    "sagemaker": Asked(options=IN_AWS, chooses_hosts=True, encrypts=True, missing="boto3", says="pip install boto3"),
     "slurm": Asked(chooses_hosts=True, missing="sbatch", says="sbatch"),
     "slurm, in an allocation": Asked(
         present=IN_SLURM, chooses_hosts=True, planned=("n1", "n2"), missing="srun", says="there is no srun"

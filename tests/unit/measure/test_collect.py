@@ -63,6 +63,13 @@ def test_workers_of_a_script_that_cuts_its_model_are_timed_with_all_of_it() -> N
     assert (whole["strategy"], whole["micro_batch_size"], "zero" in whole) == ("ddp", "4", False)
 
 
+@pytest.mark.parametrize(("pass_s", "times"), [(3 * ALONE_S, 3.0), (372 * ALONE_S, 8.0)])
+def test_what_workers_take_from_each_other_is_no_more_than_they_can(pass_s: float, times: float) -> None:
+    """A neighbour had the cores when workers were 372 times as slow: that is no property of these hosts."""
+    found = collect(asked(), Hosts(4, pass_s), between=True)
+    assert found.measured.contention_of_hosts == {4: pytest.approx(times)}
+
+
 def test_hosts_of_their_own_share_nothing() -> None:
     found = collect(asked(), Hosts(1, 2 * ALONE_S), between=True)
     assert found.hosts_per_machine == 1

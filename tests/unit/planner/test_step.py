@@ -19,7 +19,7 @@ from manyhosts.planner import compute
 from manyhosts.planner.measured import Bucket, Compression, Compute, Measured, Network
 from manyhosts.planner.predict import FEWEST_PARTS, MOST_PARTS, ways
 from manyhosts.planner.slowest import expected_largest
-from manyhosts.planner.step import Step
+from manyhosts.planner.step import Step, timeline
 from manyhosts.planner.strategies import ddp, local_sgd, virtual
 from manyhosts.planner.strategies.ddp import taken_from_passes
 from manyhosts.planner.strategies.diloco import DiLoCoModel
@@ -158,6 +158,13 @@ def test_batch_norm_exchanges_in_both_passes_and_nothing_hides_it() -> None:
     measured = replace(MEASURED, batch_norm_layers=10, batch_norm_bytes=80)
     plain, step = (step_of("ddp", DDP(), each, latency_s=0.001) for each in (MEASURED, measured))
     assert step.communication_exposed - plain.communication_exposed == pytest.approx(10 * 0.001 + 10 * 0.002)
+
+
+def test_batch_norm_of_workers_on_one_host_exchanges_through_memory() -> None:
+    measured = replace(MEASURED, batch_norm_layers=10, batch_norm_bytes=80)
+    of_host = replace(group(1, 2), within=Network(latency_s=0.001, bytes_per_second=1e9))
+    lines = timeline(measured, of_host)
+    assert lines.batch_norm_forward == lines.batch_norm_backward == pytest.approx(10 * 3e-5)
 
 
 def test_slowest_of_the_workers_is_waited_for() -> None:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 from html_pages import Page
 from made_runs import HOSTS, make_run, story
-from stories import record, started, stepped
+from stories import record, started, stepped, validated
 
 from manyhosts.cli.report import report
 from manyhosts.errors import ConfigError
 from manyhosts.records import metrics, run_lock
 from manyhosts.records.line_file import Line
+from manyhosts.records.run_directory import RunDirectory
+from manyhosts.records.run_record import RunRecord
 from manyhosts.records.summary import summarise
+from manyhosts.report.run import read_run
+from manyhosts.report.run_page import run_page
 
 
 def written(*words: str | Path) -> Page:
@@ -155,3 +160,23 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a" / "run.json").write_text("{}")
     with pytest.raises(ConfigError, match="schema version None"):
         written(tmp_path / "a")
+
+
+def test_command_to_do_it_again_has_what_was_typed_by_set_and_by_env(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    path = RunDirectory(tmp_path).run_json
+    typed = {"overrides": {"lr": "0.5", "duration": "3 epochs"}, "environment": ["TOKEN"]}
+    replace(RunRecord.read(path), **typed).write(path)
+    told = words_of(written(tmp_path))
+    assert "--set lr=0.5 --set 'duration=3 epochs' --env TOKEN train.py" in told
+    assert "named without their values" in told
+
+
+def test_page_of_many_validations_folds_all_but_the_newest(tmp_path: Path) -> None:
+    make_run(tmp_path, [started(), *(validated(step, loss=1.0) for step in range(1, 151))])
+    page = run_page(read_run(tmp_path))
+    table = page[page.index("What happened") :]
+    seen, _, folded = table.partition("<details><summary>")
+    assert seen.count("<tr>") == 31
+    assert folded.startswith("12")
+    assert "earlier ones" in folded

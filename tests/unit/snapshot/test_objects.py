@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -420,7 +421,7 @@ def test_package_that_is_missing_is_named_with_the_line_to_type(monkeypatch: pyt
     with pytest.raises(ConfigError) as caught:
         Client("gs://bucket/run")
     assert caught.value.what == "addresses with gs:// need gcsfs, which is not installed here"
-    assert caught.value.fix == "pip install 'manyhosts[objects]' gcsfs"
+    assert caught.value.fix == f"{sys.executable} -m pip install fsspec gcsfs"
 
 
 def test_address_of_an_unknown_kind_is_refused_with_those_that_are_known() -> None:

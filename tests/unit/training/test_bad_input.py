@@ -10,7 +10,8 @@ import pytest
 import torch
 from runs import images_and_labels, network
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+from torchmetrics.classification import MulticlassAccuracy
 
 import manyhosts as mh
 from manyhosts.errors import ConfigError, DataError, ManyhostsError, TrainingError
@@ -132,6 +133,51 @@ def test_metric_that_nobody_reports_is_named_with_those_that_are(tmp_path: Path)
         trainer(tmp_path, early_stopping=mh.EarlyStopping("acuracy", mode="max")).fit("1 epoch")
     assert "'acuracy'" in caught.value.what
     assert "loss" in caught.value.fix
+
+
+class Own(torch.utils.data.Sampler[int]):
+    def __iter__(self) -> Any:
+        return iter(range(20))
+
+
+@pytest.mark.parametrize(
+    ("loader", "advice"),
+    [
+        (
+            DataLoader(dataset(), sampler=WeightedRandomSampler([1.0] * 20, 20)),
+            "Its WeightedRandomSampler would be lost",
+        ),
+        (DataLoader(dataset(), batch_sampler=[[0, 1], [2]]), "Its list would be lost with that"),
+        (DataLoader(dataset(), sampler=Own()), "Its Own would be lost with that"),
+        (DataLoader(dataset()), "It does not shuffle, and mh.Data does: shuffle=False"),
+        (DataLoader(dataset(), shuffle=True, collate_fn=list), "Give its collate_fn, too"),
+        (DataLoader(dataset(), shuffle=True), ""),
+    ],
+    ids=["weights", "batches", "own", "in order", "collate", "plain"],
+)
+def test_advice_about_a_loader_drops_nothing_in_silence(loader: DataLoader[Any], advice: str) -> None:
+    with pytest.raises(ConfigError, match="is a DataLoader") as caught:
+        mh.Data(train=loader, batch_size=5)
+    assert advice in caught.value.fix
+    assert ("lost" in caught.value.fix) is ("lost" in advice)
+    assert ("class" in caught.value.fix) is ("lost" in advice), "what balances classes here"
+
+
+class Wordless(MulticlassAccuracy):
+    """A metric that says nothing of its direction."""
+
+    higher_is_better = None
+
+
+@pytest.mark.parametrize(
+    ("metric", "metrics"), [("score", {"score": Wordless(num_classes=10)}), ("perplexity", {})], ids=["silent", "none"]
+)
+def test_metric_of_unknown_direction_is_refused_before_the_first_step(
+    metric: str, metrics: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="not known whether higher or lower is better") as caught:
+        trainer(tmp_path, metrics=metrics, early_stopping=mh.EarlyStopping(metric))
+    assert f'mh.EarlyStopping("{metric}", mode="max") if higher is better' in caught.value.fix
 
 
 def test_unknown_setting_is_an_error_with_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,17 +1,16 @@
-"""The first batch of a real run is kept, unless nobody wants it."""
+"""The first batch of a real run is kept where someone asks for it, and only there."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import numpy as np
-import pytest
 from runs import Recipe, images_and_labels, make_trainer
 
 from manyhosts.records import first_batch
 from manyhosts.records.samples import read
 
-RECIPE = Recipe(samples=40, batch=20)
+RECIPE = Recipe(samples=40, batch=20, trainer={"keep_pictures": 16})
 
 
 def test_first_batch_is_that_of_the_first_step_and_is_kept_when_the_run_goes_on(tmp_path: Path) -> None:
@@ -29,9 +28,8 @@ def test_first_batch_is_that_of_the_first_step_and_is_kept_when_the_run_goes_on(
     assert (tmp_path / "first-batch.npz").stat().st_mtime_ns == before.st_mtime_ns
 
 
-def test_nothing_is_kept_where_nobody_wants_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MANYHOSTS_SET", '{"keep_pictures": "0"}')
-    make_trainer(RECIPE, tmp_path).fit("1 step")
+def test_no_sample_is_written_to_disk_unless_asked(tmp_path: Path) -> None:
+    make_trainer(Recipe(samples=40, batch=20), tmp_path).fit("1 step")
     assert (tmp_path / "metrics.jsonl").exists()
     assert not (tmp_path / "first-batch.npz").exists()
 

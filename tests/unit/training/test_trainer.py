@@ -110,6 +110,29 @@ def test_early_stopping_keeps_the_best_model_and_test_uses_it(tmp_path: Path) ->
     assert made.validate()["accuracy"] == validations[-1]["values"]["accuracy"], "test() puts the weights back"
 
 
+@pytest.mark.parametrize(
+    ("script", "typed", "mode"),
+    [
+        (mh.EarlyStopping("accuracy"), {}, "max"),
+        (mh.EarlyStopping(), {}, "min"),
+        (mh.EarlyStopping("accuracy", mode="min"), {}, "min"),
+        (mh.EarlyStopping(), {"early_stopping.metric": "accuracy"}, "max"),
+        (mh.EarlyStopping("accuracy"), {"early_stopping.metric": "loss"}, "min"),
+    ],
+    ids=str,
+)
+def test_direction_of_early_stopping_comes_from_the_metric(
+    script: mh.EarlyStopping, typed: dict[str, str], mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MANYHOSTS_SET", json.dumps(typed))
+    made = make_trainer(Recipe(batch=10, trainer={"early_stopping": script}), tmp_path)
+    assert made.settings.early_stopping is not None
+    assert made.settings.early_stopping.mode == mode
+    result = made.fit("3 epochs")
+    found = [line["values"][made.settings.early_stopping.metric] for line in lines(tmp_path, "validation")]
+    assert result.best == (max if mode == "max" else min)(found)
+
+
 def test_time_limit_ends_a_run(tmp_path: Path) -> None:
     result = trainer(tmp_path).fit("1000000 epochs or 0.3s")
     assert result.status == "completed"

@@ -114,7 +114,7 @@ def package() -> Any:
     Raises:
         LaunchError: it is not installed.
     """
-    return extras.load("kubernetes", what="the Kubernetes client", extra="kubernetes").client
+    return extras.load("kubernetes", what="the Kubernetes client", package="kubernetes").client
 
 
 def _refused(trouble: Any, server: str) -> LaunchError:

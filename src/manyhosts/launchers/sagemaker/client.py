@@ -26,7 +26,7 @@ class Client:
         Raises:
             LaunchError: boto3 is not installed, or there is no such profile, or no region is chosen.
         """
-        boto3 = extras.load("boto3", what="boto3, the client of AWS,", extra="sagemaker")
+        boto3 = extras.load("boto3", what="boto3, the client of AWS,", package="boto3")
         from botocore.exceptions import BotoCoreError
 
         try:

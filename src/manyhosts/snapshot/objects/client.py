@@ -7,6 +7,7 @@ is asked for, as is the library of that store: https://filesystem-spec.readthedo
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -202,7 +203,7 @@ def _open(address: str) -> tuple[Any, str]:
         raise ConfigError(
             f"addresses with {scheme}:// need {package or 'a package'}, which is not installed here",
             where=address,
-            fix=f"pip install 'manyhosts[objects]' {package}".rstrip() if package else str(missing),
+            fix=f"{sys.executable} -m pip install fsspec {package}" if package else str(missing),
         ) from missing
     except ValueError as unknown:
         raise ConfigError(

@@ -1,0 +1,103 @@
+"""Options that `run` does not have and people type: answered with the line that does what they mean.
+
+An option of ours behind the script is the script's own, where the script knows it. Where it does not, nobody would
+read it, and the run would have another size than was asked for: that is refused.
+"""
+
+from __future__ import annotations
+
+import ast
+import shlex
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from manyhosts.config import overrides
+from manyhosts.errors import ConfigError
+from manyhosts.launchers import script_imports
+
+_WORKERS = ("--gpus", "--gpu", "--num-gpus", "--ngpus", "--ngpu", "--nproc", "--np", "--num-processes", "--num-procs")
+_OURS = {
+    **dict.fromkeys((*_WORKERS, "--num-workers", "--devices", "--ntasks", "--processes"), "--workers"),
+    **dict.fromkeys(("-n", "-np", "-g", "-w"), "--workers"),
+    **dict.fromkeys(("--num-nodes", "--num-machines", "--machines", "-N"), "--nodes"),
+    **dict.fromkeys(("--host", "--host-list", "-H"), "--hosts"),
+    **dict.fromkeys(("--output", "--output-dir", "--out", "--dir", "--save-dir", "-d"), "--run-dir"),
+}
+_SETTINGS = {
+    **dict.fromkeys(("--epochs", "--epoch", "--max-epochs", "--num-epochs", "-e"), ("duration", "{} epochs")),
+    **dict.fromkeys(("--steps", "--max-steps", "--iterations"), ("duration", "{} steps")),
+    **dict.fromkeys(("--batch", "--bs", "-b"), ("batch_size", "{}")),
+    **dict.fromkeys(("--learning-rate",), ("lr", "{}")),
+}
+
+
+def check(ours: Sequence[str], rest: Sequence[str], known: Collection[str]) -> None:
+    """See that `run` has every option that was typed before the script. `rest`: the script and its arguments.
+
+    Raises:
+        ConfigError: it has not, and what was meant is known.
+    """
+    for place, word in enumerate(ours):
+        name, sign, value = word.partition("=")
+        name = name.replace("_", "-") if name.startswith("--") else name
+        if not word.startswith("-") or name in known:
+            continue
+        # What follows an option that nobody knows was read as the script, or as its arguments.
+        behind = [*ours[place + 1 :], *rest]
+        takes = not sign and bool(behind) and not behind[0].startswith("-")
+        value = value if sign else behind[0] if takes else ""
+        if (meant := _meant(name, value)) is None:
+            continue
+        others = [*ours[:place], *meant, *(behind[1:] if takes else behind)]
+        fix = f"type: {shlex.join(['manyhosts', 'run', *others])}"
+        raise ConfigError(f"`run` has no option {name}", where=shlex.join([name, value] if value else [name]), fix=fix)
+
+
+def _meant(name: str, value: str) -> list[str] | None:
+    """Our words for option `name`; None where it is not known what was meant."""
+    if name in _OURS:
+        return [_OURS[name], value or "N"]
+    key, form = _SETTINGS.get(name, (name.removeprefix("--").replace("-", "_"), "{}"))
+    if not name.startswith("-") or key not in overrides.known_keys():
+        return None
+    return ["--set", f"{key}={form.format(value or 'VALUE')}"]
+
+
+_READERS = (
+    *("argparse", "optparse", "getopt", "click", "typer", "fire", "absl", "hydra", "docopt", "tyro", "jsonargparse"),
+    *("simple_parsing", "tap", "omegaconf", "lightning", "pytorch_lightning", "transformers", "accelerate", "runpy"),
+)
+
+
+def reads_arguments(script: Path, root: Path) -> bool:
+    """Whether `script`, or a module of its own, may look at what stands behind it on the command line."""
+    any_tree = False
+    for tree in script_imports.trees(script, root):
+        any_tree = True
+        for node in ast.walk(tree):
+            names = [each.name for each in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            if isinstance(node, ast.ImportFrom):
+                names.append(node.module or "")
+            if any(name.partition(".")[0] in _READERS for name in names):
+                return True
+            if (isinstance(node, ast.Attribute) and node.attr in ("argv", "orig_argv")) or "argv" in names:
+                return True
+    return not any_tree
+
+
+def unread(arguments: Sequence[str], ours: Collection[str], script: Path, root: Path) -> list[str]:
+    """The options of ours among the script's arguments that neither the script nor its own modules name."""
+    found = [name for word in arguments if (name := word.partition("=")[0]) in ours]
+    if not found:
+        return []
+    named: set[str] = set()
+    for tree in script_imports.trees(script, root):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                named |= {word.strip("\"',;:.()[]`=").partition("=")[0] for word in node.value.split()}
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                named.add(f"--{node.target.id}")  # a field of arguments that are a dataclass
+            elif isinstance(node, ast.arg):
+                named.add(f"--{node.arg}")  # click, typer and fire make options of a function's arguments
+    named |= {name.replace("_", "-") for name in named}
+    return [name for name in found if name not in named]

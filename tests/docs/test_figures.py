@@ -1,0 +1,168 @@
+"""Each measured figure of README and docs is what its record says, and each record says where, when and of what."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RECORDS = sorted(path for path in (ROOT / "benchmarks").glob("*.md") if path.name != "README.md")
+
+
+def words(path: Path | str) -> str:
+    """A page, its lines joined."""
+    return " ".join((ROOT / path).read_text().split())
+
+
+def cells(record: str, row: str, after: str = "") -> list[list[float]]:
+    """The numbers of each cell of the first table row that begins with `row`, behind the text `after`."""
+    text = (ROOT / "benchmarks" / record).read_text()
+    text = text[text.index(after) :] if after else text
+    line = next(line for line in text.splitlines() if line.startswith(f"| {row} |"))
+    return [[float(each) for each in re.findall(r"[-+]?\d+(?:\.\d+)?", cell)] for cell in line.strip("| ").split("|")]
+
+
+def first(record: str, row: str, column: int, after: str = "") -> float:
+    """The first number of one cell, columns counted from 0."""
+    return cells(record, row, after)[column][0]
+
+
+def nodes(row: str, column: int = 1) -> tuple[float, ...]:
+    return tuple(first("replay.md", row, column, f"## {count} nodes") for count in (2, 4, 8))
+
+
+def published() -> tuple[float, ...]:
+    text = words("benchmarks/replay.md")
+    return tuple(float(each) for each in re.findall(r"## \d nodes, published (\d\.\d+)", text))
+
+
+def grown(workers: int) -> tuple[float, ...]:
+    """Points of accuracy that a batch as large as that of so many workers loses, on images and letters."""
+    found = []
+    for task, samples in (("## Images", 64), ("## Letters", 16)):
+        one, many = (first("batch_growth.md", f"{each} ({each * samples})", 1, task) for each in (1, workers))
+        found.append(one - many)
+    return tuple(round(each) for each in found)
+
+
+def lost(row: str, column: int, digits: int = 1) -> tuple[float, ...]:
+    """Points of accuracy that a way of sending less loses, on images and letters."""
+    found = (-first("accuracy.md", row, column, task) for task in ("## Images", "## Letters"))
+    return tuple(round(each + 1e-9, digits) for each in found)
+
+
+def more_memory() -> tuple[float, ...]:
+    ours, plain = (first("bits_cost.md", row, 4) for row in ("virtual 4", "ddp"))
+    return (round(100 * (ours / plain - 1)),)
+
+
+def longer(row: str) -> float:
+    return round(100 * (first("bits_cost.md", row, 2) - 1))
+
+
+def off_by(record: str) -> tuple[str, ...]:
+    text = words(f"benchmarks/{record}")
+    found = re.search(r"off by ([\d.]+) % \(median of (\d+)\), at worst by ([\d.]+) %", text)
+    assert found is not None, record
+    return found.groups()
+
+
+CLAIMS: dict[tuple[str, str], Callable[[], tuple[float | str, ...]]] = {
+    ("docs/slow-networks.md", "kept {:.2f}, {:.2f} and {:.2f} of the ideal speed on 2, 4 and 8 nodes"): published,
+    ("docs/slow-networks.md", "plain data parallelism kept {:.2f}, {:.2f} and {:.2f}"): lambda: nodes("ddp"),
+    ("docs/slow-networks.md", "`auto` {:.2f}, {:.2f} and {:.2f}"): lambda: nodes("ddp auto"),
+    ("docs/bits.md", "{:.0f} % more memory where every worker has one part"): more_memory,
+    ("docs/bits.md", "a step that is {:.0f} % to {:.0f} % longer"): lambda: (longer("virtual 4"), longer("virtual 8")),
+    ("docs/growing-batches.md", "by {:.0f} and {:.0f} points at two workers"): lambda: grown(2),
+    ("docs/growing-batches.md", "by {:.0f} and {:.0f} at sixteen"): lambda: grown(16),
+    ("docs/growing-batches.md", "on text {:.1f} points behind, {:.1f} at rank 4"): lambda: (
+        lost("powersgd, warmed up", 4)[1],
+        lost("powersgd of rank 4, warmed up", 4)[1],
+    ),
+    ("docs/growing-batches.md", "Without it, at rank 4, {:.1f} and {:.1f} points"): lambda: lost(
+        "powersgd of rank 4", 2
+    ),
+    ("docs/growing-batches.md", "`local-sgd` loses {:.1f} points on images and {:.1f} on text"): lambda: lost(
+        "local-sgd, warmed up", 3
+    ),
+    ("docs/growing-batches.md", "and `diloco` {:.1f} and {:.1f}. How often"): lambda: lost("diloco, warmed up", 3),
+    ("docs/growing-batches.md", "every 4 steps `local-sgd` loses {:.1f} and {:.1f}"): lambda: lost(
+        "local-sgd, every 4, warmed up", 3
+    ),
+    ("docs/growing-batches.md", "every 32 steps `diloco` {:.1f} and {:.1f}"): lambda: lost(
+        "diloco, every 32, warmed up", 3
+    ),
+    ("docs/growing-batches.md", "`local-sgd` loses {:.1f} and {:.1f} points on 4 workers"): lambda: lost(
+        "local-sgd", 2
+    ),
+    ("docs/growing-batches.md", "and `diloco` {:.1f} and {:.1f}. The learning"): lambda: lost("diloco", 2),
+    ("docs/plan.md", "{} % (median), and at worst {} %, of {} steps"): lambda: (
+        lambda median, count, worst: (median, worst, count)
+    )(*off_by("prediction.md")),
+    ("docs/plan.md", "{} % (median), and at worst {} %, of {} steps of `fsdp`"): lambda: (
+        lambda median, count, worst: (median, worst, count)
+    )(*off_by("prediction_sharded.md")),
+}
+
+
+@pytest.mark.parametrize(("page", "sentence"), CLAIMS)
+def test_figure_is_the_one_in_its_record(page: str, sentence: str) -> None:
+    told = sentence.format(*CLAIMS[page, sentence]())
+    assert told in words(page), f"{page} is to say {told!r}"
+
+
+@pytest.mark.parametrize("page", ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))])
+def test_figure_beside_a_link_to_a_record_is_read_from_it(page: str) -> None:
+    """A sentence that names a record may have no figure of its own that no line of `CLAIMS` reads."""
+    text = words(page)
+    for of, sentence in CLAIMS:
+        if of == page:
+            text = text.replace(sentence.format(*CLAIMS[of, sentence]()), "")
+    for made in re.findall(r"<!-- made by .*? -->.*?<!-- end -->", text):
+        text = text.replace(made, "")  # a script writes it: see below
+    for sentence in re.split(r"(?<=[.:]) ", text):
+        if re.search(r"benchmarks/\w+\.md", sentence):
+            assert not re.findall(r"\d+(?:\.\d+)? ?(?:%|ms\b|s\b|points|times)", sentence), sentence
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/when-something-dies.md", "benchmarks/faults.md"])
+def test_table_of_faults_is_made_from_its_record(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    made = importlib.import_module("faults_table")
+    try:
+        record = ROOT / "benchmarks" / "faults.jsonl"
+        expected = made.table(record) if page.startswith("benchmarks") else made.short_table(record)
+    finally:
+        for name in ("faults_table", "faults_kinds", "machine"):
+            sys.modules.pop(name, None)
+    assert " ".join(expected.split()) in words(page)
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda path: path.stem)
+def test_record_names_machine_date_commit_and_condition(record: Path) -> None:
+    text = " ".join(record.read_text().split())
+    assert re.search(r"Machine: \d+ cores of ", text), "on what"
+    assert re.search(r"Recorded: \d{4}-\d\d-\d\d(?: to \d{4}-\d\d-\d\d)?, commit [0-9a-f]{7,}\+?\b", text), (
+        "when, of what"
+    )
+    condition = re.search(r"Recorded: [^.]*?(?:under the load|load [\d.]+ of \d+ cores|its load was not noted)", text)
+    assert condition, "how busy the machine was"
+
+
+def test_figure_that_is_not_in_its_record_would_be_found() -> None:
+    assert "a tenth more memory" not in words("docs/bits.md")
+    assert more_memory() == (38,)
+    assert nodes("ddp")[0] == 0.90 != published()[0]
+
+
+def test_plan_says_at_its_head_how_far_plans_have_been_off() -> None:
+    from manyhosts.cli.plan_screen import PAST_ERROR
+
+    (median, _, worst), (of_sharded, _, worst_sharded) = off_by("prediction.md"), off_by("prediction_sharded.md")
+    assert f"{of_sharded} % (median), at worst {worst_sharded} %, for a model that computes for real" in PAST_ERROR
+    assert f"{median} % and {worst} % where only exchanges had to be known" in PAST_ERROR

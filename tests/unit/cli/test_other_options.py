@@ -1,0 +1,89 @@
+"""What people type to `run` from habit is answered with the line that does it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from manyhosts.cli.init import TRAIN
+from manyhosts.cli.main import main
+
+MEANT = {
+    "--gpus 2 train.py": "--workers 2 train.py",
+    "--num_gpus=2 train.py x": "--workers 2 train.py x",
+    "-n 4 train.py": "--workers 4 train.py",
+    "-np 4 train.py": "--workers 4 train.py",
+    "--epochs 5 train.py": "--set 'duration=5 epochs' train.py",
+    "--workers 2 --max-epochs=5 train.py": "--workers 2 --set 'duration=5 epochs' train.py",
+    "--batch-size 32 train.py": "--set batch_size=32 train.py",
+    "--lr 0.1 --seed 3 train.py": "--set lr=0.1 --seed 3 train.py",
+    "--host a,b train.py": "--hosts a,b train.py",
+    "--output runs/mine train.py": "--run-dir runs/mine train.py",
+}
+
+
+@pytest.mark.parametrize(("typed", "meant"), MEANT.items())
+def test_option_of_other_programs_is_answered_with_ours(
+    typed: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", *typed.split()]) == 2
+    assert f"fix:   type: manyhosts run {meant}\n" in capsys.readouterr().err
+
+
+def test_option_that_nobody_knows_is_said_to_be_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--colour", "train.py"]) == 2
+    assert "such option --colour" in capsys.readouterr().err.replace("'", "").replace(":", "")
+
+
+def test_verb_and_settings_of_other_programs_are_answered_with_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words, answer in (
+        (["train", "train.py"], "to train train.py: manyhosts run train.py"),
+        (["run", "--set", "epochs=3", "train.py"], 'write --set duration="20 epochs"'),
+        (["run", "--set", "learning_rate=3", "train.py"], "write --set lr=0.001"),
+    ):
+        assert main(words) == 2
+        assert answer in capsys.readouterr().err
+
+
+SCRIPTS = {
+    "argparse": ("import argparse\nargparse.ArgumentParser().add_argument('--workers')", True),
+    "short and long": ("import argparse\np = argparse.ArgumentParser()\np.add_argument('-j', '--workers')", True),
+    "dataclass": ("import dataclasses\n@dataclasses.dataclass\nclass Arguments:\n    workers: int = 4", True),
+    "function": ("import fire\ndef main(workers=1): ...\nfire.Fire(main)", True),
+    "docopt": ('"""Usage: train.py [--workers=N]"""', True),
+    "own module": ("import options", True),
+    "nothing": ("import sys\n# any number of workers\nprint('two workers')", False),
+    "trainer": (TRAIN, False),
+}
+
+
+@pytest.mark.parametrize(("source", "knows"), SCRIPTS.values(), ids=SCRIPTS)
+def test_option_behind_a_script_that_does_not_know_it_is_refused(
+    source: str, knows: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("options.py").write_text("import argparse\nargparse.ArgumentParser().add_argument('--workers')")
+    Path("train.py").write_text(source)
+    code = main(["run", "--dry-run", "train.py", "--workers", "2"])
+    told = capsys.readouterr().err
+    assert code == (0 if knows else 2)
+    assert ("type: manyhosts run --workers 2 train.py; if it is for the script" in told) is not knows
+    assert ("--workers stands behind train.py and so goes to it" in told) is knows
+    assert main(["run", "--dry-run", "--", "train.py", "--workers", "2"]) == 0, "marked as the script's own"
+
+
+@pytest.mark.parametrize(
+    ("source", "reads"), [(TRAIN, False), (f"import argparse\n{TRAIN}", True), (f"from sys import argv\n{TRAIN}", True)]
+)
+def test_arguments_that_nobody_reads_are_said_to_have_no_effect(
+    source: str, reads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(source)
+    assert main(["run", "--dry-run", "train.py", "--epochs", "5"]) == 0
+    assert ("train.py does not read its arguments, so --epochs 5 has no effect" in capsys.readouterr().err) is not reads

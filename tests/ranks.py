@@ -121,7 +121,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def _only_ours_on_the_path() -> Iterator[None]:
-    """Python finds the modules of this folder and none in the current one, where `make train` leaves a folder `runs`."""
+    """Python finds the modules of this folder, and none in the current one: `make train` leaves `runs` there."""
     before = dict(os.environ)
     paths = [str(Path(__file__).parent), *filter(None, [before.get("PYTHONPATH")])]
     os.environ.update(PYTHONSAFEPATH="1", PYTHONPATH=os.pathsep.join(paths))

@@ -224,10 +224,9 @@ def test_host_that_would_join_says_so(act: Callable[[Peer], None], called: Calla
 
 @each_act
 def test_doctor_and_its_hosts_end(act: Callable[[Peer], None], called: Callable[[Peer], str]) -> None:
-    with head_connection.connect(called(Peer(act, answers=True))) as connection:
-        with contextlib.suppress(OSError):
-            doctor_channel.call(connection, TOKEN, PATIENCE_S)
-            pytest.fail("it was believed")
+    with head_connection.connect(called(Peer(act, answers=True))) as connection, contextlib.suppress(OSError):
+        doctor_channel.call(connection, TOKEN, PATIENCE_S)
+        pytest.fail("it was believed")
     ours, theirs = socket.socketpair()
     Peer(act, answers=False).start(theirs)
     with ours, contextlib.suppress(OSError):

@@ -5,11 +5,12 @@ What workers report (`fields`) is theirs to say, and is looked at by those that 
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from manyhosts.control.wire_format import WireMessage, by_name
+from manyhosts.control.wire_format import AsPrinted, Text, WireMessage, by_name
 
 # From an agent.
 
@@ -48,6 +49,10 @@ class Asked(FromAgent):
     """The agent was asked to end by a signal: a wish for the whole run."""
 
     signal: int
+
+    def __post_init__(self) -> None:
+        if self.signal not in set(signal.Signals):
+            raise ValueError(f"its 'signal' is {self.signal}, which no system has")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +95,7 @@ class StoreOpened(FromAgent):
 class AskStore(FromAgent):
     """What a worker asks through `cluster.store_line`."""
 
+    IS_SHOWN = False
     line: int
     """A connection of a worker to this agent."""
     id: int
@@ -102,7 +108,7 @@ class AskStore(FromAgent):
 class Trouble(FromAgent):
     """The host can start no worker."""
 
-    text: str
+    text: Text
     where: str
     early: bool
     """Whether it has started none."""
@@ -122,7 +128,7 @@ class Output(OfWorker):
     CHANGES_STATE = False
     stream: str
     """`out` or `err`."""
-    lines: list[str]
+    lines: AsPrinted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,8 +157,9 @@ class Report(OfWorker):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemberSays(FromAgent):
-    """What a worker said through `cluster.membership`."""
+    """What a worker said through `cluster.membership`, for other workers."""
 
+    IS_SHOWN = False
     NAME = "member"
     member: int
     kind: str
@@ -173,7 +180,7 @@ class Ended(OfWorker):
     out_of_memory: bool
     exchanges: int | None = None
     """How many it had begun."""
-    last_words: str = ""
+    last_words: Text = ""
     """Of C++."""
     memory: dict[str, Any] = field(default_factory=dict)
     """`killed`, `peak`, `limit`, `of_cgroup`: see `head.failures`."""
@@ -194,8 +201,8 @@ class SeenWorker:
     """In all."""
     busy: float
     """Which share of a core it uses."""
-    stack: str
-    loader: str
+    stack: Text
+    loader: Text
     """The stack of a process that loads its data."""
 
 
@@ -214,6 +221,8 @@ class Seen(FromAgent):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FromHead(WireMessage):
     """What the head says."""
+
+    IS_SHOWN = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -250,8 +250,8 @@ class Connection:
             raise Unreachable(
                 f"host {self.host} takes connections, but said nothing within {timeout_s:.0f} s",
                 where=f"host {self.host}",
-                fix=f"see with `ssh {self.host}` whether it is frozen, waits for a file system that is away, or has a start"
-                " file (~/.bashrc) that reads standard input",
+                fix=f"see with `ssh {self.host}` whether it is frozen, waits for a file system that is away, or reads"
+                " standard input in a start file (~/.bashrc)",
             ) from None
         if line is None:
             raise self._trouble()

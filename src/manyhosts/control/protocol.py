@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from manyhosts.control.wire_format import AsPrinted, Text, WireMessage, by_name
+from manyhosts.control.wire_format import AsPrinted, Text, WireMessage, by_name, see_range
+
+MOST_PORT, MOST_CODE = 65535, 1 << 31
 
 # From an agent.
 
@@ -63,12 +65,18 @@ class Condition(FromAgent):
     """As `agent.host_state` gathers it."""
     port: int
 
+    def __post_init__(self) -> None:
+        see_range("port", self.port, 0, MOST_PORT)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Connectivity(FromAgent):
     """The answer to `ListenForHost`: at which port others may try to connect."""
 
     port: int
+
+    def __post_init__(self) -> None:
+        see_range("port", self.port, 0, MOST_PORT)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +97,9 @@ class StoreOpened(FromAgent):
     """Whether it is more than a free port. On a host without torch rank 0 opens a store there itself."""
     listens: bool
     """Whether it is served, and not only its port taken."""
+
+    def __post_init__(self) -> None:
+        see_range("port", self.port, 0, MOST_PORT)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,6 +195,10 @@ class Ended(OfWorker):
     """Of C++."""
     memory: dict[str, Any] = field(default_factory=dict)
     """`killed`, `peak`, `limit`, `of_cgroup`: see `head.failures`."""
+
+    def __post_init__(self) -> None:
+        see_range("code", self.code, -MOST_CODE, MOST_CODE)
+        see_range("signal", self.signal, 0, signal.NSIG)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

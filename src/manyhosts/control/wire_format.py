@@ -137,6 +137,28 @@ def _fitted(value: Any, hint: Any) -> Any:
     return value
 
 
+def see_depth(value: Any) -> None:
+    """See that `value` can be sent on.
+
+    Raises:
+        ValueError: it is nested too deeply.
+    """
+    try:
+        _cleaned(value, None)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def see_range(name: str, value: int, least: int, most: int) -> None:
+    """See that the field `name` of a message is a number from `least` to `most`.
+
+    Raises:
+        ValueError: it is not. The text ends a sentence.
+    """
+    if not least <= value <= most:
+        raise ValueError(f"its {name!r} is {_short(value)}")
+
+
 def _cleaned(value: Any, clean: Clean | None, levels: int = MOST_LEVELS) -> Any:
     """`value` with its texts as they may be shown. Those below a name keep their lines.
 

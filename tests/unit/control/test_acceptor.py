@@ -154,6 +154,13 @@ def test_host_whose_address_is_none_is_named_and_its_words_are_not_obeyed(addres
     assert "\x1b" not in told
 
 
+@pytest.mark.parametrize("more", [{"gpus": 10**9}, {"gpus": -1}, {"cores": 10**9}])
+def test_host_that_has_a_billion_gpus_gets_no_billion_workers(more: dict[str, int], scene: Scene) -> None:
+    scene.take_over()
+    assert say(scene, {"node": 0, **FACTS, **more}) == ["prove", "leave"]
+    assert "the agent of host far says that it has " in str(scene.state.result)
+
+
 def test_host_whose_message_lacks_what_the_head_looks_for_is_named(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:

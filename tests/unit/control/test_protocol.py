@@ -113,6 +113,21 @@ def test_signal_that_no_system_has_is_refused(number: int) -> None:
         read({"message": "asked", "signal": number}, FROM_AGENT)
 
 
+@pytest.mark.parametrize(
+    "wire",
+    [
+        {"message": "condition", "told": {}, "port": 70_000},
+        {"message": "connectivity", "port": -1},
+        {"message": "store", "generation": 0, "port": 1 << 40, "shared": True, "listens": True},
+        {"message": "ended", **ENDED, "code": 10**30},
+        {"message": "ended", **ENDED, "signal": 9999},
+    ],
+)
+def test_number_that_no_host_can_mean_is_refused_before_others_are_told_it(wire: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"its '(port|code|signal)' is "):
+        read(wire, FROM_AGENT)
+
+
 def test_what_is_not_known_beside_a_message_is_not_looked_at_and_what_may_lack_has_its_default() -> None:
     assert read({"message": "ended", **ENDED, "new": 1}, FROM_AGENT) == Ended(**ENDED)
     assert Ended(**ENDED).memory == {}

@@ -21,6 +21,8 @@ from manyhosts.hosts import addresses
 
 SEE_ABOVE = "mend that on this host, or run without it; what was printed above may say more"
 
+_MOST_GPUS, _MOST_CORES = 1024, 1 << 16
+"""That one host may say it has: as many workers are started there."""
 _CALL_AGAIN_S = 2.0
 _LONGEST_CALL_AGAIN_S = 10.0
 _GOODBYE_LIMIT_S = 5.0
@@ -113,6 +115,12 @@ class Agents:
         if node is not None and protocol != PROTOCOL:
             channel.close()
             self._refuse_version(node, protocol)
+        elif node is not None and not (0 <= hello.gpus <= _MOST_GPUS and 0 <= hello.cores <= _MOST_CORES):
+            channel.say(Leave(code=None))
+            channel.close()
+            self._refuse(
+                node, f"the agent of host {node.name} says that it has {hello.gpus} GPUs and {hello.cores} cores"
+            )
         elif node is not None and not addresses.may_be_one(hello.address):
             channel.say(Leave(code=None))
             channel.close()

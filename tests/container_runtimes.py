@@ -13,7 +13,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-SOURCE = r'''#!{python} -SE
+SOURCE = r'''#!/bin/sh
+"exec" {python} "-SE" "$0" "$@"  # as pip does it: the path of Python may have a space
 import json, os, shlex, sys
 
 CONFIG = json.loads({config!r})
@@ -62,13 +63,13 @@ def start(name, image, given, words):
         lines.append(f"printf %s {{shlex.quote(python)}} > $stage/bin/python3; chmod 755 $stage/bin/python3")
     for number, (source, *_) in enumerate(mounts):
         kind = "mkdir" if os.path.isdir(source) else "touch"
-        lines.append(f"{{kind}} $stage/{{number}}; mount -n --bind {{shlex.quote(source)}} $stage/{{number}}")
+        lines.append(f"{{kind}} $stage/{{number}}; mount -n --rbind {{shlex.quote(source)}} $stage/{{number}}")
     for hidden in CONFIG["hidden"]:
         if os.path.isdir(hidden):
             lines.append(f"mount -n -t tmpfs none {{shlex.quote(hidden)}}")
     for number, (source, target, *mode) in enumerate(mounts):
         place = shlex.quote(target)
-        lines.append(f"[ -e {{place}} ] || mkdir -p {{place}}; mount -n --bind $stage/{{number}} {{place}}")
+        lines.append(f"[ -e {{place}} ] || mkdir -p {{place}}; mount -n --rbind $stage/{{number}} {{place}}")
         lines += [f"mount -n -o remount,bind,ro {{place}}"] if mode == ["ro"] else []
     kept = dict(os.environ) if "apptainer" in name or "singularity" in name else {{}}
     for each in given.get("--env", []):
@@ -152,5 +153,5 @@ def install(
     config = {"images": images, "told": told, "hidden": list(hidden), "refuses": "", "security": [], "gpus": False}
     config |= {"says_podman": False, **more}
     path = folder / runtime
-    path.write_text(SOURCE.format(python=sys.executable, config=json.dumps(config)))
+    path.write_text(SOURCE.format(python=json.dumps(sys.executable), config=json.dumps(config)))
     path.chmod(0o755)

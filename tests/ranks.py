@@ -18,7 +18,7 @@ import contextlib
 import importlib
 import importlib.util
 import itertools
-import multiprocessing
+import multiprocessing.forkserver
 import os
 import pickle
 import socket
@@ -26,7 +26,7 @@ import sys
 import time
 import traceback
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -87,6 +87,8 @@ def run_ranks(size: int, function: Callable[..., Any], *args: Any, timeout_s: fl
     )
     context = multiprocessing.get_context("forkserver")  # forks from a clean process that has torch loaded
     context.set_forkserver_preload([*PRELOADED, *IMPORTED])
+    with _only_ours_on_the_path():
+        multiprocessing.forkserver.ensure_running()
     lines = [context.Pipe(duplex=False) for _ in range(size)]
     ranks = [
         context.Process(target=_main, args=(rank, size, errand, sender), daemon=True)
@@ -115,6 +117,19 @@ def free_port() -> int:
         port = PORTS[(1009 * os.getpid() + next(_asked)) % len(PORTS)]
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
+
+
+@contextlib.contextmanager
+def _only_ours_on_the_path() -> Iterator[None]:
+    """Python finds the modules of this folder, and none in the current one: `make train` leaves `runs` there."""
+    before = dict(os.environ)
+    paths = [str(Path(__file__).parent), *filter(None, [before.get("PYTHONPATH")])]
+    os.environ.update(PYTHONSAFEPATH="1", PYTHONPATH=os.pathsep.join(paths))
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _collect(receivers: Sequence[Connection], ranks: Sequence[Any], deadline: float, name: str) -> list[Answer]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from manyhosts.cluster.place import Place
 from manyhosts.communication.world import World
 
 pytestmark = pytest.mark.multiprocess
+TESTS = Path(__file__).parents[1]
 
 
 @dataclass
@@ -54,6 +58,14 @@ def test_ranks_meet_and_answer_in_order() -> None:
 
 def test_one_rank_needs_no_group() -> None:
     assert run_ranks(1, add, Chunk(10)) == [Chunk(10.0)]
+
+
+def test_folders_where_tests_are_started_hide_no_module_of_theirs(tmp_path: Path) -> None:
+    for module in TESTS.glob("*.py"):  # `make train` leaves a folder `runs`
+        (tmp_path / module.stem).mkdir()
+    code = f"import sys; sys.path.insert(0, {str(TESTS)!r}); import ranks, runs; print(ranks.run_ranks(1, runs.Recipe))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith("[Recipe(samples=0, "), done.stderr
 
 
 def test_failing_rank_is_named_with_its_own_traceback() -> None:

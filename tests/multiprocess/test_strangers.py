@@ -10,6 +10,7 @@ import itertools
 import json
 import random
 import resource
+import shutil
 import socket
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from launching import HANGS_S, environment, wait_until
 from preloaded import descendants
 from ranks import free_port
 
-from manyhosts.control import job_file
+from manyhosts.control import job_file, tls
 from manyhosts.control.acceptor import MOST_STRANGERS
 from manyhosts.control.job import Job
 from manyhosts.launchers.kubernetes import manifest
@@ -189,6 +190,46 @@ def speak_nonsense(port: int) -> None:
         assert all(pool.map(speak, said))
 
 
+def openssl(*words: object, said: str = "") -> str:
+    """What `openssl` says, who is as polite as a load balancer's probe; nothing is waited for but its end."""
+    command = ["openssl", *map(str, words)]
+    done = subprocess.run(command, input=said, capture_output=True, text=True, timeout=HANGS_S)
+    return done.stdout + done.stderr
+
+
+def speak_tls(port: int, folder: Path) -> None:
+    """Probes, words, new keys by the thousand, an older TLS, another handshake, data before the handshake's end."""
+    to, new = ("s_client", "-connect", f"127.0.0.1:{port}"), "-tls1_3"
+    assert "BEGIN CERTIFICATE" in openssl(*to, new)
+    for said in ("nonsense", "{}\n", "k\n" * 1000 + "Q\n", "K\n" * 1000 + "Q\n", "R\n"):
+        openssl(*to, new, said=said)
+    assert "alert protocol version" in openssl(*to, "-tls1_2", said="R\n")
+    own, ticket, early = free_port(), folder / "ticket", folder / "early"
+    (folder / "own.pem").write_text(tls.Identity().pem)
+    words = ["openssl", "s_server", "-accept", str(own), "-cert", folder / "own.pem", "-early_data", "-quiet"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as server:
+        try:
+            wait_until(lambda: can_be_called(own), "it gives tickets")
+            with subprocess.Popen(
+                ["openssl", "s_client", "-connect", f"127.0.0.1:{own}", new, "-sess_out", ticket],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            ) as client:
+                wait_until(ticket.exists, "it has a ticket")
+                client.kill()
+        finally:
+            server.kill()
+    early.write_text('{"message": "hello"}\n' * 100)
+    assert "Early data was rejected" in openssl(*to, new, "-sess_in", ticket, "-early_data", early, said="Q\n")
+
+
+def can_be_called(port: int) -> bool:
+    with contextlib.suppress(OSError), call(port):
+        return True
+    return False
+
+
 def come_in_crowds(port: int, head: psutil.Process) -> None:
     """500 at once that say nothing; then one more is still turned away in time, and none of them is left."""
     before = head.num_fds()
@@ -269,6 +310,8 @@ def test_strangers_change_nothing_and_learn_nothing(tmp_path: Path) -> None:
             slow = pool.submit(write_slowly, disturbed)
             speak_nonsense(disturbed)
             slow.result()
+        if shutil.which("openssl"):  # tests/unit/control/test_tls.py has most of it without
+            speak_tls(disturbed, tmp_path)
         come_in_crowds(disturbed, head)
         take_all_files(disturbed, head)
         for _ in range(3):

@@ -11,6 +11,7 @@ import click
 
 from manyhosts.control.screen import say_last
 from manyhosts.errors import ManyhostsError
+from manyhosts.records import plain_text
 
 
 def exit_code_of(error: BaseException, *, trace: bool = False) -> int:
@@ -32,7 +33,9 @@ def exit_code_of(error: BaseException, *, trace: bool = False) -> int:
         raise error
     if trace:
         traceback.print_exception(error)
-    say_last(sys.stderr, f"manyhosts: {error}\n")  # a terminal that is stopped cannot hold the end up
+    say_last(
+        sys.stderr, f"manyhosts: {plain_text.lines(str(error))}\n"
+    )  # a terminal that is stopped cannot hold the end up
     return error.exit_code
 
 

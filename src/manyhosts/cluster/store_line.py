@@ -8,6 +8,7 @@ and is answered by `{"message": "answer", "id": n, "value": …}`, or with `erro
 
     set          values          name → text
     get, wait    names           answered when all of them are there; the texts, or null
+    get_all      begin, size     the texts at begin + 0, begin + 1, … when all are there
     add          name, amount    the new number
     compare_set  name, expected, desired   the text that is there now
     append       name, value

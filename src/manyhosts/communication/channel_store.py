@@ -7,7 +7,8 @@ for which groups it is used.
 from __future__ import annotations
 
 from base64 import b64decode, b64encode
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +20,10 @@ from manyhosts.cluster.store_line import StoreGone, StoreLine, StoreTimeout
 class ChannelStore(dist.Store):  # type: ignore[name-defined,misc]  # torch names it public all the same
     """What one group of workers meets at. Whoever uses it in a process group has to keep it: C++ calls these methods.
 
+    A worker of Gloo asks for the address of each worker by itself, twice: to wait for it, and to have it. Where it is
+    known how many there are (`expecting`), the first such question is one for all of them, and the others are answered
+    here.
+
     Every method raises `dist.DistStoreError` where the group has lost a worker, or where what is waited for does not
     come in time.
     """
@@ -28,6 +33,12 @@ class ChannelStore(dist.Store):  # type: ignore[name-defined,misc]  # torch name
         super().__init__()
         self._line, self._timeout = line, timeout
         self._clones: list[ChannelStore] = []
+        self._size = 0
+        """How many workers the group has that is being made; 0 where nobody knows."""
+        self._sizes: dict[str, int] = {}
+        """How many workers put something at a name that begins so, and ends in their rank: this one has, too."""
+        self._known: dict[str, bytes] = {}
+        """What has come of the others and was not asked for yet. It is handed out once."""
 
     def close(self) -> None:
         """Have whoever waits wait no more, in any thread."""
@@ -36,7 +47,20 @@ class ChannelStore(dist.Store):  # type: ignore[name-defined,misc]  # torch name
     def clone(self) -> ChannelStore:
         """The same values, for C++ to use beside this one."""
         self._clones.append(ChannelStore(self._line, self._timeout))
+        self._clones[-1]._size = self._size
         return self._clones[-1]
+
+    @contextmanager
+    def expecting(self, size: int) -> Iterator[None]:
+        """While a group of `size` workers is made that meets here."""
+        self._size = size
+        for each in self._clones:
+            each._size = size
+        try:
+            yield
+        finally:
+            for each in (self, *self._clones):
+                each._size = 0
 
     def set_timeout(self, timeout: timedelta) -> None:
         """How long `get` and `wait` wait from now on."""
@@ -49,6 +73,8 @@ class ChannelStore(dist.Store):  # type: ignore[name-defined,misc]  # torch name
 
     def set(self, key: str, value: bytes | str) -> None:
         """Put `value` there, in place of what was there."""
+        if self._size and (begin := _before_rank(key)):
+            self._sizes[begin] = self._size
         self._ask("set", values={key: _text(value)})
 
     def multi_set(self, keys: Sequence[str], values: Sequence[bytes | str]) -> None:
@@ -57,7 +83,7 @@ class ChannelStore(dist.Store):  # type: ignore[name-defined,misc]  # torch name
 
     def get(self, key: str) -> bytes:
         """What is there, when somebody has put something there."""
-        return self.multi_get([key])[0]
+        return self._known.pop(key) if self._has(key) else self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """The same for several keys."""
@@ -65,7 +91,16 @@ class ChannelStore(dist.Store):  # type: ignore[name-defined,misc]  # torch name
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until somebody has put something at all of `keys`."""
-        self._ask("wait", timeout, names=list(keys))
+        if len(keys) != 1 or not self._has(keys[0], timeout):
+            self._ask("wait", timeout, names=list(keys))
+
+    def _has(self, key: str, timeout: timedelta | None = None) -> bool:
+        """Whether what every worker puts at a name like `key` is here, after it was asked for once."""
+        begin = _before_rank(key)
+        if key not in self._known and (size := self._sizes.pop(begin, 0)):
+            texts = self._ask("get_all", timeout, begin=begin, size=size)
+            self._known |= {f"{begin}{rank}": b64decode(text) for rank, text in enumerate(texts)}
+        return key in self._known
 
     def add(self, key: str, amount: int) -> int:
         """Add to a number, which is 0 at first. Returns the sum."""
@@ -106,8 +141,14 @@ class ChannelStore(dist.Store):  # type: ignore[name-defined,misc]  # torch name
         except StoreGone as gone:
             raise dist.DistStoreError(f"the workers that were to meet are not all there any more: {gone}") from gone
         except StoreTimeout as late:
-            awaited = ", ".join(fields.get("names", ())) or do
+            awaited = ", ".join(fields.get("names", ())) or fields.get("begin", do)
             raise dist.DistStoreError(f"workers did not come to meet: {late} ({awaited})") from late
+
+
+def _before_rank(key: str) -> str:
+    """What stands before the number at the end of `key`; nothing where there is none."""
+    begin, slash, rank = key.rpartition("/")
+    return begin + slash if rank.isdecimal() else ""
 
 
 def _text(value: bytes | str) -> str:

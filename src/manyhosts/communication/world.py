@@ -10,6 +10,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -162,7 +163,7 @@ class World(Collectives):
         if own is not None and self.membership is not None and self.membership.is_broken:
             own.close()  # `abort` came before there was this one
         try:
-            with self._sockets.opened():
+            with self._sockets.opened(), nullcontext() if own is None else own.expecting(place.size):
                 if own is not None:
                     init_method = None
                 elif group is not None:
@@ -228,7 +229,8 @@ class World(Collectives):
 
     def new_group(self, ranks: Sequence[int] | None = None, *, backend: str = "") -> dist.ProcessGroup | None:
         """A further group, of some of the workers or all; made by all together, and gone with the group of all."""
-        with self._sockets.opened(too=True):
+        own, size = self._store, self.size if ranks is None else len(ranks)
+        with self._sockets.opened(too=True), nullcontext() if own is None else own.expecting(size):
             group: dist.ProcessGroup | None = dist.new_group(
                 None if ranks is None else list(ranks),
                 timeout=timedelta(seconds=self.timeout_s),

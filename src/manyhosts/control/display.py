@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Protocol, TextIO
 
+from manyhosts.records import plain_text
+
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 """Workers paint what they have to say for a terminal; a file is to have none of it."""
 
@@ -47,11 +49,11 @@ class PlainDisplay:
 
     def say(self, text: str) -> None:
         """Print `text`."""
-        self._print(self._out, _COLOURS.sub("", text))
+        self._print(self._out, _COLOURS.sub("", plain_text.lines(text)))
 
     def warn(self, text: str) -> None:
         """Print `text` on stderr."""
-        self._print(self._err, _COLOURS.sub("", text))
+        self._print(self._err, _COLOURS.sub("", plain_text.lines(text)))
 
     def close(self) -> None:
         """Nothing to undo."""

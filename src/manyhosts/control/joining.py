@@ -181,6 +181,10 @@ def _own_version() -> str:
     return __version__
 
 
+def _is_below(path: str) -> bool:
+    return not os.path.isabs(path) and ".." not in Path(path).parts
+
+
 def _see_files(offer: Offer, folder: Path) -> None:
     """See that the code and the settings of the project are here what they are at the head.
 
@@ -190,6 +194,9 @@ def _see_files(offer: Offer, folder: Path) -> None:
     hashes = contents.Hashes()
     missing, others = [], []
     for path, digest in offer.files.items():
+        if not _is_below(path) or not (folder / path).is_file():  # a pipe would be waited for
+            missing.append(path)
+            continue
         try:
             if hashes.of(folder / path) != digest:
                 others.append(path)

@@ -333,7 +333,7 @@ class Channel:
         self._came += chunk
         if b"\n" in chunk:
             self._split()
-        if len(self._came) > self.longest_line:
+        if len(self._came) > self.longest_line or (self._tls is not None and self._tls.has_ended):
             self._end()
         return self._open
 

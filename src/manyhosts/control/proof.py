@@ -20,7 +20,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-PROTOCOL = 3
+PROTOCOL = 4
 """The version of what head and agents say to each other once they trust each other. These three messages stay."""
 _NONCE_CHARACTERS = 32
 

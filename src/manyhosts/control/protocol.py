@@ -5,11 +5,14 @@ What workers report (`fields`) is theirs to say, and is looked at by those that 
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from manyhosts.control.wire_format import WireMessage, by_name
+from manyhosts.control.wire_format import AsPrinted, Text, WireMessage, by_name, see_range
+
+MOST_PORT, MOST_CODE = 65535, 1 << 31
 
 # From an agent.
 
@@ -49,6 +52,10 @@ class Asked(FromAgent):
 
     signal: int
 
+    def __post_init__(self) -> None:
+        if self.signal not in set(signal.Signals):
+            raise ValueError(f"its 'signal' is {self.signal}, which no system has")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Condition(FromAgent):
@@ -58,12 +65,18 @@ class Condition(FromAgent):
     """As `agent.host_state` gathers it."""
     port: int
 
+    def __post_init__(self) -> None:
+        see_range("port", self.port, 0, MOST_PORT)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Connectivity(FromAgent):
     """The answer to `ListenForHost`: at which port others may try to connect."""
 
     port: int
+
+    def __post_init__(self) -> None:
+        see_range("port", self.port, 0, MOST_PORT)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,11 +98,15 @@ class StoreOpened(FromAgent):
     listens: bool
     """Whether it is served, and not only its port taken."""
 
+    def __post_init__(self) -> None:
+        see_range("port", self.port, 0, MOST_PORT)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AskStore(FromAgent):
     """What a worker asks through `cluster.store_line`."""
 
+    IS_SHOWN = False
     line: int
     """A connection of a worker to this agent."""
     id: int
@@ -102,7 +119,7 @@ class AskStore(FromAgent):
 class Trouble(FromAgent):
     """The host can start no worker."""
 
-    text: str
+    text: Text
     where: str
     early: bool
     """Whether it has started none."""
@@ -122,7 +139,7 @@ class Output(OfWorker):
     CHANGES_STATE = False
     stream: str
     """`out` or `err`."""
-    lines: list[str]
+    lines: AsPrinted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,8 +168,9 @@ class Report(OfWorker):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemberSays(FromAgent):
-    """What a worker said through `cluster.membership`."""
+    """What a worker said through `cluster.membership`, for other workers."""
 
+    IS_SHOWN = False
     NAME = "member"
     member: int
     kind: str
@@ -173,10 +191,14 @@ class Ended(OfWorker):
     out_of_memory: bool
     exchanges: int | None = None
     """How many it had begun."""
-    last_words: str = ""
+    last_words: Text = ""
     """Of C++."""
     memory: dict[str, Any] = field(default_factory=dict)
     """`killed`, `peak`, `limit`, `of_cgroup`: see `head.failures`."""
+
+    def __post_init__(self) -> None:
+        see_range("code", self.code, -MOST_CODE, MOST_CODE)
+        see_range("signal", self.signal, 0, signal.NSIG)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,8 +216,8 @@ class SeenWorker:
     """In all."""
     busy: float
     """Which share of a core it uses."""
-    stack: str
-    loader: str
+    stack: Text
+    loader: Text
     """The stack of a process that loads its data."""
 
 
@@ -214,6 +236,8 @@ class Seen(FromAgent):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FromHead(WireMessage):
     """What the head says."""
+
+    IS_SHOWN = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

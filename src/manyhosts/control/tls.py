@@ -59,7 +59,7 @@ class Tls:
     def __init__(self, context: ssl.SSLContext, *, server_side: bool) -> None:
         self._coming, self._going = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._connection = context.wrap_bio(self._coming, self._going, server_side=server_side)
-        self._is_up = False
+        self._is_up = self._has_ended = False
         self._waiting = bytearray()
         """What is to be sent when the two have agreed on their keys."""
         if not server_side:
@@ -71,13 +71,20 @@ class Tls:
         return self._is_up
 
     @property
+    def has_ended(self) -> bool:
+        """Whether nothing follows what `receive` has returned: the other side has said so, or spoken no TLS."""
+        return self._has_ended
+
+    @property
     def fingerprint(self) -> bytes:
         """SHA-256 of the other side's certificate, 32 bytes; empty before it has shown one."""
-        shown = self._connection.getpeercert(binary_form=True)
+        shown = self._connection.getpeercert(binary_form=True) if self._is_up else None
         return hashlib.sha256(shown).digest() if shown else b""
 
     def send(self, words: bytes) -> None:
-        """Encrypt `words`; `take` has them then."""
+        """Encrypt `words`; `take` has them then. After the end they are dropped."""
+        if self._has_ended:
+            return
         if self._is_up:
             self._connection.write(words)
         else:
@@ -88,20 +95,25 @@ class Tls:
         return self._going.read()
 
     def receive(self, came: bytes) -> bytes:
-        """What the other side says in bytes that came from it.
+        """What the other side says in bytes that came from it; afterwards `has_ended` may be true.
 
         Raises:
-            ssl.SSLError: they are not its own, or it has ended the connection.
+            ssl.SSLError: they are no TLS, or not its own.
         """
         self._coming.write(came)
-        if not self._is_up and not self._agree():
-            return b""
         found = bytearray()
         try:
-            while True:
-                found += self._connection.read(1 << 16)
+            if self._is_up or self._agree():
+                while part := self._connection.read(1 << 16):  # nothing: it has said goodbye, by close_notify
+                    found += part
+                self._has_ended = True
         except ssl.SSLWantReadError:
-            return bytes(found)
+            pass
+        except ssl.SSLError:
+            self._has_ended = True
+            if not found:
+                raise  # otherwise the next one to read hears of the end
+        return bytes(found)
 
     def _agree(self) -> bool:
         try:

@@ -66,8 +66,11 @@ class Channel:
             if len(self._came) > self._longest:
                 raise OSError("a line without an end")
             if deadline is not None:
-                self._socket.settimeout(max(1e-3, deadline - time.monotonic()))
-            sent = self._socket.recv(1 << 16)
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    raise TimeoutError("no line in time")  # however much else came, or how slowly
+                self._socket.settimeout(left_s)
+            sent = b"" if self._tls.has_ended else self._socket.recv(1 << 16)
             if not sent:
                 return ""
             with self._lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import re
 import socket
 import struct
 from collections import Counter
@@ -23,6 +24,11 @@ def listen(address: str, port: int, *, backlog: int) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, port), family=family, backlog=backlog)
+
+
+def may_be_one(address: str) -> bool:
+    """Whether that can be an address, or a name that stands for one."""
+    return re.fullmatch(r"[\w.:%-]{1,253}", address, re.ASCII) is not None
 
 
 def towards(hosts: Sequence[str]) -> str:

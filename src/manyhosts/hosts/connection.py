@@ -23,7 +23,12 @@ CONNECT_S = 5
 _ANSWER_S = 20.0
 _CONTAINER_S = 300.0
 """How long the first container of an image may take to start: Podman may first give all of its files to the user."""
-_START = "import sys; code = sys.stdin.buffer.read(int(sys.stdin.buffer.readline())); exec(code)"
+_EATEN = "manyhosts: what was sent to this host was read by somebody else"
+_START = (
+    "import sys; size = sys.stdin.buffer.readline();"
+    f" size.strip().isdigit() or sys.exit({_EATEN!r}); code = sys.stdin.buffer.read(int(size));"
+    f" len(code) == int(size) or sys.exit({_EATEN!r}); exec(code)"
+)
 _CHOOSE = 'for python in "$@"; do command -v "$python" >/dev/null && exec "$python" -c "$0"; done; exit 127'
 """For sh: start the first Python of several that there is, with the program that stands before them."""
 
@@ -74,6 +79,27 @@ _TROUBLES = [
         "see that it is on, that its cable is in, and that no firewall is before it",
     ),
 ]
+
+
+_QUIET = "what they do for people stands behind `[[ $- == *i* ]] || return` in ~/.bashrc"
+_OF_SHELLS = [
+    (
+        _EATEN,
+        "the login shell of host {host} reads standard input itself, before what it is told to run can",
+        f"see its start files there for `read`, `cat` or a question; {_QUIET}",
+    ),
+    (
+        r"restricted: cannot|rbash: \S+: command not found",
+        "the login shell of host {host} is a restricted one (rbash), and does not run what it is told",
+        "give this user another shell there: `chsh -s /bin/bash`",
+    ),
+    (
+        r"No module named 'encodings'|Could not find platform (?:in)?dependent libraries",
+        "Python does not start on host {host}: PYTHONHOME, set there for every login, names another Python's folder",
+        "take PYTHONHOME out of ~/.bashrc, ~/.profile and ~/.ssh/environment there",
+    ),
+]
+"""What start files of a host do to whoever is no person."""
 
 
 class Unreachable(LaunchError):
@@ -224,7 +250,8 @@ class Connection:
             raise Unreachable(
                 f"host {self.host} takes connections, but said nothing within {timeout_s:.0f} s",
                 where=f"host {self.host}",
-                fix=f"see with `ssh {self.host}` whether it is frozen, or waits for a file system that is away",
+                fix=f"see with `ssh {self.host}` whether it is frozen, waits for a file system that is away, or reads"
+                " standard input in a start file (~/.bashrc)",
             ) from None
         if line is None:
             raise self._trouble()
@@ -236,8 +263,9 @@ class Connection:
         with self._outpost.stdout as stream:
             for line in stream:
                 text = line.decode(errors="replace")
-                if text.startswith(remote_probe.MARK):  # the rest is what a login shell has to say
-                    self._lines.put(text.removeprefix(remote_probe.MARK))
+                _, mark, told = text.partition(remote_probe.MARK)
+                if mark:  # the rest, which need not end with a line break, is what a login shell has to say
+                    self._lines.put(told)
         self._lines.put(None)
 
     def _read_errors(self) -> None:
@@ -263,6 +291,15 @@ def trouble(host: str, code: int, said: str, pythons: Sequence[str], container: 
     where = f"host {host}"
     if container is not None and (error := containers.trouble(container, host, code, said, pythons)) is not None:
         return error
+    if code == 0:
+        return LaunchError(
+            f"the login shell of host {host} ends before it runs what it is told",
+            where=where,
+            fix=f"see its start files there for `exit` or `exec`; {_QUIET}",
+        )
+    for pattern, what, fix in _OF_SHELLS:
+        if re.search(pattern, said):
+            return LaunchError(what.format(host=host), where=where, fix=fix.format(host=host))
     if code == 127:
         return LaunchError(
             f"there is no Python on host {host}: neither {' nor '.join(pythons)}",

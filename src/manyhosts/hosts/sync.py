@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
 import subprocess
 import tarfile
@@ -77,20 +78,23 @@ def bring(connection: Connection, files: Files, *, tell: Tell | None = None) -> 
         _stream(connection, ["tar", "--extract", "--directory", str(folder)], pack)
 
 
-def fetch(connection: Connection, folder: Path, *, only: str = ".") -> None:
+def fetch(connection: Connection, folder: Path, *, only: str = ".") -> list[str]:
     """Bring `only`, a folder below `folder` of the host, here to the same place. One that is not there is no trouble.
+
+    Returns what stays there, each with the reason: links that lead out of the folder, and what is no file.
 
     Raises:
         LaunchError: it did not come.
     """
     source = folder / only
     if not connection.ask("exists", path=str(source)):
-        return
+        return []
     source.mkdir(parents=True, exist_ok=True)
     there = connection.ask("files", folder=str(source), left_out=_OF_EACH_MACHINE, timeout_s=_LISTING_S)
     wanted = remote_probe.differing(str(source), there)
     if not wanted:
-        return
+        return []
+    left: list[str] = []
 
     def unpack(stream: IO[bytes]) -> None:
         window = b""
@@ -99,11 +103,32 @@ def fetch(connection: Connection, folder: Path, *, only: str = ".") -> None:
                 raise tarfile.ReadError("it sent nothing")  # where there is an exit code, that says why
             window = window[-len(_BEGINS) :] + byte
         with tarfile.open(fileobj=stream, mode="r|") as archive:
-            archive.extractall(source, filter="data")
+            for member in archive:
+                if why := _stays(member, source):
+                    left.append(f"{os.path.normpath(member.name)} ({why})")
+                else:
+                    archive.extract(member, source, filter="data")
 
     names = "".join(f"./{path}\0" for path in wanted).encode(errors="surrogateescape")
     tar = ["tar", "--create", "--directory", str(source), "--no-recursion", "--null", "--files-from=-"]
     _stream(connection, ["sh", "-c", _AFTER, _BEGINS.decode(), *tar], unpack, told=names)
+    return left
+
+
+def _stays(member: tarfile.TarInfo, source: Path) -> str:
+    """Why it is not to be made in `source`; a link that names a place in there by its full path is made relative."""
+    if not (member.isfile() or member.isdir() or member.issym() or member.islnk()):
+        return "a pipe or a device"
+    if member.issym() and os.path.isabs(member.linkname):
+        target = os.path.normpath(member.linkname)
+        if not Path(target).is_relative_to(source):
+            return f"a link to {member.linkname}"
+        member.linkname = os.path.relpath(target, source / os.path.dirname(member.name))
+    try:
+        tarfile.data_filter(member, str(source))
+    except tarfile.FilterError:
+        return f"a link to {member.linkname}" if member.linkname else "a place outside of the folder"
+    return ""
 
 
 def _stream(

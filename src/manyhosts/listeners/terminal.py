@@ -16,6 +16,7 @@ from typing import Any, TextIO
 
 from manyhosts.listeners.figures import amount, clock, number, rate
 from manyhosts.listeners.paint import bare, fitted, paint, writable
+from manyhosts.records import plain_text
 
 Fields = Mapping[str, Any]
 
@@ -54,10 +55,12 @@ class Display:
     def say(self, text: str) -> None:
         """Lines of our own that stay. Paint in them is taken off where it would not show."""
         self._next_plain = time.monotonic() + _PLAIN_EVERY_S
+        text = plain_text.lines(text)
         self._above(self._fit(fitted(text, _columns(self._stream)) if self._live else text))
 
     def warn(self, text: str) -> None:
         """Lines of the launcher's own that stay, on stderr."""
+        text = plain_text.lines(text)
         self._above(self._fit(fitted(text, _columns(self._stream)) if self._live else text), to_errors=True)
 
     def progress(self, fields: Fields) -> None:

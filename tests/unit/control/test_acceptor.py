@@ -8,16 +8,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from head_and_agent import FACTS, TOKEN, Relay, Scene, one_loop, say
+from head_and_agent import FACTS, TOKEN, Owner, Relay, Scene, one_loop, say
 
 from manyhosts.control import tls
 from manyhosts.control.acceptor import Acceptor
 from manyhosts.control.agent import head_connection
 from manyhosts.control.agent.enrolling import enrol
 from manyhosts.control.enrolment import Enrolment
+from manyhosts.control.head.checks import host_findings
 from manyhosts.control.loop import Channel, Message
 from manyhosts.control.proof import PROTOCOL, Answerer
-from manyhosts.control.protocol import Output
+from manyhosts.control.protocol import Condition, Output
 
 SECRET = "the-value-of-an-env-option"
 
@@ -141,6 +142,33 @@ def test_whoever_does_not_prove_it_or_says_nonsense_is_hung_up_on(changed: dict[
     assert say(scene, {"node": 0, **FACTS, **changed}) == ["prove"]
     assert say(scene, {"node": 0, **FACTS}, token="f" * 32) == ["prove"]
     assert scene.admitted == []
+
+
+@pytest.mark.parametrize("address", ["\x1b[2J10.0.0.1", "", "a b", "x" * 300])
+def test_host_whose_address_is_none_is_named_and_its_words_are_not_obeyed(address: str, scene: Scene) -> None:
+    scene.take_over()
+    assert say(scene, {"node": 0, **FACTS, "address": address}) == ["prove", "leave"]
+    told = str(scene.state.result)
+    assert "the agent of host far gives" in told
+    assert "as its address, which is none" in told
+    assert "\x1b" not in told
+
+
+@pytest.mark.parametrize("more", [{"gpus": 10**9}, {"gpus": -1}, {"cores": 10**9}])
+def test_host_that_has_a_billion_gpus_gets_no_billion_workers(more: dict[str, int], scene: Scene) -> None:
+    scene.take_over()
+    assert say(scene, {"node": 0, **FACTS, **more}) == ["prove", "leave"]
+    assert "the agent of host far says that it has " in str(scene.state.result)
+
+
+def test_host_whose_message_lacks_what_the_head_looks_for_is_named(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, line = scene.train()
+    monkeypatch.setattr(Owner, "hear", lambda self, node, message: host_findings(node.name, message.told))
+    line.say(Condition(told={}, port=0))
+    scene.run(lambda: scene.state.result is not None)
+    assert "('condition') of the agent of host far could not be followed: it lacks 'disks'" in str(scene.state.result)
 
 
 def test_one_who_speaks_another_version_is_told_of_with_both(scene: Scene) -> None:

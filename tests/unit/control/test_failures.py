@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from manyhosts.control.head.failures import Failure, first
+from manyhosts.control.head.failures import Failure, first, rebuilt
 from manyhosts.errors import ConfigError, ManyhostsError, RankLost, ScriptError
 
 
@@ -100,3 +100,9 @@ def test_error_about_what_a_host_reads_names_that_host_and_the_rank() -> None:
     assert error.where == "lr, rank 1 on host n2"
     error = Failure(rank=1, host="n2", error={"words": {**words("DataError", 2), "where": "n2:/data/a"}}).told(0)
     assert error.where == "n2:/data/a", "the host is named already"
+
+
+@pytest.mark.parametrize(("said", "code"), [(0, 1), (256, 1), (-1, 1), ("3", 1), (7, 7)])
+def test_worker_that_has_failed_does_not_say_that_all_is_well(said: object, code: int) -> None:
+    words = {"type": "OfTheScript", "what": "x", "where": "", "fix": "", "exit_code": said}
+    assert rebuilt(words).exit_code == code

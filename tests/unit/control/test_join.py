@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhosts.cli.main import main
+from manyhosts.control import joining
 from manyhosts.control.handshake import ANY_NODE, Ask, Hello, Offer
 from manyhosts.control.head.state import ExternalAgent, Folder, Joining, Node
 from manyhosts.control.job import Job
@@ -175,3 +177,11 @@ def test_detached_run_has_its_secret_in_a_file_and_not_in_its_log(
     (tmp_path / "train.py").write_text("")
     assert main(["run", "--on", "join", "--nodes", "2", "--detach", "train.py"]) == 2
     assert "secret-file=FILE" in capsys.readouterr().err
+
+
+def test_pipe_or_a_place_outside_where_the_head_names_a_file_is_missing_and_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.py")
+    for path in ("pipe.py", "/dev/zero", "../outside.py"):
+        offer = Offer(run="r", script="s", host="h", folder="/w", run_dir="runs/r", files={path: "0"}, versions={})
+        with pytest.raises(ConfigError, match="is missing"):
+            joining._see_files(offer, tmp_path)

@@ -12,7 +12,7 @@ import pytest
 
 from manyhosts.control.handshake import FROM_CALLED, FROM_CALLER
 from manyhosts.control.protocol import FROM_AGENT, FROM_HEAD, Ended, NewWorker, Seen, SeenWorker, Start
-from manyhosts.control.wire_format import content_of, read
+from manyhosts.control.wire_format import MOST_LEVELS, content_of, read
 
 WORKER = {"rank": 1, "generation": 0, "member": 5}
 SEEN = SeenWorker(**WORKER, step=None, state="S", cpu_s=1, busy=0.5, stack="", loader="")
@@ -23,6 +23,7 @@ def example_of(kind: Any) -> Any:
     """A message with something in every field."""
     values = {"int": 3, "float": 0.5, "str": "x", "bool": True, "list[str]": ["a"], "list[list[Any]]": [["h", 1]]}
     values |= {"dict[str, Any]": {"a": [1]}, "dict[str, Any] | None": {"a": 1}, "int | None": None}
+    values |= {"Text": "one\ntwo", "AsPrinted": ["\x1b[1A\r"]}
     values |= {"dict[str, str]": {"A": "b"}, "list[SeenWorker]": [SEEN], "float | None": 0.5}
     values["list[NewWorker]"] = [NewWorker(rank=0, local_rank=0, member=1, environment={"A": "b"})]
     return kind(**{entry.name: values[entry.type] for entry in fields(kind)})
@@ -69,6 +70,61 @@ def test_every_message_comes_as_it_was_said_and_lacks_no_field(kinds: Mapping[st
 )
 def test_what_is_no_message_of_an_agent_is_refused_in_words(wire: dict[str, Any], fault: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(fault)}$"):
+        read(wire, FROM_AGENT)
+
+
+HOSTILE = "b\x1b]0;title\x07\x1b[2J\r\nmanyhosts: all is well\u202e"
+
+
+def nested(levels: int) -> Any:
+    found: Any = HOSTILE
+    for level in range(levels):
+        found = [found] if level % 2 else {"a": found}
+    return found
+
+
+def test_what_people_may_see_of_a_message_moves_no_cursor_and_begins_no_line() -> None:
+    shown = read({"message": "unlogged", **WORKER, "why": HOSTILE}, FROM_AGENT)
+    assert content_of(shown)["why"] == "b\ufffd]0;title\ufffd\ufffd[2J\ufffd\ufffdmanyhosts: all is well\ufffd"
+    error = {"what": HOSTILE, "deep": nested(9), "paint": "\x1b[31mred\x1b[0m"}
+    found = content_of(read({"message": "ended", **ENDED, "error": error}, FROM_AGENT))["error"]
+    assert "\n" in found["what"], "a traceback keeps its lines"
+    assert found["paint"] == error["paint"]
+    assert not set("\x1b\x07\r\u202e") & set(json.dumps({**found, "paint": ""}, ensure_ascii=False))
+    lines = [HOSTILE, "\x1b[1A 40 %\r"]
+    output = read({"message": "output", **WORKER, "stream": "out", "lines": lines}, FROM_AGENT)
+    assert content_of(output)["lines"] == lines, "what a script prints is its own affair"
+    outcome = {"message": "member", "member": 1, "kind": "done", "fields": {"outcome": HOSTILE}}
+    assert content_of(read(outcome, FROM_AGENT))["fields"] == {"outcome": HOSTILE}, "for another worker"
+
+
+@pytest.mark.parametrize("levels", [MOST_LEVELS + 1, 400])
+def test_what_is_nested_deeper_than_it_can_be_written_down_is_refused(levels: int) -> None:
+    wire = {"message": "member", "member": 1, "kind": "done", "fields": {"outcome": nested(levels)}}
+    with pytest.raises(ValueError, match="its 'fields' is nested too deeply"):
+        read(wire, FROM_AGENT)
+    wire["fields"] = {"outcome": nested(MOST_LEVELS - 2)}
+    read(wire, FROM_AGENT)
+
+
+@pytest.mark.parametrize("number", [9999, 0, -15])
+def test_signal_that_no_system_has_is_refused(number: int) -> None:
+    with pytest.raises(ValueError, match=f"its 'signal' is {number}, which no system has"):
+        read({"message": "asked", "signal": number}, FROM_AGENT)
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [
+        {"message": "condition", "told": {}, "port": 70_000},
+        {"message": "connectivity", "port": -1},
+        {"message": "store", "generation": 0, "port": 1 << 40, "shared": True, "listens": True},
+        {"message": "ended", **ENDED, "code": 10**30},
+        {"message": "ended", **ENDED, "signal": 9999},
+    ],
+)
+def test_number_that_no_host_can_mean_is_refused_before_others_are_told_it(wire: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"its '(port|code|signal)' is "):
         read(wire, FROM_AGENT)
 
 

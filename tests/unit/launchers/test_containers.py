@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -265,7 +266,7 @@ INSIDE = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "n[1-2]"}
 def test_srun_starts_apptainer_and_pyxis_and_the_head_stays_outside(tmp_path: Path) -> None:
     asked = _without_hosts(job(tmp_path, container="i.sif", python="/opt/python"))
     outside = Slurm({}).plan(asked).files[str(asked.run_dir / "job.sbatch")]
-    assert f"exec {sys.executable} -P -m" in outside
+    assert f"exec {shlex.quote(sys.executable)} -P -m" in outside
     command = Slurm(INSIDE).plan(asked).command
     folder = asked.folder
     at = command.index(containers.SCRIPT)

@@ -34,7 +34,7 @@ class FakeSlurm:
 
     def __call__(self, command: Sequence[str]) -> str:
         self.told.append(list(command))
-        answer = self.answers[command[0]]
+        answer = self.answers.get("sinfo", "") if command[0] == "sinfo" else self.answers[command[0]]
         if isinstance(answer, list):
             return answer.pop(0) if len(answer) > 1 else answer[0]
         if isinstance(answer, Exception):
@@ -174,10 +174,52 @@ def test_job_that_is_long_over_is_looked_up_in_the_accounts() -> None:
     assert slurm(scontrol=gone, sacct=LaunchError("no accounts")).status("4711").state == "unknown"
 
 
-def test_cancelling_a_job_that_is_over_is_no_error() -> None:
-    slurm(scancel=LaunchError("scancel refused: Invalid job id specified")).cancel("4711")
+def test_cancelling_a_job_that_is_over_is_no_error_and_one_that_never_was_is_named() -> None:
+    slurm(scancel=LaunchError("scancel refused: Job/step already completing or completed")).cancel("4711")
+    unknown = LaunchError("scancel refused: Invalid job id specified")
+    slurm(scancel=unknown, sacct="COMPLETED|0:0|n1\n").cancel("4711")
+    for accounts in ("", LaunchError("no accounts")):
+        with pytest.raises(LaunchError, match="Slurm knows no job 4711: it has long been over, or there never was one"):
+            slurm(scancel=unknown, sacct=accounts).cancel("4711")
     with pytest.raises(LaunchError, match="Access denied"):
         slurm(scancel=LaunchError("scancel refused: Access denied")).cancel("4711")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "options", "refused"),
+    [
+        (3, {}, ""),
+        (4, {}, "Slurm's default partition has 3 nodes, and --nodes is 4: the job would wait for ever"),
+        (9, {"partition": "small"}, "the partition small has 5 nodes, and --nodes is 9"),
+        (9, {"partition": "small,large"}, ""),
+        (99, {"partition": "unknown"}, ""),
+    ],
+)
+def test_more_nodes_than_the_partition_has_are_refused_and_do_not_wait_for_ever(
+    nodes: int, options: dict[str, str], refused: str, tmp_path: Path
+) -> None:
+    fake = FakeSlurm(sinfo="debug* 3\nsmall 2\nsmall 3\nlarge 40\n", sbatch="7\n")
+    engine = Slurm({}, fake, lambda _: None)
+    plan = engine.plan(job(tmp_path, nodes=nodes, options=options))
+    if not refused:
+        assert engine.send(plan) == "7"
+        return
+    with pytest.raises(ConfigError, match=refused):
+        engine.send(plan)
+    assert [words[0] for words in fake.told] == ["sinfo"], "nothing was queued"
+    assert not (tmp_path / "run").exists()
+
+
+DOWN = LaunchError("sinfo refused: slurm_load_partitions: Unable to contact slurm controller (connect failure)")
+
+
+def test_controller_that_is_down_is_said_as_that(tmp_path: Path) -> None:
+    engine = slurm(sinfo=DOWN, scontrol=DOWN, scancel=DOWN)
+    plan = engine.plan(job(tmp_path))
+    for act in (lambda: engine.send(plan), lambda: engine.status("4711"), lambda: engine.cancel("4711")):
+        with pytest.raises(LaunchError, match="Slurm's controller does not answer: slurm_load"):
+            act()
+    assert slurm(sinfo=LaunchError("sinfo refused: Access denied"), sbatch="7\n").send(plan) == "7"
 
 
 def test_name_that_is_no_number_never_reaches_slurm() -> None:

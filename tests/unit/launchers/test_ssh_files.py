@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -131,6 +132,24 @@ def test_what_is_here_already_is_not_brought_again_in_either_direction(tmp_path:
     changed = [path for path, when in before.items() if path.stat().st_ctime_ns != when]
     assert changed == [here / "run" / "deep" / "new name.txt"]
     assert changed[0].read_text() == "longer than it was"
+
+
+def test_links_that_lead_out_and_pipes_stay_there_by_name_and_all_else_comes(tmp_path: Path) -> None:
+    here, root = tmp_path / "here", tmp_path / "there"
+    put(here, "train.py")
+    put(root, "run/a.txt", "run/deep/z.txt", "run/zz/last.txt")
+    for name, target in {"b-out": "/etc/hostname", "c-up": "../../x", "d-in": f"{here}/run/deep"}.items():
+        (root / "run" / name).symlink_to(target)
+    os.mkfifo(root / "run" / "e-pipe")
+    left = sync.fetch(Far(here, root), here / "run")
+    assert sorted(left) == [
+        "b-out (a link to /etc/hostname)",
+        "c-up (a link to ../../x)",
+        "e-pipe (a pipe or a device)",
+    ]
+    came = sorted(str(path.relative_to(here / "run")) for path in (here / "run").rglob("*"))
+    assert came == ["a.txt", "d-in", "deep", "deep/z.txt", "zz", "zz/last.txt"]
+    assert (here / "run" / "d-in" / "z.txt").read_text() == "run/deep/z.txt", "its own place, by its full path"
 
 
 def test_file_that_vanishes_while_it_is_fetched_is_no_trouble(tmp_path: Path) -> None:

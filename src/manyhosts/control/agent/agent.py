@@ -240,6 +240,9 @@ class Agent:
             self._workers.open_store(message.generation, message.address, self._ports, listens=message.listens)
         except LaunchError as error:
             self._tell_unfit(error.what, error.where)
+        except OSError as error:
+            what = f"this host cannot listen at {message.address}, which it has told the head as its address"
+            self._tell_unfit(f"{what}: {error.strerror or error}", "")
 
     def _start(self, message: protocol.Start) -> None:
         if self._can_be_taken_over and not self._head.waits_for_another:

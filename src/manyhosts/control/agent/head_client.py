@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import socket
 import ssl
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
 from manyhosts.control import tls
-from manyhosts.control.handshake import FromCalled, FromCaller
+from manyhosts.control.handshake import FromCalled, FromCaller, Offer
 from manyhosts.control.wire_format import by_name, content_of, read
 from manyhosts.errors import LaunchError
 from manyhosts.records.json_text import parsed
 
 ANSWER_S = 20.0
 """How long a head may take to answer: it may be busy with the start of others."""
+_LONGEST_ANSWER, _LONGEST_OFFER = 1 << 14, 64 << 20
+"""Bytes. An offer comes from a head that has proven itself, and names every file of a project."""
 
 
 Answer = TypeVar("Answer", bound=FromCalled)
@@ -55,7 +58,7 @@ class HeadClient:
         Raises:
             LaunchError: none came, or another one.
         """
-        self._take(until=lambda: b"\n" in self._came)
+        self._take(until=lambda: b"\n" in self._came, most=_LONGEST_OFFER if kind is Offer else _LONGEST_ANSWER)
         first, _, rest = bytes(self._came).partition(b"\n")
         self._came = bytearray(rest)
         try:
@@ -64,12 +67,19 @@ class HeadClient:
         except ValueError as cause:
             raise self.trouble("it has said nothing that this version understands") from cause
 
-    def _take(self, until: Callable[[], bool]) -> None:
+    def _take(self, until: Callable[[], bool], most: int = 0) -> None:
+        """`most`: bytes that it may say until then."""
+        deadline = time.monotonic() + ANSWER_S
         while not until():
+            if len(self._came) > most:
+                raise self.trouble("it says more than a head does")
             try:
-                chunk = self._connection.recv(1 << 16)
+                self._connection.settimeout(max(1e-3, deadline - time.monotonic()))
+                chunk = b"" if self._tls.has_ended else self._connection.recv(1 << 16)
                 if not chunk:
                     raise self.trouble("it has hung up")
+                if time.monotonic() > deadline:
+                    raise TimeoutError  # it says a little now and then
                 self._came += self._tls.receive(chunk)
                 self._carry()
             except ssl.SSLError as cause:

@@ -6,8 +6,10 @@ without a Trainer, and NCCL. Its port is taken when workers start, and nobody li
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Callable
+from typing import Any
 
 from manyhosts.cluster.ports import Range
 from manyhosts.control.loop import Channel, Message
@@ -24,18 +26,39 @@ class StoreLines:
         self._lines: dict[int, Channel] = {}
         self._numbers: dict[Channel, int] = {}
         self._next = 0
+        self._shared: dict[str, int] = {}
+        """Questions for what all workers put there, and by which line they were passed on: each once for this host."""
+        self._sharing: dict[int, list[tuple[Channel, int]]] = {}
+        """By line: who is to hear the answer, and what each calls its question."""
 
     def ask(self, channel: Channel, question: Message) -> None:
         """A worker asks."""
+        number, do, asked = int(question["id"]), str(question["store"]), dict(question["fields"])
+        if do == "get_all":
+            self._share(channel, number, asked)
+            return
         if channel not in self._numbers:
             self._numbers[channel], self._lines[self._next] = self._next, channel
             self._next += 1
-        number, do, asked = int(question["id"]), str(question["store"]), dict(question["fields"])
         self._say(AskStore(line=self._numbers[channel], id=number, do=do, fields=asked))
+
+    def _share(self, channel: Channel, number: int, asked: dict[str, Any]) -> None:
+        key = json.dumps(asked, sort_keys=True)
+        line = self._shared.get(key)
+        if line is not None:
+            self._sharing[line].append((channel, number))
+            return
+        self._shared[key], self._sharing[self._next] = self._next, [(channel, number)]
+        self._next += 1
+        self._say(AskStore(line=self._shared[key], id=number, do="get_all", fields=asked))
 
     def answer(self, message: AnswerStore) -> None:
         """The head answers. A worker that is gone, or waits no more, hears nothing."""
-        if (channel := self._lines.get(message.line)) is not None:
+        if (asked := self._sharing.pop(message.line, None)) is not None:
+            self._shared = {key: line for key, line in self._shared.items() if line != message.line}
+            for each, number in asked:
+                each.send("answer", **{**message.answer, "id": number})
+        elif (channel := self._lines.get(message.line)) is not None:
             channel.send("answer", **message.answer)
 
     def forget(self, channel: Channel) -> None:

@@ -17,6 +17,7 @@ from manyhosts.control.agent.log import Lines, Log
 from manyhosts.control.agent.store_lines import StoreLines
 from manyhosts.control.loop import Channel, Loop, Message
 from manyhosts.control.protocol import Ended, FromAgent, Output, Unlogged
+from manyhosts.control.wire_format import see_depth
 
 _DRAIN_S = 1.0
 """How long the pipes of a worker that has ended may stay open: something that it started may have left its group."""
@@ -296,6 +297,7 @@ class ReportServer:
 
     def _take(self, channel: Channel, message: Message) -> None:
         with contextlib.suppress(KeyError, TypeError, ValueError):  # a worker that speaks nonsense harms only itself
+            see_depth(message)
             if "store" in message:
                 self._store.ask(channel, message)
                 return

@@ -21,6 +21,8 @@ from manyhosts.hosts import addresses
 
 SEE_ABOVE = "mend that on this host, or run without it; what was printed above may say more"
 
+_MOST_GPUS, _MOST_CORES = 1024, 1 << 16
+"""That one host may say it has: as many workers are started there."""
 _CALL_AGAIN_S = 2.0
 _LONGEST_CALL_AGAIN_S = 10.0
 _GOODBYE_LIMIT_S = 5.0
@@ -113,6 +115,18 @@ class Agents:
         if node is not None and protocol != PROTOCOL:
             channel.close()
             self._refuse_version(node, protocol)
+        elif node is not None and not (0 <= hello.gpus <= _MOST_GPUS and 0 <= hello.cores <= _MOST_CORES):
+            channel.say(Leave(code=None))
+            channel.close()
+            self._refuse(
+                node, f"the agent of host {node.name} says that it has {hello.gpus} GPUs and {hello.cores} cores"
+            )
+        elif node is not None and not addresses.may_be_one(hello.address):
+            channel.say(Leave(code=None))
+            channel.close()
+            self._refuse(
+                node, f"the agent of host {node.name} gives {hello.address[:60]!r} as its address, which is none"
+            )
         elif node is None or not self._has_place_for(node, hello):
             channel.say(Leave(code=None))
             channel.close()
@@ -181,12 +195,14 @@ class Agents:
         return all(node.channel is None or node.channel.channel is None for node in self.nodes)
 
     def _refuse_version(self, node: Node, protocol: int) -> None:
-        error = LaunchError(
+        self._refuse(
+            node,
             f"the agent of host {node.name} speaks version {protocol} of the protocol between head and agents, and this"
             f" head version {PROTOCOL}",
-            where=f"host {node.name}",
-            fix="install the same manyhosts there and here",
         )
+
+    def _refuse(self, node: Node, why: str) -> None:
+        error = LaunchError(why, where=f"host {node.name}", fix="install the same manyhosts there and here")
         if self._state.running:
             self._state.display.warn(f"manyhosts: {error}\nmanyhosts: the run goes on without host {node.name}")
         else:
@@ -206,9 +222,13 @@ class Agents:
             self._owner.hear(node, said)
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as cause:
             # Fields of reports, which nobody has looked at before: what is wrong may be in them or in the head.
+            what = (
+                f"it lacks {cause}"
+                if isinstance(cause, KeyError)
+                else f"its fields are not as they should be ({cause})"
+            )
             error = LaunchError(
-                f"a message ({said.NAME!r}) of the agent of host {node.name} could not be followed:"
-                f" {type(cause).__name__}: {cause}",
+                f"a message ({said.NAME!r}) of the agent of host {node.name} could not be followed: {what}",
                 where=f"host {node.name}",
                 fix="see that manyhosts is the same there and here; --trace shows where it went wrong",
             )

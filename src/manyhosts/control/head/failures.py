@@ -192,11 +192,16 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+def _of_a_failure(code: Any) -> int:
+    """An exit code that a shell takes for a failure, whatever a worker says."""
+    return code if isinstance(code, int) and 0 < code < 256 else 1
+
+
 def rebuilt(words: Mapping[str, Any]) -> ManyhostsError:
     """An error that a worker raised on purpose, as it was, with its own exit code."""
     kind = getattr(errors, str(words["type"]), None)
     if not (isinstance(kind, type) and issubclass(kind, ManyhostsError)):
-        kind = type(str(words["type"]), (ScriptError,), {"exit_code": int(words["exit_code"])})
+        kind = type(str(words["type"]), (ScriptError,), {"exit_code": _of_a_failure(words["exit_code"])})
     error: ManyhostsError = kind(str(words["what"]), where=str(words["where"]), fix=str(words["fix"]))
     return error
 

@@ -22,6 +22,8 @@ from manyhosts.control.protocol import CloseStore, OpenStore
 
 _MOST_BYTES = 16 << 20
 """The table's limit: a head that takes over reads it from a file that is written again and again."""
+_MOST_WORKERS = 1 << 16
+_AWAITED = ("names", "begin", "size")
 _BROKEN = "a worker of this group is lost"
 
 
@@ -33,6 +35,22 @@ class Asker(NamedTuple):
     """A connection of a worker to its agent."""
     id: int
     """A question on it."""
+
+
+class _Waits:
+    """One who waits for several names."""
+
+    def __init__(self, asker: Asker, do: str, fields: Mapping[str, Any]) -> None:
+        self.asker, self.do, self.fields = asker, do, fields
+        if do == "get_all":
+            begin, size = str(fields["begin"]), int(fields["size"])
+            if not 0 < size <= _MOST_WORKERS:
+                raise ValueError(f"there are no {size} workers")
+            self.names = [f"{begin}{rank}" for rank in range(size)]
+        else:
+            self.names = [str(name) for name in fields["names"]]
+        self.seen = 0
+        """How many of the names, from the first, were there when they were looked for."""
 
 
 Answer = Callable[..., None]
@@ -50,7 +68,10 @@ class Board:
         """The last group that is no more."""
         self._values: dict[str, str] = {}
         self._bytes = 0
-        self._waiting: list[tuple[Asker, str, list[str]]] = []
+        self._put_now: list[str] = []
+        """What the question that is being answered has put there."""
+        self._waiting: dict[str, list[_Waits]] = {}
+        """By a name at which there is nothing yet."""
 
     def written_down(self) -> dict[str, Any]:
         """All of it, for another head."""
@@ -58,7 +79,7 @@ class Board:
             "group": self._group,
             "closed": self._closed,
             "values": self._values,
-            "waiting": [[list(asker), do, names] for asker, do, names in self._waiting],
+            "waiting": [[list(each.asker), each.do, each.fields] for some in self._waiting.values() for each in some],
         }
 
     def go_on_from(self, written: Mapping[str, Any]) -> None:
@@ -66,7 +87,9 @@ class Board:
         self._group, self._closed = _pair(written["group"]), _pair(written["closed"])
         self._values = dict(written["values"])
         self._bytes = sum(len(value) for value in self._values.values())
-        self._waiting = [(Asker(*asker), do, names) for asker, do, names in written["waiting"]]
+        self._waiting = {}
+        for asker, do, asked in written["waiting"]:
+            self._wait(_Waits(Asker(*asker), do, asked))
 
     def close(self, start: int, group: int) -> None:
         """A worker of that group is lost: nobody waits in it any more, or meets in it from now on."""
@@ -84,13 +107,16 @@ class Board:
             if group > self._group:
                 self._clear()
                 self._group = group
-            if do in ("get", "wait"):
-                self._waiting.append((asker, do, [str(name) for name in fields["names"]]))
+            if do in ("get", "wait", "get_all"):
+                self._wait(_Waits(asker, do, {name: fields[name] for name in _AWAITED if name in fields}))
             else:
                 self._answer(asker, value=self._change(do, fields))
         except (KeyError, TypeError, ValueError, AttributeError) as cause:
             self._answer(asker, error=f"the store could not do {do!r}: {cause}")
-        self._look()
+        put, self._put_now = self._put_now, []
+        for name in put:
+            for waits in self._waiting.pop(name, ()):
+                self._wait(waits)
 
     def _change(self, do: str, fields: Mapping[str, Any]) -> Any:
         if do == "set":
@@ -124,21 +150,27 @@ class Board:
         if size > _MOST_BYTES:
             raise ValueError(f"it holds at most {_MOST_BYTES >> 20} MB")
         self._values[name], self._bytes = value, size
+        self._put_now.append(name)
 
-    def _look(self) -> None:
-        """Answer those who have waited for what is there now."""
-        waiting, self._waiting = self._waiting, []
-        for asker, do, names in waiting:
-            if all(name in self._values for name in names):
-                self._answer(asker, value=[self._values[name] for name in names] if do == "get" else None)
-            else:
-                self._waiting.append((asker, do, names))
+    def _wait(self, waits: _Waits) -> None:
+        """Answer one that waits, or have it wait for a name that is not there. Each name is looked for once."""
+        while waits.seen < len(waits.names):
+            if (name := waits.names[waits.seen]) not in self._values:
+                self._waiting.setdefault(name, []).append(waits)
+                return
+            waits.seen += 1
+        found = [self._values.get(name) for name in waits.names]
+        if None in found:  # one was taken away again meanwhile
+            waits.seen = 0
+            self._wait(waits)
+        else:
+            self._answer(waits.asker, value=None if waits.do == "wait" else found)
 
     def _clear(self) -> None:
-        waiting, self._waiting = self._waiting, []
+        waiting, self._waiting = self._waiting, {}
         self._values, self._bytes = {}, 0
-        for asker, _, _ in waiting:
-            self._answer(asker, error=_BROKEN)
+        for waits in (each for some in waiting.values() for each in some):
+            self._answer(waits.asker, error=_BROKEN)
 
 
 def _pair(group: Any) -> tuple[int, int]:

@@ -38,7 +38,7 @@ from manyhosts.records.run_directory import RunDirectory
 from manyhosts.records.run_record import RunRecord
 from manyhosts.records.summary import summarise
 
-FORMAT = 3
+FORMAT = 4
 """The version of the file."""
 CALLERS_S = 15.0
 """How long agents have to call the head that takes over: one call to a machine that is off takes them 10 s."""

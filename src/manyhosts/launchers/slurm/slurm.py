@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -22,6 +23,10 @@ from manyhosts.launchers.slurm import script as slurm_script
 
 _FIRST_SPECIAL_STEP = 2**32 - 10
 """Steps are counted from 0; those above are Slurm's own: the batch script, an interactive shell."""
+_DOWN = re.compile(
+    r"[Uu]nable to contact slurm controller|Connection refused|Socket timed out|Zero Bytes were transmitted"
+)
+"""What Slurm's programs say where slurmctld is not there."""
 _STATES: dict[str, State] = {
     **dict.fromkeys(("PENDING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "REQUEUE_FED", "CONFIGURING"), "waiting"),
     **dict.fromkeys(("RUNNING", "COMPLETING", "STOPPED", "SIGNALING", "STAGE_OUT"), "running"),
@@ -134,7 +139,7 @@ class Slurm(Engine):
             LaunchError: it does not.
         """
         wanted = job.options.get(container_options.RUNTIME) == container_options.PYXIS
-        if wanted and "--container-image" not in self._run(["srun", "--help"]):
+        if wanted and "--container-image" not in self._ask(["srun", "--help"]):
             raise LaunchError(
                 "this Slurm starts no containers: its srun has no option --container-image, which Pyxis gives it",
                 where=f"-o {container_options.RUNTIME}={container_options.PYXIS}",
@@ -144,7 +149,53 @@ class Slurm(Engine):
 
     def allocation(self, job: Job) -> Sequence[str]:
         """salloc, outside of an allocation."""
-        return () if "SLURM_JOB_ID" in self._present else slurm_script.allocation(self.check(job))
+        if "SLURM_JOB_ID" in self._present:
+            return ()
+        self._see_room(job)
+        return slurm_script.allocation(self.check(job))
+
+    def _see_room(self, job: Job) -> None:
+        """See that the partition has as many nodes as are asked for: Slurm would queue the job and never start it.
+
+        Raises:
+            ConfigError: it has fewer.
+        """
+        try:
+            told = self._ask(["sinfo", "--noheader", "--format", "%P %D"])
+        except LaunchError as trouble:
+            if _DOWN.search(trouble.what):
+                raise
+            return  # this user may not ask: sbatch says what it thinks
+        nodes: Counter[str] = Counter()
+        for name, count in (line.split() for line in told.splitlines() if len(line.split()) == 2):
+            nodes[name.rstrip("*")] += int(count) if count.isdecimal() else 0
+            nodes[""] += int(count) if name.endswith("*") and count.isdecimal() else 0
+        asked = job.options.get("partition", "")
+        most = max((nodes[name] for name in asked.split(",") if name in nodes), default=job.nodes)
+        if job.nodes > most:
+            name = f"the partition {asked}" if asked else "Slurm's default partition"
+            raise ConfigError(
+                f"{name} has {most} nodes, and --nodes is {job.nodes}: the job would wait for ever",
+                where=f"-o partition={asked}" if asked else "--nodes",
+                fix="ask for fewer, or for another partition with -o partition=NAME: `sinfo` lists them",
+            )
+
+    def _ask(self, words: Sequence[str]) -> str:
+        """What one of Slurm's programs says.
+
+        Raises:
+            LaunchError: it refused, or Slurm is not there to be asked.
+        """
+        try:
+            return self._run(words)
+        except LaunchError as trouble:
+            if not _DOWN.search(trouble.what):
+                raise
+            raise LaunchError(
+                f"Slurm's controller does not answer: {trouble.what.partition(': ')[2]}",
+                where=words[0],
+                fix="see `scontrol ping`; jobs that run go on without it, and what was to be asked can be asked later",
+            ) from trouble
 
     def send(self, plan: Plan) -> str:
         """Queue the job. Returns its number.
@@ -154,13 +205,14 @@ class Slurm(Engine):
             LaunchError: Slurm refused, or was not reached.
         """
         self._see_pyxis(plan.job)
+        self._see_room(plan.job)
         self.write_files(plan)
-        return self._run(plan.command).strip().partition(";")[0]  # number;cluster
+        return self._ask(plan.command).strip().partition(";")[0]  # number;cluster
 
     def status(self, name: str) -> Status:
         """What scontrol knows of it, or sacct where it is over for long."""
         try:
-            told = self._run(["scontrol", "show", "job", "-o", _number(name)])
+            told = self._ask(["scontrol", "show", "job", "-o", _number(name)])
         except LaunchError as trouble:
             if "Invalid job id" not in trouble.what:
                 raise
@@ -190,17 +242,29 @@ class Slurm(Engine):
         return detached.tail(read, lambda: not follow or self.status(name).over, self._wait)
 
     def cancel(self, name: str) -> None:
-        """scancel, which forgives a job that is over."""
+        """scancel, which forgives a job that is over.
+
+        Raises:
+            LaunchError: Slurm refuses, or knows no such job.
+        """
         try:
-            self._run(["scancel", _number(name)])
+            self._ask(["scancel", _number(name)])
         except LaunchError as trouble:
-            if "Invalid job id" not in trouble.what and "already completing" not in trouble.what:
+            if "already completing" in trouble.what:
+                return
+            if "Invalid job id" not in trouble.what:
                 raise
+            if self._status_long_after(name).state == "unknown":
+                raise LaunchError(
+                    f"Slurm knows no job {name}: it has long been over, or there never was one",
+                    where=f"slurm://{name}",
+                    fix="`squeue --me` lists yours",
+                ) from trouble
 
     def _status_long_after(self, name: str) -> Status:
         told = ""
         with contextlib.suppress(LaunchError):  # this cluster keeps no accounts
-            told = self._run(["sacct", "-n", "-X", "-P", "-j", _number(name), "-o", "State,ExitCode,NodeList"])
+            told = self._ask(["sacct", "-n", "-X", "-P", "-j", _number(name), "-o", "State,ExitCode,NodeList"])
         state, _, rest = (told.splitlines() or ["|"])[0].partition("|")
         if not state:
             return Status(state="unknown", reason="Slurm does not know it any more")

@@ -15,6 +15,9 @@ from manyhosts.launchers.ssh.host import Host, of_all
 _STILL_THERE_S = 8.0
 """How long a host has at the end of a run to say that it is there: one that was lost is not waited for long."""
 
+_NAMED = 3
+"""What stays on a host is named, up to so many."""
+
 
 def fetch(run_dir: Path, here: Sequence[Host], disks: Disks, connections: list[Connection]) -> list[str]:
     """Bring the run directory of the host that led here, and the logs of the others: each disk's once.
@@ -46,9 +49,10 @@ def fetch(run_dir: Path, here: Sequence[Host], disks: Disks, connections: list[C
             return f"{stays}: it does not answer"
         only = "." if disks.of(host.node) == led else "logs"
         try:
-            sync.fetch(host.connection, run_dir, only=only)
+            left = sync.fetch(host.connection, run_dir, only=only)
         except (LaunchError, OSError) as trouble:
             return f"{stays}: {trouble}".partition("\n")[0]
-        return ""
+        more = f" and {len(left) - _NAMED} more" if len(left) > _NAMED else ""
+        return f"manyhosts: on {host.name} stay, in {run_dir}: {', '.join(left[:_NAMED])}{more}" if left else ""
 
     return list(filter(None, of_all(list(by_disk.values()), fetch_from)))

@@ -7,11 +7,8 @@ place: it takes over the files, and tells what the last leader had not written.
 from __future__ import annotations
 
 import dataclasses
-<<<<<<< HEAD
 import math
-=======
 import os
->>>>>>> buyer
 import socket
 import sys
 import time

@@ -62,6 +62,17 @@ class FSDP:
     the optimizer steps on the host."""
 
     def __post_init__(self) -> None:
+        words = [self.units] if isinstance(self.units, str | type) else self.units
+        if isinstance(words, Sequence | set | frozenset):
+            names = tuple(each.__name__ if isinstance(each, type) else each for each in words)
+            if wrong := [each for each in names if not isinstance(each, str)]:
+                raise ConfigError(
+                    f"units holds a {type(wrong[0]).__name__}, and a unit is named",
+                    where="FSDP(units=…)",
+                    fix='give names of modules, or of their classes: units="Block"',
+                )
+            if not isinstance(self.units, str):
+                object.__setattr__(self, "units", names)
         check_kinds(self, prefix="FSDP.")
         if self.zero not in (1, 2, 3):
             raise ConfigError(

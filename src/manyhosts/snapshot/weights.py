@@ -27,7 +27,8 @@ SUFFIXES = (".safetensors", ".pt", ".pth")
 def load(run_dir: str | Path, *, weights: Literal["best", "last"] = "best") -> dict[str, Tensor]:
     """The `state_dict` of a run's model, on the CPU, with the names that the model itself has.
 
-    `run_dir` is a run directory, one snapshot, or a file that `Trainer.save` wrote. `weights="best"`: those of the best validation, or the newest where
+    `run_dir` is a run directory, one snapshot, or a file that `Trainer.save` wrote. `weights="best"`: those of the best
+    validation, or the newest where
     the run has no best; `"last"`: the newest. Every byte is checked against its hash; a damaged snapshot is named in a
     warning, and the one before it is taken.
 
@@ -69,7 +70,7 @@ def from_file(path: Path, *, where: str) -> dict[str, Tensor]:
     """
     try:
         if not path.exists():
-            raise FileNotFoundError("there is no such file or folder")  # noqa: TRY301 - said as what cannot be read is
+            raise FileNotFoundError("there is no such file or folder")
         if path.suffix == ".safetensors":
             return load_file(path)
         read = torch.load(path, map_location="cpu", weights_only=True)

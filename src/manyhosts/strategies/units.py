@@ -28,8 +28,9 @@ def has_parts(module: nn.Module) -> bool:
 
 
 def find_units(model: nn.Module, patterns: Sequence[str]) -> Units:
-    """The units of `model`: those that `patterns` name, or else its blocks. None where it cannot be cut at modules: then
-    all of it is the rest.
+    """The units of `model`: those that `patterns` name, or else its blocks.
+
+    None where it cannot be cut at modules: then all of it is the rest.
 
     Raises:
         ConfigError: what was named is never called, has no parameters, or shares one with what is outside it; or the

@@ -11,6 +11,7 @@ from manyhosts.training.build import Parts
 from manyhosts.training.cut_state import put_cut
 from manyhosts.training.held import load_model
 
+
 def load_initial(parts: Parts, path: Path) -> None:
     """Put the weights at `path` into the model of `parts`. Nothing is unpickled but tensors.
 
@@ -32,6 +33,3 @@ def load_initial(parts: Parts, path: Path) -> None:
         load_model(parts.model, weights)
     else:
         put_cut(parts.model.state_dict(), weights, parts.strategy.holding)
-
-
-def _read(path: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from manyhosts.snapshot.fingerprint import difference, fingerprint, tensors_sha2
 
 def read(path: Path) -> dict[str, torch.Tensor]:
     file = tensors.TensorFile(path)
-    return {name: file.read(name) for name in file._opened().keys()}
+    return {name: file.read(name) for name in file._opened().keys()}  # noqa: SIM118 - it is no dict
 
 
 @pytest.mark.parametrize("dtype", tensors._CODES, ids=tensors.dtype_name)

@@ -28,9 +28,8 @@ def load(run_dir: str | Path, *, weights: Literal["best", "last"] = "best") -> d
     """The `state_dict` of a run's model, on the CPU, with the names that the model itself has.
 
     `run_dir` is a run directory, one snapshot, or a file that `Trainer.save` wrote. `weights="best"`: those of the best
-    validation, or the newest where
-    the run has no best; `"last"`: the newest. Every byte is checked against its hash; a damaged snapshot is named in a
-    warning, and the one before it is taken.
+    validation, or the newest where the run has no best; `"last"`: the newest. Every byte is checked against its hash; a
+    damaged snapshot is named in a warning, and the one before it is taken.
 
     Raises:
         ConfigError: there are no weights, or a file of them cannot be read.

@@ -165,7 +165,7 @@ def test_what_is_chosen_fits_into_the_addresses_that_a_process_may_have(tmp_path
     [refused] = run_ranks(1, within_addresses, tmp_path / "refused", 150_000_000)
     [needed] = [float(each) for each in re.findall(r"single needs ([\d.]+) MB", refused)][:1]
     stacks = 12 * (8 << 20)
-    [status] = run_ranks(1, within_addresses, tmp_path / "fits", int(needed * 1e6) + stacks + 1_000_000)
+    [status] = run_ranks(1, within_addresses, tmp_path / "fits", int(needed * 1e6) + stacks + 12_000_000)
     assert status == "completed"
     assert summary(tmp_path / "fits")["steps"] == 5
 

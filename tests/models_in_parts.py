@@ -264,7 +264,7 @@ class Reversible(nn.Module):
         for pair in self.pairs:
             one = one + pair["f"](other)
             other = other + pair["g"](one)
-        return one + other
+        return (one + other) / 4
 
 
 class Skips(nn.Module):
@@ -272,7 +272,7 @@ class Skips(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks, self.register = nn.ModuleList(Block() for _ in range(3)), None
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
 
     def forward(self, inputs: Tensor) -> Tensor:
         for block in self.blocks:

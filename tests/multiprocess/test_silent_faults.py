@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor
@@ -40,6 +39,5 @@ def test_faults_of_this_version_are_known_and_those_of_others_are_seen() -> None
     now = run_ranks(4, found, "")
     assert now[1:] == now[:-1], "all processes see the same"
     assert set(now[0]) <= network.FAULTS.keys()
-    print(f"torch {torch.__version__}: {now[0]}")
     for wrong in ("average", "reduce_scatter", "reduce_scatter bytes"):
         assert all(wrong in each for each in run_ranks(4, found, wrong)), wrong

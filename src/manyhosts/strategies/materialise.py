@@ -89,7 +89,9 @@ def materialise(modules: Iterable[nn.Module], places: Places) -> None:
                 init(module)
         for held, key, _ in own:
             if _lacks_values(held[key]):
-                by = f"reset_parameters() of {type(module).__name__}" if init is None else "_init_weights() of the model"
+                by = (
+                    f"reset_parameters() of {type(module).__name__}" if init is None else "_init_weights() of the model"
+                )
                 raise _refusal(f"{name}.{key}", f"{by} does not write it")
 
 

@@ -98,5 +98,5 @@ def fail_alone(rank: int, folder: Path) -> None:
 
 
 def test_error_of_one_worker_in_the_look_at_the_loss_is_told(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="rank 1 of 2 failed(.|\\n)*ValueError: rank 1 sees nothing"):
+    with pytest.raises(AssertionError, match=r"rank 1 of 2 failed(.|\n)*ValueError: rank 1 sees nothing"):
         run_ranks(2, fail_alone, tmp_path)

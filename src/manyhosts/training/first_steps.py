@@ -94,8 +94,8 @@ class FirstSteps:
         if never := uncalled(self.parts.model):
             self.parts.world.notes.append(
                 f"activation_checkpointing: {len(never)} blocks were not called in {LOOKS} steps ({never[0]}"
-                f"{', …' if len(never) > 1 else ''}), so nothing of them is computed again; where the model calls what is "
-                "inside a block and not the block itself, have it call the block"
+                f"{', …' if len(never) > 1 else ''}), so nothing of them is computed again; where the model calls what "
+                "is inside a block and not the block itself, have it call the block"
             )
         self._before = {}
         now = self._kept_beside()
@@ -110,10 +110,10 @@ class FirstSteps:
         late = [name for name, _ in self.parts.model.named_parameters() if name not in known]
         if late:
             raise ConfigError(
-                f"the model has made the parameter {late[0]!r} in its forward pass, when the optimizer was made already: "
-                "nobody would train it, and each worker has other values of it",
+                f"the model has made the parameter {late[0]!r} in its forward pass, when the optimizer was made "
+                "already: it would not be trained, and each worker has other values of it",
                 where="mh.Trainer(model=…)",
-                fix="make it in __init__, or with the lazy layers of PyTorch (nn.LazyLinear), which the trainer completes",
+                fix="make it in __init__, or with a lazy layer of PyTorch (nn.LazyLinear), which the trainer completes",
             )
 
     def _weights(self) -> dict[str, str]:

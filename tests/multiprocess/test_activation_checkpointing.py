@@ -146,3 +146,42 @@ def test_block_that_cannot_be_computed_again_is_refused_before_the_first_update(
     for said, unchanged in run_ranks(2, refusal, tmp_path):
         assert "the block 0.1 (Forgetful) computes something else" in said
         assert unchanged
+
+
+class Passed(nn.Module):
+    """Calls what is inside its blocks, and not these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block(1) for _ in range(2)), nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block.layers(x)  # type: ignore[operator]
+        out: Tensor = self.head(x.flatten(1))
+        return out
+
+
+def nested() -> nn.Module:
+    class Nested(Passed):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.ModuleList([Block(1), Block(1)]) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for pair in self.blocks:
+                for block in pair:  # type: ignore[attr-defined]
+                    x = block(x)
+            out: Tensor = self.head(x.flatten(1))
+            return out
+
+    return Nested()
+
+
+def test_blocks_in_lists_of_lists_are_computed_again_and_those_never_called_are_said(tmp_path: Path) -> None:
+    for name, model in (("nested", nested), ("passed", Passed)):
+        trainer(tmp_path / name, model=model, activation_checkpointing="blocks").fit("4 steps")
+    said = (tmp_path / "nested" / "metrics.jsonl").read_text()
+    assert "computed again in the backward pass are 4 of 4 blocks, blocks.0.0 to blocks.1.1" in said
+    assert "were not called" not in said
+    assert "2 blocks were not called in 3 steps (blocks.0" in (tmp_path / "passed" / "metrics.jsonl").read_text()

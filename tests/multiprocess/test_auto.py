@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import resource
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +137,37 @@ def test_one_worker_is_single_and_virtual_workers_stay_what_they_are(tmp_path: P
     [[refused], _] = run_ranks(2, decided, tmp_path, [0], {"virtual_workers": 4})
     assert "no number of workers" in refused
     assert "fsdp" not in refused
+
+
+def within_addresses(rank: int, folder: Path, room: int) -> str:
+    """What comes of a training with 28 MB of parameters, where this process has so many addresses left for it."""
+    status = Path("/proc/self/status").read_text()
+    used = int(re.search(r"VmSize:\s+(\d+)", status)[1]) * 1024  # type: ignore[index]
+    resource.setrlimit(resource.RLIMIT_AS, (used + room, used + room))
+    try:
+        made = mh.Trainer(
+            model=lambda: nn.Sequential(*[nn.Sequential(nn.Linear(840, 840), nn.Tanh()) for _ in range(10)]),
+            loss=nn.functional.mse_loss,
+            optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3),
+            data=mh.Data(train=TensorDataset(torch.randn(32, 840), torch.randn(32, 840)), batch_size=8),
+            snapshots=mh.Snapshots(every="2 steps"),
+            run_dir=folder,
+            strategy="auto",
+        )
+    except ConfigError as refused:
+        return str(refused)
+    return made.fit("5 steps").status
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="addresses are counted by Linux")
+def test_what_is_chosen_fits_into_the_addresses_that_a_process_may_have(tmp_path: Path) -> None:
+    """With as much as it says that it needs, and nothing beyond that, it trains and makes its snapshots."""
+    [refused] = run_ranks(1, within_addresses, tmp_path / "refused", 150_000_000)
+    [needed] = [float(each) for each in re.findall(r"single needs ([\d.]+) MB", refused)][:1]
+    stacks = 12 * (8 << 20)
+    [status] = run_ranks(1, within_addresses, tmp_path / "fits", int(needed * 1e6) + stacks + 12_000_000)
+    assert status == "completed"
+    assert summary(tmp_path / "fits")["steps"] == 5
 
 
 LIMITED = Path(__file__).with_name("limited_script.py")

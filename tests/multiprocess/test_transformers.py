@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import manyhosts as mh
+from manyhosts.strategies.materialise import materialise, places_of
 
 pytestmark = pytest.mark.multiprocess
 
@@ -27,6 +28,36 @@ def gpt2() -> nn.Module:
     sizes = {"n_layer": 3, "n_head": 2, "n_embd": 16, "n_positions": LENGTH}
     dropped = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return GPT2LMHeadModel(GPT2Config(vocab_size=CHARACTERS, bos_token_id=0, eos_token_id=0, **sizes, **dropped))
+
+
+def bert() -> nn.Module:
+    """A classifier with buffers that only its own library knows the values of."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    from transformers import BertConfig, BertForSequenceClassification
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    return BertForSequenceClassification(BertConfig(vocab_size=CHARACTERS, max_position_embeddings=LENGTH, **sizes))
+
+
+@pytest.mark.parametrize("make", [gpt2, bert])
+def test_model_made_on_meta_has_the_first_values_of_its_library(make: Any) -> None:
+    """Its shapes and buffers, and weights of the same spread; twice the same ones."""
+    expected = make().state_dict() | dict(make().named_buffers())
+    found = []
+    for _ in range(2):
+        with torch.device("meta"):
+            model = make()
+        torch.manual_seed(3)
+        materialise(model.modules(), places_of(model))
+        found.append(model.state_dict() | dict(model.named_buffers()))
+    assert found[0].keys() == expected.keys()
+    for name, value in expected.items():
+        own = found[0][name]
+        assert torch.equal(own, found[1][name]), name
+        if value.is_floating_point() and value.numel() > 100 and float(value.std()):
+            assert float(own.std()) == pytest.approx(float(value.std()), rel=0.3), name
+        elif not value.is_floating_point() or not float(value.std(correction=0)):
+            assert torch.equal(own, value), name
 
 
 def step(model: nn.Module, batch: list[Tensor]) -> Tensor:

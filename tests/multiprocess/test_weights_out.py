@@ -58,6 +58,11 @@ def save_all(rank: int, folder: Path) -> dict[str, bool]:
     with pytest.raises(ConfigError, match=r"cannot write|could not write"):
         trainer.save(folder / "best.safetensors" / "below-a-file.pt")
     return {
+        "files": all(
+            torch.equal(mh.load(folder / name)[key], value)
+            for name, saved in (("best.safetensors", best), ("last.pt", last))
+            for key, value in saved.items()
+        ),
         "names": list(best) and set(best) == set(last) == set(kept) == set(now),
         "last": all(torch.equal(last[name], now[name]) for name in now),
         "best": all(torch.equal(best[name], kept[name]) for name in now),
@@ -95,6 +100,9 @@ def test_damaged_newest_snapshot_is_named_and_the_one_before_it_taken(tmp_path: 
     assert weights.keys() == trainer.model.state_dict().keys()
     with pytest.raises(ConfigError, match="no such folder"):
         mh.load(tmp_path / "nowhere")
+    (tmp_path / "notes.pt").write_text("no weights")
+    with pytest.raises(ConfigError, match="cannot read the weights"):
+        mh.load(tmp_path / "notes.pt")
 
 
 def test_script_prints_once_on_any_number_of_workers(tmp_path: Path) -> None:

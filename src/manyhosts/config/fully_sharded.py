@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from manyhosts.config.arguments import answering
 from manyhosts.config.kinds import check_kinds
@@ -62,6 +62,18 @@ class FSDP:
     the optimizer steps on the host."""
 
     def __post_init__(self) -> None:
+        given: Any = self.units  # perhaps classes, as others take them
+        words = [given] if isinstance(given, str | type) else given
+        if isinstance(words, Sequence | set | frozenset):
+            names = tuple(each.__name__ if isinstance(each, type) else each for each in words)
+            if wrong := [each for each in names if not isinstance(each, str)]:
+                raise ConfigError(
+                    f"units holds a {type(wrong[0]).__name__}, and a unit is named",
+                    where="FSDP(units=…)",
+                    fix='give names of modules, or of their classes: units="Block"',
+                )
+            if not isinstance(given, str):
+                object.__setattr__(self, "units", names)
         check_kinds(self, prefix="FSDP.")
         if self.zero not in (1, 2, 3):
             raise ConfigError(

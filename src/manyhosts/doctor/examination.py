@@ -324,6 +324,7 @@ class _Rounds:
             self.meeting["seconds"] = max(one["met_s"] for one in said.values())
             self.meeting["sum_s"] = statistics.median(one["sum_s"] for one in said.values())
             self.meeting["right"] = all(one["right"] for one in said.values())
+            self.meeting["faults"] = sorted({fault for one in said.values() for fault in one["faults"]})
 
     def _address(self, each: Reached) -> str:
         return str(self.facts[each.name]["address"])

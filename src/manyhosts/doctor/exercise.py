@@ -20,6 +20,12 @@ _SIDE = 384
 _GPU_SIDE = 4096
 _ELEMENTS = 1 << 18
 _ROUNDS = 3
+_PART = 1 << 16
+"""Elements of each part of a sum whose bytes are counted."""
+_NESTED = 4
+"""Processes that it takes to cut a tensor along one dimension twice."""
+_ACKNOWLEDGED = 120
+"""Where `tcpi_bytes_acked` stands in Linux's `struct tcp_info`."""
 
 
 def speed(seconds: float) -> dict[str, Any]:
@@ -95,7 +101,8 @@ class Rendezvous:
     def join(self, rank: int, size: int, address: str, port: int, limit_s: float) -> dict[str, Any]:
         """Meet the others and add up numbers with them, at most `limit_s` seconds for each.
 
-        Returns the seconds that the rendezvous took, those of one sum of 1 MiB, and whether sums came out right.
+        Returns the seconds that the rendezvous took, those of one sum of 1 MiB, whether sums came out right, and what
+        this version of PyTorch does otherwise than it says (see `silent_faults`).
         """
         import torch
         import torch.distributed as dist
@@ -113,7 +120,64 @@ class Rendezvous:
             begin_sum = time.perf_counter()
             dist.all_reduce(torch.ones(_ELEMENTS))
             sums.append(time.perf_counter() - begin_sum)
-        return {"met_s": met - begin, "sum_s": sorted(sums)[_ROUNDS // 2], "right": right}
+        found = {"met_s": met - begin, "sum_s": sorted(sums)[_ROUNDS // 2], "right": right}
+        return found | {"faults": silent_faults(rank, size)}
+
+
+def silent_faults(rank: int, size: int) -> list[str]:
+    """What the collectives of this PyTorch get wrong over Gloo without an error: words of `network.FAULTS`.
+
+    All processes of the group call this. manyhosts itself uses none of these; scripts may.
+    """
+    import torch
+    import torch.distributed as dist
+
+    found = []
+    try:
+        mean = torch.full((3,), float(rank + 1))
+        dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+        if not torch.allclose(mean, torch.full((3,), (size + 1) / 2)):
+            found.append("average")
+    except (RuntimeError, ValueError):
+        pass  # it says that it cannot: no fault that anyone would miss
+    own, parts = torch.empty(_PART), [torch.full((_PART,), float(rank + 1)) for _ in range(size)]
+    before = _bytes_sent()
+    dist.reduce_scatter(own, parts)
+    dist.barrier()  # until what was sent has come
+    sent = _bytes_sent() - before
+    if not bool((own == size * (size + 1) / 2).all()):
+        found.append("reduce_scatter")
+    elif before and sent > 1.5 * 2 * 4 * _PART * size:  # more than an all-reduce of all of it would send
+        found.append("reduce_scatter bytes")
+    if size >= _NESTED and size % 2 == 0:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        mesh = init_device_mesh("cpu", (2, size // 2))
+        for rows in range(1, 2 * size + 2):  # few of which can be cut evenly
+            whole = torch.arange(rows * 2.0).reshape(rows, 2)
+            if not torch.equal(distribute_tensor(whole, mesh, [Shard(0), Shard(0)]).full_tensor(), whole):
+                found.append("nested shards")
+                break
+    return found
+
+
+def _bytes_sent() -> int:
+    """By the connections of this process so far, as far as the others have acknowledged them; 0 where nobody counts."""
+    sent = 0
+    try:
+        for entry in os.listdir("/proc/self/fd"):
+            try:
+                if os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
+                    with socket.socket(fileno=os.dup(int(entry))) as found:
+                        if found.family in (socket.AF_INET, socket.AF_INET6):
+                            told = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                            sent += int.from_bytes(told[_ACKNOWLEDGED : _ACKNOWLEDGED + 8], sys.byteorder)
+            except OSError:
+                continue
+    except OSError:
+        return 0
+    return sent
 
 
 def main() -> None:

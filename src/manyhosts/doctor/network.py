@@ -188,6 +188,27 @@ def _of_names(hosts: Sequence[Facts]) -> Iterator[Finding]:
             )
 
 
+FAULTS = {
+    "average": (
+        "ReduceOp.AVG adds up and does not divide, without an error",
+        "in code of your own use ReduceOp.SUM and divide by the number of workers; manyhosts does",
+    ),
+    "reduce_scatter": (
+        "reduce_scatter gives wrong sums, without an error",
+        "in code of your own use all_reduce and take your part of it; manyhosts uses all_to_all",
+    ),
+    "reduce_scatter bytes": (
+        "reduce_scatter sends as much as an all-reduce for every worker",
+        "in code of your own use all_to_all and add up what comes; manyhosts does",
+    ),
+    "nested shards": (
+        "a tensor that is cut twice along one dimension, unevenly, is put together with wrong rows, without an error",
+        "in code of your own cut each dimension over one axis of the mesh, or into even parts; manyhosts does",
+    ),
+}
+"""By the words of `exercise.silent_faults`: what is wrong, and what to do."""
+
+
 def of_rendezvous(hosts: Sequence[Facts], meeting: Facts) -> Iterator[Finding]:
     """What is wrong with the rendezvous and the sum over all hosts."""
     interfaces = ", ".join(sorted({host["interface"] for host in hosts if host["interface"]}))
@@ -202,6 +223,9 @@ def of_rendezvous(hosts: Sequence[Facts], meeting: Facts) -> Iterator[Finding]:
     elif meeting.get("right") is False:
         what = "a sum over all hosts came out wrong"
         yield Finding(level="error", check="rendezvous", what=what, where="between the hosts", fix=fix, kind="network")
+    for fault in meeting.get("faults", ()):
+        what, fix = FAULTS[fault]
+        yield Finding(level="warning", check="collectives", what=what, where="PyTorch over Gloo", fix=fix)
 
 
 def bits(bandwidth: float) -> str:

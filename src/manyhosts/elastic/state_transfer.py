@@ -11,7 +11,8 @@ from manyhosts.communication.collectives import Collectives
 from manyhosts.communication.gathering import gather_lists, gather_plain
 from manyhosts.communication.world import World
 from manyhosts.errors import SnapshotError
-from manyhosts.snapshot.flatten import FlatState, flatten, unflatten
+from manyhosts.records.contents import unflatten
+from manyhosts.snapshot.flatten import FlatState, flatten
 
 
 def pass_on(

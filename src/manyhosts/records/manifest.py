@@ -30,6 +30,7 @@ _IN_PARTS_SINCE = 4
 NAME = "manifest.json"
 _HASH_KEY = ',\n "sha256": "'
 _CHUNK_BYTES = 4 << 20
+_FIRST_BYTES = 64 << 10
 _FOLDER = re.compile(r"(?:step-(?P<step>\d{8,})|best)(?:\.(?P<how>new|old|[0-9a-f]+\.half|half))?")
 _GO_ON = "leave it or delete it: a run resumes from the newest snapshot that is whole"
 _MAY_BE_WHOLE = "see that you may read it and that its disk answers; it may be whole, so do not delete it"
@@ -136,13 +137,21 @@ class Manifest:
         head, _, tail = text.rpartition(_HASH_KEY)
         if tail != f'{_hash_of(head)}"\n}}\n':
             raise SnapshotError(f"{NAME} is damaged: its content is not what its hash says", where=where, fix=_GO_ON)
-        manifest = _from_content(content)
+        try:
+            manifest = _from_content(content)
+        except (KeyError, TypeError, ValueError, AttributeError) as cause:
+            raise SnapshotError(
+                f"{NAME} is damaged: {type(cause).__name__}: {cause}", where=where, fix=_GO_ON
+            ) from cause
         if reason := first_flaw(manifest.tensors):
             raise SnapshotError(reason, where=where, fix=_GO_ON)
         return manifest
 
 
 def _from_content(content: Mapping[str, Any]) -> Manifest:
+    """Raises KeyError, TypeError, ValueError or AttributeError where something lacks or is of another kind."""
+    if wrong := [name for name in content["files"] if "/" in name or name.startswith(".")]:
+        raise ValueError(f"{wrong[0]!r} is no name of a file in the folder")
     return Manifest(
         facts=Facts(
             step=content["step"],
@@ -196,8 +205,10 @@ class InFolder:
     def pieces(self, name: str) -> Iterator[bytes]:
         """Its content, piece by piece."""
         with (self.folder / name).open("rb") as file:
-            while chunk := file.read(_CHUNK_BYTES):
+            size = _FIRST_BYTES  # of which a header takes no more, mostly, and nobody may want what follows
+            while chunk := file.read(size):
                 yield chunk
+                size = _CHUNK_BYTES
 
 
 def read(folder: Path) -> Manifest:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from manyhosts.errors import SnapshotError
+from manyhosts.records.contents import check_owns, records_of
 from manyhosts.records.manifest import Found, Manifest, NewerFormat, read_files, verify_files
 from manyhosts.snapshot.location import SnapshotLocation
 
@@ -102,6 +103,9 @@ def _condition(location: SnapshotLocation, found: Found, *, content: bool) -> Co
     try:
         manifest = read_files(files)
         verify_files(files, content=content)
+        if content:
+            records_of(files, manifest)
+            check_owns(files, manifest)
     except NewerFormat as error:
         kind, reason = "newer", error.what
     except SnapshotError as error:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from manyhosts.errors import SnapshotError
+from manyhosts.records.contents import unflatten
 from manyhosts.records.manifest import fix_of
-from manyhosts.snapshot.flatten import tensors_named, unflatten
 from manyhosts.snapshot.tensors import Asked
 
 Read = Callable[[str], Any]
@@ -42,10 +42,6 @@ class Entries(Mapping[str, Any]):
     def under(self, key: str) -> Entries:
         """Those of the mapping under `key`; none where it is not there."""
         return replace(self, nodes=_by_key(self.nodes.get(key, {})))
-
-    def tensors(self) -> set[str]:
-        """The names of all tensors in it."""
-        return set(tensors_named(list(self.nodes.values())))
 
     def __len__(self) -> int:
         return len(self.nodes)

@@ -4,13 +4,15 @@ What JSON cannot say itself stands in an object with one key that begins with `$
 
     {"$tensor": name}  {"$array": name}  {"$tuple": […]}  {"$float": "inf" | "-inf" | "nan"}  {"$bytes": base64}
     {"$dict": [[key, value], …]}         a dict with keys that are no text, or with one that begins with `$`
+
+`records.contents.unflatten` puts it together again.
 """
 
 from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -151,51 +153,3 @@ def _array_tensor(array: np.ndarray[Any, Any], path: tuple[Any, ...]) -> Tensor:
 def _refusal(what: str, path: tuple[Any, ...]) -> SnapshotError:
     place = "".join(f"[{key!r}]" for key in path)
     return SnapshotError(f"{what} cannot be kept in a snapshot", where=f"state{place}", fix=f"keep it as {_KEPT}")
-
-
-def tensors_named(nodes: Any) -> Iterator[str]:
-    """The names of all tensors that `nodes` refer to, again and again where one stands in several places."""
-    if isinstance(nodes, dict):
-        for tag, content in nodes.items():
-            if tag in ("$tensor", "$array") and len(nodes) == 1:
-                yield content
-            else:
-                yield from tensors_named(content)
-    elif isinstance(nodes, list):
-        for node in nodes:
-            yield from tensors_named(node)
-
-
-def unflatten(nodes: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The state that `flatten` took apart, in the same types and order; a dict of any kind comes back as a dict.
-
-    Raises:
-        KeyError, TypeError, ValueError: `nodes` was not made by `flatten`, or a tensor that it names is not there.
-    """
-    if isinstance(nodes, list):
-        return [unflatten(node, tensors) for node in nodes]
-    if not isinstance(nodes, dict):
-        return nodes
-    if len(nodes) == 1:
-        [(tag, content)] = nodes.items()
-        if tag.startswith("$"):
-            return _untag(tag, content, tensors)
-    return {key: unflatten(node, tensors) for key, node in nodes.items()}
-
-
-def _untag(tag: str, content: Any, tensors: Mapping[str, Tensor]) -> Any:
-    match tag:
-        case "$tensor":
-            return tensors[content]
-        case "$array":
-            return tensors[content].numpy()
-        case "$tuple":
-            return tuple(unflatten(node, tensors) for node in content)
-        case "$float":
-            return float(content)
-        case "$bytes":
-            return base64.b64decode(content)
-        case "$dict":
-            return {unflatten(key, tensors): unflatten(node, tensors) for key, node in content}
-        case _:
-            raise ValueError(f"unknown tag {tag!r}")

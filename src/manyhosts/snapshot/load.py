@@ -13,12 +13,13 @@ from manyhosts.communication.gathering import gather_plain, gather_words
 from manyhosts.communication.world import World
 from manyhosts.errors import SnapshotError
 from manyhosts.events import SnapshotSkipped
-from manyhosts.records.manifest import NAME, Facts, Found, Manifest, fix_of, found_in, read, verify
+from manyhosts.records.contents import check_owns, records_of
+from manyhosts.records.manifest import NAME, Facts, Found, InFolder, Manifest, found_in, read, verify
 from manyhosts.records.tensor_parts import TensorRecord
 from manyhosts.snapshot.entries import Entries
 from manyhosts.snapshot.fingerprint import Fingerprint, difference
 from manyhosts.snapshot.owns import Owns
-from manyhosts.snapshot.slices import TensorReader, records_of
+from manyhosts.snapshot.slices import TensorReader
 
 Fits = Callable[[Manifest], str]
 """Why a run cannot go on from the snapshot with this manifest; nothing where it can."""
@@ -67,8 +68,9 @@ class Loaded:
 def load(path: Path, fits: Fits = everything_fits, *, rank: int = 0, checkers: int = 1) -> Loaded:
     """Check and read the snapshot in the folder `path`.
 
-    What one worker alone remembers is checked by one of so many `checkers`, of which this is number `rank`: by whoever
-    has the rank of that worker, where there is one. All else every checker checks, for every one takes it up.
+    So many `checkers`, of which this is number `rank`, share out whose bytes each compares with their hashes: what one
+    worker alone remembers goes to whoever has the rank of that worker, where there is one; files of tensors to whoever
+    has least so far. Sizes, headers and plain values every one of them looks at.
 
     Raises:
         SnapshotError: it is damaged, too new, or does not fit.
@@ -76,15 +78,27 @@ def load(path: Path, fits: Fits = everything_fits, *, rank: int = 0, checkers: i
     manifest = read(path)
     if reason := fits(manifest):
         raise SnapshotError(reason, where=str(path), fix="start in another --run-dir, or take back the change")
-    others = [whose for whose in range(manifest.world_size) if whose % checkers != rank]
-    verify(path, left_to_others={f"own-{whose:05d}.safetensors" for whose in others})
-    records = records_of(path, manifest)
+    others = {name for name, whose in _shares(manifest, checkers).items() if whose != rank}
+    verify(path, left_to_others=others)
+    records = records_of(InFolder(path), manifest)
+    check_owns(InFolder(path), manifest, left_to_others=others)
     state = Entries.in_file(path / "state.json", lambda: TensorReader(path, records).whole)
-    if lost := sorted(state.tensors() ^ records.keys()):
-        where = "state.json names" if lost[0] not in records else "the files hold"
-        raise SnapshotError(f"only {where} {lost[0]}", where=str(path), fix=fix_of())
     owns = Owns(path, manifest.files, manifest.world_size)
     return Loaded(path=path, manifest=manifest, records=records, state=state, owns=owns)
+
+
+def _shares(manifest: Manifest, checkers: int) -> dict[str, int]:
+    """Which of the checkers reads all of a file of tensors, by its name."""
+    owns = {f"own-{whose:05d}.safetensors": whose % checkers for whose in range(manifest.world_size)}
+    shares = {name: whose for name, whose in owns.items() if name in manifest.files}
+    loads = [0] * checkers
+    for name, whose in shares.items():
+        loads[whose] += manifest.files[name].bytes
+    left = [name for name in manifest.files if name.startswith("tensors-")]
+    for name in sorted(left, key=lambda name: (-manifest.files[name].bytes, name)):
+        shares[name] = loads.index(min(loads))
+        loads[shares[name]] += manifest.files[name].bytes
+    return shares
 
 
 def newest_whole(folder: Path, *, content: bool = True) -> Found | None:
@@ -101,7 +115,7 @@ def newest(folder: Path, fits: Fits, world: World, *, apart: bool = False) -> Lo
     """The newest snapshot in `folder` that every worker could read and that fits; None where there is none at all.
 
     `apart`: whether hosts have disks of their own, so that each worker checks every byte of what it finds. Workers that
-    look at one disk share out the check of what each of those who saved it had alone.
+    look at one disk share out the check: together they read it once.
 
     Raises:
         SnapshotError: there are snapshots, and none can be gone on from.

@@ -14,9 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyhosts.errors import SnapshotError
-from manyhosts.records.manifest import Manifest, fix_of
-from manyhosts.records.tensor_parts import Box, TensorRecord, joined
+from manyhosts.records.tensor_parts import Box, TensorRecord
 from manyhosts.snapshot.tensors import TensorFile, dtype_of
 
 
@@ -96,26 +94,3 @@ def _holds(outer: Box, box: Box) -> bool:
     return all(
         0 <= begin <= begin + side <= end for begin, side, end in zip(box.offset, box.shape, outer.shape, strict=True)
     )
-
-
-def records_of(folder: Path, manifest: Manifest) -> Mapping[str, TensorRecord]:
-    """Where each tensor of the state is: as the files say, and where the manifest says it, too, both the same.
-
-    Raises:
-        SnapshotError: they do not, or a file cannot be read.
-    """
-    names = [name for name in manifest.files if name.startswith("tensors-")]
-    try:
-        found = joined(TensorFile(folder / name).records() for name in names)
-    except ValueError as cause:
-        raise SnapshotError(str(cause), where=str(folder), fix=fix_of()) from cause
-    if not manifest.has_parts:
-        return found
-    for name in sorted(found.keys() | manifest.tensors.keys()):
-        if found.get(name) != manifest.tensors.get(name):
-            raise SnapshotError(
-                f"the files hold other parts of {name} than the manifest says",
-                where=str(folder),
-                fix=fix_of(),
-            )
-    return manifest.tensors

@@ -21,34 +21,13 @@ from torch import Tensor
 
 from manyhosts.communication.parts import TensorPart
 from manyhosts.errors import SnapshotError
+from manyhosts.records.contents import CODES, PLACES
 from manyhosts.records.manifest import FileRecord, fix_of
-from manyhosts.records.tensor_parts import Box, TensorRecord
+from manyhosts.records.tensor_parts import TensorRecord
 from manyhosts.snapshot.disk import Disk
 
 _PIECE_BYTES = 8 << 20
-_CODES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
-    torch.float8_e8m0fnu: "F8_E8M0",
-}
-_PLACES = "DCP_SHARDING_INFO"
-"""The key under which torch.distributed.checkpoint.HuggingFaceStorageReader looks for the places of parts."""
+_CODES = {getattr(torch, name): code for name, (code, _) in CODES.items()}
 
 
 def can_keep(dtype: torch.dtype) -> bool:
@@ -61,19 +40,15 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-_NAMES = {code: dtype_name(dtype) for dtype, code in _CODES.items()}
-
-
 def dtype_of(name: str) -> torch.dtype:
     """`torch.float32` for `float32`.
 
     Raises:
         KeyError: the format has no word for it.
     """
-    return _DTYPES[name]
-
-
-_DTYPES = {dtype_name(dtype): dtype for dtype in _CODES}
+    CODES[name]
+    found: torch.dtype = getattr(torch, name)
+    return found
 
 
 def write(path: Path, tensors: Mapping[str, Tensor | TensorPart], disk: Disk) -> FileRecord:
@@ -137,7 +112,7 @@ def _places(parts: Mapping[str, TensorPart]) -> dict[str, str]:
     places = {
         name: {"saved_offsets": list(part.offset), "shape": list(part.shape)} for name, part in sorted(parts.items())
     }
-    return {_PLACES: json.dumps(places, separators=(",", ":"))}
+    return {PLACES: json.dumps(places, separators=(",", ":"))}
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -167,22 +142,6 @@ class TensorFile:
             file = self._opened()
             found: Tensor = file.get_tensor(name) if place is None else file.get_slice(name)[place]
             return found.clone()
-
-    def records(self) -> dict[str, TensorRecord]:
-        """What it says of each tensor in it.
-
-        Raises:
-            SnapshotError: it is no safetensors file.
-        """
-        with _readable(self._path):
-            file = self._opened()
-            places = json.loads((file.metadata() or {}).get(_PLACES, "{}"))
-            return {name: self._record(file.get_slice(name), places.get(name)) for name in file.keys()}  # noqa: SIM118 - it is no dict
-
-    def _record(self, entry: Any, place: Mapping[str, Any] | None) -> TensorRecord:
-        local = tuple(entry.get_shape())
-        offset, shape = (tuple(place["saved_offsets"]), tuple(place["shape"])) if place else ((0,) * len(local), local)
-        return TensorRecord(_NAMES[entry.get_dtype()], shape, {self._path.name: Box(offset, local)})
 
     def _opened(self) -> Any:
         self._file = self._file or safe_open(self._path, framework="pt")

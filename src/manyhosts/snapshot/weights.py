@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from manyhosts.errors import ConfigError, SnapshotError
@@ -18,21 +18,26 @@ from manyhosts.records.manifest import NAME, found_in
 from manyhosts.records.run_directory import RunDirectory
 from manyhosts.snapshot import load as snapshots
 
+_FIX = (
+    "give a snapshot folder, a run directory with a best/ or snapshots/, a .safetensors file, or a .pt of a state_dict"
+)
 SUFFIXES = (".safetensors", ".pt", ".pth")
 
 
 def load(run_dir: str | Path, *, weights: Literal["best", "last"] = "best") -> dict[str, Tensor]:
     """The `state_dict` of a run's model, on the CPU, with the names that the model itself has.
 
-    `run_dir` is a run directory, or one snapshot. `weights="best"`: those of the best validation, or the newest where
-    the run has no best; `"last"`: the newest. Every byte is checked against its hash; a damaged snapshot is named in a
-    warning, and the one before it is taken.
+    `run_dir` is a run directory, one snapshot, or a file that `Trainer.save` wrote. `weights="best"`: those of the best
+    validation, or the newest where the run has no best; `"last"`: the newest. Every byte is checked against its hash; a
+    damaged snapshot is named in a warning, and the one before it is taken.
 
     Raises:
-        ConfigError: there are no weights.
+        ConfigError: there are no weights, or a file of them cannot be read.
         SnapshotError: there are, and all are damaged.
     """
     path = Path(run_dir)
+    if path.is_file():
+        return from_file(path, where=str(path))
     if weights not in ("best", "last"):
         raise ConfigError(f"weights is {weights!r}", where="mh.load(…)", fix='choose "best" or "last"')
     directory = RunDirectory(path)
@@ -54,6 +59,27 @@ def load(run_dir: str | Path, *, weights: Literal["best", "last"] = "best") -> d
         else:
             return state
     raise AssertionError("the last one either was given back or has raised")
+
+
+def from_file(path: Path, *, where: str) -> dict[str, Tensor]:
+    """The `state_dict` in the file `path`, on the CPU. Nothing is unpickled but tensors. `where`: for errors.
+
+    Raises:
+        ConfigError: it cannot be read, or holds something else.
+    """
+    try:
+        if not path.exists():
+            raise FileNotFoundError("there is no such file or folder")
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        read = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as cause:  # of many kinds: no file, no access, half-written, or more than tensors in it
+        reason = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
+        raise ConfigError(f"cannot read the weights: {reason}", where=where, fix=_FIX) from cause
+    inner = read.get("state_dict", read) if isinstance(read, dict) else None
+    if not isinstance(inner, dict) or not all(isinstance(value, Tensor) for value in inner.values()):
+        raise ConfigError("the file holds no state_dict", where=where, fix=_FIX)
+    return inner
 
 
 def check_path(path: Path) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from inspect import getattr_static
 
 from torch import nn
 
@@ -23,19 +24,39 @@ def blocks_of(model: nn.Module, named: Sequence[str] = (), *, where: str = "unit
     return named_blocks(model, named, where=where) if named else repeated_blocks(model) or blocks_by_size(model)
 
 
+def is_called(module: nn.Module) -> bool:
+    """Whether `module` has a forward pass: a list, a dict, or what else only holds others, has none."""
+    return getattr_static(type(module), "forward") is not nn.Module.forward or "forward" in vars(module)
+
+
 def repeated_blocks(model: nn.Module) -> Blocks:
-    """The outermost modules of several layers of which a list or sequence holds more than one of the same class."""
-    return list(_repeated("", model))
+    """The outermost modules of several layers of which a list or sequence holds more than one of the same class.
+
+    What a list holds within lists of its own counts as held by it; a module that it holds twice counts once.
+    """
+    return list(_repeated("", model, {}))
 
 
-def _repeated(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    in_row = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
-    count = Counter(_kind(child) for child in module.children() if in_row and any(True for _ in child.children()))
+def _repeated(prefix: str, module: nn.Module, counts: Mapping[type, int]) -> Iterator[tuple[str, nn.Module]]:
+    """Those inside `module`. `counts`: of each class, how many the lists hold that `module` is a part of."""
+    is_row = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) or (prefix and not is_called(module))
+    if is_row and not counts:
+        members = {id(member): member for member in _members(module) if any(True for _ in member.children())}
+        counts = Counter(map(_kind, members.values()))
     for name, child in module.named_children():
-        if count[_kind(child)] > 1:
+        if is_called(child) and counts.get(_kind(child), 0) > 1:
             yield prefix + name, child
         else:
-            yield from _repeated(f"{prefix}{name}.", child)
+            yield from _repeated(f"{prefix}{name}.", child, {} if is_called(child) else counts)
+
+
+def _members(row: nn.Module) -> Iterator[nn.Module]:
+    """What `row` holds, in place of lists and dicts what these hold."""
+    for member in row.children():
+        if is_called(member):
+            yield member
+        else:
+            yield from _members(member)
 
 
 def _kind(module: nn.Module) -> type:
@@ -51,7 +72,7 @@ def modules_of_layers(model: nn.Module) -> Blocks:
 
 def _of_layers(prefix: str, module: nn.Module, blocks: set[int]) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_children():
-        called = any(True for _ in child.children()) and not isinstance(child, nn.ModuleList | nn.ModuleDict)
+        called = any(True for _ in child.children()) and is_called(child)
         if id(child) in blocks or (called and not any(id(each) in blocks for each in child.modules())):
             yield prefix + name, child
         else:
@@ -67,8 +88,7 @@ def _by_size(prefix: str, module: nn.Module, total: int) -> Iterator[tuple[str, 
     for name, child in module.named_children():
         size = _size(child)
         own = sum(parameter.numel() for parameter in child.parameters(recurse=False))
-        in_row = isinstance(child, nn.ModuleList | nn.ModuleDict)  # is never called itself
-        if in_row or (size > total / 4 and own < size / 2):
+        if not is_called(child) or (size > total / 4 and own < size / 2):
             yield from _by_size(f"{prefix}{name}.", child, total)
         elif size >= max(1, total / 100):
             yield prefix + name, child

@@ -6,8 +6,8 @@ worker makes, or in which order: a strategy that keeps parts makes one unit at a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import cast
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,18 @@ from torch import Tensor, nn
 from manyhosts.data import randomness
 from manyhosts.errors import ConfigError
 
-Places = Mapping[int, tuple[int, str]]
-"""By `id`, the number and the name of each module in a model."""
+
+class Place(NamedTuple):
+    """Of a module in a model."""
+
+    number: int
+    name: str
+    init: Callable[[nn.Module], None] | None
+    """What gives it its first values: `_init_weights` of the nearest model of `transformers` around it, or None."""
+
+
+Places = Mapping[int, Place]
+"""By the `id` of each module in a model."""
 
 
 def is_meta(model: nn.Module) -> bool:
@@ -26,12 +36,23 @@ def is_meta(model: nn.Module) -> bool:
 
 def places_of(model: nn.Module) -> Places:
     """Those of a whole model."""
-    return {id(module): (number, name) for number, (name, module) in enumerate(model.named_modules())}
+    inits: dict[str, Callable[[nn.Module], None]] = {}
+    found = {}
+    for number, (name, module) in enumerate(model.named_modules()):
+        # A class of the script's may have a method of that name without arguments, which is another thing.
+        own = getattr(module, "_init_weights", None) if hasattr(module, "init_weights") else None
+        around = inits.get(name.rpartition(".")[0]) if name else None
+        if init := own or around:
+            inits[name] = init
+        found[id(module)] = Place(number, name, init)
+    return found
 
 
 @torch.no_grad()
 def materialise(modules: Iterable[nn.Module], places: Places) -> None:
     """Give values to the own tensors of `modules` that are on the meta device, by `reset_parameters()` of each.
+
+    Where a model of `transformers` is around one, by its `_init_weights(module)`, which that library calls itself.
 
     A tensor that stands in several of them stays one. `places`: of the whole model, by `places_of`. The seed is that of
     torch's generator, as whoever calls has set it.
@@ -51,21 +72,27 @@ def materialise(modules: Iterable[nn.Module], places: Places) -> None:
         ]
         if not own:
             continue
-        number, name = places[id(module)]
+        number, name, init = places[id(module)]
         for held, key, tensor in own:
             kept.append(tensor)
             if id(tensor) not in made:
                 made[id(tensor)] = _without_values(tensor, f"{name}.{key}")
             held[key] = made[id(tensor)]
         reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-        if reset is None:
+        if init is None and reset is None:
             raise _refusal(f"{name}.{own[0][1]}", f"{type(module).__name__} has no reset_parameters()")
         with randomness.kept():
             randomness.seed_all(seed, randomness.MODEL, number)
-            reset()
+            if init is None:
+                cast(Callable[[], None], reset)()
+            else:
+                init(module)
         for held, key, _ in own:
             if _lacks_values(held[key]):
-                raise _refusal(f"{name}.{key}", f"reset_parameters() of {type(module).__name__} does not write it")
+                by = (
+                    f"reset_parameters() of {type(module).__name__}" if init is None else "_init_weights() of the model"
+                )
+                raise _refusal(f"{name}.{key}", f"{by} does not write it")
 
 
 def _without_values(tensor: Tensor, name: str) -> Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from manyhosts.errors import ConfigError
-from manyhosts.strategies.blocks import blocks_of
+from manyhosts.strategies.blocks import blocks_of, is_called
 
 Units = dict[str, nn.Module]
 """By name, none inside another, in the order of the model."""
@@ -30,26 +30,38 @@ def has_parts(module: nn.Module) -> bool:
 def find_units(model: nn.Module, patterns: Sequence[str]) -> Units:
     """The units of `model`: those that `patterns` name, or else its blocks.
 
+    None where it cannot be cut at modules: then all of it is the rest.
+
     Raises:
-        ConfigError: there are none; or what was named is never called, has no parameters, or shares one with what is
-            outside it.
+        ConfigError: what was named is never called, has no parameters, or shares one with what is outside it; or the
+            model has nothing that could be cut.
     """
+    if not has_parts(model):
+        raise ConfigError(
+            f"every parameter of the model, a {type(model).__name__}, is a single number, and has no parts",
+            where="strategy='fsdp'",
+            fix="choose strategy='ddp'",
+        )
     units: Units = {}
     for name, module in blocks_of(model, patterns, where="FSDP(units=…)"):
         if any(name.startswith(f"{outer}.") for outer in units):
             continue
-        if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict):
-            if not patterns:
-                continue  # it is never called, and what it holds is left to the rest
+        if not is_called(module):  # one that a pattern names
             raise ConfigError(
                 f"the unit {name!r} is a {type(module).__name__}, which is never called itself",
                 where="FSDP(units=…)",
-                fix=f"name what is in it: units=[{name + '.*'!r}]",
+                fix=f"name what is in it: units=[{name + '.*'!r}]"
+                if any(True for _ in module.children())
+                else "name the module that computes with it, or leave it out: what no unit holds is one of its own",
             )
         if has_parts(module):
             units[name] = module
-    if not units:
-        raise _no_units(model, patterns)
+    if patterns and not units:
+        raise ConfigError(
+            f"the units {', '.join(patterns)} have no parameters",
+            where="FSDP(units=…)",
+            fix="name modules that have some, or leave units out",
+        )
     shared = _shared(model, units)
     if patterns and shared:
         unit, parameter = next(iter(shared.items()))
@@ -62,7 +74,7 @@ def find_units(model: nn.Module, patterns: Sequence[str]) -> Units:
 
 
 def unit_bytes(model: nn.Module, patterns: Sequence[str] = (), *, total: int) -> tuple[int, ...]:
-    """Of the parameters of each unit, in order; last of what no unit holds of `total`. Empty: there are no units."""
+    """Of the parameters of each unit, in order; last of what no unit holds of `total`. Empty: nothing can be cut."""
     try:
         units = find_units(model, patterns)
     except ConfigError:
@@ -81,21 +93,6 @@ def tail_bytes(model: nn.Module, patterns: Sequence[str] = ()) -> int:
     named = list(model.named_parameters(remove_duplicate=False))
     ends = max((place for place, (_, each) in enumerate(named) if id(each) in inside), default=len(named))
     return sum({id(each): each.nbytes for _, each in named[ends + 1 :]}.values())
-
-
-def _no_units(model: nn.Module, patterns: Sequence[str]) -> ConfigError:
-    if patterns:
-        return ConfigError(
-            f"the units {', '.join(patterns)} have no parameters",
-            where="FSDP(units=…)",
-            fix="name modules that have some, or leave units out",
-        )
-    return ConfigError(
-        f"no units are found in the model, a {type(model).__name__}: it has no blocks that repeat, and no modules to "
-        "cut it at",
-        where="strategy='fsdp'",
-        fix="name its parts with mh.FSDP(units=[…]), by name or class, or choose strategy='ddp'",
-    )
 
 
 def _shared(model: nn.Module, units: Units) -> dict[str, str]:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,8 @@ from manyhosts.strategies.blocks import modules_of_layers, repeated_blocks
 _ROUNDING = 1e-2
 """Of the largest number in an output: what a GPU's kernels may differ by that add in any order."""
 _names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+_called: WeakSet[nn.Module] = WeakSet()
+"""Blocks of which a training pass has come by."""
 _changing: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 """Of the blocks whose second output has been seen to be their first: the buffers that forward passes change."""
 
@@ -69,6 +71,7 @@ def checkpoint_blocks(model: nn.Module, asked: ActivationCheckpointing, *, compi
     for name, block in chosen:
         _check(name, block)
         _names[block] = name
+        _called.discard(block)
         _changing.pop(block, None)
         block.__class__ = _checkpointed(type(block), compiled)
     return f"{len(chosen)} of {len(blocks)} blocks, {_few([name for name, _ in chosen])}"
@@ -77,6 +80,11 @@ def checkpoint_blocks(model: nn.Module, asked: ActivationCheckpointing, *, compi
 def is_checkpointed(module: nn.Module) -> bool:
     """Whether `module` is one that `checkpoint_blocks` has chosen."""
     return "plain" in vars(type(module)) and issubclass(type(module), Checkpointed)
+
+
+def uncalled(model: nn.Module) -> list[str]:
+    """The names of the blocks that `checkpoint_blocks` has chosen and no training pass has called."""
+    return [_names.get(each, "") for each in model.modules() if is_checkpointed(each) and each not in _called]
 
 
 def _check(name: str, block: nn.Module) -> None:
@@ -107,6 +115,7 @@ class Checkpointed:
         block = cast(nn.Module, self)
         if not (block.training and torch.is_grad_enabled()):
             return self.compute(*args, **kwargs)
+        _called.add(block)
         call = _Call(block, self.compute, [*args, *kwargs.values()])
         return checkpoint(
             call, *args, use_reentrant=False, early_stop=not call.compares, context_fn=call.contexts, **kwargs

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from manyhosts.communication.batch_norm import GlobalBatch, make_global
 from manyhosts.communication.mesh import Mesh
@@ -322,12 +322,18 @@ def _sets(data: Data) -> dict[str, Dataset[Any] | None]:
 
 def _given(model: nn.Module, data: Data, settings: Settings) -> dict[str, dict[str, str]]:
     """What the script has given, in words, as far as it must be the same on every worker."""
-    lengths = {
-        name: type(each).__qualname__ + (f" of {len(each)} samples" if isinstance(each, Sized) else "")
-        for name, each in _sets(data).items()
-        if each is not None
-    }
+    lengths = {name: type(each).__qualname__ + _length(each) for name, each in _sets(data).items() if each is not None}
     return {"models": described(model), "data": lengths, "settings": settings_compared(settings)}
+
+
+def _length(dataset: Dataset[Any]) -> str:
+    """In words; nothing of a stream that has none. A ChainDataset asks streams that cannot say."""
+    try:
+        return f" of {len(dataset)} samples" if isinstance(dataset, Sized) else ""
+    except TypeError:
+        if isinstance(dataset, IterableDataset):
+            return ""
+        raise
 
 
 def make_optimizer(

@@ -24,7 +24,7 @@ from manyhosts.planner.memory import ModelBytes
 from manyhosts.strategies.blocks import modules_of_layers, repeated_blocks
 from manyhosts.strategies.units import tail_bytes, unit_bytes
 from manyhosts.training.compute import ForwardPass
-from manyhosts.training.freed_memory import give_back_at_once
+from manyhosts.training.freed_memory import give_back_at_once, take_from_one_place
 from manyhosts.training.parameters import MakeOptimizer, parameters_of
 from manyhosts.training.sizing import PassBytes, Unknown, UpdateBytes, optimizer_bytes, pass_bytes
 from manyhosts.training.trained import model_of
@@ -76,6 +76,8 @@ def choose(given: Given) -> Choice:
     settings, world = given.settings, given.world
     if not isinstance(settings.strategy, Auto):
         return Choice(settings, None)
+    if host_state.counts_addresses():
+        take_from_one_place()
     sizes = _sizes(given)
     training = _agreed(given, sizes)  # all have found theirs: nobody takes memory while the others look what is left
     left, rank = _least(world, _memory_left(world, given.made))

@@ -162,13 +162,15 @@ class Look:
         if len(piece.plan.indices) < 2:
             return Seen()
         seen = Seen()
-        with suppress(Exception), randomness.undisturbed():
+        # Where workers exchange in forward passes, one that goes on by itself meets the others elsewhere.
+        passed_over = (Exception,) if self.copies else ()
+        with suppress(*passed_over), randomness.undisturbed():
             make = self._parts_of(piece)
             if make is None:
                 return seen
-            for graph in (False, True):  # what differentiates within the loss needs the graph
+            for graph in (False, True) if self.copies else (True,):  # what differentiates within the loss needs it
                 for how in (self._copied, _in_evaluation) if self.copies else (_in_evaluation,):
-                    with suppress(Exception), how(self.module) as module, torch.set_grad_enabled(graph):
+                    with suppress(*passed_over), how(self.module) as module, torch.set_grad_enabled(graph):
                         found = self._compare(module, piece, make, rule)
                         found.keeps = found.keeps or seen.keeps
                         seen = found

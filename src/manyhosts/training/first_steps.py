@@ -11,8 +11,9 @@ from manyhosts.communication.world import World
 from manyhosts.data.first_samples import are_alike
 from manyhosts.data.steps import Step
 from manyhosts.device import by_device
-from manyhosts.errors import DataError
+from manyhosts.errors import ConfigError, DataError
 from manyhosts.snapshot.fingerprint import tensor_checksums
+from manyhosts.training.activation_checkpointing import uncalled
 from manyhosts.training.build import Parts
 
 LOOKS = 3
@@ -55,8 +56,13 @@ class FirstSteps:
         self._attributes: dict[str, object] = {}
 
     def before_update(self) -> None:
-        """The gradients of a step are there."""
+        """The gradients of a step are there.
+
+        Raises:
+            ConfigError: the model has made parameters since the optimizer was made.
+        """
         if not self._before:
+            self._check_late()
             self._before = self._weights()
             self._attributes = self._kept_beside()
         local = self.parts.strategy.holding.local
@@ -85,12 +91,29 @@ class FirstSteps:
                 "see that the optimizer was made of the parameters that it was given, and that its steps are not too "
                 "small for the dtype of the weights"
             )
+        if never := uncalled(self.parts.model):
+            self.parts.world.notes.append(
+                f"activation_checkpointing: {len(never)} blocks were not called in {LOOKS} steps ({never[0]}"
+                f"{', …' if len(never) > 1 else ''}), so nothing of them is computed again; where the model calls what "
+                "is inside a block and not the block itself, have it call the block"
+            )
         self._before = {}
         now = self._kept_beside()
         if changed := [name for name, each in now.items() if self._attributes.get(name) != each]:
             self.parts.world.notes.append(
                 f"the optimizer keeps {', '.join(changed)} as attributes, which no snapshot has: a resumed run begins "
                 "with others; keep them in optimizer.state or param_groups, or give it a state_dict() of its own"
+            )
+
+    def _check_late(self) -> None:
+        known = self.parts.own_fingerprint
+        late = [name for name, _ in self.parts.model.named_parameters() if name not in known]
+        if late:
+            raise ConfigError(
+                f"the model has made the parameter {late[0]!r} in its forward pass, when the optimizer was made "
+                "already: it would not be trained, and each worker has other values of it",
+                where="mh.Trainer(model=…)",
+                fix="make it in __init__, or with a lazy layer of PyTorch (nn.LazyLinear), which the trainer completes",
             )
 
     def _weights(self) -> dict[str, str]:

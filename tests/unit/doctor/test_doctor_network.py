@@ -122,3 +122,10 @@ def test_rendezvous_that_fails_is_named_with_the_host_that_says_why() -> None:
     [finding] = network.of_rendezvous(hosts("ab"), {"trouble": {}, "right": False})
     assert finding.what == "a sum over all hosts came out wrong"
     assert list(network.of_rendezvous(hosts("ab"), {"trouble": {}, "right": True})) == []
+
+
+def test_collectives_that_are_wrong_in_silence_are_warned_of() -> None:
+    meeting = {"trouble": {}, "right": True, "faults": list(network.FAULTS)}
+    found = list(network.of_rendezvous(hosts("ab"), meeting))
+    assert [each.level for each in found] == ["warning"] * len(network.FAULTS)
+    assert "adds up and does not divide" in found[0].what

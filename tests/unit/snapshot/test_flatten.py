@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhosts.errors import SnapshotError
-from manyhosts.snapshot.flatten import flatten, unflatten
+from manyhosts.records.contents import unflatten
+from manyhosts.snapshot.flatten import flatten
 from manyhosts.snapshot.tensors import bytes_of
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
+import struct
 import tracemalloc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -16,11 +18,14 @@ from torch import Tensor
 
 from manyhosts.communication.parts import TensorPart
 from manyhosts.errors import SnapshotError
-from manyhosts.records.manifest import Facts, Manifest, verify
+from manyhosts.records import manifest
+from manyhosts.records.manifest import Facts, InFolder, Manifest, verify
 from manyhosts.records.tensor_parts import Box, TensorRecord
 from manyhosts.snapshot import tensors as tensor_files
+from manyhosts.snapshot.condition import look
 from manyhosts.snapshot.disk import Disk
 from manyhosts.snapshot.load import load
+from manyhosts.snapshot.location import Folder
 from manyhosts.snapshot.share import share_out
 
 STATE = {
@@ -135,8 +140,8 @@ def seal(folder: Path, records: Mapping[str, TensorRecord], workers: int) -> Pat
         for path in sorted(folder.iterdir())
         if path.name != "manifest.json"
     }
-    manifest = Manifest(facts=facts, world_size=workers, files=files, tensors=records, time=0.0)
-    (folder / "manifest.json").write_text(manifest.to_text())
+    text = Manifest(facts=facts, world_size=workers, files=files, tensors=records, time=0.0).to_text()
+    (folder / "manifest.json").write_text(text)
     return folder
 
 
@@ -218,17 +223,93 @@ def test_snapshot_whose_parts_are_not_as_it_says_is_damaged(
     assert caught.value.what == words
 
 
-def test_tensor_that_no_value_names_or_no_file_holds_is_damage(tmp_path: Path) -> None:
+def rewritten(folder: Path, name: str, text: str | bytes) -> None:
+    (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+
+
+FIRST = "tensors-00000-of-00002.safetensors"
+
+
+def longer_header(folder: Path) -> None:
+    content = (folder / FIRST).read_bytes()
+    rewritten(folder, FIRST, struct.pack("<Q", len(content)) + content[8:])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda folder: rewritten(folder, "state.json", '{"a": {"$tensor": "weight"}}'), "only the files hold bias"),
+        (
+            lambda folder: rewritten(folder, "state.json", json.dumps({n: {"$tensor": n} for n in [*STATE, "other"]})),
+            "only state.json names other",
+        ),
+        (lambda folder: rewritten(folder, "state.json", '{"a": '), "state.json cannot be read"),
+        (lambda folder: rewritten(folder, "state.json", '{"a": {"$pickle": 1}}'), "unknown tag"),
+        (lambda folder: (folder / "state.json").unlink(), "does not name state.json"),
+        (lambda folder: (folder / FIRST).unlink(), "the files hold other parts of"),
+        (lambda folder: rewritten(folder, FIRST, b"no such file"), f"{FIRST} ends within its header"),
+        (longer_header, f"{FIRST} ends within its header"),
+        (lambda folder: rewritten(folder, FIRST, (folder / FIRST).read_bytes()[:-4]), "bytes, and it has"),
+        (lambda folder: rewritten(folder, "own-00001.json", '{"a": {"$tensor": "a"}}'), "only own-00001.json names a"),
+    ],
+)
+def test_what_is_as_its_hash_says_and_cannot_be_read_is_damaged_for_run_and_command_line_alike(
+    change: Callable[[Path], None], words: str, tmp_path: Path
+) -> None:
     folder = save(tmp_path / "step-00000001", rows(2))
-    loaded = load(folder)
-    for text, words in (
-        ('{"weight": {"$tensor": "weight"}}', "only the files hold bias"),
-        (json.dumps({name: {"$tensor": name} for name in [*STATE, "another"]}), "only state.json names another"),
-    ):
-        (folder / "state.json").write_text(text)
-        seal(folder, loaded.records, 2)
-        with pytest.raises(SnapshotError, match=words):
-            load(folder)
+    records = load(folder).records
+    change(folder)
+    seal(folder, records, 2)
+    with pytest.raises(SnapshotError) as refused:
+        load(folder)
+    assert words in refused.value.what
+    [looked_at] = look(Folder(tmp_path))
+    assert (looked_at.kind, looked_at.reason) == ("damaged", refused.value.what)
+
+
+@pytest.mark.parametrize("readers", [1, 2, 3, 5])
+def test_together_readers_compare_every_byte_once(
+    readers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each looks at headers and plain values as well, which are a fifth of it at most, and finds what is damaged."""
+    monkeypatch.setattr(manifest, "_FIRST_BYTES", 1 << 10)
+    names = [f"weight{number}" for number in range(12)]
+    parts = [
+        {name: torch.randn(9_000 + 10 * worker) for name in names[worker::3]} for worker in range(3)
+    ]  # as three workers wrote it
+    folder = tmp_path / "step-00000001"
+    folder.mkdir()
+    records: dict[str, TensorRecord] = {}
+    for worker, held in enumerate(parts):
+        file = f"tensors-{worker:05d}-of-00003.safetensors"
+        tensor_files.write(folder / file, held, Disk())
+        records |= {name: tensor_files.record_of(TensorPart.all_of(each), file) for name, each in held.items()}
+    (folder / "state.json").write_text(json.dumps({name: {"$tensor": name} for name in names}))
+    seal(folder, records, 3)
+    counted = 0
+    pieces = InFolder.pieces
+
+    def counting(self: InFolder, name: str) -> Iterator[bytes]:
+        nonlocal counted
+        for piece in pieces(self, name):
+            counted += len(piece)
+            yield piece
+
+    monkeypatch.setattr(InFolder, "pieces", counting)
+    for rank in range(readers):
+        load(folder, rank=rank, checkers=readers)
+    whole = sum(each.stat().st_size for each in folder.iterdir())
+    assert whole * 0.99 < counted < 1.2 * whole
+    for damaged in [each for each in folder.iterdir() if each.name.startswith("tensors-")]:
+        content = damaged.read_bytes()
+        damaged.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        found = []
+        for rank in range(readers):
+            with contextlib.suppress(SnapshotError):
+                load(folder, rank=rank, checkers=readers)
+                found.append(rank)
+        assert len(found) == readers - 1, "one of them sees it"
+        damaged.write_bytes(content)
 
 
 def test_block_beyond_the_tensor_is_refused(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
-from torch import nn
+from torch import Tensor, nn
 
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.blocks import blocks_by_size, blocks_of, named_blocks, repeated_blocks
@@ -14,6 +16,10 @@ class Block(nn.Module):
         super().__init__()
         self.attention = nn.MultiheadAttention(width, 2)
         self.layers = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        out: Tensor = self.layers(inputs)
+        return out
 
 
 class Net(nn.Module):
@@ -34,6 +40,41 @@ def test_repeated_blocks_come_in_order_with_the_names_that_the_model_gives_them(
     modules = dict(model.named_modules())
     assert all(modules[name] is block for name, block in repeated_blocks(model))
     assert blocks_of(model) == repeated_blocks(model)
+
+
+class Held(nn.Module):
+    """Holds blocks and has no forward pass."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        for number, block in enumerate(blocks):
+            self.add_module(f"block{number}", block)
+
+
+class Stack(nn.ModuleList):
+    """A list that is called."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for block in self:
+            inputs = block(inputs)
+        return inputs
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        (lambda: nn.ModuleList(nn.ModuleList([Block(), Block()]) for _ in range(2)), ["0.0", "0.1", "1.0", "1.1"]),
+        (lambda: nn.ModuleList(nn.ModuleList([Block()]) for _ in range(2)), ["0.0", "1.0"]),
+        (lambda: nn.ModuleList(nn.ModuleDict({"a": Block(), "b": nn.Linear(8, 8)}) for _ in range(2)), ["0.a", "1.a"]),
+        (lambda: nn.ModuleList([Stack([Block()]), Stack([Block()])]), ["0", "1"]),
+        (lambda: Held(Block(), Block()), ["block0", "block1"]),
+        (lambda: nn.ModuleList([Held(Block()), Held(Block())]), ["0.block0", "1.block0"]),
+    ],
+)
+def test_what_is_only_held_is_no_block_and_what_it_holds_is(rows: Callable[[], nn.Module], expected: list[str]) -> None:
+    model = nn.Module()
+    model.rows = rows()
+    assert names(repeated_blocks(model)) == [f"rows.{name}" for name in expected]
 
 
 def test_one_module_that_is_used_several_times_is_not_several_blocks() -> None:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from manyhosts.config.fully_sharded import FSDP
 from manyhosts.errors import ConfigError
-from manyhosts.strategies.units import find_units
+from manyhosts.strategies.units import find_units, unit_bytes
 
 
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        out: Tensor = self.layers(inputs)
+        return out
 
 
 class Deep(nn.Module):
@@ -65,6 +70,43 @@ def test_lists_of_parameters_are_left_to_the_rest() -> None:
     assert list(find_units(model, ())) == ["first", "second"]
 
 
-def test_a_model_that_is_one_module_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no units are found in the model, a Linear"):
-        find_units(nn.Linear(4, 4), ())
+def nested(width: int = 2, depth: int = 2) -> nn.ModuleList:
+    return nn.ModuleList(nn.ModuleList(Block() for _ in range(width)) for _ in range(depth))
+
+
+def test_blocks_of_lists_in_lists_are_units_and_the_lists_are_none() -> None:
+    model = nn.Module()
+    model.stages = nested()
+    assert list(find_units(model, ())) == ["stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1"]
+    assert unit_bytes(model, total=4 * 160) == (160, 160, 160, 160, 0)
+
+
+def test_a_model_that_is_one_module_or_lists_of_parameters_is_all_rest() -> None:
+    lists = nn.Module()
+    lists.matrices = nn.ParameterList(torch.ones(9, 9) for _ in range(2))
+    for model, size in ((nn.Linear(4, 4), 80), (lists, 648)):
+        assert find_units(model, ()) == {}
+        assert unit_bytes(model, total=size) == (size,)
+
+
+def test_a_model_of_single_numbers_has_no_parts() -> None:
+    model = nn.Module()
+    model.one = nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(ConfigError, match="every parameter of the model, a Module, is a single number"):
+        find_units(model, ())
+    assert unit_bytes(model, total=4) == ()
+
+
+def test_a_named_list_of_parameters_is_refused_with_what_can_be_done() -> None:
+    model = nn.Module()
+    model.matrices = nn.ParameterList(torch.ones(9, 9) for _ in range(2))
+    with pytest.raises(ConfigError, match="is a ParameterList, which is never called") as refused:
+        find_units(model, ["matrices"])
+    assert "what no unit holds is one of its own" in str(refused.value)
+
+
+def test_units_may_be_given_as_classes() -> None:
+    for given in ([nn.Linear], nn.Linear, {nn.Linear}, ["Linear"]):
+        assert FSDP(units=given).patterns == ("Linear",)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="units holds a Linear, and a unit is named"):
+        FSDP(units=[nn.Linear(2, 2)])  # type: ignore[list-item]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from manyhosts.training import activation_checkpointing
 from manyhosts.training.activation_checkpointing import checkpoint_blocks
@@ -19,6 +19,11 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2)])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for layer in self.inner:
+            inputs = layer(inputs)
+        return inputs
 
 
 class Transformer(nn.Module):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from runs import Recipe, images_and_labels, make_trainer, network, step_lines
 from torch import nn
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import ChainDataset, IterableDataset, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 import manyhosts as mh
@@ -212,6 +212,12 @@ def test_stream_trains_and_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> 
     assert whole.steps == 8
     trainer(tmp_path / "parts", data=data).fit("6 steps")
     assert trainer(tmp_path / "parts", data=data).fit("2 epochs").weights_sha256 == whole.weights_sha256
+
+
+def test_chain_of_streams_that_have_no_length_trains(tmp_path: Path) -> None:
+    chained = ChainDataset([Stream(25), Stream(25)])
+    result = trainer(tmp_path, data=mh.Data(train=chained, batch_size=20)).fit("2 steps")
+    assert result.steps == 2
 
 
 def test_warm_up_of_a_stream_must_be_in_steps(tmp_path: Path) -> None:

@@ -168,6 +168,8 @@ def _by_nvidia_smi(environment: Mapping[str, str]) -> int:
     return len(re.findall(r"^GPU \d+:", done.stdout, re.MULTILINE)) if done.returncode == 0 else 0
 
 
+_THREADS, _MOST_STACK = 12, 8 << 20
+"""Threads that a worker begins in a run, and the bytes of a stack where nobody says less."""
 _MOUNT = Path("/sys/fs/cgroup")
 _PROCESS = Path("/proc")
 
@@ -204,10 +206,22 @@ def limit_bytes(mount: Path = _MOUNT, proc: Path = _PROCESS) -> tuple[int, bool]
     return (least, True) if 0 < least < (total or least + 1) else (total, False)
 
 
+def counts_addresses() -> bool:
+    """Whether this process may have so many bytes of addresses and no more (`ulimit -v`), used or not."""
+    return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+
+
+def _stack_bytes() -> int:
+    """What a thread that begins reserves of its process's limits."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_STACK)
+    return soft if 0 < soft < _MOST_STACK else _MOST_STACK
+
+
 def memory_left(share: int = 1, mount: Path = _MOUNT, proc: Path = _PROCESS) -> int | None:
     """Bytes that one of `share` processes like this one may still take; None where nobody says.
 
-    The least of what the machine has, what its cgroups allow, and what this process may have by its own limits. What a
+    The least of what the machine has, what its cgroups allow, and what this process may have by its own limits, of
+    which threads that are yet to begin (for connections, messages, snapshots) reserve their stacks. What a
     cgroup keeps of files that were read counts as free: the kernel lets go of it.
     """
     available = _entry(proc / "meminfo", "MemAvailable:")
@@ -223,7 +237,7 @@ def memory_left(share: int = 1, mount: Path = _MOUNT, proc: Path = _PROCESS) -> 
         soft, _ = resource.getrlimit(limit)
         used = _entry(proc / "self" / "status", name)
         if soft != resource.RLIM_INFINITY and used is not None:
-            alone.append(max(0, soft - used * 1024))
+            alone.append(max(0, soft - used * 1024 - _THREADS * _stack_bytes()))
     return min([*(each // share for each in together), *alone], default=None)
 
 

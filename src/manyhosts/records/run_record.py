@@ -37,6 +37,8 @@ class RunRecord:
     """None where there is one worker, which talks to nobody."""
     started: float
     """Seconds since the Unix epoch."""
+    same_answer: Mapping[str, str] = field(default_factory=dict)
+    """What the last look at the loss has found: `outcome` (see `events.LossLooked`) and `text`; empty before it."""
     schema_version: int = field(default=SCHEMA_VERSION)
 
     def write(self, path: Path) -> None:

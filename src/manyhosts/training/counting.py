@@ -76,22 +76,8 @@ class Counting:
                 weighing.guard = None
             return step
         many = first and not known and not state.counts_by
-        most = (
-            None if first and (weighing.must_look or callable(weighing.said)) else first_look.MOST_PIECES if many else 1
-        )
         look = self.look_of(step)
-        if self.parts.strategy.traits.meets_in_forward:
-            pieces = looked = self.alike(step, look.fetcher)
-        else:
-            pieces = step.fetched(most)
-            step = replace(step, pieces=[*pieces, *step.pieces[len(pieces) :]])
-            looked = pieces if many else pieces[:1]
-            if look.fetcher is not None and all(len(each.plan.indices) < 2 for each in looked):
-                looked = self.alike(step, look.fetcher)
-        if weighing.classes is not None and first:
-            weighing.look_at_targets(pieces)
-        if callable(weighing.said) and first:
-            weighing.learn_names([piece for piece in pieces if piece.plan.weight])
+        step, looked = self._looked_pieces(step, look, first=first, many=many)
         rule = weighing.classes if weighing.said is None else weighing.rule
         if not known and not many and rule is None:
             rule = LOOKED_FOR.get(state.counts_by)
@@ -104,6 +90,27 @@ class Counting:
         elif weighing.said is None and not self.parts.strategy.traits.meets_in_forward:
             weighing.looks = partial(_why_no_mean, look)
         return step
+
+    def _looked_pieces(
+        self, step: Step, look: first_look.Look, *, first: bool, many: bool
+    ) -> tuple[Step, list[LoadedPiece]]:
+        """Which pieces are looked at; and the step with the batches of those that were fetched for it."""
+        weighing = self.parts.weighing
+        all_of_them = first and (weighing.must_look or callable(weighing.said))
+        most = None if all_of_them else first_look.MOST_PIECES if many else 1
+        if self.parts.strategy.traits.meets_in_forward:
+            pieces = looked = self.alike(step, look.fetcher)
+        else:
+            pieces = step.fetched(most)
+            step = replace(step, pieces=[*pieces, *step.pieces[len(pieces) :]])
+            looked = pieces if many else pieces[:1]
+            if look.fetcher is not None and all(len(each.plan.indices) < 2 for each in looked):
+                looked = self.alike(step, look.fetcher)
+        if weighing.classes is not None and first:
+            weighing.look_at_targets(pieces)
+        if callable(weighing.said) and first:
+            weighing.learn_names([piece for piece in pieces if piece.plan.weight])
+        return step, looked
 
     def heed(self, seen: Seen, *, known: bool, many: bool) -> None:
         """Refuse what is wrong where a batch is cut, say what could not be tried, and know the rule from now on.
@@ -118,7 +125,23 @@ class Counting:
         if seen.keeps:
             parts.world.notes.append(f"{first_look.KEEPS.format(seen.keeps)}: no snapshot has it")
         found = first_look.choose(seen) if many else state.counts_by or "samples"
-        what, by_step = first_look.no_mean(seen), parts.compute.step is not None
+        what = self._judged(seen, found, known=known, many=many)
+        state.counts_by = GIVEN if given else found
+        if seen.because and self.cuts:
+            self.tell("not tried", first_look.not_tried(seen))
+        elif is_mean:
+            self.tell("mean", "")
+        else:
+            self.tell("no mean", what)
+
+    def _judged(self, seen: Seen, found: str, *, known: bool, many: bool) -> str:
+        """Refuse, or say, what is wrong; what that is, in words, for a loss that is no mean.
+
+        Raises:
+            ConfigError: the loss is no mean, and a batch is cut.
+        """
+        parts, what = self.parts, first_look.no_mean(seen)
+        given, is_mean = callable(parts.weighing.said), bool(seen.holds) or not seen.could_look
         if given and not is_mean:
             what = (
                 f"with this weight the loss is no mean: {seen.whole:.6g} over {seen.samples} samples, "
@@ -129,19 +152,13 @@ class Counting:
             raise first_look.mixing(what)
         elif not known and not given and (not is_mean or found == first_look.NO_MEAN):
             if self.cuts:
-                raise first_look.refused(what, by_step=by_step)
+                raise first_look.refused(what, by_step=parts.compute.step is not None)
             if many:
                 parts.world.notes.append(f"{what}; on several workers, or with micro_batch_size, it would be refused")
         elif many and found in LOOKED_FOR and not given:
             among = "labels that are not -100" + (", but for the first of each sequence" * found.startswith("shifted"))
             parts.world.notes.append(f"the loss was found to be a mean over {among}: pieces count by those")
-        state.counts_by = GIVEN if given else found
-        if seen.because and self.cuts:
-            self.tell("not tried", first_look.not_tried(seen))
-        elif is_mean:
-            self.tell("mean", "")
-        else:
-            self.tell("no mean", what)
+        return what
 
     def tell(self, outcome: str, text: str) -> None:
         """Have the outcome of a look in `run.json`, and on the screen where it could not be tried."""

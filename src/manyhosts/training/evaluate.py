@@ -132,13 +132,13 @@ class Evaluation:
                 count = float(values["count"])
                 values = {name: each for name, each in values.items() if name != "count"}
             self.metrics.update(int(piece[0]), outputs, targets)
-            by_loss = (
-                {f"loss/{name}": float(each) for name, each in given.items()} if isinstance(given, Mapping) else {}
-            )
-            if by_loss:  # several, each the mean over something else: they are added when all of each is here
-                check_names(terms_of(values) or {}, given)
-                values = {**values, **{f"loss/{name}": each for name, each in (terms_of(values) or {}).items()}}
-                del values["loss"]
+            by_loss: dict[str, float] = {}
+            if isinstance(given, Mapping):  # several losses, which are added when all of each is here
+                terms = terms_of(values) or {}
+                check_names(terms, given)
+                by_loss = {f"loss/{name}": float(each) for name, each in given.items()}
+                others = {name: value for name, value in values.items() if name != "loss"}
+                values = {**others, **{f"loss/{name}": each for name, each in terms.items()}}
             for name, value in values.items():
                 count = by_loss[name] if name in by_loss else len(piece) if by_loss else float(given)
                 # The mean over nothing is no number, and counts nothing.

@@ -235,7 +235,11 @@ class Look:
             torch.set_default_dtype(torch.float64)
             with self._copied(self.module, shares=False) as module, torch.set_grad_enabled(graph):
                 module.to(torch.float64)
-                count, doubled = len(piece.plan.indices), lambda begin, end: mapped(make(begin, end), _doubled)
+                count = len(piece.plan.indices)
+
+                def doubled(begin: int, end: int) -> Any:
+                    return mapped(make(begin, end), _doubled)
+
                 exact = self._compare(module, doubled(0, count), count, doubled, rule, cuts)
         except Exception:  # something is made in float32, and does not go with float64
             return seen
@@ -303,22 +307,10 @@ class Look:
         if draws.left:
             return Seen(because=f"{_DRAWS}{draws.left}, for which no value stands that goes for all samples")
         if not _near(whole, again):
-            with torch.no_grad():
-                for name, each in kept.items():
-                    owner, _, last = name.rpartition(".")
-                    setattr(module.get_submodule(owner), last, each)
-            is_why = _near(whole, self._loss(module, make(0, count), draws))
-            keeps = next((name for name, each in _kept(module).items() if _differ(kept.get(name), each)), "")
-            return Seen(because="it has another value when it is computed again", keeps=keeps if is_why else "")
+            return self._another(module, make(0, count), whole, kept, draws)
         seen = Seen(could_look=True, samples=count, ignores=has_ignored(batch))
         parts = [[make(0, cut), make(cut, count)] for cut in cuts]
-        losses, failed = [], ""
-        for pair in parts:
-            try:  # a single sample has no variance, say
-                losses.append([self._loss(module, part, draws) for part in pair])
-            except Exception as error:
-                losses.append([])
-                failed = _words(error)
+        losses, failed = self._losses_of(module, parts, draws)
         if draws.left or not any(losses):
             return Seen(because=f"{_DRAWS}{draws.left}" if draws.left else failed)
         off = {}
@@ -341,6 +333,29 @@ class Look:
             _differ(buffers.get(name), each) for name, each in module.named_buffers() if id(each) not in inside
         )
         return seen
+
+    def _another(
+        self, module: nn.Module, batch: Any, whole: Mapping[str, float], kept: Mapping[str, Tensor], draws: SetDraws
+    ) -> Seen:
+        """What is said of a loss that has another value when it is computed again, as one that keeps a tensor has."""
+        for name, each in kept.items():
+            owner, _, last = name.rpartition(".")
+            setattr(module.get_submodule(owner), last, each)
+        is_why = _near(whole, self._loss(module, batch, draws))
+        keeps = next((name for name, each in _kept(module).items() if _differ(kept.get(name), each)), "")
+        return Seen(because="it has another value when it is computed again", keeps=keeps if is_why else "")
+
+    def _losses_of(self, module: nn.Module, parts: Sequence[Any], draws: SetDraws) -> tuple[list[Any], str]:
+        """The losses of both parts of each cut, none of one that fails; and why it does."""
+        losses: list[Any] = []
+        failed = ""
+        for pair in parts:
+            try:  # a single sample has no variance, say
+                losses.append([self._loss(module, part, draws) for part in pair])
+            except Exception as error:
+                losses.append([])
+                failed = _words(error)
+        return losses, failed
 
     def _rounding(self, rounds: bool) -> float:
         parameters = {each.dtype for each in self.module.parameters()}

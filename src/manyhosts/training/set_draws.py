@@ -85,7 +85,6 @@ def _change(func: Any, args: tuple[Any, ...], draws: SetDraws) -> Callable[[Any]
     """What makes of the result of `func` one that is not random; None where that is not known."""
     name, overload = func._schema.name.removeprefix("aten::"), func._overloadname
     value = draws.value
-    kept = args[0].clone() if name.startswith("rrelu_with_noise") else torch.empty(0)  # it may change its input
     if name in (*_UNIFORM, *_NORMAL, *_FILLED):
         return lambda found: found.fill_(value)
     if name in ("uniform", "uniform_"):
@@ -102,6 +101,13 @@ def _change(func: Any, args: tuple[Any, ...], draws: SetDraws) -> Callable[[Any]
         if high in draws.sizes:
             return None
         return lambda found: found.fill_(low + int(value * (high - low)))
+    if name == "native_dropout":
+        return lambda found: (args[0].clone(), torch.ones_like(found[1]))
+    return _change_of_choice(name, args, draws)
+
+
+def _change_of_choice(name: str, args: tuple[Any, ...], draws: SetDraws) -> Callable[[Any], Any] | None:
+    """The same, for what chooses, and for distributions whose mean stands for a draw."""
     if name == "randperm":
         return None if args[0] in draws.sizes else lambda found: found.copy_(torch.arange(args[0]).flip(0))
     if name == "multinomial":
@@ -114,10 +120,9 @@ def _change(func: Any, args: tuple[Any, ...], draws: SetDraws) -> Callable[[Any]
     if name in ("_standard_gamma", "poisson"):
         return lambda found: found.copy_(args[0])
     if name in ("rrelu_with_noise", "rrelu_with_noise_"):
+        kept = args[0].clone()  # it may be changed in place
         slope = (args[2] + args[3]) / 2 if len(args) > 3 else (1 / 8 + 1 / 3) / 2
         return lambda found: found.copy_(torch.where(kept > 0, kept, kept * slope))
-    if name == "native_dropout":
-        return lambda found: (args[0].clone(), torch.ones_like(found[1]))
     return None
 
 

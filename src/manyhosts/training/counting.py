@@ -71,7 +71,7 @@ class Counting:
         weighing, state = self.parts.weighing, self.state
         known = weighing.knows or weighing.classes is not None
         if weighing.said == "samples" or (known and not self.cuts and not weighing.must_look):
-            if weighing.classes is not None:
+            if weighing.classes is not None and not weighing.knows:
                 weighing.look_at_targets([])
                 weighing.guard = None
             return step
@@ -106,7 +106,7 @@ class Counting:
             looked = pieces if many else pieces[:1]
             if look.fetcher is not None and all(len(each.plan.indices) < 2 for each in looked):
                 looked = self.alike(step, look.fetcher)
-        if weighing.classes is not None and first:
+        if weighing.classes is not None and first and not weighing.knows:
             weighing.look_at_targets(pieces)
         if callable(weighing.said) and first:
             weighing.learn_names([piece for piece in pieces if piece.plan.weight])

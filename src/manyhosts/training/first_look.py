@@ -89,14 +89,14 @@ def find_mean(
     `trouble_only`: they tell each other what they have seen where one of them has seen something wrong.
     """
     mine = [look.at(piece, rule, cuts=cuts) for piece in own if piece.plan.weight][:MOST_PIECES]
-    if trouble_only and not world.any(any(each.keeps or each.because or not each.holds for each in mine)):
+    if trouble_only and not world.any(not mine or any(each.keeps or each.because or not each.holds for each in mine)):
         return Seen(could_look=True, holds=["samples"])
     told = [Seen(**each) for row in gather_plain(world, list(map(asdict, mine))) for each in row]
     seen = [each for each in told if each.could_look]
     keeps = next((each.keeps for each in told if each.keeps), "")
     because = next((each.because for each in seen or told if each.because), "")
     if not seen:
-        return Seen(because=because or "no worker had two samples in a forward pass", keeps=keeps)
+        return Seen(because=because or "no forward pass has two samples, or they come once, from a stream", keeps=keeps)
     shown = max(seen, key=lambda each: each.off)
     shown.holds = [name for name in shown.holds if all(name in each.holds for each in seen)]
     shown.ignores = any(each.ignores for each in seen)

@@ -70,14 +70,14 @@ class Counting:
         """
         weighing, state = self.parts.weighing, self.state
         known = weighing.knows or weighing.classes is not None
-        if weighing.said == "samples" or (known and not self.cuts and not weighing.must_look):
-            if weighing.classes is not None and not weighing.knows:
-                weighing.look_at_targets([])
-                weighing.guard = None
+        if weighing.said == "samples" or (weighing.knows and not self.cuts):
             return step
         many = first and not known and not state.counts_by
         look = self.look_of(step)
         step, looked = self._looked_pieces(step, look, first=first, many=many)
+        if known and not self.cuts:  # it was only to be seen which targets count
+            weighing.guard = None
+            return step
         rule = weighing.classes if weighing.said is None else weighing.rule
         if not known and not many and rule is None:
             rule = LOOKED_FOR.get(state.counts_by)

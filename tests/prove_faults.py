@@ -136,7 +136,7 @@ fit(model=images, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2, fu
         text=f"""
 from manyhosts.training import counting, weighing
 
-counting.Counting.look_at_model = {_NOTHING}
+counting.Counting.heed = {_NOTHING}
 weighing.class_mean = lambda _: None
 fit(loss=nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 5.0, 10.0])))
 """,
@@ -149,7 +149,7 @@ fit(loss=nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 5.0, 10.0])))
         text=f"""
 from manyhosts.training import counting, weighing
 
-counting.Counting.look_at_model = {_NOTHING}
+counting.Counting.heed = {_NOTHING}
 weighing.refuse_sum = {_NOTHING}
 fit(loss=nn.CrossEntropyLoss(reduction="sum"), optimizer=lambda p: torch.optim.SGD(p, lr=1e-3))
 """,
@@ -159,10 +159,10 @@ fit(loss=nn.CrossEntropyLoss(reduction="sum"), optimizer=lambda p: torch.optim.S
         what="loss",
     ),
     "samples that are compared with each other": Fault(
-        text="""
-from manyhosts.training import first_look
+        text=f"""
+from manyhosts.training import counting
 
-first_look.choose = lambda _: "samples"
+counting.Counting.heed = {_NOTHING}
 
 
 def contrasted(model, batch):

@@ -170,6 +170,18 @@ class Note:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LossLooked:
+    """Whether the loss is a mean, so that the answer does not depend on how a batch is cut: what a look has found."""
+
+    outcome: str
+    """`mean`, `no mean` (of a batch in one piece: where it is cut, the run ends), or `not tried`."""
+    text: str
+    """Why it could not be tried and what to do, or what is wrong; empty for a mean."""
+    step: int
+    time: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Slowdown:
     """A host, a worker or a link between hosts holds the others up, or does so no more."""
 
@@ -269,6 +281,7 @@ Event = (
     | SnapshotSkipped
     | Recovered
     | Note
+    | LossLooked
     | Slowdown
     | WorkersTimed
     | CompressionChosen

@@ -62,6 +62,8 @@ class Settings:
     weight: Literal["samples"] | None = None
     """`samples`: pieces count by their samples in the mean over a batch, whatever the loss looks like. None: as the
     script says, or as the loss is known or found to be."""
+    look_every: int = 500
+    """One batch in so many is computed in two cuts and compared, where batches are cut. 0: only at the start."""
     threads: int | None = None
     """Threads that torch computes with in one worker. None: torch's own choice; 1 with virtual workers."""
     on_bad_step: Literal["stop", "skip", "rewind"] = "stop"
@@ -98,6 +100,10 @@ class Settings:
         if self.keep_pictures < 0:
             raise ConfigError(
                 f"keep_pictures is {self.keep_pictures}", where="keep_pictures", fix="set it to 0 (none) or more"
+            )
+        if self.look_every < 0:
+            raise ConfigError(
+                f"look_every is {self.look_every}", where="look_every", fix="set it to 0 (never) or more steps"
             )
         _one_of("precision", self.precision, ("fp32", "bf16", "fp16"))
         _one_of("batch_norm", self.batch_norm, ("global", "local"))

@@ -32,6 +32,8 @@ class PiecePlan:
     micro: int
     indices: Indices
     weight: float
+    shares: Mapping[str, float] | None = None
+    """Of each loss of several; None where there is one."""
 
 
 @dataclass(frozen=True, slots=True)

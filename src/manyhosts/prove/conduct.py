@@ -24,6 +24,8 @@ class Conduct:
     """Compute in float64, without dropout: what differs then is not rounding."""
     no_dropout: bool = False
     """Leave dropout out."""
+    set_draws: bool = False
+    """What a forward pass draws is one value for all samples, so that it does not depend on how a batch is cut."""
     freeze_batch_norm: bool = False
     """BatchNorm uses its running statistics in training, too."""
     seeds_alike: bool = False

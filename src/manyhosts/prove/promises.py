@@ -224,7 +224,7 @@ def _arbitrated(trials: Trials, promise: str, one: Setup, other: Setup, first: D
         tolerance = FLOAT32_ALONE
         ours, theirs = (trials.run(replace(setup, no_dropout=True)) for setup in (one, other))
     if ours.trace.drew or theirs.trace.drew:
-        return _by_address(trials, promise, one, other)
+        return _by_address(trials, promise, ours.setup, theirs.setup)
     comparison = Comparison(ours.trace, theirs.trace, tolerance)
     found = comparison.first_departure()
     if found is None:
@@ -247,16 +247,38 @@ def _by_address(trials: Trials, promise: str, one: Setup, other: Setup) -> Verdi
     if promise != "workers":
         note = "each forward pass draws random numbers of its own, so half of one draws others"
         return Verdict(promise=promise, status="not judged", note=note)
-    pair = [setup.with_settings(virtual_workers=PARTS) for setup in (one, other)]
+    asked = [replace(setup, double=False, no_dropout=False) for setup in (one, other)]
+    pair = [setup.with_settings(virtual_workers=PARTS) for setup in asked]
     ours, theirs = map(trials.run, pair)
     for trial in (ours, theirs):
         if trial.error is not None and not trial.trace.steps:
             return _does_not_run(promise, trial)
-    found = compare.in_bits(ours.trace, theirs.trace)
-    if found is None:
-        note = f"the forward pass draws random numbers; bit for bit with virtual_workers={PARTS}"
-        return _holds(promise, note, ours, theirs)
-    return _fails(trials, promise, pair[0], pair[1], found)
+    if (found := compare.in_bits(ours.trace, theirs.trace)) is not None:
+        return _fails(trials, promise, pair[0], pair[1], found)
+    # Virtual workers are no proof of what the script does without them: there, all that is drawn is set to one value.
+    plain = [replace(setup, set_draws=True) for setup in (one, other)]
+    ours, theirs = map(trials.run, plain)
+    draws = f"the forward pass draws random numbers: bit for bit with virtual_workers={PARTS}"
+    if why := _not_comparable(ours, theirs):
+        note = f"{draws}; without, that could not be tried, because {why}: set virtual_workers, or compare two runs"
+        return Verdict(promise=promise, status="not judged", note=note)
+    comparison = Comparison(ours.trace, theirs.trace, FLOAT64 if one.double else FLOAT32_ALONE)
+    if (found := comparison.first_departure()) is not None:
+        return _fails(trials, promise, plain[0], plain[1], found)
+    size = amount_in_words(comparison.largest)
+    return _holds(promise, f"{draws}, and without equal to {size} where all that is drawn is one value", ours, theirs)
+
+
+def _not_comparable(*pair: Trial) -> str:
+    """Why two trials draw what cannot be made alike; empty where they do not."""
+    for trial in pair:
+        if not trial.trace.steps:
+            return "it does not run with set random numbers" + (f" ({trial.error.what})" if trial.error else "")
+        if trial.trace.left:
+            return f"something is drawn {trial.trace.left} for which no value stands that goes for all samples"
+    if len(set.union(*(trial.trace.ends for trial in pair))) > 1:
+        return "NumPy or random draws as many numbers as there are samples"
+    return ""
 
 
 def _fails(trials: Trials, promise: str, one: Setup, other: Setup, found: Departure) -> Verdict:
@@ -265,7 +287,15 @@ def _fails(trials: Trials, promise: str, one: Setup, other: Setup, found: Depart
 
 
 def _holds(promise: str, note: str, *pair: Trial) -> Verdict:
-    """It holds for all steps that both have made; one that broke off early is told of instead."""
+    """It holds for all steps that both have made; one that broke off early is told of instead.
+
+    What the runs could not try of the loss is not held to be right, though these steps were equal.
+    """
+    untried = (
+        next((trial.not_tried for trial in pair if trial.not_tried), "") if promise in ("workers", "micro") else ""
+    )
+    if untried and all(trial.error is None for trial in pair):
+        return Verdict(promise=promise, status="not judged", note=f"in these steps {note}; but {untried}")
     broken = next((trial for trial in pair if trial.error is not None), None)
     return Verdict(promise=promise, status="holds", note=note) if broken is None else _does_not_run(promise, broken)
 

@@ -55,6 +55,16 @@ class Trace:
         return any(line.get("drew") for lines in self.steps.values() for line in lines.values())
 
     @property
+    def left(self) -> str:
+        """What was drawn in a forward pass and could not be set to one value; empty where all was."""
+        return next((line["left"] for lines in self.steps.values() for line in lines.values() if line.get("left")), "")
+
+    @property
+    def ends(self) -> set[str]:
+        """Where the generators of NumPy and Python stood after a forward pass, where these were set."""
+        return {each for lines in self.steps.values() for line in lines.values() for each in line.get("ends", ())}
+
+    @property
     def has_batch_norm(self) -> bool:
         """Whether there is a BatchNorm layer in the model."""
         return any(line.get("batch_norm") for line in self.begins.values())

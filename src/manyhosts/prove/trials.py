@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from manyhosts.launchers import scripts
 from manyhosts.launchers.stage import Stage
 from manyhosts.prove.conduct import Conduct
 from manyhosts.prove.trace import Trace, imported
+from manyhosts.records.run_record import RunRecord
 
 _INSIDE = "manyhosts.prove.in_worker"
 _TRAINING = ("manyhosts.training.trainer", "manyhosts.data.data", _INSIDE, "manyhosts.prove.in_worker.recorder")
@@ -49,6 +51,7 @@ class Setup:
     """Overrides beside those that were asked for."""
     double: bool = False
     no_dropout: bool = False
+    set_draws: bool = False
     freeze_batch_norm: bool = False
     experiments: bool = False
     seeds_alike: bool = False
@@ -68,6 +71,7 @@ class Setup:
         words += ["once more"] if self.again else []
         words += ["in float64"] if self.double else []
         words += ["without dropout"] if self.no_dropout else []
+        words += ["random numbers set"] if self.set_draws else []
         words += ["BatchNorm frozen"] if self.freeze_batch_norm else []
         words += ["experiments"] if self.experiments else []
         words += ["equal seeds"] if self.seeds_alike else []
@@ -85,6 +89,8 @@ class Trial:
     output: tuple[str, ...]
     """The last lines of its workers."""
     seconds: float
+    not_tried: str = ""
+    """What the run said that it could not try of the loss; empty where it could."""
 
 
 class Trials:
@@ -125,7 +131,11 @@ class Trials:
             self.warmed = True
             self.stage.warm(imported(place / traces))
         trace = Trace.read(place / traces)
-        return Trial(setup=setup, trace=trace, error=error, output=tuple(output), seconds=0.0)
+        found = Trial(setup=setup, trace=trace, error=error, output=tuple(output), seconds=0.0)
+        with suppress(ManyhostsError):  # a script without mh.Trainer has no record
+            looked = RunRecord.read(place / "run" / "run.json").same_answer
+            return replace(found, not_tried=looked.get("text", "") if looked.get("outcome") == "not tried" else "")
+        return found
 
     def job(self, setup: Setup, place: Path, *, traces: str = "trace", die_after: int | None = None) -> Job:
         """What `manyhosts run` would be told for this setup."""
@@ -136,6 +146,7 @@ class Trials:
             die_after=die_after,
             double=setup.double,
             no_dropout=setup.no_dropout,
+            set_draws=setup.set_draws,
             freeze_batch_norm=setup.freeze_batch_norm,
             experiments=setup.experiments,
             seeds_alike=setup.seeds_alike,

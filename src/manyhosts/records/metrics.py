@@ -38,6 +38,7 @@ from manyhosts.events import (
     CompressionChosen,
     EpochDone,
     Event,
+    LossLooked,
     Note,
     Recovered,
     RunEnded,
@@ -64,6 +65,7 @@ WORDS: dict[type[Event], str] = {
     SnapshotSkipped: "skipped",
     Recovered: "restart",
     Note: "note",
+    LossLooked: "look",
     Slowdown: "slow",
     WorkersTimed: "workers",
     CompressionChosen: "compression",
@@ -80,6 +82,7 @@ _TEXTS = frozenset(
     {
         "event",
         "text",
+        "outcome",
         "what",
         "who",
         "reason",

@@ -45,6 +45,8 @@ class RunRecord:
     """What `--set` asked for, as it was typed."""
     environment: Sequence[str] = ()
     """The names of the variables that `--env` gave the workers; their values are shown nowhere."""
+    same_answer: Mapping[str, str] = field(default_factory=dict)
+    """What the last look at the loss has found: `outcome` (see `events.LossLooked`) and `text`; empty before it."""
     schema_version: int = field(default=SCHEMA_VERSION)
 
     def write(self, path: Path) -> None:

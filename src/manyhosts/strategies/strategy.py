@@ -45,6 +45,8 @@ class Piece:
     """This piece's share of the global batch: its samples over those of all workers. The weights of a step sum to 1."""
     address: tuple[int, ...]
     """(step, part, micro-batch): where dropout's random numbers come from."""
+    shares: Mapping[str, float] | None = None
+    """This piece's share of each loss, by name, where a step has several and they are means over different things."""
 
     @property
     def batch(self) -> Any:

@@ -88,6 +88,8 @@ class ForwardPass:
                 assert self.loss is not None, "a trainer has either a loss or a step"
                 inputs, targets = pair(batch)
                 values = {"loss": loss_of(self.loss, model(inputs), targets)}
+        if isinstance(values, Terms):
+            values = values.counted(piece)
         if not values["loss"].requires_grad:
             raise ConfigError(
                 "the loss does not depend on any parameter that is trained, so it has no gradient",
@@ -170,6 +172,50 @@ def one_number(loss: Tensor, *, where: str) -> Tensor:
     return loss
 
 
+class Terms(dict[str, Tensor]):
+    """The values of a step whose loss is a sum of several, each the mean over something else."""
+
+    def __init__(self, values: Mapping[str, Tensor], terms: Mapping[str, Tensor]) -> None:
+        super().__init__(values)
+        self.terms = terms
+
+    def counted(self, piece: Piece) -> dict[str, Tensor]:
+        """The values, with the loss that times the piece's weight is what the piece adds to the global one.
+
+        Raises:
+            ConfigError: `weight` gives numbers for other losses, or one for all of several.
+        """
+        shares = piece.shares
+        if shares is None:
+            return dict(self)
+        check_names(self.terms, shares)
+        if not piece.weight:
+            return {**self, "loss": torch.stack([each.nan_to_num() for each in self.terms.values()]).sum()}
+        # The mean over nothing is no number, and its gradient neither.
+        parts = [self.terms[name] * (share / piece.weight) for name, share in shares.items() if share]
+        return {**self, "loss": torch.stack([part.reshape(()) for part in parts]).sum()}
+
+
+def terms_of(values: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
+    """The several losses of a step, by name; None where it has one."""
+    return values.terms if isinstance(values, Terms) else None
+
+
+def check_names(losses: Mapping[str, Any], counts: Mapping[str, Any]) -> None:
+    """See that `weight` says of each loss what it counts.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if set(losses) != set(counts):
+        given, said = (", ".join(sorted(each)) or "none" for each in (losses, counts))
+        raise ConfigError(
+            f"step returns the losses {given}, and weight says what these count: {said}",
+            where="mh.Trainer(step=…, weight=…)",
+            fix="let weight(batch) return a number for each loss, under its name",
+        )
+
+
 def step_values(result: Tensor | Mapping[str, Any]) -> dict[str, Tensor]:
     """What a user's step returned, as tensors of shape (); `outputs` and `targets`, which are for metrics, left out.
 
@@ -178,6 +224,10 @@ def step_values(result: Tensor | Mapping[str, Any]) -> dict[str, Tensor]:
     """
     if isinstance(result, Tensor):
         return {"loss": one_number(result, where="mh.Trainer(step=…)")}
+    if isinstance(result, Mapping) and isinstance(result.get("loss"), Mapping) and result["loss"]:
+        terms = {name: one_number(each, where="mh.Trainer(step=…)") for name, each in result["loss"].items()}
+        values = step_values({**result, "loss": sum(terms.values())})
+        return Terms(values, terms)
     if not isinstance(result, Mapping) or not isinstance(result.get("loss"), Tensor):
         raise ConfigError(
             f"step returned a {type(result).__name__} without a tensor named 'loss'",

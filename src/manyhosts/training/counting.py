@@ -1,9 +1,10 @@
-"""Before each step: what its pieces count, by a rule that is settled before the first one."""
+"""Before each step: what its pieces count, by a rule that is settled before the first one and looked at again."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from manyhosts.communication.batch_norm import GlobalBatch
 from manyhosts.config.local_steps import DiLoCo
@@ -11,10 +12,11 @@ from manyhosts.config.settings import Settings
 from manyhosts.config.strategies import gathers_rounded
 from manyhosts.data.fetch import Fetcher
 from manyhosts.data.steps import DuePiece, LoadedPiece, PiecePlan, Step
+from manyhosts.events import LossLooked
 from manyhosts.training import first_look
 from manyhosts.training.build import Parts
+from manyhosts.training.first_look import Seen
 from manyhosts.training.means import LOOKED_FOR
-from manyhosts.training.plain_step import is_hidden
 from manyhosts.training.source import IndexedSource
 from manyhosts.training.state import RunState
 
@@ -24,12 +26,8 @@ _COUNTS_WORKERS_ALIKE = (
     "what samples count is kept inside each worker; diloco counts all workers alike, also where the samples of one "
     "count more than those of another"
 )
-
-
-_LOOKED_AT_IN_EVALUATION = (
-    "step asks for training mode, and keeps something or calls what cannot be read, so it was not tried in that mode: "
-    "whether its loss is a mean over samples there, too, is not known; `manyhosts prove` compares 1, 2 and 3 workers"
-)
+_SOON = (10, 100)
+"""Steps that are looked at beside every `look_every`-th."""
 
 
 class Counting:
@@ -40,6 +38,8 @@ class Counting:
         self.settled = False
         """Whether the rule is known for the workers of now."""
         self.noted = False
+        self.said = ""
+        """What was said last of the look."""
 
     def of(self, step: Step) -> tuple[Step, float | None]:
         """A step whose pieces have their weights, and what the batch counts; None: its samples.
@@ -48,48 +48,130 @@ class Counting:
             ConfigError: the loss is no mean, and a batch is cut.
             TrainingError: the user's rule gives no number.
         """
-        weighing = self.parts.weighing
+        weighing, number = self.parts.weighing, self.state.step + 1
         if not self.settled:
-            step = self.looked_at(step)
+            step = self.looked_at(step, first=True)
             self.settled = True
+        elif (every := self.settings.look_every) and self.cuts and (number % every == 0 or number in _SOON):
+            step = self.looked_at(step, first=False)
         if weighing.counts_samples:
             return step, None
         if isinstance(self.settings.strategy, DiLoCo) and self.parts.world.size > 1 and not self.noted:
             self.noted = True
             self.parts.world.notes.append(_COUNTS_WORKERS_ALIKE)
-        weighed, weight = weighing.of(step, self.state.step + 1)
-        return replace(weighed, pieces=self._computed(weighed.pieces)), weight
+        weighed, weight = weighing.of(step, number)
+        return replace(weighed, pieces=self._computed(weighed.pieces)), weight if weighing.rule is not None else None
 
-    def looked_at(self, step: Step) -> Step:
-        """`step`, after the rule was found by looking at its first pieces, where that must be. All workers call this.
+    def looked_at(self, step: Step, *, first: bool) -> Step:
+        """`step`, after its first pieces were looked at: on a `first` look the rule is found. All workers call this.
 
         Raises:
             ConfigError: as `of`.
         """
-        weighing = self.parts.weighing
+        weighing, state = self.parts.weighing, self.state
         known = weighing.knows or weighing.classes is not None
-        mixes = known and weighing.said is None and self.cuts and not self.state.counts_by
-        if weighing.knows and not mixes:
+        if weighing.said == "samples" or (weighing.knows and not self.cuts):
             return step
-        most = None if weighing.must_look else 1 if known else first_look.MOST_PIECES
+        many = first and not known and not state.counts_by
         look = self.look_of(step)
+        step, looked = self._looked_pieces(step, look, first=first, many=many)
+        if known and not self.cuts:  # it was only to be seen which targets count
+            weighing.guard = None
+            return step
+        rule = weighing.classes if weighing.said is None else weighing.rule
+        if not known and not many and rule is None:
+            rule = LOOKED_FOR.get(state.counts_by)
+        seen = first_look.find_mean(look, looked, self.parts.world, rule, cuts=3 if many else 1, trouble_only=not many)
+        self.heed(seen, known=known, many=many)
+        if first and weighing.said is None and weighing.classes is None and not weighing.knows:
+            weighing.use(state.counts_by)
+        if not self.cuts:
+            weighing.guard, weighing.labels_guarded = None, False
+        elif weighing.said is None and not self.parts.strategy.traits.meets_in_forward:
+            weighing.looks = partial(_why_no_mean, look)
+        return step
+
+    def _looked_pieces(
+        self, step: Step, look: first_look.Look, *, first: bool, many: bool
+    ) -> tuple[Step, list[LoadedPiece]]:
+        """Which pieces are looked at; and the step with the batches of those that were fetched for it."""
+        weighing = self.parts.weighing
+        all_of_them = first and (weighing.must_look or callable(weighing.said))
+        most = None if all_of_them else first_look.MOST_PIECES if many else 1
         if self.parts.strategy.traits.meets_in_forward:
-            pieces = self.alike(step, look.fetcher)
+            pieces = looked = self.alike(step, look.fetcher)
         else:
             pieces = step.fetched(most)
             step = replace(step, pieces=[*pieces, *step.pieces[len(pieces) :]])
-        if not weighing.knows:
-            self.settle(pieces, look)
-        if mixes:
-            self.look_at_model(pieces[:1], look)
-        return step
+            looked = pieces if many else pieces[:1]
+            if look.fetcher is not None and all(len(each.plan.indices) < 2 for each in looked):
+                looked = self.alike(step, look.fetcher)
+        if weighing.classes is not None and first and not weighing.knows:
+            weighing.look_at_targets(pieces)
+        if callable(weighing.said) and first:
+            weighing.learn_names([piece for piece in pieces if piece.plan.weight])
+        return step, looked
+
+    def heed(self, seen: Seen, *, known: bool, many: bool) -> None:
+        """Refuse what is wrong where a batch is cut, say what could not be tried, and know the rule from now on.
+
+        Raises:
+            ConfigError: the loss is no mean, or the model keeps something, and a batch is cut.
+        """
+        parts, state = self.parts, self.state
+        given, is_mean = callable(parts.weighing.said), bool(seen.holds) or not seen.could_look
+        if seen.keeps and self.cuts:
+            raise first_look.keeps_state(seen.keeps)
+        if seen.keeps:
+            parts.world.notes.append(f"{first_look.KEEPS.format(seen.keeps)}: no snapshot has it")
+        found = first_look.choose(seen) if many else state.counts_by or "samples"
+        what = self._judged(seen, found, known=known, many=many)
+        state.counts_by = GIVEN if given else found
+        if seen.because and self.cuts:
+            self.tell("not tried", first_look.not_tried(seen))
+        elif is_mean:
+            self.tell("mean", "")
+        else:
+            self.tell("no mean", what)
+
+    def _judged(self, seen: Seen, found: str, *, known: bool, many: bool) -> str:
+        """Refuse, or say, what is wrong; what that is, in words, for a loss that is no mean.
+
+        Raises:
+            ConfigError: the loss is no mean, and a batch is cut.
+        """
+        parts, what = self.parts, first_look.no_mean(seen)
+        given, is_mean = callable(parts.weighing.said), bool(seen.holds) or not seen.could_look
+        if given and not is_mean:
+            what = (
+                f"with this weight the loss is no mean: {seen.whole:.6g} over {seen.samples} samples, "
+                f"{seen.by_parts:.6g} as the mean over two parts of these"
+            )
+            parts.world.notes.append(what)
+        elif known and not is_mean and not seen.writes and self.cuts:
+            raise first_look.mixing(what)
+        elif not known and not given and (not is_mean or found == first_look.NO_MEAN):
+            if self.cuts:
+                raise first_look.refused(what, by_step=parts.compute.step is not None)
+            if many:
+                parts.world.notes.append(f"{what}; on several workers, or with micro_batch_size, it would be refused")
+        elif many and found in LOOKED_FOR and not given:
+            among = "labels that are not -100" + (", but for the first of each sequence" * found.startswith("shifted"))
+            parts.world.notes.append(f"the loss was found to be a mean over {among}: pieces count by those")
+        return what
+
+    def tell(self, outcome: str, text: str) -> None:
+        """Have the outcome of a look in `run.json`, and on the screen where it could not be tried."""
+        if (told := f"{outcome}: {text}") == self.said:
+            return
+        self.said, world = told, self.parts.world
+        if outcome == "not tried":
+            world.notes.append(text)
+        world.news.append(partial(LossLooked, outcome=outcome, text=text))
 
     def alike(self, step: Step, fetcher: Fetcher | None) -> list[LoadedPiece]:
         """A piece that is the same on every worker, for all make the same forward passes; none of a stream."""
         if fetcher is None:
-            self.parts.world.notes.append(
-                "samples of a stream come once, so it was not tried whether the loss is a mean over them"
-            )
             return []
         own = -(-len(step.taken) // self.parts.strategy.mesh.size("replicate", "shard"))
         indices = step.taken[: max(2, min(own, self.settings.micro_batch_size or own))]
@@ -123,74 +205,7 @@ class Counting:
             in_halves=gathers_rounded(self.settings.strategy),
         )
 
-    def settle(self, pieces: Sequence[LoadedPiece], look: first_look.Look) -> None:
-        """Find the rule, where it does not follow from the script. All workers call this before the same step."""
-        weighing, state = self.parts.weighing, self.state
-        if weighing.classes is not None:
-            weighing.look_at_targets(pieces)
-        elif callable(weighing.said):
-            if not state.counts_by:
-                self.look_at_given(pieces, look)
-        else:
-            if not state.counts_by:
-                self.look(pieces, look)
-            elif state.counts_by == first_look.NO_MEAN and self.cuts:
-                raise first_look.refused("the loss is no mean over the samples", by_step=self.by_step)
-            weighing.use(state.counts_by)
-        if not self.cuts:
-            weighing.guard, weighing.labels_guarded = None, False
 
-    @property
-    def by_step(self) -> bool:
-        """Whether the user gives `step`, and not `loss`."""
-        return self.parts.compute.step is not None
-
-    def look_at_model(self, pieces: Sequence[LoadedPiece], look: first_look.Look) -> None:
-        """See that a loss of PyTorch's is the mean of its parts: that no layer of the script's mixes samples."""
-        parts = self.parts
-        seen = first_look.find_mean(look, pieces, parts.world, parts.weighing.classes, trouble_only=True)
-        self.heed_kept(seen)
-        if seen.could_look and not seen.holds and not seen.writes:
-            raise first_look.mixing(first_look.no_mean(seen))
-        self.state.counts_by = self.state.counts_by or "samples"
-
-    def heed_kept(self, seen: first_look.Seen) -> None:
-        """Refuse, or say where a batch is in one piece, that the model keeps a tensor from batch to batch.
-
-        Raises:
-            ConfigError: each worker, or part, would keep its own.
-        """
-        if seen.keeps and self.cuts:
-            raise first_look.keeps_state(seen.keeps)
-        if seen.keeps:
-            self.parts.world.notes.append(f"{first_look.KEEPS.format(seen.keeps)}: no snapshot has it")
-
-    def look(self, pieces: Sequence[LoadedPiece], look: first_look.Look) -> None:
-        """Find by trial what the loss is a mean over, and say it where it is not its samples."""
-        parts = self.parts
-        seen = first_look.find_mean(look, pieces, parts.world, None)
-        self.heed_kept(seen)
-        found = first_look.choose(seen)
-        if self.cuts and parts.compute.step is not None and is_hidden(parts.compute.step, parts.model):
-            parts.world.notes.append(_LOOKED_AT_IN_EVALUATION)
-        if found == first_look.NO_MEAN:
-            what = first_look.no_mean(seen)
-            if self.cuts:
-                raise first_look.refused(what, by_step=self.by_step)
-            parts.world.notes.append(f"{what}; on several workers, or with micro_batch_size, it would be refused")
-        elif found in LOOKED_FOR:
-            among = "labels that are not -100" + (", but for the first of each sequence" * found.startswith("shifted"))
-            parts.world.notes.append(f"the loss was found to be a mean over {among}: pieces count by those")
-        self.state.counts_by = found
-
-    def look_at_given(self, pieces: Sequence[LoadedPiece], look: first_look.Look) -> None:
-        """See whether the user's rule makes the loss a mean, and say it where not."""
-        parts = self.parts
-        seen = first_look.find_mean(look, pieces, parts.world, parts.weighing.rule)
-        self.heed_kept(seen)
-        if seen.could_look and not seen.holds:
-            parts.world.notes.append(
-                f"with this weight the loss is no mean: {seen.whole:.6g} over {seen.samples} samples, "
-                f"{seen.by_parts:.6g} as the mean over two parts of these"
-            )
-        self.state.counts_by = GIVEN
+def _why_no_mean(look: first_look.Look, piece: LoadedPiece) -> str:
+    seen = look.at(piece, None, cuts=1)
+    return "" if not seen.could_look or "samples" in seen.holds else first_look.no_mean(seen)

@@ -18,7 +18,7 @@ from manyhosts.communication.gathering import gather_plain
 from manyhosts.data import randomness
 from manyhosts.data.order import Indices
 from manyhosts.errors import CommunicationError, ConfigError
-from manyhosts.training.compute import Loss, UserStep, loss_of, pair, step_values
+from manyhosts.training.compute import Loss, UserStep, check_names, loss_of, pair, step_values, terms_of
 from manyhosts.training.metrics import Metrics
 from manyhosts.training.passes import ForwardPasses, in_evaluation
 from manyhosts.training.weighing import Weighing
@@ -86,7 +86,10 @@ class Evaluation:
         found = gather_plain(self.world, told)
         if who := [each["asked"] for each in found if each["asked"]]:
             raise CutOff([sum(counts) for counts in zip(*who, strict=True)])
-        return {**_means([part for each in found for part in each["parts"]]), **self.metrics.values()}
+        means = _means([part for each in found for part in each["parts"]])
+        if terms := [mean for name, mean in means.items() if name.startswith("loss/") and not math.isnan(mean)]:
+            means.setdefault("loss", sum(terms))
+        return {**means, **self.metrics.values()}
 
     @torch.no_grad()
     def look(self, model: nn.Module) -> set[str]:
@@ -99,7 +102,7 @@ class Evaluation:
         batches = self.passes.fetched(iter(pieces))
         self.metrics.begin()
         with randomness.kept(), self._in_evaluation(model):
-            names = {*self._part(model, pieces, batches, tuple)}
+            names = {"loss", *self._part(model, pieces, batches, tuple)}
         metrics = self.metrics.names()
         self.metrics.begin()
         return names | metrics if metrics is not None else set()
@@ -123,13 +126,21 @@ class Evaluation:
         for piece in pieces:
             on_host = next(batches)
             rule = None if self.weighing is None else self.weighing.evaluation
-            count = len(piece) if rule is None else float(rule(on_host))
+            given = len(piece) if rule is None else rule(on_host)
             values, outputs, targets = self._outputs(model, self.passes.on_device(on_host, piece))
             if self.has_counts and "count" in values:
                 count = float(values["count"])
                 values = {name: each for name, each in values.items() if name != "count"}
             self.metrics.update(int(piece[0]), outputs, targets)
+            by_loss: dict[str, float] = {}
+            if isinstance(given, Mapping):  # several losses, which are added when all of each is here
+                terms = terms_of(values) or {}
+                check_names(terms, given)
+                by_loss = {f"loss/{name}": float(each) for name, each in given.items()}
+                others = {name: value for name, value in values.items() if name != "loss"}
+                values = {**others, **{f"loss/{name}": each for name, each in terms.items()}}
             for name, value in values.items():
+                count = by_loss[name] if name in by_loss else len(piece) if by_loss else float(given)
                 # The mean over nothing is no number, and counts nothing.
                 weighted = value.double() * count if count else torch.zeros_like(value, dtype=torch.float64)
                 sums[name] = sums[name] + weighted if name in sums else weighted

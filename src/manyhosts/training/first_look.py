@@ -1,19 +1,18 @@
-"""A look at the loss before the first step: is it a mean over samples, over labels that count, or none at all?
+"""A look at the loss: is it a mean over samples, over labels that count, or none at all?
 
 The loss of one piece is compared with the mean of the losses of two parts of it, by each rule that it could follow.
 What the script has written is in training mode there, and PyTorch's own layers in evaluation mode, for dropout and
 BatchNorm are seen to elsewhere. A copy of the modules is looked at, so that nothing which they count or keep is changed
 (a user's step, which nobody can copy, is told that it is in evaluation, unless it is plain: see `plain_step`); what
-torch draws is one value for all samples (`set_draws`). Whatever cannot be looked at so is looked at in evaluation mode,
-in the model itself; buffers and random generators are given back. What still cannot (a model that draws by NumPy, or
-chooses samples at random) is passed over.
+torch draws is one value for all samples (`set_draws`). Differences that may be rounding are looked at in float64.
+There are three ends: the loss is a mean, it is none, or that could not be tried, because of something that is said.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -28,13 +27,15 @@ from manyhosts.data import randomness
 from manyhosts.data.fetch import Fetcher
 from manyhosts.data.steps import LoadedPiece, mapped
 from manyhosts.errors import ConfigError
-from manyhosts.training.compute import ForwardPass
+from manyhosts.training.compute import ForwardPass, terms_of
 from manyhosts.training.means import Rule, has_ignored, rules_for
 from manyhosts.training.passes import in_evaluation
-from manyhosts.training.plain_step import is_plain
+from manyhosts.training.plain_step import asks_for_training, is_hidden, is_plain
 from manyhosts.training.set_draws import SetDraws
 from manyhosts.training.trained import model_of
 
+MakeBatch = Callable[[int, int], Any]
+"""Of the samples of a piece from one number to another."""
 ALL_SAMPLES = "all samples"
 NO_MEAN = "no mean"
 """What is known of a loss that follows no rule."""
@@ -43,9 +44,11 @@ MOST_PIECES = 8
 _ROUNDING = {"cpu": 1e-4, "cuda": 3e-3}
 """Differences of this share of the loss are rounding; GPUs multiply in TF32."""
 _ROUNDING_OF_HALVES = 3e-2
-"""The same, where weights have 16 bits."""
+"""The same, where something is computed in 16 bits."""
+_SURE = 1e-6
+"""What differs by a smaller share is equal; what differs by more is looked at in float64, where that can be."""
 _MOST_COPIED = 1 << 28
-"""Elements of frozen parameters that are copied for a look; those that are trained are shared with the copy."""
+"""Elements that are copied for a look; parameters that are trained are shared with the copy."""
 
 
 @dataclass(slots=True)
@@ -53,6 +56,8 @@ class Seen:
     """What one worker has seen of the loss."""
 
     could_look: bool = False
+    because: str = ""
+    """Why it could not be tried, or not in training mode; empty where it was."""
     holds: list[str] = field(default_factory=list)
     """The rules by which it is a mean."""
     ignores: bool = False
@@ -62,6 +67,8 @@ class Seen:
     """The loss of all samples of the piece."""
     by_parts: float = 0.0
     """The mean of the losses of its parts, by their samples or the user's rule, where it differs most."""
+    off: float = 0.0
+    """The largest difference, as a share of the loss."""
     keeps: str = ""
     """A tensor that the model keeps from batch to batch and that is neither parameter nor buffer, by name."""
     writes: bool = False
@@ -69,25 +76,31 @@ class Seen:
 
 
 def find_mean(
-    look: Look, own: Sequence[LoadedPiece], world: World, rule: Rule | None, *, trouble_only: bool = False
+    look: Look,
+    own: Sequence[LoadedPiece],
+    world: World,
+    rule: Rule | None,
+    *,
+    cuts: int = 3,
+    trouble_only: bool = False,
 ) -> Seen:
     """What the workers have seen together; `rule` is the user's, where there is one. All of them call this.
 
     `trouble_only`: they tell each other what they have seen where one of them has seen something wrong.
     """
-    mine = [look.at(piece, rule) for piece in own if piece.plan.weight][:MOST_PIECES]
-    if trouble_only and not world.any(any(each.keeps or (each.could_look and not each.holds) for each in mine)):
-        return Seen()
-    rows = gather_plain(world, [asdict(each) for each in mine if each.could_look or each.keeps])
-    told = [Seen(**each) for row in rows for each in row]
+    mine = [look.at(piece, rule, cuts=cuts) for piece in own if piece.plan.weight][:MOST_PIECES]
+    if trouble_only and not world.any(not mine or any(each.keeps or each.because or not each.holds for each in mine)):
+        return Seen(could_look=True, holds=["samples"])
+    told = [Seen(**each) for row in gather_plain(world, list(map(asdict, mine))) for each in row]
     seen = [each for each in told if each.could_look]
     keeps = next((each.keeps for each in told if each.keeps), "")
+    because = next((each.because for each in seen or told if each.because), "")
     if not seen:
-        return Seen(keeps=keeps)
-    shown = max(seen, key=lambda each: abs(each.whole - each.by_parts))
+        return Seen(because=because or "no forward pass has two samples, or they come once, from a stream", keeps=keeps)
+    shown = max(seen, key=lambda each: each.off)
     shown.holds = [name for name in shown.holds if all(name in each.holds for each in seen)]
     shown.ignores = any(each.ignores for each in seen)
-    shown.keeps, shown.writes = keeps, any(each.writes for each in seen)
+    shown.keeps, shown.writes, shown.because = keeps, any(each.writes for each in seen), because
     return shown
 
 
@@ -109,13 +122,26 @@ def no_mean(seen: Seen) -> str:
     )
 
 
+NOT_TRIED = "whether the loss is a mean over samples could not be tried"
+
+
+def not_tried(seen: Seen) -> str:
+    """What is said of a loss that could not be looked at, or not in training mode."""
+    mode = " in training mode" if seen.could_look else ""
+    return (
+        f"{NOT_TRIED}{mode}, because {seen.because}: compare a run on one worker with one on two, give "
+        'weight=function(batch) -> what it counts, or weight="samples" where you know that it is'
+    )
+
+
 def refused(what: str, *, by_step: bool) -> ConfigError:
     """The error of such a loss where a batch is cut."""
     return ConfigError(
         what,
         where="mh.Trainer(step=…)" if by_step else "mh.Trainer(loss=…)",
-        fix="give weight=function(batch) -> what a piece counts in the mean (tokens, class weights); or train in one "
-        'piece (one worker, no micro_batch_size); or say that samples are to be counted all the same: weight="samples"',
+        fix="give weight=function(batch) -> what a piece counts in the mean (tokens, class weights; for several losses "
+        "a number for each, by name); or train in one piece (one worker, no micro_batch_size); or say that samples are "
+        'to be counted all the same: weight="samples"',
     )
 
 
@@ -157,37 +183,94 @@ class Look:
     in_halves: bool = False
     """Whether passes see parameters of 16 bits, whatever is kept of them."""
 
-    def at(self, piece: LoadedPiece, rule: Rule | None) -> Seen:
-        """What one piece shows. Whatever is wrong with the model shows in the first step, and better."""
+    def at(self, piece: LoadedPiece, rule: Rule | None, *, cuts: int = 3) -> Seen:
+        """What one piece shows, cut in `cuts` ways. Errors of the model show in the first step, and better."""
         if len(piece.plan.indices) < 2:
-            return Seen()
-        seen = Seen()
-        # Where workers exchange in forward passes, one that goes on by itself meets the others elsewhere.
-        passed_over = (Exception,) if self.copies else ()
-        with suppress(*passed_over), randomness.undisturbed():
-            make = self._parts_of(piece)
-            if make is None:
-                return seen
-            for graph in (False, True) if self.copies else (True,):  # what differentiates within the loss needs it
-                for how in (self._copied, _in_evaluation) if self.copies else (_in_evaluation,):
-                    with suppress(*passed_over), how(self.module) as module, torch.set_grad_enabled(graph):
-                        found = self._compare(module, piece, make, rule)
-                        found.keeps = found.keeps or seen.keeps
-                        seen = found
-                    if seen.could_look:
-                        return seen
-        return seen
+            return Seen(because="a forward pass has one sample")
+        found = Seen()
+        with randomness.undisturbed():
+            try:
+                make = self._parts_of(piece)
+            except Exception as error:
+                self._go_on_after(error)
+                make = _words(error)
+            if isinstance(make, str):
+                return Seen(because=make)
+            how, keeps = self._copied if self.copies else _in_evaluation, ""
+            for graph in (False, True):  # what differentiates within the loss needs the graph
+                try:
+                    with how(self.module) as module, torch.set_grad_enabled(graph):
+                        found = self._compare(module, piece.batch, len(piece.plan.indices), make, rule, cuts)
+                    keeps = found.keeps = found.keeps or keeps
+                except Exception as error:
+                    self._go_on_after(error)
+                    found = Seen(because=_words(error), keeps=keeps)
+                if found.could_look:
+                    found.because = self._not_in_training()
+                    return self._surely(found, piece, make, rule, cuts, graph=graph)
+        return found
+
+    def _go_on_after(self, error: Exception) -> None:
+        """Pass `error` over, but where workers exchange in forward passes: one that goes on meets the others elsewhere."""
+        if not self.copies:
+            raise error
+
+    def _not_in_training(self) -> str:
+        """Why what the script has written was looked at in evaluation mode, and might do something else in training."""
+        step = self.forward.step
+        if step is not None and is_hidden(step, model_of(self.module)):
+            return "step asks for training mode, and keeps something or calls what cannot be read"
+        own = [each for each in self.module.modules() if not type(each).__module__.startswith(("torch.", "manyhosts."))]
+        asks = not self.copies and any(asks_for_training(type(each).forward) for each in own)
+        return "the model asks for it, and its workers exchange something in each forward pass" if asks else ""
+
+    def _surely(
+        self,
+        seen: Seen,
+        piece: LoadedPiece,
+        make: MakeBatch,
+        rule: Rule | None,
+        cuts: int,
+        *,
+        graph: bool,
+    ) -> Seen:
+        """The same in float64, where there were differences that may or may not be rounding."""
+        if seen.off <= _SURE or not self.copies or sum(map(Tensor.numel, self.module.parameters())) > _MOST_COPIED:
+            return seen
+        default = torch.get_default_dtype()
+        try:
+            torch.set_default_dtype(torch.float64)
+            with self._copied(self.module, shares=False) as module, torch.set_grad_enabled(graph):
+                module.to(torch.float64)
+                count = len(piece.plan.indices)
+
+                def doubled(begin: int, end: int) -> Any:
+                    return mapped(make(begin, end), _doubled)
+
+                exact = self._compare(module, doubled(0, count), count, doubled, rule, cuts)
+        except Exception:  # something is made in float32, and does not go with float64
+            return seen
+        finally:
+            torch.set_default_dtype(default)
+        if not exact.could_look:
+            return seen
+        exact.because, exact.keeps, exact.writes = seen.because, seen.keeps, seen.writes
+        return exact
 
     @contextmanager
-    def _copied(self, module: nn.Module) -> Iterator[nn.Module]:
-        """A copy whose modules are in training mode where the script has written them. It shares what is trained.
+    def _copied(self, module: nn.Module, *, shares: bool = True) -> Iterator[nn.Module]:
+        """A copy whose modules are in training mode where the script has written them. It `shares` what is trained.
 
         A user's step sees a model in evaluation mode, where it may do more in training than compute: what it counts
         there it is not to count here.
         """
         if sum(each.numel() for each in module.parameters() if not each.requires_grad) > _MOST_COPIED:
-            raise ValueError("too much would be copied")
-        copied = copy.deepcopy(module, {id(each): each for each in module.parameters() if each.requires_grad})
+            raise ValueError("its frozen parameters are too large for a copy")
+        known: dict[int, Tensor] = {id(each): each for each in module.parameters() if shares and each.requires_grad}
+        kept = [each for part in module.modules() for held in vars(part).values() for each in _members(held)]
+        # Activations that a module keeps, for pictures say, have a graph, and no copy is made of such.
+        known |= {id(each): each.detach() for each in kept if isinstance(each, Tensor) and not each.is_leaf}
+        copied = copy.deepcopy(module, known)
         prepare(copied)  # copies are of PyTorch's own classes
         for each in copied.modules():
             each.training = any(each.children()) or not type(each).__module__.startswith("torch.")
@@ -196,8 +279,8 @@ class Look:
         with acting(_AsEvaluated()), _in_evaluation(module, within=copied):
             yield copied
 
-    def _parts_of(self, piece: LoadedPiece) -> Callable[[int, int], Any] | None:
-        """What makes a batch of the samples of `piece` from one number to another; None where nothing does."""
+    def _parts_of(self, piece: LoadedPiece) -> MakeBatch | str:
+        """What makes a batch of the samples of `piece` from one number to another; why nothing does, in words."""
         batch, count = piece.batch, len(piece.plan.indices)
         fetcher = self.fetcher
         if fetcher is not None and (fetcher.collates or not _is_cuttable(batch, count)):
@@ -208,17 +291,17 @@ class Look:
             if not randomness.drawn_since(before):
                 return lambda begin, end: fetcher.collate(samples[begin:end])
         if not _is_cuttable(batch, count):
-            return None
+            drawn = fetcher is not None and fetcher.collates
+            return "collate draws random numbers" if drawn else "its batch cannot be cut, and comes from a stream"
         return lambda begin, end: _rows(batch, begin, end)
 
     def _compare(
-        self, module: nn.Module, piece: LoadedPiece, make: Callable[[int, int], Any], given: Rule | None
+        self, module: nn.Module, batch: Any, count: int, make: MakeBatch, given: Rule | None, most: int
     ) -> Seen:
-        batch, count = piece.batch, len(piece.plan.indices)
         rules: dict[str, Rule | None] = (
             {"weight": given} if given is not None else {"samples": None, **rules_for(batch)}
         )
-        cuts = sorted({1, count // 2, count - 1})
+        cuts = sorted({1, count // 2, count - 1} if most > 1 else {count // 2})
         draws = SetDraws(0.3, {count, *cuts, *(count - cut for cut in cuts)})
         kept, buffers = _kept(module), {name: each.clone() for name, each in module.named_buffers()}
         norms = [each for each in module.modules() if isinstance(each, _BatchNorm)]
@@ -228,70 +311,136 @@ class Look:
             for value, before in values:  # those that a layer of the script's changes by itself
                 value.copy_(before)
         again = self._loss(module, make(0, count), draws)
-        if draws.left or not abs(whole) < float("inf"):
-            return Seen()
-        if whole != again:
-            return Seen(keeps=next((name for name, each in _kept(module).items() if _differ(kept.get(name), each)), ""))
-        seen = Seen(could_look=True, holds=list(rules), samples=count, whole=whole, by_parts=whole)
-        seen.ignores = has_ignored(batch)
-        looked = 0
-        for cut in cuts:
-            parts = [make(0, cut), make(cut, count)]
-            losses: list[float] = []
-            with suppress(Exception):  # a single sample has no variance, say
-                losses += [self._loss(module, part, draws) for part in parts]
-            if not losses or draws.left:
-                continue
-            looked += 1
-            counted = {
-                name: [float(cut), float(count - cut)] if rule is None else [float(rule(part)) for part in parts]
-                for name, rule in rules.items()
-            }
-            self._note_differences(seen, losses, counted)
-        seen.could_look = looked > 0 and not draws.left
+        if draws.left:
+            return Seen(because=f"{_DRAWS}{draws.left}, for which no value stands that goes for all samples")
+        if not _near(whole, again):
+            return self._another(module, make(0, count), whole, kept, draws)
+        seen = Seen(could_look=True, samples=count, ignores=has_ignored(batch))
+        parts = [[make(0, cut), make(cut, count)] for cut in cuts]
+        losses, failed = self._losses_of(module, parts, draws)
+        if draws.left or not any(losses):
+            return Seen(because=f"{_DRAWS}{draws.left}" if draws.left else failed)
+        off = {}
+        for name, rule in rules.items():
+            found = [
+                _difference(whole, each, [_counts(rule, pair[0], cut), _counts(rule, pair[1], count - cut)])
+                for cut, pair, each in zip(cuts, parts, losses, strict=True)
+                if each
+            ]
+            off[name], all_of_it, by_parts = max(found)
+            if name in ("samples", "weight"):
+                seen.whole, seen.by_parts = all_of_it, by_parts
+        if not all(map(_is_number, whole.values())) and given is None:
+            return Seen(because=f"the loss of a piece is {sum(whole.values())}")
+        rounding = self._rounding(draws.rounds)
+        seen.holds = [name for name, share in off.items() if share <= rounding]
+        seen.off = min(off.values()) if seen.holds == list(off) else max(off.values())
         inside = {id(value) for value, _ in values}
         seen.writes = any(
             _differ(buffers.get(name), each) for name, each in module.named_buffers() if id(each) not in inside
         )
         return seen
 
-    def _note_differences(self, seen: Seen, losses: list[float], counted: dict[str, list[float]]) -> None:
-        """Strike out the rules by which the losses of two parts have another mean than that of the whole."""
-        for name, counts in counted.items():
-            mean = _mean(losses, counts)
-            size = max([abs(seen.whole), *(abs(each) for each, one in zip(losses, counts, strict=True) if one)])
-            if not abs(mean - seen.whole) <= self._rounding() * size + 1e-7:  # no number where nothing counts, by it
-                seen.holds = [each for each in seen.holds if each != name]
-                if name in ("samples", "weight"):
-                    seen.by_parts = max(mean, seen.by_parts, key=lambda found: abs(found - seen.whole))
+    def _another(
+        self, module: nn.Module, batch: Any, whole: Mapping[str, float], kept: Mapping[str, Tensor], draws: SetDraws
+    ) -> Seen:
+        """What is said of a loss that has another value when it is computed again, as one that keeps a tensor has."""
+        for name, each in kept.items():
+            owner, _, last = name.rpartition(".")
+            setattr(module.get_submodule(owner), last, each)
+        is_why = _near(whole, self._loss(module, batch, draws))
+        keeps = next((name for name, each in _kept(module).items() if _differ(kept.get(name), each)), "")
+        return Seen(because="it has another value when it is computed again", keeps=keeps if is_why else "")
 
-    def _rounding(self) -> float:
-        if self.in_halves or any(each.dtype in (torch.bfloat16, torch.float16) for each in self.module.parameters()):
+    def _losses_of(self, module: nn.Module, parts: Sequence[Any], draws: SetDraws) -> tuple[list[Any], str]:
+        """The losses of both parts of each cut, none of one that fails; and why it does."""
+        losses: list[Any] = []
+        failed = ""
+        for pair in parts:
+            try:  # a single sample has no variance, say
+                losses.append([self._loss(module, part, draws) for part in pair])
+            except Exception as error:
+                losses.append([])
+                failed = _words(error)
+        return losses, failed
+
+    def _rounding(self, rounds: bool) -> float:
+        parameters = {each.dtype for each in self.module.parameters()}
+        if rounds or self.in_halves or parameters & {torch.bfloat16, torch.float16}:
             return _ROUNDING_OF_HALVES
+        if torch.get_default_dtype() == torch.float64:
+            return _SURE
         return _ROUNDING.get(self.device.type, 3e-3)
 
-    def _loss(self, module: nn.Module, batch: Any, draws: SetDraws) -> float:
+    def _loss(self, module: nn.Module, batch: Any, draws: SetDraws) -> dict[str, float]:
+        """The loss, or several by name."""
         on_device = mapped(batch, lambda tensor: tensor.to(self.device))
         randomness.seed_compute(0)
-        before = randomness.states()
         with draws:
-            loss = float(self.forward.values(module, on_device)["loss"].detach())
-        # NumPy's and Python's numbers are not set: there may be one for each sample.
-        draws.left = draws.left or randomness.drawn_since((torch.get_rng_state(), *before[1:]))
-        return loss
+            values = self.forward.values(module, on_device)
+        drawn = (torch.get_rng_state(), *(draws.ends or randomness.states()[1:]))
+        if randomness.drawn_since(drawn):  # one number for each sample, which those of a part are not
+            draws.left = draws.left or "numpy.random or random"
+        draws.ends = drawn[1:]
+        return {name: float(each.detach()) for name, each in (terms_of(values) or {"": values["loss"]}).items()}
 
 
-def _mean(losses: list[float], counts: list[float]) -> float:
-    total = sum(counts)
-    terms = [weight * loss for loss, weight in zip(losses, counts, strict=True) if weight]
-    return sum(terms) / total if total else float("nan")
+_DRAWS = "the forward pass draws "
+
+
+def _words(error: Exception) -> str:
+    text = (str(error).strip() or "no more was said").splitlines()[0]
+    return f"a part of a batch raises {type(error).__name__}: {text[:160]}"
+
+
+def _members(held: Any) -> list[Any]:
+    return [held, *(held.values() if isinstance(held, dict) else held if isinstance(held, list | tuple) else ())]
+
+
+def _doubled(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _is_number(value: float) -> bool:
+    return abs(value) < float("inf")
+
+
+def _near(one: Mapping[str, float], other: Mapping[str, float]) -> bool:
+    pairs = [(each, other.get(name, 0.0)) for name, each in one.items()]
+    return all(a == b or a != a or abs(a - b) <= _SURE * max(abs(a), abs(b)) for a, b in pairs)
+
+
+def _counts(rule: Rule | None, part: Any, samples: int) -> Mapping[str, float]:
+    """What a part counts, for each loss by name; `""` where there is one number for all."""
+    found = samples if rule is None else rule(part)
+    return {name: float(each) for name, each in (found if isinstance(found, Mapping) else {"": found}).items()}
+
+
+def _difference(
+    whole: Mapping[str, float], losses: Sequence[Mapping[str, float]], counts: Sequence[Mapping[str, float]]
+) -> tuple[float, float, float]:
+    """By which share the loss differs from the mean of the parts' by what they count; and both."""
+    all_of_it = by_parts = size = 0.0
+    for name, value in whole.items():
+        weights = [each[name if name in each else ""] for each in counts]
+        terms = [(loss[name], weight) for loss, weight in zip(losses, weights, strict=True) if weight]
+        if len(whole) > 1 and not terms:
+            continue
+        total = sum(weights)
+        all_of_it += value
+        by_parts += sum(loss * weight for loss, weight in terms) / total if total else float("nan")
+        size = max(size, abs(value), *(abs(loss) for loss, _ in terms))
+    difference = abs(all_of_it - by_parts)
+    if difference <= 1e-12 or difference <= 1e-7 * min(1.0, size):
+        return 0.0, all_of_it, by_parts
+    return (difference / size if difference == difference else float("inf")), all_of_it, by_parts
 
 
 def _is_cuttable(batch: Any, count: int) -> bool:
     """Whether `batch` is made of nothing but tensors with `count` rows each, and lists of as many texts or the like."""
     if isinstance(batch, Tensor):
         return batch.dim() > 0 and batch.shape[0] == count
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         return bool(batch) and all(_is_cuttable(value, count) for value in batch.values())
     if isinstance(batch, list | tuple):
         return bool(batch) and (_is_column(batch, count) or all(_is_cuttable(value, count) for value in batch))
@@ -300,15 +449,15 @@ def _is_cuttable(batch: Any, count: int) -> bool:
 
 def _is_column(values: Sequence[Any], count: int) -> bool:
     """Whether it is a list of one text or the like for each sample, as `default_collate` makes it."""
-    return len(values) == count and not any(isinstance(each, Tensor | dict | list | tuple) for each in values)
+    return len(values) == count and not any(isinstance(each, Tensor | Mapping | list | tuple) for each in values)
 
 
 def _rows(batch: Any, begin: int, end: int) -> Any:
     if isinstance(batch, Tensor):
         return batch[begin:end]
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         return {key: _rows(value, begin, end) for key, value in batch.items()}
-    if not any(isinstance(each, Tensor | dict | list | tuple) for each in batch):
+    if not any(isinstance(each, Tensor | Mapping | list | tuple) for each in batch):
         return batch[begin:end]
     rows = [_rows(value, begin, end) for value in batch]
     return type(batch)(*rows) if hasattr(batch, "_fields") else type(batch)(rows)

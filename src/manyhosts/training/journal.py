@@ -28,6 +28,7 @@ from manyhosts.events import (
     EpochDone,
     Event,
     Listener,
+    LossLooked,
     RunEnded,
     RunStarted,
     StepDone,
@@ -236,6 +237,10 @@ class Journal:
             self.report("step", step=event.step)
         else:
             self.report("busy")
+        if isinstance(event, LossLooked) and self.world.is_leader:
+            record = RunRecord.read(self.directory.run_json)
+            found = {"outcome": event.outcome, "text": event.text}
+            dataclasses.replace(record, same_answer=found).write(self.directory.run_json)
         self.news(event)
 
     def tell_end(self, event: RunEnded) -> None:

@@ -93,13 +93,17 @@ LOOKED_FOR: Mapping[str, LabelMean] = {"labels": LabelMean(shifted=False), "shif
 """Rules that are found by trial."""
 
 
+def place_of_labels(batch: Any) -> str | int:
+    """Where the targets of a batch are: a usual name, or the second of a pair."""
+    return next((name for name in _LABELS if name in batch), _LABELS[0]) if isinstance(batch, Mapping) else 1
+
+
 def labels_of(batch: Any) -> Tensor | None:
     """The integer targets of a batch, by the usual names or as the second of a pair; None where there are none."""
     found: Any = None
-    if isinstance(batch, Mapping):
-        found = next((batch[name] for name in _LABELS if name in batch), None)
-    elif isinstance(batch, list | tuple) and len(batch) == 2:
-        found = batch[1]
+    if isinstance(batch, Mapping) or (isinstance(batch, list | tuple) and len(batch) == 2):
+        place: Any = place_of_labels(batch)
+        found = batch.get(place) if isinstance(batch, Mapping) else batch[place]
     is_integer = isinstance(found, Tensor) and found.dtype in (torch.int64, torch.int32)
     return found if is_integer and found.dim() else None
 

@@ -74,8 +74,15 @@ def is_hidden(step: Any, model: nn.Module) -> bool:
     return found.asks and not found.plain
 
 
+def asks_for_training(forward: Any) -> bool:
+    """Whether the code of a module's `forward` looks at `training`."""
+    return isinstance(forward, types.FunctionType) and any(_ASKS in c.co_names for c in _all_code(forward.__code__))
+
+
 def _written_in_python(held: Any) -> types.FunctionType | None:
     """The function behind what is called; None where its code cannot be read."""
+    while not isinstance(held, types.FunctionType) and hasattr(held, "__wrapped__"):  # by `prove`, say
+        held = held.__wrapped__
     while isinstance(held, functools.partial):
         if not all(isinstance(each, _CONSTANT) for each in (*held.args, *held.keywords.values())):
             return None

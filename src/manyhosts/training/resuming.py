@@ -80,7 +80,7 @@ TABLE = (
     ),
     Row("`validate_every`, `snapshots`, `evaluation_batch_size`, `record_samples`", "from the first step on"),
     Row("`keep_pictures`", "nothing: the first batch is behind it"),
-    Row("`loader_workers`, `threads`, `backend`, `audit`, `balance`", "from the first step on"),
+    Row("`loader_workers`, `threads`, `backend`, `audit`, `balance`, `look_every`", "from the first step on"),
     Row("`compile`, `activation_checkpointing`", "from the first step on"),
     Row("`metrics`, validation and test set", "from the next validation on; nobody compares them"),
     Row("`loss`, `step`, `collate`, `listeners`", "from the first step on; nobody compares functions"),

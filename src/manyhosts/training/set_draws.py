@@ -2,7 +2,7 @@
 
 A loss that draws (a variational autoencoder, diffusion) has another value each time, and another for a part of a batch.
 Within `SetDraws` every random tensor holds the same number everywhere, whatever its shape. Then a mean over samples is
-the mean over its parts, as it is without draws, and a sum is not.
+the mean over its parts, as it is without draws, and a sum is not. Whether an operator draws is seen by the generators.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from manyhosts.device import in_use
+
 _UNIFORM, _NORMAL = ("rand", "rand_like"), ("randn", "randn_like")
-_FILLED = ("exponential_", "log_normal_")
+_FILLED = ("exponential_", "log_normal_", "exponential", "log_normal", "cauchy", "cauchy_", "geometric", "geometric_")
 
 
 class SetDraws(TorchDispatchMode):
@@ -25,21 +27,58 @@ class SetDraws(TorchDispatchMode):
         """`sizes`: of the batches. A whole number below one of these could choose a sample: that is not set."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.value, self.sizes = value, sizes
-        self.left = False
-        """Whether something was drawn that could not be set."""
+        self.left = ""
+        """The first operator that has drawn what could not be set; empty while there is none."""
+        self.ends: Any = None
+        """Where NumPy's and Python's generators stood after the whole batch."""
+        self.rounds = False
+        """Whether something was computed in 16 bits."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call the operator, and change what it has drawn."""
-        found = func(*args, **(kwargs or {}))
+        given = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags:
+            found = func(*args, **given)
+            self.rounds = self.rounds or getattr(found, "dtype", None) in _HALVES
             return found
-        change = _change(func, args, self)
+        change, before, own = _change(func, args, self), _generators(), given.get("generator")
+        kept = None if own is None else own.get_state()
+        found = func(*args, **given)
+        if own is not None:
+            own.set_state(kept)  # it is the script's, and no look is to move it
+        elif all(map(torch.equal, before, _generators())):
+            return found  # attention without dropout, say
+        if change is None and (again := _without_dropout(func, args, given)) is not None:
+            return func(*again[0], **again[1])
         if change is None:
-            self.left = True
+            self.left = self.left or f"torch.{func._schema.name.removeprefix('aten::')}"
             return found
         return change(found)
+
+
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+def _generators() -> list[Tensor]:
+    """The states of torch's generators, of the CPU and of the current GPU."""
+    module = in_use()
+    return [torch.get_rng_state(), *([] if module is None else [module.get_rng_state()])]
+
+
+def _without_dropout(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The arguments of an operator that has dropout within (attention, recurrent layers), with none of it."""
+    names = [each.name for each in func._schema.arguments]
+    name = next((each for each in ("dropout_p", "dropout") if each in names), None)
+    if name is None:
+        return None
+    place = names.index(name)
+    if place < len(args):
+        return (*args[:place], 0.0, *args[place + 1 :]), kwargs
+    return args, {**kwargs, name: 0.0}
 
 
 def _change(func: Any, args: tuple[Any, ...], draws: SetDraws) -> Callable[[Any], Any] | None:
@@ -64,6 +103,26 @@ def _change(func: Any, args: tuple[Any, ...], draws: SetDraws) -> Callable[[Any]
         return lambda found: found.fill_(low + int(value * (high - low)))
     if name == "native_dropout":
         return lambda found: (args[0].clone(), torch.ones_like(found[1]))
+    return _change_of_choice(name, args, draws)
+
+
+def _change_of_choice(name: str, args: tuple[Any, ...], draws: SetDraws) -> Callable[[Any], Any] | None:
+    """The same, for what chooses, and for distributions whose mean stands for a draw."""
+    if name == "randperm":
+        return None if args[0] in draws.sizes else lambda found: found.copy_(torch.arange(args[0]).flip(0))
+    if name == "multinomial":
+        if args[0].shape[-1] in draws.sizes:
+            return None
+        # A draw with replacement may take the likeliest each time, one without takes the likeliest ones.
+        return lambda found: found.copy_(args[0].topk(found.shape[-1] if _is_without(args) else 1).indices)
+    if name == "_sample_dirichlet":  # Beta, too
+        return lambda found: found.copy_(args[0] / args[0].sum(-1, keepdim=True))
+    if name in ("_standard_gamma", "poisson"):
+        return lambda found: found.copy_(args[0])
+    if name in ("rrelu_with_noise", "rrelu_with_noise_"):
+        kept = args[0].clone()  # it may be changed in place
+        slope = (args[2] + args[3]) / 2 if len(args) > 3 else (1 / 8 + 1 / 3) / 2
+        return lambda found: found.copy_(torch.where(kept > 0, kept, kept * slope))
     return None
 
 
@@ -72,6 +131,10 @@ def _mean_and_deviation(args: tuple[Any, ...], *, functional: bool, overload: st
     mean = given[0] if len(given) > 0 else 0.0
     deviation = given[1] if len(given) > 1 and isinstance(given[1], int | float | Tensor) else 1.0
     return torch.as_tensor(mean), torch.as_tensor(deviation)
+
+
+def _is_without(args: tuple[Any, ...]) -> bool:
+    return not (len(args) > 2 and args[2])
 
 
 def _bounds(args: tuple[Any, ...], overload: str) -> tuple[int, int]:

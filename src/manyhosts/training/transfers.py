@@ -43,6 +43,7 @@ class Transfers:
                 samples=len(loaded.plan.indices),
                 weight=loaded.plan.weight,
                 address=(step, loaded.plan.part, loaded.plan.micro),
+                shares=loaded.plan.shares,
             )
             for loaded in due
         ]

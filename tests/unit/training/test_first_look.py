@@ -155,7 +155,7 @@ def test_step_that_cannot_be_tried_in_training_mode_is_told_where_a_batch_is_cut
         return functional.cross_entropy(model(images), batch[1])
 
     trainer(tmp_path, step=by_a_helper, **CUT).fit("2 steps")
-    assert any("so it was not tried in that mode" in line["text"] for line in events(tmp_path, "note"))
+    assert any("could not be tried in training mode, because" in line["text"] for line in events(tmp_path, "note"))
     assert counts.calls == 2 * 3, "not once more than there are pieces"
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from manyhosts.data import randomness
 from manyhosts.data.steps import mapped
 from manyhosts.prove.conduct import Conduct
+from manyhosts.training.set_draws import SetDraws
 
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 
@@ -21,6 +25,13 @@ class Calm:
         self.double = conduct.double
         self.no_dropout = conduct.no_dropout or conduct.double
         self.freezes = conduct.freeze_batch_norm
+        self.sets_draws = conduct.set_draws
+        self.sizes: set[int] = set()
+        """Samples of the pieces of this step."""
+        self.left = ""
+        """What was drawn and could not be set."""
+        self.ends: set[str] = set()
+        """Where NumPy's and Python's generators stood after the forward passes of this step."""
         self.norms: list[nn.Module] = []
         self.model: nn.Module | None = None
 
@@ -50,6 +61,8 @@ class Calm:
         for part in (compute.loss, compute.step):
             if self.double and isinstance(part, nn.Module):
                 part.double()
+        if self.sets_draws and not isinstance(compute.context, _Set):
+            compute.context = _Set(compute.context, self)
 
     def change_batch(self, batch: Any) -> Any:
         """A batch, before it is computed."""
@@ -60,6 +73,23 @@ class Calm:
         for module in model.modules() if self.freezes else ():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 module.eval()
+
+
+class _Set:
+    """Makes the context of a forward pass, in which all that it draws is one value for all samples."""
+
+    def __init__(self, context: Callable[[], AbstractContextManager[Any]], calm: Calm) -> None:
+        self.context, self.calm = context, calm
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """For one piece: behind the seed that it has by its address."""
+        calm, draws = self.calm, SetDraws(0.3, self.calm.sizes)
+        randomness.seed_compute(0)
+        with self.context(), draws:
+            yield
+        calm.left = calm.left or draws.left
+        calm.ends.add(hashlib.sha256(repr(randomness.states()[1:]).encode()).hexdigest()[:16])
 
 
 def _doubled(tensor: Tensor) -> Tensor:

@@ -89,6 +89,7 @@ class Recorder:
         }
         changed = [LoadedPiece(piece.plan, self.calm.change_batch(piece.batch)) for piece in pieces]
         self.calm.freeze(self.parts.trained)
+        self.calm.sizes, self.calm.left, self.calm.ends = {len(piece.plan.indices) for piece in pieces}, "", set()
         self.drew = False
         if self.experiments is not None:
             self.writer.add("experiments", **self.experiments.run())
@@ -103,6 +104,8 @@ class Recorder:
             "lr": [float(group["lr"]) for group in self.parts.optimizer.param_groups],
             "gradients": facts_of_all(gradients),
             "drew": self.drew or bool(self.collate_drew),
+            "left": self.calm.left or ("by collate" if self.collate_drew else ""),
+            "ends": sorted(self.calm.ends),
         }
 
     def steps(self, step: int) -> None:
@@ -167,6 +170,7 @@ class _Seen:
 
     def __init__(self, call: Callable[..., Any], recorder: Recorder, before: list[Any] | None = None) -> None:
         self.call, self.recorder, self.before = call, recorder, before
+        self.__wrapped__ = call  # who reads the code of a step reads this one's
 
     def __call__(self, *values: Any) -> Any:
         began = randomness.states() if not self.before else self.before[0]

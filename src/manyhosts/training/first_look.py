@@ -211,7 +211,7 @@ class Look:
         return found
 
     def _go_on_after(self, error: Exception) -> None:
-        """Pass `error` over, but where workers exchange in forward passes: one that goes on meets the others elsewhere."""
+        """Raise `error` where workers exchange in forward passes: one that went on would meet the others elsewhere."""
         if not self.copies:
             raise error
 

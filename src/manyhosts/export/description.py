@@ -16,8 +16,8 @@ NAME = "export.json"
 VERSION = 1
 FORMATS = ("safetensors", "torch-export", "onnx", "hf")
 PRECISIONS = ("fp32", "bf16", "int8")
+# Sizes of the batches on which a program is compared with the trained model
 BATCHES = (1, 2, 17)
-"""Sizes of the batches on which a program is compared with the trained model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,10 +25,8 @@ class TensorSpec:
     """One tensor that goes in or comes out."""
 
     name: str
-    dtype: str
-    """As numpy calls it, such as `float32`."""
-    shape: tuple[int | None, ...]
-    """Of one sample, without the batch; None where any length will do."""
+    dtype: str  # As numpy calls it, such as `float32`
+    shape: tuple[int | None, ...]  # Of one sample, without the batch; None where any length will do
 
     def __str__(self) -> str:
         sides = " x ".join("any" if side is None else str(side) for side in self.shape)
@@ -39,8 +37,7 @@ class TensorSpec:
 class Preprocessing:
     """A function of the script's that turns what a client sends into the tensors that the model takes."""
 
-    file: str
-    """In the folder of the export; absolute where a run is served."""
+    file: str  # In the folder of the export; absolute where a run is served
     function: str
 
 
@@ -53,16 +50,14 @@ class Description:
     inputs: Sequence[TensorSpec]
     outputs: Sequence[TensorSpec]
     preprocessing: Preprocessing | None = None
-    source: Mapping[str, Any] = field(default_factory=dict)
-    """The run, its script, step, settings and versions."""
+    source: Mapping[str, Any] = field(default_factory=dict)  # The run, its script, step, settings and versions
+    # Sizes of the sets, and mean and deviation of inputs and outputs over some samples, for drift
     data: Mapping[str, Any] = field(default_factory=dict)
-    """Sizes of the sets, and mean and deviation of inputs and outputs over some samples, for drift."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
     licence: str = "unknown"
+    # The largest difference from the trained model, and on how many samples
     verified: Mapping[str, Any] = field(default_factory=dict)
-    """The largest difference from the trained model, and on how many samples."""
-    files: Mapping[str, str] = field(default_factory=dict)
-    """Name → sha256 of every other file of the export."""
+    files: Mapping[str, str] = field(default_factory=dict)  # Name → sha256 of every other file of the export
     version: int = VERSION
 
     def write(self, folder: Path) -> None:

@@ -34,10 +34,8 @@ class Request:
     format: str
     precision: str = "fp32"
     snapshot: str = "best"
-    output: Path | None = None
-    """None: `exports/<format>` in the run directory, with the precision where it is not fp32."""
-    preprocess: str = ""
-    """`function` of the script, or `module:function`, a file beside it."""
+    output: Path | None = None  # None: `exports/<format>` in the run directory, with the precision where it is not fp32
+    preprocess: str = ""  # `function` of the script, or `module:function`, a file beside it
     licence: str = "unknown"
 
     def __post_init__(self) -> None:

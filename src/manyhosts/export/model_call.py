@@ -21,11 +21,11 @@ from manyhosts.export.description import BATCHES, TensorSpec
 from manyhosts.training.compute import pair
 from manyhosts.training.trained_script import TrainedRun
 
+# Arguments of a model that are targets: transformers' models compute the loss themselves
 _TARGETS = ("labels",)
-"""Arguments of a model that are targets: transformers' models compute the loss themselves."""
 _MOST_SAMPLES = 255
+# Sizes of the batches that are held against each other to see what belongs to a sample
 _TWO = (2, 17)
-"""Sizes of the batches that are held against each other to see what belongs to a sample."""
 _FIX = "give the model tensors with one row for each sample"
 
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from manyhosts.errors import TrainingError
 from manyhosts.export.description import TensorSpec
 
+# Largest difference of an output, as a share of the largest value of that output, or of 1 where that is smaller
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
-"""Largest difference of an output, as a share of the largest value of that output, or of 1 where that is smaller."""
 SAME_ANSWERS = 0.99
+# The same, for an int8 model whose outputs are no scores to take the highest of
 _INT8_NUMBERS = 5e-2
-"""The same, for an int8 model whose outputs are no scores to take the highest of."""
 
 
 class NotTheSame(TrainingError):

@@ -42,8 +42,8 @@ from manyhosts.serve.workers import Lost, Served, Workers, log
 _JSON = "application/json"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
 _FOLLOW_S = 1.0
+# So many times the largest body is read and dropped: a client that is cut off while it sends hears no reason
 _READ_OVER = 4
-"""So many times the largest body is read and dropped: a client that is cut off while it sends hears no reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,16 +51,11 @@ class Limits:
     """What one request and all together may take."""
 
     body_bytes: int = 8 << 20
-    samples: int = 256
-    """Of one request."""
-    body_s: float = 10.0
-    """For the body to arrive."""
-    queue: int = 256
-    """Requests that wait."""
-    batch: int = 32
-    """Samples that the model computes at once."""
-    batch_wait_s: float = 0.002
-    """How long a request waits for others to fill its batch."""
+    samples: int = 256  # Of one request
+    body_s: float = 10.0  # For the body to arrive
+    queue: int = 256  # Requests that wait
+    batch: int = 32  # Samples that the model computes at once
+    batch_wait_s: float = 0.002  # How long a request waits for others to fill its batch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,17 +65,15 @@ class Options:
     served: Served
     host: str = "127.0.0.1"
     port: int = 8000
-    token: str = ""
-    """What a client must send as `Authorization: Bearer …`; none on this machine's own address alone."""
+    token: str = ""  # What a client must send as `Authorization: Bearer …`; none on this machine's own address alone
     follow: bool = False
+    # SageMaker asks, which has checked who asks it: `/ping` and `/invocations` alone, without a token
     behind_sagemaker: bool = False
-    """SageMaker asks, which has checked who asks it: `/ping` and `/invocations` alone, without a token."""
     limits: Limits = Limits()
     keep: Path | None = None
     keep_share: float = 0.01
     keep_bytes: int = 100_000_000
-    grace_s: float = 30.0
-    """For requests under way when the server is asked to end."""
+    grace_s: float = 30.0  # For requests under way when the server is asked to end
 
 
 def is_loopback(host: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 from collections.abc import Mapping
@@ -15,10 +14,10 @@ from safetensors.numpy import load_file, save_file
 from manyhosts.errors import ConfigError
 from manyhosts.serve.tensors import Arrays, samples_of
 
+# Samples of a file
 _TOGETHER = 64
-"""Samples of a file."""
+# What a sample counts for after each later one: the last thousand count
 _MEMORY = 0.999
-"""What a sample counts for after each later one: the last thousand count."""
 
 
 class KeptSamples:
@@ -124,6 +123,3 @@ class Drift:
             mean, deviation = self._expected[key]
             found[key] = abs(total / weight - mean) / max(deviation, 1e-12)
         return found
-
-    def __str__(self) -> str:
-        return json.dumps({f"{kind}.{name}": round(value, 3) for (kind, name), value in self.values().items()})

@@ -13,10 +13,10 @@ import numpy as np
 from safetensors.numpy import load, save
 
 _SIZES = struct.Struct("!QQ")
+# The number of the process's end of the pair
 SOCKET = "MANYHOSTS_SERVE_SOCKET"
-"""The number of the process's end of the pair."""
+# What is to be served, as JSON: see `model_process`
 REQUEST = "MANYHOSTS_SERVE"
-"""What is to be served, as JSON: see `model_process`."""
 
 
 def frame(head: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> bytes:

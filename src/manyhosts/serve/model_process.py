@@ -16,7 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,21 +31,6 @@ from manyhosts.serve import frames
 from manyhosts.serve.tensors import Arrays, Refused, from_json
 from manyhosts.training.called_by_all import called_by_all
 from manyhosts.training.trained_script import open_run
-
-_NARROW = {torch.bfloat16: torch.float32}
-
-
-class Model(Protocol):
-    """What answers."""
-
-    described: Description
-    preprocess: Callable[[list[Any]], Any] | None
-
-    def __call__(self, arrays: Arrays) -> Arrays:
-        """The outputs of a batch."""
-
-    def take(self, snapshot: Path) -> int:
-        """Answer from now on with the weights of another snapshot. Returns its step."""
 
 
 class OfRun:
@@ -113,6 +98,9 @@ class OfExport:
         raise SnapshotError("an export takes over no snapshot", where=str(snapshot), fix="serve the run")
 
 
+Model = OfRun | OfExport
+
+
 def _tensors(arrays: Arrays, described: Description) -> list[torch.Tensor]:
     return [torch.from_numpy(arrays[spec.name]).to(getattr(torch, spec.dtype)) for spec in described.inputs]
 
@@ -120,7 +108,7 @@ def _tensors(arrays: Arrays, described: Description) -> list[torch.Tensor]:
 def _arrays(outputs: Any, described: Description) -> Arrays:
     found = {}
     for spec, each in zip(described.outputs, outputs, strict=True):
-        found[spec.name] = each.detach().cpu().to(_NARROW.get(each.dtype, each.dtype)).numpy()
+        found[spec.name] = (each.float() if each.dtype == torch.bfloat16 else each).detach().cpu().numpy()
     return found
 
 

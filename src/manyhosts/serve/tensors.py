@@ -14,10 +14,10 @@ from safetensors.numpy import load, save
 from manyhosts.export.description import Description, TensorSpec
 
 BINARY = "application/vnd.safetensors"
+# numpy has no bfloat16: such tensors travel as float32
 _BF16 = {"bfloat16": "float32"}
-"""numpy has no bfloat16: such tensors travel as float32."""
+# By the names of the model's inputs or outputs, each of shape (samples, …)
 Arrays = dict[str, np.ndarray]
-"""By the names of the model's inputs or outputs, each of shape (samples, …)."""
 
 
 class Refused(Exception):

@@ -27,16 +27,12 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 10.0
 class Served:
     """What is served, and by how many processes."""
 
-    folder: Path
-    """An export, or a run directory."""
+    folder: Path  # An export, or a run directory
     snapshot: str = "best"
     preprocess: str = ""
-    workers: int = 1
-    """Processes that hold the model together, each a part of every tensor."""
-    threads: int = 0
-    """Of each for its computations; 0: as PyTorch chooses."""
-    answer_s: float = 60.0
-    """After so long without an answer the processes are started again."""
+    workers: int = 1  # Processes that hold the model together, each a part of every tensor
+    threads: int = 0  # Of each for its computations; 0: as PyTorch chooses
+    answer_s: float = 60.0  # After so long without an answer the processes are started again
     start_s: float = 600.0
 
 
@@ -49,15 +45,11 @@ class Workers:
 
     def __init__(self, served: Served, on_restart: Callable[[], None] = lambda: None) -> None:
         self.served, self._on_restart = served, on_restart
-        self.described: Description | None = None
-        """What the model takes; None before it was first opened."""
-        self.preprocesses = False
-        """Whether a function of the script's makes the inputs of what a client sends."""
-        self.step: int | None = None
-        """The step of the snapshot that answers."""
+        self.described: Description | None = None  # What the model takes; None before it was first opened
+        self.preprocesses = False  # Whether a function of the script's makes the inputs of what a client sends
+        self.step: int | None = None  # The step of the snapshot that answers
         self.ready = asyncio.Event()
-        self.pids: list[int] = []
-        """Of the processes that run now."""
+        self.pids: list[int] = []  # Of the processes that run now
         self._processes: list[asyncio.subprocess.Process] = []
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None

@@ -31,10 +31,10 @@ FLOORS = [  # from the ground up
     ["config", "cluster", "records"],
     ["hosts", "communication", "data", "listeners"],
     ["control", "rehearsal"],
-    ["strategies", "snapshot", "planner", "lab"],
+    ["strategies", "snapshot", "planner", "lab", "trials"],
     ["launchers", "study", "elastic"],
-    ["training", "doctor", "tune", "report"],
-    ["export", "prove", "measure", "watch", "reproduce", "analysis", "notebook"],
+    ["training", "doctor", "report"],
+    ["export", "prove", "measure", "tune", "watch", "reproduce", "analysis", "notebook"],
     ["serve", "deploy"],
     ["cli"],
 ]
@@ -55,6 +55,8 @@ WITHOUT_TORCH = [
     "launchers",
     "listeners",
     "planner",
+    "trials",
+    "tune",
 ]
 """Import torch late, if at all: they answer on login nodes, and at once."""
 TEMPLATE = "control/agent/fork_server_process.py"

@@ -59,9 +59,9 @@ def study(script: str, as_json: bool, dry_run: bool, **words: Any) -> int:
     if dry_run:
         return _show_commands(asked, folder)
     from manyhosts.cli.study_screen import Lines, print_study
-    from manyhosts.study.runs import Interrupted
     from manyhosts.study.study import NAME
     from manyhosts.study.study import study as studying
+    from manyhosts.trials.runs import Interrupted
 
     lines = Lines(sys.stderr, len(asked.points()), silent=as_json)
     try:

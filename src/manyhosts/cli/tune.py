@@ -197,7 +197,9 @@ def _share(present: Any, place: int, workers: int, at_once: int, cores: int) -> 
 
     if at_once == 1:
         return {}
-    share = {} if "OMP_NUM_THREADS" in present else {"OMP_NUM_THREADS": str(max(1, cores // (workers * at_once)))}
+    share = {"TUNE_SLOT": str(place)}  # so that each has a fork server of its own that stays for its next trial
+    if "OMP_NUM_THREADS" not in present:
+        share["OMP_NUM_THREADS"] = str(max(1, cores // (workers * at_once)))
     count = host_state.count(present)
     if count:
         if count < workers * at_once:

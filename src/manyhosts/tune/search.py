@@ -52,14 +52,15 @@ class Parameter:
         """
         text, _, when = (word.strip() for word in text.partition(" if "))
         name, sign, spec = text.partition("=")
-        condition = tuple(word.strip() for word in when.rpartition("=")[::2]) if when else None
+        above, _, value = when.rpartition("=")
+        condition = (above.strip(), value.strip()) if when else None
         if not sign or not name or not spec or (condition and not all(condition)):
             raise ConfigError(f"cannot read {text!r}", where="--search", fix=_FORMS)
         if not name.startswith("--"):
             overrides.check_keys([name])
         kind, colon, numbers = spec.partition(":")
         if spec == "auto" and name == "lr":
-            return cls(name=name, kind="auto", condition=condition)  # type: ignore[arg-type]
+            return cls(name=name, kind="auto", condition=condition)
         if colon and kind in _KINDS:
             made = cls._of_range(name, kind, numbers, text)
         else:

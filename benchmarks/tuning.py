@@ -3,8 +3,8 @@
     python benchmarks/tuning.py [--seeds 10] [--trials 20] [--epochs 2]
 
 The digits example, two trials of one worker at once. For each seed one search as it is by default (a learning-rate
-range test, then TPE, with bad trials stopped early), and one of random settings with rates from 1e-5 to 1; both vary the
-batch size, too. The figure is the least loss over the validations of all trials. Which is first alternates by seed.
+range test, then TPE, with bad trials stopped early), and one of random settings with rates from 1e-5 to 1; both vary
+the batch size, too. The figure is the least loss over the validations of all trials. Which is first alternates by seed.
 Lines go to tuning.jsonl as they come, and seeds that are there already are not run again; the answer to tuning.md.
 """
 
@@ -38,9 +38,7 @@ def search(arm: str, seed: int, trials: int, epochs: int) -> dict[str, Any]:
         words += ["--set", f"duration={epochs} epochs", "--search", "batch_size=32,64,128", "--json"]
         command = [sys.executable, "-m", "manyhosts.cli.main", "tune", *words, *ARMS[arm], "--run-dir", folder]
         environment = os.environ | {"MANYHOSTS_WARM_S": "30"}
-        done = subprocess.run(
-            [*command, str(DIGITS)], env=environment, check=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
+        done = subprocess.run([*command, str(DIGITS)], env=environment, check=True, capture_output=True)
         found = json.loads(done.stdout)
     statuses = [trial["status"] for trial in found["trials"]]
     return {
@@ -78,8 +76,8 @@ def report(epochs: int) -> None:
         "Written by `python benchmarks/tuning.py`; its first lines say what is compared, and how.\n\n"
         f"{describe(Path(sys.executable), ['torch', 'manyhosts', 'optuna'])} Other programs were running on it.\n"
         f"{count} trials a search, {epochs} epochs each, n = {len(both)} seeds.\n\n"
-        f"**At least as good as random in {wins} of {len(both)} seeds.** Least loss, median (lowest - highest) over the "
-        f"seeds: {words}.\n\n"
+        f"**At least as good as random in {wins} of {len(both)} seeds.** Least loss, median (lowest - highest) "
+        f"over the seeds: {words}.\n\n"
         "| seed | least loss, tune | random | stopped early, tune | random | workers' seconds, tune | random |\n"
         "|---|---|---|---|---|---|---|\n" + "\n".join(rows) + "\n"
     )

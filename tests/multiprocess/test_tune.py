@@ -157,7 +157,7 @@ def test_no_trial_is_begun_that_would_not_end_within_the_budget(searches: Search
 
 
 def test_bad_trials_are_stopped_early_and_a_search_can_be_interrupted(searches: Searches) -> None:
-    words = ("--sampler", "grid", "--search", "lr=0.5,0.4,0.3,0.2,1e-7", "--set", "duration=8 epochs")
+    words = ("--sampler", "grid", "--search", "lr=0.5,0.4,0.3,0.2,0.15,1e-7", "--set", "duration=8 epochs")
     search = searches.start(*words, slow=0.01)
     searches.wait_until(lambda: searches.validations(0))
     search.send_signal(signal.SIGINT)
@@ -166,8 +166,10 @@ def test_bad_trials_are_stopped_early_and_a_search_can_be_interrupted(searches: 
     assert [each["status"] for each in searches.result()["trials"]] == ["interrupted"]
     found = searches.search(*words, slow=0.01)
     status = {each["settings"]["lr"]: each["status"] for each in found["trials"]}
-    assert status == {"0.5": "completed", "0.4": "completed", "0.3": "completed", "0.2": "completed", "1e-7": "pruned"}
-    assert len(searches.validations(4)) < 8
+    assert status.pop("1e-7") == "pruned"
+    assert set(status.values()) == {"completed"}, "0.5 was resumed"
+    (bad,) = [each["number"] for each in found["trials"] if each["status"] == "pruned"]
+    assert len(searches.validations(bad)) < 8
 
 
 def test_by_itself_a_search_finds_the_rates_that_are_worth_trying(searches: Searches) -> None:
@@ -202,7 +204,8 @@ def test_a_script_that_fails_and_a_metric_that_is_not_there_end_the_search(searc
     process = searches.start("--search", "lr=0.1,0.2", "--trials", "9", own=("--fail",))
     _, said = process.communicate(timeout=300)
     assert process.returncode == 1, said
-    assert "the first 3 trials have all failed: RuntimeError: there is nothing to train" in said
+    assert "the first 3 trials have all failed: rank 0 on host" in said
+    assert "RuntimeError: there is nothing to train" in said
     process = searches.start("--search", "lr=0.1,0.2", "--trials", "9", "--metric", "accuracy:max", into="U")
     _, said = process.communicate(timeout=300)
     assert process.returncode == 2, said

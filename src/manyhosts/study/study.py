@@ -120,6 +120,7 @@ def recorded(asked: Asked) -> dict[str, Any]:
         "hosts": list(asked.hosts),
         "vary": {key: list(values) for key, values in asked.vary.items()},
         "repeat": asked.repeat,
+        "weak": asked.weak,
     }
 
 
@@ -227,6 +228,7 @@ def asked_in(folder: Path) -> Asked:
             repeat=asked["repeat"],
             settings=asked["settings"],
             vary={key: tuple(values) for key, values in asked["vary"].items()},
+            weak=asked.get("weak"),
         )
     except (KeyError, TypeError) as cause:
         raise ConfigError(

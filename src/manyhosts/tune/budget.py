@@ -156,7 +156,7 @@ class Alarm:
 
     def give(self, level: int, budget: Budget, spent: Spent) -> None:
         """Say that `level` percent are gone; what is slow goes beside the search."""
-        text = f"{level} % of the budget {budget.text} is spent: {in_words(spent)}"
+        text = f"{level} % of the budget {budget.text} is spent, or needed to end in order: {in_words(spent)}"
         self._say(f"warning: {text}")
         record = {"event": "budget", "level": level, "text": text, "spent": asdict(spent)}
         self._log.parent.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ SETTINGS = {
 }  # fmt: skip
 _SMOOTH = 0.9
 _DIVERGED = 4.0
-_BELOW, _GUESS = 1000.0, 10.0
+_BELOW, _GUESS = 300.0, 10.0
 
 
 def rate_of(step: int) -> float:

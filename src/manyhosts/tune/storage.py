@@ -74,7 +74,7 @@ def _opened(optuna: Any, folder: Path, storage: str | None) -> Any:
 
 def _sampler(optuna: Any, name: str, seed: int) -> Any:
     if name == "tpe":
-        return optuna.samplers.TPESampler(seed=seed, multivariate=True, group=True, n_startup_trials=6)
+        return optuna.samplers.TPESampler(seed=seed, multivariate=True, group=True, n_startup_trials=4)
     if name == "cmaes":
         extras.load("cmaes", what="cmaes, which the sampler CMA-ES needs,", extra="tune")
         return optuna.samplers.CmaEsSampler(seed=seed, warn_independent_sampling=False)

@@ -33,7 +33,7 @@ NAME, ASKED, RUNS = "tune.json", "asked.json", "trials"
 SCHEMA_VERSION = 1
 INSIDE = "manyhosts.tune.in_worker"
 _BEAT_S = 2.0
-_STOP_S = 3.0
+_STOP_S = 2.0
 """What it takes a run to end in order, until one has been seen to."""
 _WARM_S = 5.0
 _SAFE = 0.8
@@ -237,13 +237,14 @@ class Tuner:
             money=None if price is None else workers * price,
         )
 
+    def _plus(self, spent: Spent, seconds: float) -> Spent:
+        """With `seconds` more of trials."""
+        workers, price = spent.worker_seconds + seconds * self.asked.workers, self.asked.price_s
+        return replace(spent, worker_seconds=workers, money=None if price is None else workers * price)
+
     def _seconds_left(self, extra: float = 0.0, workers: int | None = None) -> float:
         """How long what is under way may go on; `extra`: seconds of trials that are promised already."""
-        spent = self.spent()
-        if extra:
-            more = spent.worker_seconds + extra * self.asked.workers
-            price = self.asked.price_s
-            spent = replace(spent, worker_seconds=more, money=None if price is None else more * price)
+        spent = self._plus(self.spent(), extra)
         busy = self.asked.workers * max(1, len(self.under_way)) if workers is None else workers
         return self.asked.budget.seconds_left(spent, busy, self.asked.price_s or 0.0)
 
@@ -284,10 +285,11 @@ class Tuner:
 
     def _warn(self) -> None:
         spent, given = self.spent(), self._attribute("warned", [])
+        ending = self._stop_s * len(self.under_way)  # else they would be ended before the last warning is due
         done = sum(
             each.state.is_finished() and each.number not in self._attribute("left", []) for each in self._trials()
         )
-        share = self.asked.budget.share(spent, done)
+        share = self.asked.budget.share(self._plus(spent, ending), done)
         for level in LEVELS:
             mark = f"{self.asked.budget.text} {level}"
             if share * 100 >= level and mark not in given:

@@ -63,7 +63,9 @@ def test_a_warning_reaches_the_terminal_the_log_and_a_command(tmp_path: Path) ->
     alarm = Alarm(command, tmp_path / "tune.log", said.append)
     alarm.give(80, Budget.parse("60 worker-s", None, priced=False), Spent(worker_seconds=48))
     alarm.close()
-    assert said == ["warning: 80 % of the budget 60 worker-s is spent: 0 s, 48 s of workers' time"]
+    assert said == [
+        "warning: 80 % of the budget 60 worker-s is spent, or needed to end in order: 0 s, 48 s of workers' time"
+    ]
     assert heard.read_text() == said[0].removeprefix("warning: ")
     assert json.loads((tmp_path / "tune.log").read_text())["level"] == 80
 

@@ -24,6 +24,8 @@ FEWEST_STEPS = 100
 """Of a point, without which a centre does not take it for a measurement."""
 WEAK = "batch_size_per_worker"
 _DRAWS = 200
+_FEWEST_SIZES, _LARGEST_ERROR = 3, 0.1
+"""Without so many sizes, or with a law that is farther off on average, nothing is extrapolated."""
 _BEYOND = (2, 4)
 """Predictions are made for so many times the largest size."""
 _WIDTH = 100
@@ -137,7 +139,9 @@ def paragraph(study: Study, job: str) -> str:
     if all(len(size.rows) == 1 for size in strong):
         words.append("Each point is one run, so there are no errors of points: --repeat 3 gives them.")
     if law is None:
-        words.append("There are too few sizes for an extrapolation.")
+        few = len(strong) < _FEWEST_SIZES
+        why = f"that takes {_FEWEST_SIZES} sizes" if few else "no law of scaling describes these points"
+        words.append(f"Nothing is extrapolated: {why}.")
     return " ".join(words)
 
 
@@ -199,8 +203,12 @@ def _drawn(strong: Sequence[Size]) -> list[dict[float, list[float]]]:
 
 
 def _law(strong: Sequence[Size]) -> fits.Fit | None:
+    """What larger sizes are extrapolated by; None where the sizes are too few for it, or no law describes them."""
+    if len(strong) < _FEWEST_SIZES:
+        return None
     rows = [row for size in strong for row in size.rows]
-    return fits.best(fits.fits([row.times or 1 for row in rows], [row.speed_up or 1 for row in rows]))
+    law = fits.best(fits.fits([row.times or 1 for row in rows], [row.speed_up or 1 for row in rows]))
+    return law if law is not None and law.error <= _LARGEST_ERROR else None
 
 
 def _interval(values: Sequence[float]) -> tuple[float, float]:

@@ -55,6 +55,20 @@ def test_strong_and_weak_scaling_the_cost_of_the_job_and_its_interval(
     assert "Extrapolated by" in words
 
 
+@pytest.mark.parametrize(("workers", "said"), [((1, 2), "takes 3 sizes"), ((1, 2, 4), "no law of scaling")])
+def test_nothing_is_extrapolated_from_few_sizes_or_from_what_no_law_describes(
+    workers: tuple[int, ...], said: str, asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proposal, "FEWEST_STEPS", 1)
+
+    def more_than_ideal(point: Point) -> Costs:
+        return {"compute": 1 / point.workers**2, "exposed": 0.0, "data": 0.0, "evaluation": 0.0}
+
+    study = make_study(tmp_path / "S", replace(asked, workers=workers, weak=None), more_than_ideal)
+    assert all(job.measured for job in proposal.jobs_of(study, "90 epochs"))
+    assert said in proposal.paragraph(study, "90 epochs")
+
+
 def test_points_that_are_too_short_are_refused_before_and_after(asked: Asked, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="too short for a proposal"):
         proposal.check("90 epochs", "50 steps")

@@ -1,19 +1,24 @@
-"""The watcher that raises the learning rate by a constant factor a step, whatever the script's schedule says."""
+"""What a worker of a learning-rate range test does beside the script: before each step it raises the learning rate."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import multiprocessing
 from typing import Any
 
-from manyhosts.config.settings import Settings
-from manyhosts.data.steps import Step
-from manyhosts.events import Listener
-from manyhosts.training.state import RunState
 from manyhosts.tune.range_test import rate_of
 
 
+def begin() -> None:
+    """Have every step seen."""
+    if multiprocessing.parent_process() is not None:
+        return  # a process that the script has started
+    from manyhosts.training import watching
+
+    watching.watcher = Rising()
+
+
 class Rising:
-    """Of several groups of parameters each has the same rate. Everything else is left to the script."""
+    """A watcher: of several groups of parameters each has the same rate, whatever the script's schedule says."""
 
     parts: Any = None
     step = 0
@@ -21,15 +26,15 @@ class Rising:
     def made(self, model: Any) -> None:
         """Nothing to do."""
 
-    def fits(self, validation: Any, listeners: Sequence[Listener]) -> Sequence[Listener]:
+    def fits(self, validation: Any, listeners: Any) -> Any:
         """The run is recorded like others."""
         return listeners
 
-    def begins(self, parts: Any, settings: Settings, state: RunState) -> None:
+    def begins(self, parts: Any, settings: Any, state: Any) -> None:
         """Keep what has the optimizer."""
         self.parts, self.step = parts, state.step
 
-    def reads(self, step: Step) -> Step:
+    def reads(self, step: Any) -> Any:
         """Set the rate of the step that comes."""
         for group in self.parts.optimizer.param_groups:
             group["lr"] = rate_of(self.step)

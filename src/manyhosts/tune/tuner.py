@@ -35,6 +35,8 @@ INSIDE = "manyhosts.tune.in_worker"
 _BEAT_S = 2.0
 _STOP_S = 2.0
 """What it takes a run to end in order, until one has been seen to."""
+_AS_LONG = 0.5
+"""At first, ending is reckoned with this share of what beginning took."""
 _WARM_S = 5.0
 _SAFE = 0.8
 """Of trials that ran to their end, this share was shorter than what the next one is reckoned with."""
@@ -338,7 +340,10 @@ class Tuner:
             news = each.follower.look()
             more = news.more
             for line in news.lines:
-                each.begun = each.begun or time.monotonic()
+                if each.begun is None:
+                    each.begun = time.monotonic()
+                    if not self.asked.waits_in_queue:  # what is slow to begin is slow to end
+                        self._stop_s = max(self._stop_s, _AS_LONG * each.run.seconds)
                 if line["event"] == "start":
                     each.steps = (each.steps[0], int(line.get("total_steps") or 0))
                 elif line["event"] == "step":

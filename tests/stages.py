@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from manyhosts.launchers.stage import Stage
+from manyhosts.trials.forked import Stage
 
 
 @contextmanager

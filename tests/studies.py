@@ -12,9 +12,9 @@ from manyhosts.records.line_file import Line
 from manyhosts.records.run_record import RunRecord
 from manyhosts.records.summary import summarise
 from manyhosts.study.points import Asked, Point
-from manyhosts.study.runs import Outcome, Place, _write
 from manyhosts.study.study import POINTS, Study, known, write
 from manyhosts.study.times import Spent, spent
+from manyhosts.trials.runs import Outcome, Place
 
 
 class Story:
@@ -76,7 +76,7 @@ def make_study(folder: Path, asked: Asked, of: Callable[[Point], Costs] = costs,
         place.folder.mkdir(parents=True, exist_ok=True)
         if point.workers == fails:
             reason = "RuntimeError: there is no room for so many\n  where: rank 0 on host a\n  fix:   use fewer"
-            _write(place, Outcome(status="failed", reason=reason, launched=997.0))
+            Outcome(status="failed", reason=reason, launched=997.0).write(place)
             continue
         run, cost = Story(samples=32), of(point)
         run.start()
@@ -112,4 +112,4 @@ def _keep(place: Place, point: Point, run: Story) -> None:
     )
     record.write(place.run.run_json)
     replace(summarise(iter(run.lines), record), nodes=point.nodes).write(place.run.summary)
-    _write(place, Outcome(status="completed", launched=997.0))
+    Outcome(status="completed", launched=997.0).write(place)

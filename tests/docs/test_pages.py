@@ -22,6 +22,7 @@ LONG = (
     "docs/study.md",
     "docs/reproduce.md",
     "docs/analyse.md",
+    "docs/tune.md",
     "docs/activation-checkpointing.md",
     "docs/serving.md",
     "docs/fine-tuning.md",

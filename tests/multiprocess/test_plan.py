@@ -16,12 +16,11 @@ from prove_scripts import Script
 from manyhosts.cli.main import main
 from manyhosts.control.job import Job
 from manyhosts.errors import ConfigError, LaunchError, ManyhostsError, ScriptError
-from manyhosts.launchers.stage import Stage
-from manyhosts.measure import on_hosts
-from manyhosts.measure.measure import Asked, Found, make_stage, measure
+from manyhosts.measure.measure import Asked, Found, Where, make_stage, measure, measure_on_hosts
 from manyhosts.planner.catalog import Machines
 from manyhosts.planner.measured import Measured, Network
 from manyhosts.planner.predict import predict, ways
+from manyhosts.trials.forked import Stage
 
 SECONDS = 3.0
 PARAMETERS = 4 * (8 * 16 + 16 + 16 * 4 + 4)
@@ -202,8 +201,8 @@ def test_on_several_nodes_the_network_between_them_is_measured_too(tmp_path: Pat
     asked = Asked(
         script="script.py", folder=tmp_path, workers=(1, 2), nodes=(1, 2), seconds=SECONDS, environment={"OWN": "given"}
     )
-    where = on_hosts.Where(program=MANYHOSTS, words=["--on", "local"], hosts=())
-    found = on_hosts.measure(asked, where, lambda _: None)
+    where = Where(program=MANYHOSTS, words=["--on", "local"], hosts=())
+    found = measure_on_hosts(asked, where, lambda _: None)
     assert found.measured.parameter_bytes == PARAMETERS
     assert found.between is not None
     assert 1e6 < found.between.bytes_per_second < 1e12
@@ -211,4 +210,4 @@ def test_on_several_nodes_the_network_between_them_is_measured_too(tmp_path: Pat
     assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
     (tmp_path / "script.py").write_text("raise ValueError('this is my own')")
     with pytest.raises(LaunchError, match="this is my own"):
-        on_hosts.measure(asked, where, lambda _: None)
+        measure_on_hosts(asked, where, lambda _: None)

@@ -21,9 +21,9 @@ from prove_faults import FAULTS
 from prove_scripts import BROKEN, RIGHT, Script
 
 from manyhosts.errors import ConfigError, ScriptError
-from manyhosts.launchers.stage import Stage
 from manyhosts.prove.prove import Proof, prove
 from manyhosts.prove.trials import Asked, make_stage
+from manyhosts.trials.forked import Stage
 
 STEPS = 8
 SLOW_RIGHT = ("adamw with weight decay", "unseeded model", "batch norm", "augmentation", "attention with dropout")

@@ -31,10 +31,10 @@ FLOORS = [  # from the ground up
     ["config", "cluster", "records"],
     ["hosts", "communication", "data", "listeners"],
     ["control", "rehearsal"],
-    ["strategies", "snapshot", "planner", "lab"],
+    ["strategies", "snapshot", "planner", "lab", "trials"],
     ["launchers", "study", "elastic"],
-    ["training", "doctor", "tune", "report"],
-    ["export", "prove", "measure", "watch", "reproduce", "analysis", "notebook"],
+    ["training", "doctor", "report"],
+    ["export", "prove", "measure", "tune", "watch", "reproduce", "analysis", "notebook"],
     ["serve", "deploy"],
     ["cli"],
 ]
@@ -55,6 +55,8 @@ WITHOUT_TORCH = [
     "launchers",
     "listeners",
     "planner",
+    "trials",
+    "tune",
 ]
 """Import torch late, if at all: they answer on login nodes, and at once."""
 TEMPLATE = "control/agent/fork_server_process.py"
@@ -276,13 +278,16 @@ OPTIONS = {
     "plan": "--workers --nodes --workers-per-node --on --cluster --hosts --hostfile --machines --network --price "
     "--set --env --calibrate --seconds --patience --all --json --dry-run --trace",
     "study": "--workers --nodes --workers-per-node --on --cluster --hosts --hostfile --budget --repeat --vary --set "
-    "--env --price --run-dir --json --dry-run --trace",
     "runs": "--json --trace",
     "reproduce": "--here --dry-run --json --trace",
     "env lock": "--on --cluster --hosts --hostfile --nodes --output --trace",
     "env container": "--output --trace",
     "analyse": "--data --snapshot --workers --slice --resamples --worst --json --trace",
     "report": "--output --markdown --trace",
+    "--env --price --proposal --weak --run-dir --json --dry-run --trace",
+    "tune": "--search --metric --budget --trials --price --warn --sampler --pruner --seed --workers --nodes "
+    "--workers-per-node --at-once --on --cluster --hosts --hostfile --env --set --storage --study --run-dir --json "
+    "--dry-run --trace",
     "watch": "--web --port --trace",
     "export": "--format --bf16 --int8 --snapshot --preprocess --licence --output --json --dry-run --trace",
     "serve": "--host --port --snapshot --follow --preprocess --workers --threads --batch --batch-wait --queue "

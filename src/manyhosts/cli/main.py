@@ -23,6 +23,7 @@ VERBS = {
     ),
     "study": ("manyhosts.cli.study:study", "Run a script at several sizes: what each gained, and why no more."),
     "runs": ("manyhosts.cli.runs:runs", "What runs there are: state, time spent, best value."),
+    "tune": ("manyhosts.cli.tune:tune", "Search settings and flags of a script, within a budget."),
     "report": ("manyhosts.cli.report:report", "One HTML page of a run, a study or several runs, for any browser."),
     "watch": ("manyhosts.cli.watch:watch", "A run or a study while it goes on, in the terminal or as a page."),
     "analyse": ("manyhosts.cli.analyse:analyse", "The best model on held-out data, with intervals; two runs compared."),

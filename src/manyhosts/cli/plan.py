@@ -66,7 +66,7 @@ def plan(script: str, as_json: bool, dry_run: bool, **words: Any) -> int:
 
     Exit codes: 0 there is a plan, 1 the script failed, 2 the request was wrong or nothing fits, 130 interrupted.
     """
-    from manyhosts.launchers.stage import Interrupted
+    from manyhosts.trials.runs import Interrupted
 
     began = time.monotonic()
     scripts.check(script, "script")
@@ -193,14 +193,12 @@ def _asked(script: str, place: _Place, words: Mapping[str, Any]) -> Asked:
 
 def _measured(asked: Asked, place: _Place, *, silent: bool) -> Found:
     """Measure, saying on a terminal what."""
-    from manyhosts.measure import measure, on_hosts
+    from manyhosts.measure.measure import Where, measure, measure_on_hosts
 
     with contextlib.closing(Progress(sys.stderr, silent=silent)) as progress:
         if place.is_here:
-            return measure.measure(asked, progress.doing)
-        return on_hosts.measure(
-            asked, on_hosts.Where(program=_PROGRAM, words=place.where, hosts=place.hosts), progress.doing
-        )
+            return measure(asked, progress.doing)
+        return measure_on_hosts(asked, Where(program=_PROGRAM, words=place.where, hosts=place.hosts), progress.doing)
 
 
 def _study(folder: str | None, asked: Asked) -> Path | None:

@@ -51,9 +51,9 @@ def prove(script: str, workers: str, steps: int, as_json: bool, dry_run: bool, *
     Exit codes: 0 every promise holds, 1 one does not, or the script failed, 2 the request was wrong.
     """
     from manyhosts.cli.prove_screen import print_proof
-    from manyhosts.launchers.stage import Interrupted
     from manyhosts.prove import prove as proving
     from manyhosts.prove.trials import Asked, planned
+    from manyhosts.trials.runs import Interrupted
 
     scripts.check(script, "script")
     if steps < _SOME:

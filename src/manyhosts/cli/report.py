@@ -11,6 +11,7 @@ from manyhosts.launchers.named_runs import directory_of
 from manyhosts.records.whole_file import write_whole
 
 _COMPARED, _CARD = "comparison.html", "MODEL_CARD.md"
+_SEARCH = "tune.json"
 
 
 @click.command()
@@ -63,6 +64,14 @@ def _page(folders: list[Path]) -> str:
     from manyhosts.report.study_page import study_page
     from manyhosts.study.study import NAME, in_folder
 
+    searches = [folder for folder in folders if (folder / _SEARCH).exists()]
+    if searches and len(folders) == 1:
+        from manyhosts.tune.page import search_page
+
+        return search_page(folders[0])
+    if searches:
+        fix = "give it alone, or give the directories of its runs, which are in its folder trials"
+        raise ConfigError("a search cannot be compared with others on a page", where=str(searches[0]), fix=fix)
     studies = [folder for folder in folders if (folder / NAME).exists()]
     if len(folders) == 1:
         return study_page(in_folder(folders[0])) if studies else run_page(read_run(folders[0]))

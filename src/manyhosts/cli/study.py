@@ -36,6 +36,8 @@ _OURS = {"duration": "--budget", "seed": "--repeat"}
 @click.option("--repeat", type=int, default=1, show_default=True, metavar="N", help="Runs of each size, by seed.")
 @click.option("--vary", multiple=True, metavar="K=A,B", help="A setting and the values to try; may be given again.")
 @click.option("--set", "settings", multiple=True, metavar="K=V", help="A setting for all runs; see `run --set help`.")
+@click.option("--proposal", metavar="JOB", help='Write a proposal for computing time: JOB is as long as "90 epochs".')
+@click.option("--weak", type=int, metavar="B", help="Measure weak scaling, too: each worker has a batch of B.")
 @click.option("--run-dir", metavar="DIR", help="Where the study is kept.  [default: runs/study-SCRIPT]")
 @click.option("--json", "as_json", is_flag=True, help="Print study.json.")
 @click.option("--dry-run", is_flag=True, help="Print the command of each run, and run nothing.")
@@ -59,9 +61,9 @@ def study(script: str, as_json: bool, dry_run: bool, **words: Any) -> int:
     if dry_run:
         return _show_commands(asked, folder)
     from manyhosts.cli.study_screen import Lines, print_study
-    from manyhosts.study.runs import Interrupted
     from manyhosts.study.study import NAME
     from manyhosts.study.study import study as studying
+    from manyhosts.trials.runs import Interrupted
 
     lines = Lines(sys.stderr, len(asked.points()), silent=as_json)
     try:
@@ -76,6 +78,10 @@ def study(script: str, as_json: bool, dry_run: bool, **words: Any) -> int:
         print("manyhosts: interrupted; the same command goes on with what is not done", file=sys.stderr)
         return _INTERRUPTED
     note = _draw(found) if found.sizes else ""
+    if words["proposal"] is not None and found.sizes:
+        from manyhosts.study import proposal
+
+        note += "".join(f"proposal: {path}\n" for path in proposal.write(found, words["proposal"]))
     if as_json:
         print((folder / NAME).read_text(), end="")
     else:
@@ -94,6 +100,14 @@ def _asked(script: str, words: dict[str, Any]) -> Asked:
 
     if words["budget"] is not None:
         Duration.parse(words["budget"], where="--budget")
+    if words["proposal"] is not None:
+        from manyhosts.study import proposal
+
+        proposal.check(words["proposal"], words["budget"])
+        words = {**words, "budget": words["budget"] or f"{proposal.FEWEST_STEPS} steps"}
+        words["repeat"] = words["repeat"] if words["repeat"] > 1 else 3  # else no point has an error
+    if words["weak"] is not None and words["weak"] < 1:
+        raise ConfigError(f"--weak is {words['weak']}", where="--weak", fix="give the samples of each worker")
     if words["repeat"] < 1:
         raise ConfigError(f"--repeat is {words['repeat']}", where="--repeat", fix="give 1 or more")
     settings, vary = overrides.parse(words["settings"]), _varied(words["vary"])
@@ -122,6 +136,7 @@ def _asked(script: str, words: dict[str, Any]) -> Asked:
         repeat=words["repeat"],
         settings=settings,
         vary=vary,
+        weak=words["weak"],
     )
 
 

@@ -10,8 +10,8 @@ from manyhosts.units import seconds_in_words
 
 if TYPE_CHECKING:
     from manyhosts.study.points import Point
-    from manyhosts.study.runs import Outcome, Place
     from manyhosts.study.study import Study
+    from manyhosts.trials.runs import Outcome, Place
 
 _WIDTH = 100
 _ERASE = "\r\x1b[K"

@@ -23,15 +23,20 @@ _OPTIONS = (
     click.option("--hostfile", metavar="FILE", help="A file with a host on each line."),
     target_options("An option of the target, as for `run`."),
     click.option("--env", multiple=True, metavar="K[=V]", help="A variable for all workers, as for `run`."),
-    click.option("--price", type=float, metavar="P", help="What one machine costs in an hour, in any currency."),
 )
+_PRICE = click.option("--price", type=float, metavar="P", help="What one machine costs in an hour, in any currency.")
+
+
+def place_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add what every verb has that runs a script several times: where, and with which variables."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
 
 
 def sizes_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add what every verb has that runs a script at several sizes: where, with which variables, for which price."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
+    return place_options(_PRICE(command))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

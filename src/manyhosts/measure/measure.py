@@ -13,12 +13,13 @@ from manyhosts.config import overrides
 from manyhosts.config.strategies import BY_NAME, CUTS, DDP
 from manyhosts.control import variables
 from manyhosts.control.job import Job
-from manyhosts.errors import ConfigError, ManyhostsError, ScriptError
+from manyhosts.errors import ConfigError, LaunchError, ManyhostsError, ScriptError
 from manyhosts.launchers import scripts
-from manyhosts.launchers.stage import Stage
 from manyhosts.measure import lines
 from manyhosts.measure.request import Request
 from manyhosts.planner.measured import Measured, Network
+from manyhosts.trials.forked import Stage
+from manyhosts.trials.runs import Signals, Trial
 
 INSIDE = "manyhosts.measure.in_worker"
 _TRAINING = ("manyhosts.training.trainer", "manyhosts.data.data", INSIDE, "manyhosts.measure.in_worker.measurer")
@@ -95,6 +96,18 @@ class Told:
         if kind in self.by_kind:
             return self.by_kind[kind]
         raise _why(self, script)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Where:
+    """How workers are started."""
+
+    program: Sequence[str]
+    """What stands for `manyhosts`."""
+    words: Sequence[str]
+    """Behind `run`, for every start: `--on slurm`, `--cluster lab`."""
+    hosts: Sequence[str]
+    """Where they are named: a start on n of them takes the first n."""
 
 
 Starts = Callable[[Request, int, int], Told]
@@ -226,6 +239,64 @@ def settings_of(asked: Asked, request: Request) -> dict[str, str]:
         }
         settings = {key: value for key, value in settings.items() if key not in of_others} | {"strategy": DDP.name}
     return settings
+
+
+def measure_on_hosts(asked: Asked, where: Where, tell: Callable[[str], None]) -> Found:
+    """As `measure`, where it will run: each start is an ordinary `manyhosts run`, whose workers measure.
+
+    Raises:
+        LaunchError: they could not be started; what `manyhosts run` said of it is told.
+        Interrupted: by a signal.
+    """
+    with _by_run(asked, where, tell) as start:
+        return collect(asked, start, between=True)
+
+
+def command(asked: Asked, where: Where, request: Request, nodes: int, workers_per_node: int) -> list[str]:
+    """What is typed behind `manyhosts run` for one start, without what has it measure."""
+    hosts = ["--hosts", ",".join(where.hosts[:nodes])] if where.hosts else ["--nodes", str(nodes)]
+    words = [*where.words, *hosts]
+    words += ["--workers-per-node", str(workers_per_node)]
+    for key, value in settings_of(asked, request).items():
+        words += ["--set", f"{key}={value}"]
+    return words
+
+
+@contextlib.contextmanager
+def _by_run(asked: Asked, where: Where, tell: Callable[[str], None]) -> Iterator[Starts]:
+    with tempfile.TemporaryDirectory(prefix="manyhosts-plan-", ignore_cleanup_errors=True) as folder:
+        number = 0
+
+        def start(request: Request, nodes: int, workers_per_node: int) -> Told:
+            nonlocal number
+            number += 1
+            on = f"{nodes} host{'s' * (nodes > 1)}"
+            tell(f"starting {workers_per_node * nodes} worker{'s' * (workers_per_node * nodes > 1)} on {on}")
+            words = ["run", *command(asked, where, request, nodes, workers_per_node)]
+            for key, value in {**request.environment(), variables.FIRST: INSIDE}.items():
+                words += ["--env", f"{key}={value}"]
+            for name in asked.environment:
+                words += ["--env", name]  # its value is seen by nobody who lists processes
+            words += ["--run-dir", str(Path(folder) / str(number)), asked.script, *asked.arguments]
+            return _heard([*where.program, *words], Path(folder) / f"{number}.log", asked, tell)
+
+        yield start
+
+
+def _heard(words: Sequence[str], log: Path, asked: Asked, tell: Callable[[str], None]) -> Told:
+    """Run a command to its end, hearing each line."""
+    told = Told(tell)
+    with Signals() as signals:
+        trial = Trial(words, log, environment=asked.environment, folder=asked.folder, hear=told.hear)
+        code = trial.wait(signals)
+        signals.check()
+    if code:
+        told.error = LaunchError(
+            "; ".join(line.strip() for line in trial.reason().splitlines()),
+            where="manyhosts run",
+            fix="see that the script runs there: manyhosts run, with the same hosts",
+        )
+    return told
 
 
 def _why(told: Told, script: str) -> ManyhostsError:

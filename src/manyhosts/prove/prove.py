@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from manyhosts.errors import ConfigError
-from manyhosts.launchers.stage import Stage
 from manyhosts.prove.promises import PROMISES, Verdict
 from manyhosts.prove.trials import Asked, Setup, Trials, make_stage
+from manyhosts.trials.forked import Stage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,10 +14,10 @@ from manyhosts.control import variables
 from manyhosts.control.job import Job
 from manyhosts.errors import ManyhostsError
 from manyhosts.launchers import scripts
-from manyhosts.launchers.stage import Stage
 from manyhosts.prove.conduct import Conduct
 from manyhosts.prove.trace import Trace, imported
 from manyhosts.records.run_record import RunRecord
+from manyhosts.trials.forked import Stage
 
 _INSIDE = "manyhosts.prove.in_worker"
 _TRAINING = ("manyhosts.training.trainer", "manyhosts.data.data", _INSIDE, "manyhosts.prove.in_worker.recorder")

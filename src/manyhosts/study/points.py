@@ -36,6 +36,8 @@ class Asked:
     """As `--set` gives them, for every run."""
     vary: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Setting → the values that are tried, each with each of the others: see `variants`."""
+    weak: int | None = None
+    """Samples a worker, with which each variant is tried once more: then the batch grows with the workers."""
 
     @property
     def is_here(self) -> bool:
@@ -49,6 +51,8 @@ class Asked:
             varied = dict(zip(self.vary, values, strict=True))
             strategy = varied.get("strategy", self.settings.get("strategy", ""))
             found.append(tuple((key, value) for key, value in varied.items() if not lacks(strategy, key)))
+        if self.weak is not None:
+            found += [(*each, ("batch_size_per_worker", str(self.weak))) for each in found]
         return list(dict.fromkeys(found))
 
     def points(self) -> list[Point]:

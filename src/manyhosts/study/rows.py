@@ -13,8 +13,8 @@ from manyhosts.records import metrics
 from manyhosts.records.run_record import RunRecord
 from manyhosts.records.summary import Summary
 from manyhosts.study.points import Point
-from manyhosts.study.runs import Outcome, Place
 from manyhosts.study.times import Spent, plain, pooled, shares_lost, spent
+from manyhosts.trials.runs import Outcome, Place
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import shlex
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from manyhosts.control.agent import warm
 from manyhosts.errors import ConfigError
 from manyhosts.records import run_lock
 from manyhosts.records.whole_file import read_json, write_json_whole
 from manyhosts.study import fits
-from manyhosts.study.points import MOST_POINTS, Asked
+from manyhosts.study.points import MOST_POINTS, Asked, Point, command
 from manyhosts.study.rows import Row, Size, compared, read, samples_per_second, sizes
-from manyhosts.study.runs import Interrupted, Place, Progress, outcome_of, run_all
 from manyhosts.study.verdict import Verdict, verdict_on
+from manyhosts.trials.runs import LOOK_S, Interrupted, Outcome, Place, Signals, Trial, outcome_of
 
 SCHEMA_VERSION = 1
 NAME = "study.json"
@@ -118,6 +120,7 @@ def recorded(asked: Asked) -> dict[str, Any]:
         "hosts": list(asked.hosts),
         "vary": {key: list(values) for key, values in asked.vary.items()},
         "repeat": asked.repeat,
+        "weak": asked.weak,
     }
 
 
@@ -225,6 +228,7 @@ def asked_in(folder: Path) -> Asked:
             repeat=asked["repeat"],
             settings=asked["settings"],
             vary={key: tuple(values) for key, values in asked["vary"].items()},
+            weak=asked.get("weak"),
         )
     except (KeyError, TypeError) as cause:
         raise ConfigError(
@@ -256,7 +260,7 @@ def study(asked: Asked, folder: Path, program: Sequence[str], progress: Progress
     lock = run_lock.take(folder, run_lock.new_token(), launches=True)
     try:
         write(known(asked, folder, price))
-        for _ in run_all(asked, folder / POINTS, program, progress):
+        for _ in _run_all(asked, folder / POINTS, program, progress):
             write(known(asked, folder, price))
         found = known(asked, folder, price)
         write(found)
@@ -267,6 +271,79 @@ def study(asked: Asked, folder: Path, program: Sequence[str], progress: Progress
     finally:
         if lock is not None:
             lock.release()
+
+
+class Progress(Protocol):
+    """Hears how the study goes on."""
+
+    def begins(self, point: Point, place: Place) -> None:
+        """A run is about to be started, or one that another study has left running is waited for."""
+
+    def goes_on(self, seconds: float) -> None:
+        """The run under way has taken so long."""
+
+    def ends(self, point: Point, outcome: Outcome, *, before: bool) -> None:
+        """A run has ended; `before`: it was done already."""
+
+
+def _run_all(asked: Asked, folder: Path, program: Sequence[str], progress: Progress) -> Iterator[None]:
+    """Run every point that is not done, in order, with `program run …`. Gives control back after each.
+
+    Raises:
+        Interrupted: by Ctrl-C, SIGTERM or SIGHUP, when the run under way has ended.
+    """
+    with Signals() as signals:
+        points = asked.points()
+        for point in points:
+            place = Place(folder, point.name)
+            signals.check()
+            _let_end(point, place, progress, signals)
+            outcome = outcome_of(place)
+            if outcome.done:
+                progress.ends(point, outcome, before=True)
+                continue
+            progress.begins(point, place)
+            stays_s = _stays_s(asked, point, points)
+            launched = outcome.launched if place.run.metrics.exists() else time.time()
+            Outcome(status="interrupted", launched=launched).write(place)  # for whoever finds it after a power cut
+            trial = Trial(
+                [*program, *command(asked, point, str(place.run.path), warm=stays_s > 0)],
+                place.log,
+                environment={warm.VARIABLE: str(stays_s)} if stays_s else {},
+            )
+            trial.wait(signals, progress.goes_on)
+            outcome = trial.outcome(place, launched, interrupted=signals.came)
+            outcome.write(place)
+            progress.ends(point, outcome, before=False)
+            yield
+
+
+_BETWEEN_RUNS_S = 60.0
+_NO_OTHER_S = 0.1
+
+
+def _stays_s(asked: Asked, point: Point, points: Sequence[Point]) -> float:
+    """How long what a run's workers are forked from waits for the next run of its size; 0: there is no other one."""
+    same = [other for other in points if other.size == point.size]
+    if len(same) == 1 or not asked.is_here or not warm.IS_POSSIBLE:
+        return 0.0
+    return _BETWEEN_RUNS_S if point != same[-1] else _NO_OTHER_S
+
+
+def _let_end(point: Point, place: Place, progress: Progress, signals: Signals) -> None:
+    """Where a study was killed its run may still be under way: it is waited for, and nothing is done twice."""
+    began = time.monotonic()
+    while True:
+        try:
+            run_lock.see_that_free(place.run.path)
+        except ConfigError:
+            if time.monotonic() - began < LOOK_S:
+                progress.begins(point, place)
+            signals.check()
+            progress.goes_on(time.monotonic() - began)
+            time.sleep(LOOK_S)
+        else:
+            return
 
 
 def write(study: Study) -> None:

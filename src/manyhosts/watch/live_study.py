@@ -10,8 +10,8 @@ from manyhosts.listeners.figures import number
 from manyhosts.records import run_lock
 from manyhosts.report.run import WELL
 from manyhosts.study.points import Asked
-from manyhosts.study.runs import Place, outcome_of
 from manyhosts.study.study import POINTS, asked_in
+from manyhosts.trials.runs import Place, outcome_of
 from manyhosts.watch.live_run import LiveRun, OwnerWatch
 
 _SETTLE_S = 1.0

@@ -1,4 +1,4 @@
-"""Runs job after job of one script on this machine, all their workers forked from one process with torch loaded.
+"""Trials whose workers are forked, on this machine, from one process with torch loaded.
 
 A run of `manyhosts run` has a head and agents, which go on without lost workers and take seconds to start. Trials want
 neither: workers here get torchrun's variables and nothing else, and where one fails the others are ended.
@@ -32,16 +32,13 @@ from manyhosts.control.head.failures import rebuilt
 from manyhosts.control.job import Job
 from manyhosts.control.loop import Loop
 from manyhosts.errors import ManyhostsError, ScriptError
+from manyhosts.trials.runs import Interrupted
 
 _ADDRESS = "127.0.0.1"
 _WAY_OUT_S = 3.0
 """After one has failed: time for the others to fail too, so that the first can be told from its consequences."""
 _WARM_S = 60.0
 _SHOWN_LINES = 30
-
-
-class Interrupted(BaseException):
-    """Ctrl-C or SIGTERM, and every worker has been ended."""
 
 
 class Stage:

@@ -1,0 +1,48 @@
+"""What a worker of a learning-rate range test does beside the script: before each step it raises the learning rate."""
+
+from __future__ import annotations
+
+import multiprocessing
+from typing import Any
+
+from manyhosts.tune.range_test import rate_of
+
+
+def begin() -> None:
+    """Have every step seen."""
+    if multiprocessing.parent_process() is not None:
+        return  # a process that the script has started
+    from manyhosts.training import watching
+
+    watching.watcher = Rising()
+
+
+class Rising:
+    """A watcher: of several groups of parameters each has the same rate, whatever the script's schedule says."""
+
+    parts: Any = None
+    step = 0
+
+    def made(self, model: Any) -> None:
+        """Nothing to do."""
+
+    def fits(self, validation: Any, listeners: Any) -> Any:
+        """The run is recorded like others."""
+        return listeners
+
+    def begins(self, parts: Any, settings: Any, state: Any) -> None:
+        """Keep what has the optimizer."""
+        self.parts, self.step = parts, state.step
+
+    def reads(self, step: Any) -> Any:
+        """Set the rate of the step that comes."""
+        for group in self.parts.optimizer.param_groups:
+            group["lr"] = rate_of(self.step)
+        return step
+
+    def differentiates(self, outcome: Any) -> None:
+        """Nothing to do."""
+
+    def steps(self, step: int) -> None:
+        """The next one is another."""
+        self.step = step

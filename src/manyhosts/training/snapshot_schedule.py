@@ -113,7 +113,7 @@ class SnapshotSchedule:
             in_parts(everything, holding),
             self._facts(state),
             own=own if any(own.values()) else None,
-            unchanged_until_update=map(holding.local, [*parts.trained.parameters(), *_tensors(parts.optimizer.state)]),
+            unchanged_until_update=map(holding.local, [*_updated(parts), *_tensors(parts.optimizer.state)]),
         )
         self.listen()
 
@@ -155,7 +155,7 @@ class SnapshotSchedule:
             self.directory.best,
             in_parts(self._weights(state.best_step), holding),
             self._facts(state),
-            unchanged_until_update=map(holding.local, self.parts.trained.parameters()),
+            unchanged_until_update=map(holding.local, _updated(self.parts)),
         )
 
     def _weights(self, step: int) -> dict[str, Any]:
@@ -322,6 +322,11 @@ class SnapshotSchedule:
             # Others write no manifest, and need not look at the data for it.
             run=asked_of(self.settings, self.parts) if self.parts.world.is_leader or self.store.apart else {},
         )
+
+
+def _updated(parts: Parts) -> list[torch.Tensor]:
+    """The parameters that the optimizer updates. Others may change at any moment: a step may average into a frozen one."""
+    return [each for group in parts.optimizer.param_groups for each in group["params"] if each.requires_grad]
 
 
 def _tensors(state: Any) -> list[torch.Tensor]:

@@ -52,6 +52,8 @@ class RunStarted:
     """None where the duration is a time."""
     time: float
     resumed_from: str = ""
+    epochs_done: float = 0.0
+    """With the fraction of the one under way; whole numbers only for a stream."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

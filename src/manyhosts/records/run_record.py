@@ -37,6 +37,8 @@ class RunRecord:
     """None where there is one worker, which talks to nobody."""
     started: float
     """Seconds since the Unix epoch."""
+    script_sha256: str = ""
+    """Of the script's content, by which a run is known whose script was moved or renamed; empty where there is no file."""
     schema_version: int = field(default=SCHEMA_VERSION)
 
     def write(self, path: Path) -> None:

@@ -35,7 +35,7 @@ from manyhosts.listeners.metrics_file import WriteMetrics
 from manyhosts.listeners.standard import standard
 from manyhosts.records import run_lock
 from manyhosts.records.metrics import MetricsFile
-from manyhosts.records.run_directory import RunDirectory
+from manyhosts.records.run_directory import RunDirectory, content_hash
 from manyhosts.records.run_record import RunRecord, plain_settings, versions_for
 from manyhosts.records.samples import SamplesFile
 from manyhosts.training.kept_pictures import keep_pictures
@@ -110,6 +110,7 @@ class Journal:
                 strategy=self.snapshot_schedule.strategy,
                 backend=self.world.backend if self.world.size > 1 else None,
                 started=time.time(),
+                script_sha256=content_hash(self.script),
             )
             record.write(self.directory.run_json)
             self.news = Broadcast([*standard(self.directory, record), *self.listeners])

@@ -259,6 +259,10 @@ class TestDone:
     values: Mapping[str, float]
     seconds: float
     time: float
+    weights: str = ""
+    """`"best"` or `"last"`; empty where nobody has said."""
+    weights_step: int = -1
+    """The step that these weights are of; -1 where nobody has said."""
 
 
 Event = (

@@ -71,9 +71,11 @@ def trainer_of(folder: Path, said: list[str], **more: Any) -> mh.Trainer:
         data=mh.Data(TensorDataset(*images_and_labels(120)), batch_size=24),
         snapshots=mh.Snapshots(every="5 steps", keep=10),
         listeners=[
-            lambda event: said.append(event.text if isinstance(event, Note) else event.reason)
-            if isinstance(event, Note | SnapshotSkipped)
-            else None
+            lambda event: (
+                said.append(event.text if isinstance(event, Note) else event.reason)
+                if isinstance(event, Note | SnapshotSkipped)
+                else None
+            )
         ],
         run_dir=folder,
         **settings,

@@ -74,7 +74,9 @@ def test_project_that_was_copied_and_renamed_resumes_by_its_content_and_another_
 def gone_on(rank: int, run_dir: Path, duration: str, more: dict[str, Any]) -> list[str]:
     said: list[str] = []
     listeners = [lambda event: said.append(event.text) if isinstance(event, Note) else None]
-    make_trainer(Recipe(samples=100, batch=20, accuracy=False, trainer=more), run_dir, listeners=listeners).fit(duration)
+    make_trainer(Recipe(samples=100, batch=20, accuracy=False, trainer=more), run_dir, listeners=listeners).fit(
+        duration
+    )
     return said
 
 

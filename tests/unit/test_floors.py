@@ -31,7 +31,7 @@ FLOORS = [  # from the ground up
     ["config", "cluster", "records"],
     ["hosts", "communication", "data", "listeners", "analysis", "rehearsal"],
     ["control"],
-    ["strategies", "snapshot", "planner", "lab"],
+    ["strategies", "snapshot", "planner", "lab", "callbacks"],
     ["launchers", "study", "elastic"],
     ["training", "export", "doctor", "tune", "report"],
     ["serve", "prove", "measure", "watch"],
@@ -255,7 +255,7 @@ def test_everything_that_is_asked_for_is_pinned() -> None:
 TRAINER_ARGUMENTS = (
     "model optimizer data loss step metrics schedule strategy precision micro_batch_size clip_gradients snapshots "
     "validate_every early_stopping listeners init_from seed virtual_workers batch_norm lr_scaling warmup compile "
-    "backend record_samples run_dir on_bad_step schedule_every audit weight balance activation_checkpointing"
+    "backend record_samples run_dir on_bad_step schedule_every audit weight balance activation_checkpointing callbacks"
 )
 OPTIONS = {
     "run": "--on --cluster --hosts --hostfile --workers --nodes --workers-per-node --restarts --hang-timeout "

@@ -95,6 +95,7 @@ _TEXTS = frozenset(
         "status",
         "weights_sha256",
         "cause",
+        "weights",
     }
 )
 

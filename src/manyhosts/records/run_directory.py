@@ -48,7 +48,7 @@ def content_hash(script: Path) -> str:
 
 
 def has_content(record: Mapping[str, object], script: Path) -> bool:
-    """Whether `run.json` is of a script with the content of this one, wherever it was then and however it was called."""
+    """Whether `run.json` is of a script with the content of this one, wherever it was and however it was called."""
     return bool(record.get("script_sha256")) and record["script_sha256"] == content_hash(script)
 
 

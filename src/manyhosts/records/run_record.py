@@ -38,7 +38,7 @@ class RunRecord:
     started: float
     """Seconds since the Unix epoch."""
     script_sha256: str = ""
-    """Of the script's content, by which a run is known whose script was moved or renamed; empty where there is no file."""
+    """Of the script's content, by which a run is known when its script was moved or renamed; empty without a file."""
     schema_version: int = field(default=SCHEMA_VERSION)
 
     def write(self, path: Path) -> None:

@@ -1,9 +1,9 @@
 """The copy of the state that a snapshot is written from, made beside the next forward and backward pass.
 
-Parameters that the optimizer updates, and its state, do not change between two optimizer steps. So `begin` copies at once
-only what may change (buffers, counters, frozen parameters, which a step may average), and `finish`, on another thread,
-the rest; the trainer waits for it right before its next update. That is not taken on trust: `begin` takes checksums, and
-`finish` compares its copies with them.
+Parameters that the optimizer updates, and its state, do not change between two optimizer steps. So `begin` copies at
+once only what may change (buffers, counters, frozen parameters, which a step may average), and `finish`, on another
+thread, the rest; the trainer waits for it right before its next update. That is not taken on trust: `begin` takes
+checksums, and `finish` compares its copies with them.
 """
 
 from __future__ import annotations

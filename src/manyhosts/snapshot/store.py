@@ -100,9 +100,9 @@ class Store:
         writes its parts, and a share of the whole tensors; where hosts share no disk, one worker of two hosts all.
         `own` is this worker's alone; those of all workers are kept. What shares memory with one of the tensors
         `unchanged_until_update` (parameters, optimizer state) is copied beside what comes next, and `before_update`
-        must be called before it changes; everything else is copied before this returns. One of them that has changed all
-        the same costs this snapshot, and from then on all is copied at once. Where a snapshot is still being written, this
-        waits for it.
+        must be called before it changes; everything else is copied before this returns. One of them that has changed
+        all the same costs this snapshot, and from then on all is copied at once. Where a snapshot is still being
+        written, this waits for it.
 
         What the disk refuses costs this snapshot and nothing else: `finished` tells it.
 

@@ -82,7 +82,9 @@ def about_resume(parts: Parts, snapshot_schedule: SnapshotSchedule) -> list[str]
     """What has changed since the snapshot that a run goes on from, and what will not be noticed when it goes on."""
     found = snapshot_schedule.changes.told()
     if parts.world.is_leader and (lost := lost_steps(snapshot_schedule.directory.metrics, snapshot_schedule.saved_at)):
-        found.append(f"metrics.jsonl has no line of {lost}: somebody or a disk has lost them, and summary and report lack them")
+        found.append(
+            f"metrics.jsonl has no line of {lost}: somebody or a disk has lost them, and summary and report lack them"
+        )
     if parts.world.is_leader and (unknown := parts.data_identity().get("unknown")):
         found.append(f"no sample of the training set is compared when the run goes on: {unknown}")
     return found

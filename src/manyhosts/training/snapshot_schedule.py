@@ -124,7 +124,10 @@ class SnapshotSchedule:
         """
         parts = self.parts
         facts = replace(self._facts(state), run=asked_of(self.settings, parts))
-        is_whole = not self.lacks_best(state) or self.store.save_alone(self.directory.best, weights_of(parts), facts)
+        is_whole = True
+        if self.lacks_best(state):
+            with parts.callbacks.evaluated(parts.trained):
+                is_whole = self.store.save_alone(self.directory.best, weights_of(parts), facts)
         if is_whole:
             path = self.store.folder / f"step-{state.step:08d}"
             is_whole = self.store.save_alone(path, {**held_by(parts), "run": state.to_dict()}, facts)
@@ -148,12 +151,15 @@ class SnapshotSchedule:
         self.tell(SnapshotSkipped(step=state.step, path=path, reason=_NO_RECORDS, time=time.time()))
 
     def save_best(self, state: RunState) -> None:
-        """Begin to write the model as the best one."""
+        """Begin to write the model, with the weights that it was evaluated with, as the best one."""
         self.best_saved_at = state.best_step
-        holding = self.parts.strategy.holding
+        holding, callbacks = self.parts.strategy.holding, self.parts.callbacks
+        with callbacks.evaluated(self.parts.trained):
+            weights = self._weights(state.best_step)
+            weights = copied(weights) if callbacks.averaging else weights
         self.store.save_as(
             self.directory.best,
-            in_parts(self._weights(state.best_step), holding),
+            in_parts(weights, holding),
             self._facts(state),
             unchanged_until_update=map(holding.local, _updated(self.parts)),
         )
@@ -325,7 +331,7 @@ class SnapshotSchedule:
 
 
 def _updated(parts: Parts) -> list[torch.Tensor]:
-    """The parameters that the optimizer updates. Others may change at any moment: a step may average into a frozen one."""
+    """The parameters that the optimizer updates. Others may change at any moment: a step may average into them."""
     return [each for group in parts.optimizer.param_groups for each in group["params"] if each.requires_grad]
 
 

@@ -90,6 +90,7 @@ class Stepper:
         self.prepare(number, step)
         lr = parts.optimizer.param_groups[0]["lr"] * parts.warmup.factor(state.step)
         norm: Any = None
+        updated = False
         if number in state.left_out or weight == 0:
             outcome = self.pass_over()
         else:
@@ -110,6 +111,8 @@ class Stepper:
             else:
                 norm = self.bad_steps.shown(number, norm)
                 self.update()
+                updated = True
+        self.call_callbacks(step, updated=updated)
         timing, bytes_sent, exchange_s = self.clock.end()
         self.count(step)
         facts = StepFacts(
@@ -189,6 +192,19 @@ class Stepper:
         self.schedule.after_step()
         return StepOutcome({"loss": torch.full((), math.nan, device=world.device)}, control_flags)
 
+    def call_callbacks(self, step: Step, *, updated: bool) -> None:
+        """Let callbacks act on what `step` has made, as a part of it. `updated`: whether it has changed the model."""
+        parts, state = self.parts, self.state
+        if not parts.callbacks:
+            return
+        self.snapshot_schedule.before_update()
+        before = (state.step, parts.source.epochs(state.position))
+        moment = parts.moment(state.step + 1, parts.source.epochs(step.after), before=before, updated=updated)
+        randomness.seed_compute(self.settings.seed, randomness.CALLBACK, state.step)
+        self.at.inconsistent = True
+        parts.callbacks.call("after_step", moment)
+        self.at.inconsistent = False
+
     def count(self, step: Step) -> None:
         """The model has changed: from now on the step counts."""
         state = self.state
@@ -209,6 +225,7 @@ class Stepper:
             elif isinstance(strategy, LocalUpdates) and at.taken is not None:
                 self.clip()
                 self.update()
+                self.call_callbacks(at.taken, updated=True)
                 self.count(at.taken)
         at.break_off()
 

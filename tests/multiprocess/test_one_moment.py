@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
 import shutil
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from launching import MANYHOSTS
 from ranks import run_ranks
 from runs import events, images_and_labels, network
 from torch import Tensor, nn
@@ -138,3 +142,80 @@ def test_trained_weights_that_the_forward_pass_changes_cost_one_snapshot_and_are
     [skipped] = events(tmp_path / "whole", "skipped")
     assert skipped["step"] == 5
     assert "net.4.weight was changed while the next step was computed" in skipped["reason"]
+
+
+@pytest.mark.parametrize(("workers", "micro"), [(1, None), (1, 3), pytest.param(2, 3, marks=pytest.mark.slow)])
+def test_that_a_step_changes_tensors_of_the_model_is_said_with_what_to_do(
+    workers: int, micro: int | None, tmp_path: Path
+) -> None:
+    said, *_ = [text for _, _, text in run_ranks(workers, killed_and_resumed, tmp_path, {"micro_batch_size": micro})]
+    [first, second] = [text for text in said if "the step changes the parameter teacher.0.weight and 3 more" in text]
+    pieces = 1 if micro is None else 8 // workers
+    assert f"here {pieces} in a step" in first
+    assert "callbacks=[…]" in first
+    assert first == second, "said again by the run that resumes"
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import torch
+import manyhosts as mh
+from test_one_moment import MeanTeacher, averaging
+from runs import images_and_labels
+from torch.utils.data import TensorDataset
+
+marker, calls = Path(sys.argv[1]), 0
+
+
+def step(model, batch):
+    global calls
+    calls += 1
+    if int(os.environ["RANK"]) == 1 and calls == 24 and sys.argv[2] == "killed" and not marker.exists():
+        marker.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return averaging(model, batch) if sys.argv[3] == "step" else model.loss(batch)
+
+
+class Teach(mh.Callback):
+    def after_step(self, moment):
+        moment.model.average()
+
+
+result = mh.Trainer(
+    model=MeanTeacher,
+    step=step,
+    optimizer=lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+    data=mh.Data(TensorDataset(*images_and_labels(120)), batch_size=24),
+    callbacks=[Teach(), mh.EMA(0.9)] if sys.argv[3] == "callback" else [],
+).fit("16 steps")
+"""
+
+
+@pytest.mark.parametrize("how", ["step", "callback"])
+def test_teacher_is_averaged_once_in_a_step_that_a_lost_worker_had_broken_off(how: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(KILLED)
+    paths = os.pathsep.join(
+        [str(Path(__file__).parent), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    )
+    found = {}
+    for kind in ("whole", "killed"):
+        command = [*MANYHOSTS, "run", "--workers", "3", "--run-dir", str(tmp_path / kind), str(script)]
+        done = subprocess.run(
+            [*command, str(tmp_path / "marker"), kind, how],
+            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        found[kind] = json.loads((tmp_path / kind / "summary.json").read_text())
+    assert (tmp_path / "marker").exists()
+    assert (found["whole"]["restarts"], found["killed"]["restarts"]) == (0, 1)
+    [restart] = events(tmp_path / "killed", "restart")
+    assert restart["step"] > 4, "in the middle: before the first step the loss is looked at"
+    weights = [mh.load(tmp_path / kind) for kind in ("whole", "killed")]
+    for name, value in weights[0].items():
+        torch.testing.assert_close(weights[1][name], value, rtol=1e-5, atol=1e-6)

@@ -99,10 +99,14 @@ class Stepper:
             if parts.auditor is not None:
                 self.audit(parts.auditor, number, weighed)
             pieces = self.transfers.pieces(state.step, weighed.pieces)
+            if self.first_steps.looking:
+                self.first_steps.before_forward()
             with acting(parts.batch_norm):
                 outcome = parts.strategy.forward_backward(
                     parts.trained, pieces, parts.compute, parts.precision.scale, self.flags.own()
                 )
+            if self.first_steps.looking:
+                self.see_written(len(pieces))
             if self.watcher is not None:
                 self.watcher.differentiates(outcome)
             norm = self.bad_steps.watched(self.clip())
@@ -138,6 +142,13 @@ class Stepper:
             step = self.watcher.reads(step)
         weighed, weight = self.counting.of(step)  # before the step is under way: workers may be lost here, too
         return step, weighed, weight
+
+    def see_written(self, pieces: int) -> None:
+        """See what the passes of this step have changed by themselves: from now on it is put back where one breaks off."""
+        self.first_steps.after_forward(pieces)
+        for copies in (self.buffers, self.bad_steps.buffers):
+            if copies is not None:
+                copies.follow(self.first_steps.written)
 
     def prepare(self, number: int, step: Step) -> None:
         """What must be known before the first forward pass, should the step break off or have to be explained."""

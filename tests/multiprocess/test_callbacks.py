@@ -296,3 +296,70 @@ def test_what_is_no_callback_is_refused(tmp_path: Path) -> None:
         mh.SWA("10 min")
     with pytest.raises(ConfigError, match="no trained parameter of the model is called 'backbone'"):
         trainer_of(tmp_path, callbacks=[mh.Freeze("backbone")])
+
+
+def thawing_by_hand(freeze: dict[str, tuple[int, int]]) -> dict[str, Tensor]:
+    """A loop in which the parts of the model below each name are frozen before steps [first, last)."""
+    images, labels = images_and_labels(SAMPLES)
+    torch.manual_seed(0)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(STEPS):
+        for name, each in model.named_parameters():
+            first, last = next((when for part, when in freeze.items() if name.startswith(part)), (0, 0))
+            each.requires_grad_(not first <= step < last)
+            each.grad = None
+        at = step % 6 * BATCH
+        nn.functional.cross_entropy(model(images[at : at + BATCH]), labels[at : at + BATCH]).backward()
+        optimizer.step()
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def frozen(rank: int, folder: Path, kind: str, more: dict[str, Any]) -> dict[str, Tensor]:
+    given = {
+        "thaw at an epoch": [mh.Freeze("0", until="1 epoch")],
+        "thaw at a step": [mh.Freeze("0.*", until="4 steps")],
+        "freeze later": [mh.Freeze("0", start="7 steps")],
+        "both": [mh.Freeze("0", start="2 steps", until="1 epoch")],
+    }[kind]
+    torch.manual_seed(0)
+    made = lambda path: trainer_of(  # noqa: E731
+        path, model=network(), step=None, loss=nn.CrossEntropyLoss(), callbacks=given, **more
+    )
+    if more.pop("resumed", False):
+        made(folder).fit("5 steps")
+        given[:] = [copy.copy(each) for each in given]
+    trainer = made(folder)
+    trainer.fit(f"{STEPS} steps")
+    holding = trainer.parts.strategy.holding
+    return {name: holding.whole(value).clone() for name, value in trainer.model.state_dict().items()}
+
+
+FROZEN = {
+    "thaw at an epoch": {"0": (0, 6)},
+    "thaw at a step": {"0": (0, 4)},
+    "freeze later": {"0": (7, 99)},
+    "both": {"0": (2, 6)},
+}
+
+
+@pytest.mark.parametrize("kind", FROZEN)
+@pytest.mark.parametrize(
+    ("workers", "more"),
+    [
+        (1, {}),
+        (2, {}),
+        (1, {"resumed": True}),
+        (2, {"virtual_workers": 4}),
+        pytest.param(2, {"strategy": "fsdp"}, marks=pytest.mark.slow),
+        pytest.param(2, {"resumed": True}, marks=pytest.mark.slow),
+        pytest.param(2, {"virtual_workers": 4, "resumed": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_parts_are_frozen_and_thawed_as_in_a_loop_by_hand(
+    workers: int, more: dict[str, Any], kind: str, tmp_path: Path
+) -> None:
+    wanted = thawing_by_hand(FROZEN[kind])
+    for found in run_ranks(workers, frozen, tmp_path, kind, more):
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)

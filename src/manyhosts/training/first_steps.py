@@ -1,5 +1,4 @@
-"""What the first steps of a run show: a stream that differs from worker to worker, a model that does not learn, or one
-that its own forward pass changes.
+"""What the first steps of a run show: a stream that differs by worker, a model that learns nothing or changes itself.
 
 Each is said once, before or at the third step, and nothing is looked at after it.
 """
@@ -56,7 +55,7 @@ class FirstSteps:
         self._before: dict[str, str] = {}
         self._attributes: dict[str, object] = {}
         self._held: dict[str, str] = {}
-        """Before the forward passes of a step: a checksum of each parameter and of each buffer that is not BatchNorm's."""
+        """Before the passes of a step: a checksum of each parameter, and of each buffer that is not BatchNorm's."""
         self.written: list[str] = []
         """The names of frozen parameters that the passes of a step have changed."""
         self._told: set[str] = set()
@@ -82,9 +81,9 @@ class FirstSteps:
         kind = "parameter" if names[0] in own else "buffer"
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         self.parts.world.notes.append(
-            f"the step changes the {kind} {names[0]}{more} by itself, once for each piece of a batch (a worker's part, a "
-            f"micro-batch; here {pieces} in a step), so the number of pieces changes the model: what is to happen once "
-            "per step belongs into a callback, mh.Trainer(callbacks=[…]) with after_step"
+            f"the step changes the {kind} {names[0]}{more} by itself, once for each piece of a batch (a worker's "
+            f"part, a micro-batch; here {pieces} in a step), so the number of pieces changes the model: what is to "
+            "happen once per step belongs into a callback, mh.Trainer(callbacks=[…]) with after_step"
         )
 
     def _looked_at(self) -> dict[str, torch.Tensor]:

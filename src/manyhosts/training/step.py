@@ -144,7 +144,7 @@ class Stepper:
         return step, weighed, weight
 
     def see_written(self, pieces: int) -> None:
-        """See what the passes of this step have changed by themselves: from now on it is put back where one breaks off."""
+        """See what the passes of this step have changed by themselves: it is put back where a later step breaks off."""
         self.first_steps.after_forward(pieces)
         for copies in (self.buffers, self.bad_steps.buffers):
             if copies is not None:

@@ -30,6 +30,7 @@ _PUBLIC = {
     "Run": "manyhosts.training.own_loop.run",
     "Snapshots": "manyhosts.config.snapshots",
     "Trainer": "manyhosts.training.trainer",
+    "groups": "manyhosts.training.parameter_groups",
     "load": "manyhosts.snapshot.weights",
     "print": "manyhosts.cluster.printing",
 }
@@ -50,6 +51,7 @@ __all__ = [
     "Snapshots",
     "Trainer",
     "__version__",
+    "groups",
     "launch",
     "load",
     "print",

@@ -363,3 +363,37 @@ def test_parts_are_frozen_and_thawed_as_in_a_loop_by_hand(
     for found in run_ranks(workers, frozen, tmp_path, kind, more):
         for name, value in wanted.items():
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+def own_loop(rank: int, folder: Path) -> tuple[list[int], bool]:
+    steps: list[int] = []
+
+    class Count(mh.Callback):
+        def after_step(self, moment: Any) -> None:
+            steps.append(moment.step)
+
+    def cost(batch: Any) -> Tensor:
+        images, labels = batch
+        return nn.functional.cross_entropy(run.models["model"](images), labels)
+
+    def step(run: Any) -> None:
+        for _ in range(2):  # two updates in each step
+            run.backward(cost)
+            run.update()
+
+    run = mh.Run(
+        models=network,
+        optimizers=lambda params: torch.optim.SGD(params, lr=0.05),
+        data=data_of(),
+        callbacks=[Count(), mh.EMA(0.9)],
+        run_dir=folder,
+    )
+    run.fit(step, "7 steps")
+    return steps, run.parts.callbacks.by_name["ema"].count == 7
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_loop_of_ones_own_has_them_once_per_step_too(workers: int, tmp_path: Path) -> None:
+    for steps, averaged in run_ranks(workers, own_loop, tmp_path):
+        assert steps == list(range(1, 8))
+        assert averaged

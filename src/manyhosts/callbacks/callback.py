@@ -134,13 +134,12 @@ class Callbacks:
         Raises:
             ConfigError: something else is among them, two have one name, or two give weights to evaluate with.
         """
-        if isinstance(given, Callback) or not all(isinstance(each, Callback) for each in given):
-            found = given if isinstance(given, Callback) else next(e for e in given if not isinstance(e, Callback))
-            kind = type(found).__name__
+        alone = isinstance(given, Callback)
+        if wrong := [given] if alone else [each for each in given if not isinstance(each, Callback)]:
+            found: Any = wrong[0]
+            kind = f"the class {found.__name__}" if isinstance(found, type) else f"a {type(found).__name__}"
             raise ConfigError(
-                f"callbacks is one {kind}, no list"
-                if found is given
-                else f"a callback is {'the class ' + found.__name__ if isinstance(found, type) else 'a ' + kind}",
+                f"callbacks is one {type(found).__name__}, no list" if alone else f"a callback is {kind}",
                 where="mh.Trainer(callbacks=…)",
                 fix="write callbacks=[…] with objects of classes that build on mh.Callback; functions that only watch "
                 "are listeners=[function]",

@@ -42,6 +42,7 @@ from manyhosts.training.compute import ForwardPass, Loss, UserStep, pair
 from manyhosts.training.make_strategy import make_strategy
 from manyhosts.training.optimizer_kernels import fuse
 from manyhosts.training.own_loop.strategy import OwnLoop, StepMemory
+from manyhosts.training.parameter_groups import Parameters
 from manyhosts.training.precision import Precision
 from manyhosts.training.same_given import compare_data, compare_descriptions, described, settings_compared
 from manyhosts.training.source import Source, make_source
@@ -55,7 +56,7 @@ from manyhosts.training.suitable import (
     make_schedule,
     make_whole,
 )
-from manyhosts.training.trained import check_optimized, model_of, trained, twice
+from manyhosts.training.trained import check_optimized, model_of, names_kept, trained, twice
 from manyhosts.training.weighing import Weighing, Weight
 
 ModelOrMaker = nn.Module | Callable[[], nn.Module]
@@ -384,7 +385,10 @@ def make_optimizer(
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="optimizer contains a parameter group with duplicate")  # refused
             later = {id(each) for name, each in model_of(module).named_parameters() if name in thawed}
-            made = make([each for each in module.parameters() if each.requires_grad or id(each) in later])
+            chosen = [each for each in module.parameters() if each.requires_grad or id(each) in later]
+            made = make(
+                Parameters(chosen, module, {i: name.removeprefix("model.") for i, name in names_kept(module).items()})
+            )
     except ValueError as cause:
         if "more than one parameter group" in str(cause):
             raise twice(str(cause)) from cause

@@ -99,13 +99,14 @@ class Stepper:
             if parts.auditor is not None:
                 self.audit(parts.auditor, number, weighed)
             pieces = self.transfers.pieces(state.step, weighed.pieces)
-            if self.first_steps.looking:
+            looks = self.first_steps.looking and not isinstance(parts.strategy, OwnLoop)  # whose updates are its own
+            if looks:
                 self.first_steps.before_forward()
             with acting(parts.batch_norm):
                 outcome = parts.strategy.forward_backward(
                     parts.trained, pieces, parts.compute, parts.precision.scale, self.flags.own()
                 )
-            if self.first_steps.looking:
+            if looks:
                 self.see_written(len(pieces))
             if self.watcher is not None:
                 self.watcher.differentiates(outcome)

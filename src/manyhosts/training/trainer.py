@@ -31,7 +31,7 @@ from manyhosts.snapshot.load import load
 from manyhosts.snapshot.weights import check_path
 from manyhosts.snapshot.weights import save as save_weights
 from manyhosts.strategies.strategy import Strategy as WorkSpread
-from manyhosts.training import watching
+from manyhosts.training import model_summary, watching
 from manyhosts.training.best_weights import Used, best_model, holding
 from manyhosts.training.build import MakeOptimizer, MakeSchedule, ModelOrMaker, Parts, attach_callbacks, build
 from manyhosts.training.compute import Loss, UserStep
@@ -285,6 +285,10 @@ class Trainer:
         with randomness.undisturbed():
             values: dict[str, float] = self._call(lambda: self._validate(evaluation, weights))
         return values
+
+    def summary(self, *, depth: int = 2) -> str:
+        """The model in a table: its modules down to `depth`, their parameters, and how many of these are trained."""
+        return model_summary.summary(self.model, depth=depth)
 
     def _validate(self, evaluation: Evaluation, weights: Literal["best", "last"]) -> dict[str, float]:
         with holding(weights, self.parts, self._run) as used:

@@ -36,8 +36,8 @@ def groups(params: Sequence[nn.Parameter], options: Mapping[str, Mapping[str, An
     """The parameter groups for an optimizer, by names: `mh.groups(params, {"norms": {"weight_decay": 0.0}})`.
 
     `params`: what `optimizer=` is called with. A key of `options` is a name (`"backbone"`, with all below it), a
-    pattern (`"*.embedding.*"`), or `"norms"` or `"biases"`: those of every layer whose class has `norm` in its name, and
-    all that are called `bias`. A parameter that several fit has the options of all; of two that say the same thing the
+    pattern (`"*.embedding.*"`), or `"norms"` or `"biases"`: those of every layer whose class has `norm` in its name,
+    and all that are called `bias`. A parameter that several fit has the options of all; of two that say the same the
     later one counts. The rest comes first, with the optimizer's own options. Each parameter is in one group.
 
     Raises:

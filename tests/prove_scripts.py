@@ -66,8 +66,38 @@ class Script:
         return _HEAD + self.text
 
 
+_TEACHER = """
+class Teacher(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.student, self.teacher = network(), network().requires_grad_(False)
+
+    @torch.no_grad()
+    def average(self):
+        for own, other in zip(self.teacher.parameters(), self.student.parameters()):
+            own.data.lerp_(other.data, 0.1)
+
+
+def step(model, batch):
+    logits = model.student(batch[0])
+    loss = nn.functional.cross_entropy(logits, batch[1])
+    return loss + nn.functional.mse_loss(logits, model.teacher(batch[0]).detach())
+
+
+"""
 RIGHT = {
     "plain": Script("fit()"),
+    "a teacher that a callback averages": Script(
+        _TEACHER
+        + """
+class Teach(mh.Callback):
+    def after_step(self, moment):
+        moment.model.average()
+
+
+fit(model=Teacher, step=step, callbacks=[Teach(), mh.EMA(0.9)])
+"""
+    ),
     "adamw with weight decay": Script(
         "fit(optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1), clip_gradients=0.5,"
         " schedule=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 20))"
@@ -176,6 +206,21 @@ fit(model=Centred)
         "workers",
         "does not run",
         "'average'",
+    ),
+    "a teacher averaged in the step": Script(
+        _TEACHER
+        + """
+def averaging(model, batch):
+    if model.training:
+        model.average()
+    return step(model, batch)
+
+
+fit(model=Teacher, step=averaging, micro_batch_size=4)
+""",
+        "workers",
+        "state changed in forward",
+        "teacher.0",
     ),
     "a count of passes": Script(
         """

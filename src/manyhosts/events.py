@@ -52,6 +52,8 @@ class RunStarted:
     """None where the duration is a time."""
     time: float
     resumed_from: str = ""
+    epochs_done: float = 0.0
+    """With the fraction of the one under way; whole numbers only for a stream."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -269,6 +271,10 @@ class TestDone:
     values: Mapping[str, float]
     seconds: float
     time: float
+    weights: str = ""
+    """`"best"` or `"last"`; empty where nobody has said."""
+    weights_step: int = -1
+    """The step that these weights are of; -1 where nobody has said."""
 
 
 Event = (

@@ -52,7 +52,7 @@ def tune(rank: int, folder: str, strategy: str) -> tuple[dict[str, Any], int]:
     trainer = mh.Trainer(
         model=network,
         loss=nn.CrossEntropyLoss(),
-        optimizer=lambda params: torch.optim.AdamW(params.groups({"5.*": 1e-2, "*": 1e-3}), lr=1e-3),
+        optimizer=lambda params: torch.optim.AdamW(mh.groups(params, {"5": {"lr": 1e-2}}), lr=1e-3),
         data=mh.Data(data, batch_size=16),
         init_from=mh.InitFrom(Path(folder) / "shards", missing=["5.*"], freeze=["0.*"]),
         strategy=strategy,

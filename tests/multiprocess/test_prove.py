@@ -69,6 +69,7 @@ def test_the_cause_is_named(name: str, tmp_path: Path, stage: Stage) -> None:
     assert verdict.cause.kind == script.cause, verdict
     assert script.named in verdict.cause.what
     assert verdict.cause.fix
+    assert ("after_step" in verdict.cause.fix) == (name == "a teacher averaged in the step")
     assert verdict.cause.evidence
     assert not proof.holds
 

@@ -31,7 +31,7 @@ FLOORS = [  # from the ground up
     ["config", "cluster", "records"],
     ["hosts", "communication", "data", "listeners"],
     ["control", "rehearsal"],
-    ["strategies", "snapshot", "planner", "lab", "trials"],
+    ["strategies", "snapshot", "planner", "lab", "trials", "callbacks"],
     ["launchers", "study", "elastic"],
     ["training", "doctor", "report"],
     ["export", "prove", "measure", "tune", "watch", "reproduce", "analysis", "notebook"],
@@ -261,7 +261,7 @@ TRAINER_ARGUMENTS = (
     "model optimizer data loss step metrics schedule strategy precision micro_batch_size clip_gradients snapshots "
     "validate_every early_stopping listeners init_from seed virtual_workers batch_norm lr_scaling warmup compile "
     "backend record_samples run_dir on_bad_step schedule_every audit weight balance activation_checkpointing "
-    "threads keep_pictures"
+    "threads keep_pictures callbacks"
 )
 OPTIONS = {
     "run": "--on --cluster --hosts --hostfile --workers --nodes --workers-per-node --restarts --hang-timeout "

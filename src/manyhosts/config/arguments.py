@@ -59,7 +59,6 @@ OF_TRAINER = {
     "max_grad_norm": "clip_gradients=1.0",
     "accumulate_grad_batches": _PIECES,
     "gradient_accumulation_steps": _PIECES,
-    "callbacks": "listeners=[function]: each is called with every event",
     "logger": "everything is written to the run directory; listeners=[function] is called with every event",
     "default_root_dir": 'run_dir="runs/mine"',
     "output_dir": 'run_dir="runs/mine"',

@@ -12,6 +12,7 @@ import os
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from manyhosts.config.settings import Settings
@@ -26,18 +27,58 @@ S = TypeVar("S")
 
 
 def parse(words: Iterable[str]) -> dict[str, str]:
-    """`["lr=0.01", "seed=3"]` as a mapping, every key checked.
+    """`["lr=0.01", "seed=3"]` as a mapping, every key checked; a word such as `small.yaml` is a file of settings.
+
+    Of two words that name the same key the later one counts.
 
     Raises:
-        ConfigError: a word has no `=`, or its key is none of `known_keys()`.
+        ConfigError: a word has no `=` and is no such file, or its key is none of `known_keys()`.
     """
-    overrides = {}
+    overrides: dict[str, str] = {}
     for word in words:
         key, sign, text = word.partition("=")
+        if not sign and word.endswith((".yaml", ".yml")):
+            overrides |= of_file(Path(word))
+            continue
         if not sign:
-            raise ConfigError(f"cannot read {word!r}", where="--set", fix="write it as --set key=value")
+            raise ConfigError(
+                f"cannot read {word!r}",
+                where="--set",
+                fix="write it as --set key=value, or name a .yaml file of settings",
+            )
         overrides[key.strip()] = text.strip()
     check_keys(overrides)
+    return overrides
+
+
+def of_file(path: Path) -> dict[str, str]:
+    """The settings of a YAML file, as `parse` gives them: `lr: 0.01`, or a section with its fields indented.
+
+    Raises:
+        ConfigError: it cannot be read, holds something else, or PyYAML is not installed.
+    """
+    try:
+        import yaml  # type: ignore[import-untyped]
+    except ImportError as cause:
+        fix = "pip install 'manyhosts[yaml]', or give --set key=value"
+        raise ConfigError("a YAML file takes PyYAML, which is not installed", where=f"--set {path}", fix=fix) from cause
+    try:
+        found = yaml.safe_load(path.read_text())
+    except (OSError, ValueError, yaml.YAMLError) as cause:
+        reason = " ".join(str(cause).split())
+        raise ConfigError(f"cannot read the settings: {reason}", where=f"--set {path}", fix="see the line") from cause
+    overrides: dict[str, str] = {}
+    for key, value in (found if isinstance(found, dict) else {"": found}).items():
+        inside = value.items() if isinstance(value, dict) and key in _SECTIONS else [(None, value)]
+        for field, each in inside:
+            if not key or isinstance(each, list | dict):
+                raise ConfigError(
+                    f"{key or 'the file'} holds {type(each).__name__}, and a setting is one value",
+                    where=f"--set {path}",
+                    fix="write a line key: value for each setting; snapshots and early_stopping have indented ones",
+                )
+            text = "none" if each is None else str(each).lower() if isinstance(each, bool) else str(each)
+            overrides[key if field is None else f"{key}.{field}"] = text
     return overrides
 
 

@@ -8,15 +8,16 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from manyhosts.control.job import Job
 from manyhosts.errors import ConfigError
 from manyhosts.launchers import early_variables
 from manyhosts.launchers.script_imports import imports_manyhosts
 from manyhosts.records.json_text import parsed
+from manyhosts.records.run_directory import has_content
 
 Kind = Literal["script", "module", "executable"]
 
@@ -66,18 +67,20 @@ def check_run_dir(job: Job) -> None:
         raise ConfigError("the run directory is a file", where=str(job.run_dir), fix="give another --run-dir")
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         try:
-            recorded = str(parsed((job.run_dir / "run.json").read_bytes())["script"])
+            record = parsed((job.run_dir / "run.json").read_bytes())
+            recorded = str(record["script"])
         except (ValueError, KeyError, TypeError) as cause:
             raise ConfigError(
                 "the record of this run cannot be read",
                 where=str(job.run_dir / "run.json"),
                 fix="give another --run-dir, or move that file away to begin anew",
             ) from cause
-        if job.kind == "script" and not _same_script(Path(recorded), job.folder / job.program):
+        if job.kind == "script" and not _same_script(record, job.folder / job.program):
             raise ConfigError(
-                f"this is the run directory of {recorded}, not of {job.program}",
+                f"this is the run directory of {recorded}, not of {job.program}, which has other content",
                 where=str(job.run_dir),
-                fix="give another --run-dir, or leave it out",
+                fix="give another --run-dir, or leave it out; a script that was renamed resumes its run before it is "
+                "changed",
             )
 
 
@@ -92,7 +95,7 @@ def last_run_dir(program: str, kind: Kind, *, elsewhere: bool = False) -> Path:
     for record in runs.glob("*/run.json"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             found = parsed(record.read_bytes())
-            if _is_of(str(found["script"]), record.parent, program, kind):
+            if _is_of(found, record.parent, program, kind):
                 begun.append((float(found["started"]), record.parent))
     newest = max(begun, default=(0.0, None))
     if elsewhere and (unknown := _newest_without_record(runs, program)) and unknown[0] > newest[0]:
@@ -111,12 +114,12 @@ def last_run_dir(program: str, kind: Kind, *, elsewhere: bool = False) -> Path:
     return newest[1]
 
 
-def _is_of(recorded: str, run_dir: Path, program: str, kind: Kind) -> bool:
+def _is_of(record: Mapping[str, Any], run_dir: Path, program: str, kind: Kind) -> bool:
     """Whether the run in `run_dir` is one of `program`; an executable is known by the name of its directory."""
     if kind == "script":
-        return _same_script(Path(recorded), Path.cwd() / program)
+        return _same_script(record, Path.cwd() / program)
     if kind == "module":
-        names, parts = program.split("."), list(Path(recorded).with_suffix("").parts)
+        names, parts = program.split("."), list(Path(str(record["script"])).with_suffix("").parts)
         return names in (parts[-len(names) :], parts[-len(names) - 1 : -1] if parts[-1:] == ["__main__"] else [])
     return _started(run_dir, program) is not None
 
@@ -139,8 +142,14 @@ def _started(run_dir: Path, program: str) -> float | None:
     return None
 
 
-def _same_script(recorded: Path, asked: Path) -> bool:
-    """A project may have moved as a whole, so another path with the same name counts unless both files are there."""
+def _same_script(record: Mapping[str, Any], asked: Path) -> bool:
+    """Whether the run of `record` is one of the script `asked`: by its path, or else by its content.
+
+    A project may have moved as a whole, so another path with the same name counts unless both files are there.
+    """
+    recorded = Path(str(record["script"]))
+    if has_content(record, asked):
+        return True
     if recorded.name != asked.name:
         return False
     there = recorded if recorded.is_absolute() else asked.parent / recorded.name

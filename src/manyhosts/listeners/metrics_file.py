@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from manyhosts.events import Event, Recovered, RunStarted, SnapshotSaved, StepDone, ValidationDone
+from manyhosts.events import Event, Recovered, RunStarted, SnapshotSaved, StepDone, TestDone, ValidationDone
 from manyhosts.records.metrics import MetricsFile
 
 
@@ -24,6 +24,8 @@ class WriteMetrics:
             self.metrics.add(event)
         elif isinstance(event, ValidationDone | SnapshotSaved) and event.step == self._resumed_at:
             self.metrics.tell_again(event)  # where the run goes on from a snapshot whose validation was cut off
+        elif isinstance(event, TestDone):
+            self.metrics.tell_again(event)  # a script that was killed after its test makes it once more
         else:
             self._before(event)
             self.metrics.add(event)

@@ -176,7 +176,8 @@ class ShowProgress:
         start = self._start
         if start is None or not start.total_steps or not start.steps_per_epoch:
             return None
-        return math.ceil(start.total_steps / start.steps_per_epoch)
+        left = (start.total_steps - start.step) / start.steps_per_epoch
+        return math.ceil(start.epochs_done + left - 1e-6)  # the batch, and so the steps of an epoch, may have changed
 
     def _seconds_left(self, last: StepDone) -> float | None:
         """By whichever limit comes first; validations between the steps count as they did so far."""

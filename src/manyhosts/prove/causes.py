@@ -197,11 +197,14 @@ def _of_snapshot(ours: Trial, theirs: Trial, found: Departure) -> Cause | None:
     since = min((line["step"] for line in theirs.trace.begins.values()), default=0)
     if found.step == since and found.what in ("parameter", "buffer"):
         persistent = {name for line in theirs.trace.begins.values() for name in line.get("persistent", ())}
-        why = "" if found.name in persistent else ": it is registered with persistent=False, or not in the model"
+        kept = found.name in persistent or found.what == "parameter"
+        why = "" if kept else ": it is registered with persistent=False, or not in the model"
         return Cause(
             "not in the snapshot",
             f"{found.what} {found.name} is not what it was when the snapshot was made{why}",
-            "register it as a persistent buffer, or as a parameter",
+            "change it between steps alone, in a callback: mh.Trainer(callbacks=[…]) with after_step"
+            if kept
+            else "register it as a persistent buffer, or as a parameter",
             "the weights at the end of the step of the snapshot against those that the resumed run began with",
         )
     kept = ours.trace.of(since).get("optimizer", {}) if since in ours.trace.steps else {}

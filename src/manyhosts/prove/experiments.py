@@ -103,8 +103,9 @@ class Experimented:
             "changed_buffers",
             "`forward` changes {names}, once per forward pass: on more workers, or in smaller pieces, by other samples"
             " and more often",
-            "sum what it is made of over the workers (torch.distributed.all_reduce), compute it from the parameters, or"
-            " train in one piece (one worker, no micro_batch_size)",
+            "move what is to happen once per step (a teacher's average, a target network) into a callback:"
+            " mh.Trainer(callbacks=[…]) with after_step, or mh.EMA(); sum what is made of samples over the workers"
+            " (torch.distributed.all_reduce)",
         )
 
     def of_loss(self) -> Cause | None:

@@ -22,10 +22,11 @@ from manyhosts.errors import SnapshotError
 from manyhosts.records.json_text import parsed
 from manyhosts.records.tensor_parts import TensorRecord, dtype_and_shape, first_flaw, from_dtype_and_shape
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 """1: nothing in `Facts.run`. 2: what the run was asked, which a resume is held against. 3: the state may say that the
 validation of its step is yet to be made; before, it never was. 4: a tensor may lie in parts in several files, and the
-optimizer's state goes by the names of parameters; before, each tensor was whole, and parameters had numbers."""
+optimizer's state goes by the names of parameters; before, each tensor was whole, and parameters had numbers. 5: there
+may be states of callbacks; before, there were none."""
 _IN_PARTS_SINCE = 4
 NAME = "manifest.json"
 _HASH_KEY = ',\n "sha256": "'

@@ -17,7 +17,7 @@ Every line has `event`, `step`, `epoch` (from 0) and `time` (seconds since the U
     workers      steps: how many, up to `step`; communication; workers: of each rank, host, samples, and the means
                  over these steps: total, compute, communication_exposed, data_wait, snapshot_stall; hot
     end          status, reason, weights_sha256
-    test         values, seconds
+    test         values, seconds; weights: "best" or "last", and weights_step, the step that they are of
 
 A number that is none is one of the strings "NaN", "Infinity" and "-Infinity", and `read` gives it back as a number.
 
@@ -29,7 +29,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -96,9 +98,11 @@ _TEXTS = frozenset(
         "status",
         "weights_sha256",
         "cause",
+        "weights",
     }
 )
 
+_STEP_LINE = re.compile(rb'\{"event": "step", "step": (\d+)\b')
 # what `line_of` makes of a step, three times as fast: a thread that writes takes its time from the loop
 _STEP = (
     '{"event": "step", "step": %d, "epoch": %d, "time": %.6f, "loss": %r, "lr": %r, "samples": %d, '
@@ -165,7 +169,7 @@ class MetricsFile:
 
     def tell_again(self, event: Event) -> None:
         """Add one event; where the lines of its step have it already, this one stands in its place."""
-        new, same = line_of(event), ("event", "step", "path")
+        new, same = line_of(event), ("event", "step", "path", "weights")
         tail = self._lines.tail(lambda line: line.get("event") == "step" and line["step"] <= event.step)
         kept = [line for _, line in tail if any(line.get(key) != new.get(key) for key in same)]
         if len(kept) < len(tail):
@@ -210,6 +214,19 @@ def read(path: Path) -> list[Line]:
 def stream(path: Path) -> Iterator[Line]:
     """The lines of `metrics.jsonl` one by one, also while the run adds to them."""
     return map(decoded, read_lines(path))
+
+
+def lost_steps(path: Path, last: int) -> str:
+    """The steps up to `last` of which there is no whole line, in words; empty where none is lost."""
+    there = bytearray(last + 1)
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        for line in file:  # not parsed: a run may have millions
+            found = _STEP_LINE.match(line)
+            if found and line.endswith(b"}\n") and b"\0" not in line and (step := int(found[1])) <= last:
+                there[step] = 1
+    gaps = [(found.start() + 1, found.end()) for found in re.finditer(rb"\0+", bytes(there[1:]))]
+    words = [f"step {first}" if first == final else f"steps {first} to {final}" for first, final in gaps]
+    return ", ".join(words[:3]) + (f" and {len(words) - 3} more gaps" if len(words) > 3 else "")
 
 
 def decoded(line: Line) -> Line:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import time
@@ -36,6 +37,19 @@ def check_is_folder(text: str, *, where: str) -> None:
             where=where,
             fix="leave it on the disk, and have snapshots and the record copied there: --set snapshots.to=ADDRESS",
         )
+
+
+def content_hash(script: Path) -> str:
+    """The sha256 of a script's content; empty where there is no such file."""
+    try:
+        return hashlib.sha256(script.read_bytes()).hexdigest()
+    except OSError:
+        return ""
+
+
+def has_content(record: Mapping[str, object], script: Path) -> bool:
+    """Whether `run.json` is of a script with the content of this one, wherever it was and however it was called."""
+    return bool(record.get("script_sha256")) and record["script_sha256"] == content_hash(script)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +136,14 @@ class RunDirectory:
             ConfigError: it is the run of another script, something stands where its folders go, or it cannot be made.
         """
         if self.run_json.exists():
-            before = str(read_json(self.run_json).get("script", ""))
-            if Path(before).name != script.name:
+            record = read_json(self.run_json)
+            before = str(record.get("script", ""))
+            if Path(before).name != script.name and not has_content(record, script):
                 raise ConfigError(
-                    f"this is the run directory of {before}, not of {script}",
+                    f"this is the run directory of {before}, not of {script}, which has another name and other content",
                     where=str(self.path),
-                    fix="choose another with --run-dir DIR, or leave that out to begin a new run",
+                    fix="choose another with --run-dir DIR, or leave that out to begin a new run; a script that was "
+                    "renamed resumes its run before it is changed",
                 )
         for folder in (self.snapshots, self.best, self.tensorboard, self.profile, self.logs):
             if os.path.lexists(folder) and not folder.is_dir():

@@ -47,6 +47,8 @@ class RunRecord:
     """The names of the variables that `--env` gave the workers; their values are shown nowhere."""
     same_answer: Mapping[str, str] = field(default_factory=dict)
     """What the last look at the loss has found: `outcome` (see `events.LossLooked`) and `text`; empty before it."""
+    script_sha256: str = ""
+    """Of the script's content, by which a run is known when its script was moved or renamed; empty without a file."""
     schema_version: int = field(default=SCHEMA_VERSION)
 
     def write(self, path: Path) -> None:

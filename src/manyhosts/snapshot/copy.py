@@ -1,7 +1,9 @@
 """The copy of the state that a snapshot is written from, made beside the next forward and backward pass.
 
-Parameters and optimizer state do not change between two optimizer steps. So `begin` copies only what may change at once
-(buffers, counters), and `finish`, on another thread, the rest; the trainer waits for it right before its next update.
+Parameters that the optimizer updates, and its state, do not change between two optimizer steps. So `begin` copies at
+once only what may change (buffers, counters, frozen parameters, which a step may average), and `finish`, on another
+thread, the rest; the trainer waits for it right before its next update. That is not taken on trust: `begin` takes
+checksums, and `finish` compares its copies with them.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 from manyhosts.device import Event, is_asynchronous, module
+from manyhosts.snapshot.fingerprint import tensor_checksums
 from manyhosts.snapshot.tensors import bytes_of
 
 
@@ -68,8 +71,11 @@ class Copying:
         """The copies by name: contiguous, on the CPU, right once `finish` has returned."""
         self.done = threading.Event()
         """Set when the originals may change."""
+        self.changed = ""
+        """The name of a tensor that changed before it was copied, so that its copy is of a later moment."""
         self._device = device
         self._later = {name: tensor for name, tensor in tensors.items() if _memory(tensor) in unchanged}
+        self._checksums = tensor_checksums(self._later)
         for name, tensor in tensors.items():
             if name not in self._later:
                 space[name].copy_(tensor, non_blocking=True)
@@ -84,8 +90,10 @@ class Copying:
             else:
                 self._copy_from_device(self._asked)
         finally:
-            self._later = {}
+            later, self._later = [*self._later], {}
             self.done.set()
+        found = tensor_checksums({name: self.copies[name] for name in later})
+        self.changed = next((name for name in later if found[name] != self._checksums[name]), "")
 
     def _copy_on_cpu(self) -> None:
         for name, tensor in self._later.items():

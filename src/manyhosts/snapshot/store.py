@@ -36,7 +36,7 @@ from manyhosts.snapshot.flatten import flatten
 from manyhosts.snapshot.load import Fits, Loaded, everything_fits, newest, newest_whole
 from manyhosts.snapshot.prune import surplus
 from manyhosts.snapshot.separate_disks import bring_best, bring_newest, first_of_disk, keepers
-from manyhosts.snapshot.writing import Owns, Share, Task, seal, sent, sentence, share_of, write_files
+from manyhosts.snapshot.writing import Owns, Share, Task, seal, see_one_moment, sent, sentence, share_of, write_files
 
 __all__ = ["Facts", "Loaded", "Store"]
 
@@ -75,6 +75,7 @@ class Store:
         """Whether the last snapshot is on this worker's disk, as far as it was told."""
         self._space = CopySpace(self._world.device)
         self._copying: Copying | None = None
+        self._all_at_once = False  # whether something changed that nobody but the update should change
         self._side: SideGroup | None = None
         self._thread: threading.Thread | None = None
         self._path: Path | None = None
@@ -99,7 +100,8 @@ class Store:
         writes its parts, and a share of the whole tensors; where hosts share no disk, one worker of two hosts all.
         `own` is this worker's alone; those of all workers are kept. What shares memory with one of the tensors
         `unchanged_until_update` (parameters, optimizer state) is copied beside what comes next, and `before_update`
-        must be called before it changes; everything else is copied before this returns. Where a snapshot is still being
+        must be called before it changes; everything else is copied before this returns. One of them that has changed
+        all the same costs this snapshot, and from then on all is copied at once. Where a snapshot is still being
         written, this waits for it.
 
         What the disk refuses costs this snapshot and nothing else: `finished` tells it.
@@ -141,7 +143,7 @@ class Store:
             share = replace(share, own={} if own_state is None else own_state.tensors)
         else:
             share = share_of(shared, own_state, rank=rank, writers=world.size)
-        self._copying = self._space.begin(share.originals, unchanged_until_update)
+        self._copying = self._space.begin(share.originals, () if self._all_at_once else unchanged_until_update)
         task = Task(
             path=path,
             half=path.with_name(f"{path.name}.{token}.half"),
@@ -311,6 +313,7 @@ class Store:
     def _run(self, task: Task) -> None:
         try:
             task.copying.finish()
+            self._all_at_once |= bool(task.copying.changed)
             owns = {} if task.exchange is None else task.exchange(task.share.own)
             if task.share.file:
                 self._write(task, owns)
@@ -328,6 +331,7 @@ class Store:
                 with suppress(OSError):  # what clings to the disk takes room, and no more
                     remove_halves(task.path.parent, self._disk, but=task.half)
             self._disk.make_folder(task.half)
+            see_one_moment(task.copying)
             tell(task.half, task.rank, write_files(task, owns, self._disk), self._disk)
             if leads:
                 self._commit(task)

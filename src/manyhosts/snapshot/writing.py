@@ -131,6 +131,19 @@ def write_files(task: Task, owns: Owns, disk: Disk) -> Part:
     return Part(files, {name: tensor_files.record_of(part, share.file) for name, part in share.parts.items()})
 
 
+def see_one_moment(copying: Copying) -> None:
+    """See that all that was copied is of one moment.
+
+    Raises:
+        SnapshotError: something is of a later one.
+    """
+    if name := copying.changed:
+        raise SnapshotError(
+            f"{name.removeprefix(_STATE).removeprefix(_OWN)} was changed while the next step was computed, and not by "
+            "its update; later snapshots copy everything before that"
+        )
+
+
 def seal(task: Task, told: Mapping[int, Part], disk: Disk) -> Manifest:
     """Make a snapshot of the files that all have written: see that they hold the state, write the manifest, rename.
 

@@ -6,7 +6,7 @@ holds it and its name there, and not by the tensor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +50,7 @@ def put_transient(model: nn.Module, given: Mapping[str, Tensor]) -> None:
 
 
 class BufferCopies:
-    """The buffers of one model as they were before a step."""
+    """The buffers of one model as they were before a step, and the frozen parameters that a step changes by itself."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -60,11 +60,21 @@ class BufferCopies:
             for name, each in module._buffers.items()
             if each is not None
         ]
+        self.followed: set[str] = set()
+        """The names of those parameters."""
         self.tensors: list[Tensor] = []
         """Those that the modules held then."""
         self.memory: list[Tensor] = []
         """What can be written into of each."""
         self.copies: list[Tensor] = []
+
+    def follow(self, names: Iterable[str]) -> None:
+        """Remember these parameters, too, from the next step on."""
+        if new := set(names) - self.followed:
+            self.followed |= new
+            for path, module in self.model.named_modules():
+                here = [name for name in module._parameters if (f"{path}.{name}" if path else name) in new]
+                self.places += [(module._parameters, name) for name in here]
 
     def __bool__(self) -> bool:
         return bool(self.places)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Collection, Mapping, Sized
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import Dataset, IterableDataset
 
+from manyhosts.callbacks.callback import Callbacks, Moment
 from manyhosts.communication.batch_norm import GlobalBatch, make_global
 from manyhosts.communication.mesh import Mesh
 from manyhosts.communication.shared_norm import Batch, OwnBatch, prepare
@@ -41,7 +42,7 @@ from manyhosts.training.compute import ForwardPass, Loss, UserStep, pair
 from manyhosts.training.make_strategy import make_strategy
 from manyhosts.training.optimizer_kernels import fuse
 from manyhosts.training.own_loop.strategy import OwnLoop, StepMemory
-from manyhosts.training.parameters import MakeOptimizer, parameters_of
+from manyhosts.training.parameter_groups import MakeOptimizer, parameters_of
 from manyhosts.training.precision import Precision
 from manyhosts.training.same_given import compare_data, compare_descriptions, described, settings_compared
 from manyhosts.training.source import Source, make_source
@@ -91,6 +92,7 @@ class Parts:
     warmup: learning_rate.WarmUp
     precision: Precision
     compute: ForwardPass
+    callbacks: Callbacks
     auditor: Auditor | None
     """What compares parts that several workers compute; None where that was not asked for."""
     source: Source
@@ -112,6 +114,12 @@ class Parts:
     def model(self) -> nn.Module:
         """The user's model, as the strategy has placed it."""
         return model_of(self.trained)
+
+    def moment(self, step: int = 0, epochs: float = 0.0, **more: Any) -> Moment:
+        """What callbacks are told of a point of the run; `more`: other fields of it."""
+        return Moment(
+            model=self.model, trained=self.trained, optimizer=self.optimizer, step=step, epochs=epochs, **more
+        )
 
     def fingerprint(self) -> Fingerprint:
         """What a snapshot must match to be one of this model."""
@@ -209,6 +217,7 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
     schedule: MakeSchedule | None,
     weight: Weight | None,
     spread: Callable[[Strategy, Settings], Strategy],
+    callbacks: Callbacks,
 ) -> Parts:
     """Make everything that `fit` needs. `spread`: what becomes of the strategy that the settings name."""
     weighing = Weighing(weight, loss, data=data, settings=settings, world=world)
@@ -218,6 +227,7 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
     if is_lazy(bare):
         make_whole(bare, data, step or (lambda model, batch: model(pair(batch)[0])), seed=settings.seed)
     made = trained(bare, loss)
+    thawed = callbacks.prepare(bare)
     _compare_given(made, data, settings, world)
     compute = ForwardPass(loss, step, seed=settings.seed, context=Precision(settings.precision, world.device).context)
     chosen = choose(Given(settings=settings, made=made, data=data, compute=compute, optimizer=optimizer, world=world))
@@ -234,7 +244,7 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
     world.notes += prepare_blocks(model_of(placed), settings)
     if strategy.traits.meets_in_forward:
         refuse_other_calls(model_of(placed))
-    made_optimizer = make_optimizer(placed, optimizer, settings, strategy, has_step=step is not None)
+    made_optimizer = make_optimizer(placed, optimizer, settings, strategy, has_step=step is not None, thawed=thawed)
     if isinstance(strategy, LocalUpdates):
         strategy.hold(made_optimizer)
     holds_all = strategy.traits.holds_whole_model
@@ -266,6 +276,7 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
         warmup=warm(source),
         precision=precision,
         compute=compute,
+        callbacks=callbacks,
         auditor=auditor,
         source=source,
         as_made=AsMade.of(made_optimizer, made_schedule, options=options, model=placed),
@@ -336,10 +347,34 @@ def _length(dataset: Dataset[Any]) -> str:
         raise
 
 
+def attach_callbacks(parts: Parts) -> None:
+    """Let callbacks make their states of the weights that the run begins with.
+
+    Raises:
+        ConfigError: they keep tensors, and the strategy lets every worker's model drift.
+    """
+    parts.callbacks.call("attach", parts.moment())
+    if not parts.strategy.traits.steps_together and (names := sorted(parts.callbacks.tensors())):
+        raise ConfigError(
+            f"a callback keeps tensors ({names[0]}), and with strategy {parts.settings.strategy.name!r} each worker "
+            "has weights of its own between two exchanges, so these would differ",
+            where="mh.Trainer(callbacks=…)",
+            fix='leave the callback out, or choose strategy="ddp"',
+        )
+
+
 def make_optimizer(
-    module: nn.Module, make: MakeOptimizer | Optimizer, settings: Settings, strategy: Strategy, *, has_step: bool
+    module: nn.Module,
+    make: MakeOptimizer | Optimizer,
+    settings: Settings,
+    strategy: Strategy,
+    *,
+    has_step: bool,
+    thawed: Collection[str] = (),
 ) -> Optimizer:
     """The user's optimizer over the placed parameters, with the learning rate that `settings` ask for.
+
+    `thawed`: the names, in the model, of those that are frozen and will be trained later.
 
     Raises:
         ConfigError: `make` gave something else, or an optimizer of other parameters than those.
@@ -354,7 +389,7 @@ def make_optimizer(
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="optimizer contains a parameter group with duplicate")  # refused
-            made = make(parameters_of(module))
+            made = make(parameters_of(module, thawed))
     except ValueError as cause:
         if "more than one parameter group" in str(cause):
             raise twice(str(cause)) from cause

@@ -25,7 +25,7 @@ from manyhosts.strategies.blocks import modules_of_layers, repeated_blocks
 from manyhosts.strategies.units import tail_bytes, unit_bytes
 from manyhosts.training.compute import ForwardPass
 from manyhosts.training.freed_memory import give_back_at_once, take_from_one_place
-from manyhosts.training.parameters import MakeOptimizer, parameters_of
+from manyhosts.training.parameter_groups import MakeOptimizer, parameters_of
 from manyhosts.training.sizing import PassBytes, Unknown, UpdateBytes, optimizer_bytes, pass_bytes
 from manyhosts.training.trained import model_of
 from manyhosts.units import bytes_in_words

@@ -33,9 +33,14 @@ class TakenUp(Mapping[str, Any]):
     else is read whole.
     """
 
-    def __init__(self, stored: Mapping[str, Any], module: nn.Module, holding: Holding) -> None:
-        """`stored`: the state, with a `StoredTensor` in the place of each tensor. `module`: what is trained."""
-        self._stored, self._module, self._holding = stored, module, holding
+    def __init__(
+        self, stored: Mapping[str, Any], module: nn.Module, holding: Holding, callbacks: Mapping[str, Any]
+    ) -> None:
+        """`stored`: the state, with a `StoredTensor` in the place of each tensor. `module`: what is trained.
+
+        `callbacks`: what callbacks hold now, by which what is kept of theirs is cut.
+        """
+        self._stored, self._module, self._holding, self._callbacks = stored, module, holding, callbacks
 
     def __len__(self) -> int:
         return len(self._stored)
@@ -55,6 +60,8 @@ class TakenUp(Mapping[str, Any]):
             return self._cut(stored, model_of(self._module).state_dict())
         if key == "loss":
             return self._cut(stored, loss_state(self._module))
+        if key == "callbacks":
+            return self._cut_alike(stored, self._callbacks)
         if key == "optimizer" and isinstance(stored.get("state"), Mapping):
             names = names_kept(self._module)
             own = {names[id(each)]: each for each in self._module.parameters()}
@@ -68,6 +75,13 @@ class TakenUp(Mapping[str, Any]):
     def _cut_like(self, parameter: Tensor | None, kept: Any) -> Any:
         """What an optimizer keeps of one parameter."""
         return {key: self._like(parameter, value) for key, value in kept.items()} if isinstance(kept, Mapping) else kept
+
+    def _cut_alike(self, stored: Any, own: Any) -> Any:
+        """What is kept of a nested state, each tensor cut as the one in its place is."""
+        if not isinstance(stored, Mapping):
+            return self._like(own, stored) if isinstance(stored, StoredTensor) else _whole(stored)
+        beside = own if isinstance(own, Mapping) else {}
+        return {key: self._cut_alike(value, beside.get(key)) for key, value in stored.items()}
 
     def _like(self, own: Any, value: Any) -> Any:
         if not isinstance(value, StoredTensor):

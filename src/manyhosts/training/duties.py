@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 from manyhosts.config.settings import Settings
+from manyhosts.data import randomness
 from manyhosts.events import ValidationDone
 from manyhosts.strategies.local_updates import LocalUpdates, averaged_parameters
 from manyhosts.training.build import Parts
@@ -54,6 +56,7 @@ class Duties:
         self.all: tuple[Callable[[], None], ...] = (
             *((self.exchange,) if exchanges else ()),
             self.end_epoch,
+            self.act_after_epoch,
             self.compare_pace,
             self.validate_if_due,
             self.keep_best,
@@ -103,6 +106,19 @@ class Duties:
             self.step_reporter.of_epoch()
             self.schedule.after_epoch()
 
+    def act_after_epoch(self) -> None:
+        """Let callbacks act, where the last step ended an epoch."""
+        if self.at.ends_epoch:
+            self.call_callbacks("after_epoch")
+
+    def call_callbacks(self, point: str, **more: Any) -> None:
+        """Call that method of each, as of the last step; `more`: what else they are told of the moment."""
+        state, callbacks = self.state, self.parts.callbacks
+        if callbacks:
+            self.snapshot_schedule.before_update()
+            randomness.seed_compute(self.settings.seed, randomness.CALLBACK, state.step)
+            callbacks.call(point, self.parts.moment(state.step, self.now().epochs, **more))
+
     def compare_pace(self) -> None:
         """Every few seconds: see whether a host or a link holds the others up."""
         if self.pace is not None and self.pace.is_due(self.at.before.seconds, self.state.seconds):
@@ -133,7 +149,7 @@ class Duties:
         if self.snapshot_schedule.saved_at == state.step:
             self.snapshot_schedule.saved_at = -1  # that snapshot knows nothing of this validation
         try:
-            with averaged_parameters(parts.strategy, parts.trained):
+            with averaged_parameters(parts.strategy, parts.trained), parts.callbacks.evaluated(parts.trained):
                 compare_weights(parts, f"before the validation of step {state.step}")
                 state.validation = self.validation(parts.model, asked=lambda: self.stop_signals.control_flags)
         except CutOff as cut:
@@ -143,6 +159,7 @@ class Duties:
         state.validated_at, state.validation_due = state.step, False
         value = self.snapshot_schedule.watched(state.validation)
         best = self.note_value(value)
+        self.call_callbacks("after_validation", values=dict(state.validation))
         self.schedule.after_validation(value)
         self.step_reporter.tell(
             ValidationDone(

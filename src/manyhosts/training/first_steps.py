@@ -1,4 +1,4 @@
-"""What the first steps of a run show: a stream that differs from worker to worker, a model that does not learn.
+"""What the first steps of a run show: a stream that differs by worker, a model that learns nothing or changes itself.
 
 Each is said once, before or at the third step, and nothing is looked at after it.
 """
@@ -6,6 +6,7 @@ Each is said once, before or at the third step, and nothing is looked at after i
 from __future__ import annotations
 
 import torch
+from torch.nn.modules.batchnorm import _NormBase
 
 from manyhosts.communication.world import World
 from manyhosts.data.first_samples import are_alike
@@ -54,6 +55,48 @@ class FirstSteps:
         self._gradient = 0.0
         self._before: dict[str, str] = {}
         self._attributes: dict[str, object] = {}
+        self._held: dict[str, str] = {}
+        """Before the passes of a step: a checksum of each parameter, and of each buffer that is not BatchNorm's."""
+        self.written: list[str] = []
+        """The names of frozen parameters that the passes of a step have changed."""
+        self._told: set[str] = set()
+
+    def before_forward(self) -> None:
+        """A step is about to be computed."""
+        self._held = tensor_checksums(self._looked_at())
+
+    def after_forward(self, pieces: int) -> None:
+        """Its passes are done, forward and backward, over so many pieces, and nothing has been updated yet.
+
+        What they have changed happens once for each piece, so it depends on how a batch is cut.
+        """
+        now = tensor_checksums(self._looked_at())
+        names = [name for name, checksum in now.items() if self._held.get(name, checksum) != checksum]
+        own = dict(self.parts.trained.named_parameters())
+        self.written = [name for name in names if name in own and not own[name].requires_grad]
+        # A buffer that no sample decides, such as a counter, is right as long as a step has one piece.
+        names = [name for name in names if (name in own or pieces > 1) and name not in self._told]
+        if not names:
+            return
+        self._told |= set(names)
+        kind = "parameter" if names[0] in own else "buffer"
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        self.parts.world.notes.append(
+            f"the step changes the {kind} {names[0]}{more} by itself, once for each piece of a batch (a worker's "
+            f"part, a micro-batch; here {pieces} in a step), so the number of pieces changes the model: what is to "
+            "happen once per step belongs into a callback, mh.Trainer(callbacks=[…]) with after_step"
+        )
+
+    def _looked_at(self) -> dict[str, torch.Tensor]:
+        model, local = self.parts.trained, self.parts.strategy.holding.local
+        norms = {id(each) for layer in model.modules() if isinstance(layer, _NormBase) for each in layer.buffers()}
+        found = {name: each for name, each in model.named_buffers() if id(each) not in norms}
+        found |= dict(model.named_parameters())
+        return {
+            name: local(each)
+            for name, each in found.items()
+            if each.layout is torch.strided and not each.is_quantized and each.device.type != "meta"
+        }
 
     def before_update(self) -> None:
         """The gradients of a step are there.

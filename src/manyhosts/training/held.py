@@ -107,6 +107,7 @@ def held_by(parts: Parts) -> dict[str, Any]:
         "scaler": parts.precision.state_dict(),
         "random": {"torch": torch.get_rng_state()},
         "objects": {name: each.state_dict() for name, each in parts.objects.items()},
+        **({"callbacks": states} if (states := parts.callbacks.state_dict()) else {}),
     }
 
 
@@ -120,6 +121,7 @@ def take_up(parts: Parts, kept: Mapping[str, Any], *, own: bool = False, schedul
         put_weights(parts, kept)
         put_transient(parts.trained, kept.get("buffers", {}))  # snapshots of before have none: the script made them
         load_by_name(parts.optimizer, parts.trained, kept["optimizer"])
+        parts.callbacks.load_state_dict(kept.get("callbacks", {}), parts.moment())
     if parts.schedule is not None and schedule:
         parts.schedule.load_state_dict(kept["schedule"])
     parts.precision.load_state_dict(kept["scaler"])
@@ -133,7 +135,7 @@ def state_of(loaded: Loaded, parts: Parts) -> Mapping[str, Any]:
     """What a snapshot keeps, as `parts` hold it: whole, or of each tensor this worker's part."""
     if parts.strategy.traits.holds_whole_model:
         return loaded.state
-    return TakenUp(loaded.stored, parts.trained, parts.strategy.holding)
+    return TakenUp(loaded.stored, parts.trained, parts.strategy.holding, parts.callbacks.state_dict())
 
 
 def weights_of(parts: Parts) -> dict[str, Any]:

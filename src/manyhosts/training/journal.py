@@ -42,7 +42,7 @@ from manyhosts.listeners.metrics_file import WriteMetrics
 from manyhosts.listeners.standard import standard
 from manyhosts.records import provenance, run_lock
 from manyhosts.records.metrics import MetricsFile
-from manyhosts.records.run_directory import RunDirectory
+from manyhosts.records.run_directory import RunDirectory, content_hash
 from manyhosts.records.run_record import GIVEN, RunRecord, plain_settings, versions_for
 from manyhosts.records.samples import SamplesFile
 from manyhosts.training import watching
@@ -121,6 +121,7 @@ class Journal:
                 started=time.time(),
                 overrides=overrides.from_environment(),
                 environment=[name for name in os.environ.get(GIVEN, "").split(",") if name],
+                script_sha256=content_hash(self.script),
             )
             record.write(self.directory.run_json)
             self._keep_provenance()

@@ -99,6 +99,7 @@ class Loop:
         if watching.watcher is not None:
             watching.watcher.begins(self.parts, self.settings, self.state)
         self.stepper.counting.settled = False
+        self.duties.call_callbacks("begin")
         steps: Steps | None = None
         while True:
             self.duties.do()

@@ -9,6 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from manyhosts.communication.batch_norm import GlobalBatch
 from manyhosts.events import Note, RunStarted
+from manyhosts.records.metrics import lost_steps
 from manyhosts.snapshot.load import Loaded
 from manyhosts.strategies.local_updates import LocalUpdates
 from manyhosts.training.build import Parts, counted_workers
@@ -21,14 +22,16 @@ from manyhosts.training.snapshot_schedule import SnapshotSchedule
 def announce(loop: Loop, journal: Journal, loaded: Loaded | None, *, why_not_survive: str) -> None:
     """Tell where a run begins, and with what. `loaded`: the snapshot; `why_not_survive`: see `notes`."""
     state, per_epoch, now = loop.state, loop.parts.source.steps_per_epoch, time.time()
+    place = loop.duties.now()
     journal.resume_samples(state.step)
     journal.started = RunStarted(
         step=state.step,
         epoch=state.position.epoch,
         steps_per_epoch=per_epoch,
-        total_steps=total_steps(loop.limit, per_epoch),
+        total_steps=total_steps(loop.limit, per_epoch, place),
         time=now,
         resumed_from="" if loaded is None else str(loaded.path),
+        epochs_done=place.epochs,
     )
     journal.tell(journal.started)
     for skipped in loaded.skipped if loaded is not None else []:
@@ -78,6 +81,10 @@ def notes(loop: Loop, snapshot_schedule: SnapshotSchedule, *, is_resumed: bool, 
 def about_resume(parts: Parts, snapshot_schedule: SnapshotSchedule) -> list[str]:
     """What has changed since the snapshot that a run goes on from, and what will not be noticed when it goes on."""
     found = snapshot_schedule.changes.told()
+    if parts.world.is_leader and (lost := lost_steps(snapshot_schedule.directory.metrics, snapshot_schedule.saved_at)):
+        found.append(
+            f"metrics.jsonl has no line of {lost}: somebody or a disk has lost them, and summary and report lack them"
+        )
     if parts.world.is_leader and (unknown := parts.data_identity().get("unknown")):
         found.append(f"no sample of the training set is compared when the run goes on: {unknown}")
     return found

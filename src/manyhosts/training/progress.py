@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from manyhosts.units import Duration, seconds_in_words
 
+_A_FEW = 1e-6
 _A_LITTLE = 1e-9  # epochs are fractions of steps; 20 of 20 must count as 20
 
 
@@ -36,11 +37,15 @@ def reached(limit: Duration, progress: Progress) -> str:
     return ""
 
 
-def total_steps(limit: Duration, steps_per_epoch: int | None) -> int | None:
-    """The optimizer steps that a run of this duration has; None where only time or the end of a stream tells."""
+def total_steps(limit: Duration, steps_per_epoch: int | None, now: Progress | None = None) -> int | None:
+    """The optimizer steps that a run of this duration has; None where only time or the end of a stream tells.
+
+    `now`: where it stands, when steps before may have had another batch, so that an epoch had another number of them.
+    """
+    now = now or Progress()
     ends = [] if limit.steps is None else [limit.steps]
     if limit.epochs is not None and steps_per_epoch is not None:
-        ends.append(round(limit.epochs * steps_per_epoch))
+        ends.append(now.step + max(0, math.ceil((limit.epochs - now.epochs) * steps_per_epoch - _A_FEW)))
     return min(ends) if ends else None
 
 

@@ -84,6 +84,8 @@ TABLE = (
     Row("`compile`, `activation_checkpointing`", "from the first step on"),
     Row("`metrics`, validation and test set", "from the next validation on; nobody compares them"),
     Row("`loss`, `step`, `collate`, `listeners`", "from the first step on; nobody compares functions"),
+    Row("`callbacks`", "from the first step on; each takes up its own state by its name, and a new one begins with the "
+        "weights of the snapshot"),
     Row("`init_from`", "nothing: the snapshot has the weights"),
     Row("model: names, shapes and dtypes of its parameters and buffers", "refused", ("model",), refused=True),
     Row("kind of the optimizer", "refused: another one could make nothing of what this one has kept",

@@ -310,6 +310,7 @@ class Run:
             duties.validate()
         duties.keep_best()
         self.run_end.save(self.loop)
+        duties.call_callbacks("end")
         self.snapshot_schedule.finish_copies(partial(self.journal.report, "busy"))
         if isinstance(self.parts.strategy, LocalUpdates):
             self.parts.strategy.average(self.parts.trained)  # a run ends with one model

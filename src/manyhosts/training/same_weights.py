@@ -40,7 +40,7 @@ def compare_weights(parts: Parts, moment: str) -> None:
     world, model = parts.world, parts.trained
     if world.size == 1:
         return
-    tensors = _compared(model, parts.strategy)
+    tensors = {**_compared(model, parts.strategy), **parts.callbacks.tensors()}
     if not parts.strategy.traits.holds_whole_model:
         tensors = _compare_parts(tensors, parts.strategy, moment)
     own = tensor_checksums(tensors)

@@ -113,7 +113,7 @@ class SnapshotSchedule:
             in_parts(everything, holding),
             self._facts(state),
             own=own if any(own.values()) else None,
-            unchanged_until_update=map(holding.local, [*parts.trained.parameters(), *_tensors(parts.optimizer.state)]),
+            unchanged_until_update=map(holding.local, [*_updated(parts), *_tensors(parts.optimizer.state)]),
         )
         self.listen()
 
@@ -124,7 +124,10 @@ class SnapshotSchedule:
         """
         parts = self.parts
         facts = replace(self._facts(state), run=asked_of(self.settings, parts))
-        is_whole = not self.lacks_best(state) or self.store.save_alone(self.directory.best, weights_of(parts), facts)
+        is_whole = True
+        if self.lacks_best(state):
+            with parts.callbacks.evaluated(parts.trained):
+                is_whole = self.store.save_alone(self.directory.best, weights_of(parts), facts)
         if is_whole:
             path = self.store.folder / f"step-{state.step:08d}"
             is_whole = self.store.save_alone(path, {**held_by(parts), "run": state.to_dict()}, facts)
@@ -148,14 +151,17 @@ class SnapshotSchedule:
         self.tell(SnapshotSkipped(step=state.step, path=path, reason=_NO_RECORDS, time=time.time()))
 
     def save_best(self, state: RunState) -> None:
-        """Begin to write the model as the best one."""
+        """Begin to write the model, with the weights that it was evaluated with, as the best one."""
         self.best_saved_at = state.best_step
-        holding = self.parts.strategy.holding
+        holding, callbacks = self.parts.strategy.holding, self.parts.callbacks
+        with callbacks.evaluated(self.parts.trained):
+            weights = self._weights(state.best_step)
+            weights = copied(weights) if callbacks.averaging else weights
         self.store.save_as(
             self.directory.best,
-            in_parts(self._weights(state.best_step), holding),
+            in_parts(weights, holding),
             self._facts(state),
-            unchanged_until_update=map(holding.local, self.parts.trained.parameters()),
+            unchanged_until_update=map(holding.local, _updated(self.parts)),
         )
 
     def _weights(self, step: int) -> dict[str, Any]:
@@ -322,6 +328,11 @@ class SnapshotSchedule:
             # Others write no manifest, and need not look at the data for it.
             run=asked_of(self.settings, self.parts) if self.parts.world.is_leader or self.store.apart else {},
         )
+
+
+def _updated(parts: Parts) -> list[torch.Tensor]:
+    """The parameters that the optimizer updates. Others may change at any moment: a step may average into them."""
+    return [each for group in parts.optimizer.param_groups for each in group["params"] if each.requires_grad]
 
 
 def _tensors(state: Any) -> list[torch.Tensor]:

@@ -92,6 +92,7 @@ class Stepper:
         self.prepare(number, step)
         lr = parts.optimizer.param_groups[0]["lr"] * parts.warmup.factor(state.step)
         norm: Any = None
+        updated = False
         if number in state.left_out or weight == 0:
             outcome = self.pass_over()
         else:
@@ -100,10 +101,15 @@ class Stepper:
             if parts.auditor is not None:
                 self.audit(parts.auditor, number, weighed)
             pieces = self.transfers.pieces(state.step, weighed.pieces)
+            looks = self.first_steps.looking and not isinstance(parts.strategy, OwnLoop)  # whose updates are its own
+            if looks:
+                self.first_steps.before_forward()
             with acting(parts.batch_norm):
                 outcome = parts.strategy.forward_backward(
                     parts.trained, pieces, parts.compute, parts.precision.scale, self.flags.own()
                 )
+            if looks:
+                self.see_written(len(pieces))
             if self.watcher is not None:
                 self.watcher.differentiates(outcome)
             norm = self.bad_steps.watched(self.clip())
@@ -112,6 +118,8 @@ class Stepper:
             else:
                 norm = self.bad_steps.shown(number, norm)
                 self.update()
+                updated = True
+        self.call_callbacks(step, updated=updated)
         timing, bytes_sent, exchange_s = self.clock.end()
         if self.norm_price.batch is not None and (price := self.norm_price.after_step(timing.total)):
             parts.world.notes.append(price)
@@ -139,6 +147,13 @@ class Stepper:
             step = self.watcher.reads(step)
         weighed, weight = self.counting.of(step)  # before the step is under way: workers may be lost here, too
         return step, weighed, weight
+
+    def see_written(self, pieces: int) -> None:
+        """See what the passes of this step have changed by themselves: it is put back where a later step breaks off."""
+        self.first_steps.after_forward(pieces)
+        for copies in (self.buffers, self.bad_steps.buffers):
+            if copies is not None:
+                copies.follow(self.first_steps.written)
 
     def prepare(self, number: int, step: Step) -> None:
         """What must be known before the first forward pass, should the step break off or have to be explained."""
@@ -193,6 +208,19 @@ class Stepper:
         self.schedule.after_step()
         return StepOutcome({"loss": torch.full((), math.nan, device=world.device)}, control_flags)
 
+    def call_callbacks(self, step: Step, *, updated: bool) -> None:
+        """Let callbacks act on what `step` has made, as a part of it. `updated`: whether it has changed the model."""
+        parts, state = self.parts, self.state
+        if not parts.callbacks:
+            return
+        self.snapshot_schedule.before_update()
+        before = (state.step, parts.source.epochs(state.position))
+        moment = parts.moment(state.step + 1, parts.source.epochs(step.after), before=before, updated=updated)
+        randomness.seed_compute(self.settings.seed, randomness.CALLBACK, state.step)
+        self.at.inconsistent = True
+        parts.callbacks.call("after_step", moment)
+        self.at.inconsistent = False
+
     def count(self, step: Step) -> None:
         """The model has changed: from now on the step counts."""
         state = self.state
@@ -213,6 +241,7 @@ class Stepper:
             elif isinstance(strategy, LocalUpdates) and at.taken is not None:
                 self.clip()
                 self.update()
+                self.call_callbacks(at.taken, updated=True)
                 self.count(at.taken)
         at.break_off()
 

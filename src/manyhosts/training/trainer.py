@@ -9,9 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from manyhosts.callbacks.callback import Callback, Callbacks
 from manyhosts.cluster.place import Place
 from manyhosts.cluster.reports import Reporter
 from manyhosts.communication.gathering import gather_plain
@@ -26,20 +27,20 @@ from manyhosts.data import randomness
 from manyhosts.data.data import Data, check_dataset
 from manyhosts.elastic import rendezvous
 from manyhosts.errors import ConfigError
-from manyhosts.events import Listener, TestDone
+from manyhosts.events import Listener, Note, TestDone
 from manyhosts.snapshot.load import load
 from manyhosts.snapshot.weights import check_path
 from manyhosts.snapshot.weights import save as save_weights
 from manyhosts.strategies.strategy import Strategy as WorkSpread
-from manyhosts.training import watching
-from manyhosts.training.best_weights import best_model, holding
-from manyhosts.training.build import MakeSchedule, ModelOrMaker, Parts, build
+from manyhosts.training import model_summary, watching
+from manyhosts.training.best_weights import Used, best_model, holding
+from manyhosts.training.build import MakeSchedule, ModelOrMaker, Parts, attach_callbacks, build
 from manyhosts.training.compute import Loss, UserStep
 from manyhosts.training.cut_state import whole_state
 from manyhosts.training.evaluate import Evaluation
 from manyhosts.training.held import TrainerState
 from manyhosts.training.metrics import flattened
-from manyhosts.training.parameters import MakeOptimizer
+from manyhosts.training.parameter_groups import MakeOptimizer
 from manyhosts.training.passes import ForwardPasses
 from manyhosts.training.predict import Forward, Prediction, of_inputs
 from manyhosts.training.process_session import ProcessSession
@@ -83,6 +84,7 @@ class Trainer:
         early_stopping: when `fit` ends before its duration is over: `mh.EarlyStopping("accuracy")`. Whether higher or
             lower is better comes from the metric.
         listeners: anything callable with one event; called on the leader.
+        callbacks: what may act at named points, on every worker and once per step: `mh.EMA()`, or an `mh.Callback`.
         init_from: weights to begin with: a snapshot, a run directory, a `.safetensors` or a `.pt` file, a folder of
             Hugging Face's, a `state_dict`; or `mh.InitFrom`, which also says what may differ and what is frozen.
         seed: behind the order of the samples, augmentation, dropout, and a model that is made by a callable.
@@ -135,6 +137,7 @@ class Trainer:
         validate_every: str = "1 epoch",
         early_stopping: EarlyStopping | None = None,
         listeners: Sequence[Listener] = (),
+        callbacks: Sequence[Callback] = (),
         init_from: str | Path | Mapping[str, Any] | InitFrom | None = None,
         seed: int = 0,
         virtual_workers: int | None = None,
@@ -197,7 +200,7 @@ class Trainer:
         self.metrics = flattened(metrics or {})
         self.settings = with_direction(self.settings, data, self.metrics)
         self.loss, self.step = loss, step
-        self.listeners = list(listeners)
+        self.listeners, acting = list(listeners), Callbacks(callbacks)
         init = init_from if isinstance(init_from, InitFrom) or init_from is None else InitFrom(init_from)
         session = ProcessSession.current()
         self.world = session.world(self.settings.backend)
@@ -217,9 +220,11 @@ class Trainer:
                 schedule=schedule,
                 weight=weight,
                 spread=self._spread,
+                callbacks=acting,
             )
             if init is not None:
                 load_initial(parts, init)
+            attach_callbacks(parts)
             return parts
 
         self._collective_calls = session.collective_calls(self.world)
@@ -290,21 +295,41 @@ class Trainer:
             provider=self._provider if self._run is not None else None,
         )
 
-    def validate(self) -> dict[str, float]:
-        """`loss` and every metric over the whole validation set, with the weights as they are now.
+    def validate(self, *, weights: Literal["best", "last"] = "best") -> dict[str, float]:
+        """`loss` and every metric over the whole validation set, each sample once. `weights` as in `test`.
 
         Raises:
             ConfigError: there is no validation set.
         """
         evaluation = self._evaluation("validation")
         with randomness.undisturbed():
-            values: dict[str, float] = self._call(lambda: self._evaluated(evaluation, "the validation"))
+            values: dict[str, float] = self._call(lambda: self._validate(evaluation, weights))
         return values
+
+    def summary(self, *, depth: int = 2) -> str:
+        """The model in a table: its modules down to `depth`, their parameters, and how many of these are trained."""
+        return model_summary.summary(self.model, depth=depth)
+
+    def _validate(self, evaluation: Evaluation, weights: Literal["best", "last"]) -> dict[str, float]:
+        with holding(weights, self.parts, self._run) as used:
+            values = self._evaluated(evaluation, f"the validation of {used}")
+        self._say(f"validated: {used}")
+        return values
+
+    def _say(self, text: str) -> None:
+        """Tell which weights were used, where there is a run that it is told of."""
+        if self._run is None:
+            return
+        if self.world.is_leader and not self._collective_calls.over:
+            self._run.journal.take_lead()  # another one may have led while it trained
+        self._run.journal.tell(Note(text=text, step=self._run.state.step, time=time.time()))
+        self._run.journal.flush()
 
     def test(self, *, weights: Literal["best", "last"] = "best") -> dict[str, float]:
         """`loss` and every metric over the whole test set, each sample once.
 
-        `weights="best"`: those of the best validation, where `fit` has kept them; `"last"`: those of now.
+        `weights="best"`: those of the best validation, where `fit` has kept them; `"last"`: those of now. Either are
+        averages where a callback evaluates by them. `validate`, `predict` and `save` use the same, and all say which.
 
         Raises:
             ConfigError: there is no test set.
@@ -340,9 +365,11 @@ class Trainer:
                 where="trainer.predict",
                 fix="start the same command again: all workers begin together then",
             )
-        with holding(weights, self.parts, self._run):
+        with holding(weights, self.parts, self._run) as used:
             compare_weights(self.parts, "before the prediction")
-            return prediction(self.model)
+            predicted = prediction(self.model)
+        self._say(f"predicted: {used}")
+        return predicted
 
     @property
     def is_main(self) -> bool:
@@ -365,8 +392,9 @@ class Trainer:
         best = best_model(self._run) if weights == "best" else None
         state: Mapping[str, Any] = {}
         if best is None:
-            holding = self.parts.strategy.holding
-            state = whole_state(self.model.state_dict(), holding, keep=self.world.is_leader)
+            with self.parts.callbacks.evaluated(self.parts.trained):
+                state = whole_state(self.model.state_dict(), self.parts.strategy.holding, keep=self.world.is_leader)
+                state = {name: each.clone() if isinstance(each, Tensor) else each for name, each in state.items()}
         error: ConfigError | None = None
         if self.world.is_leader:
             try:
@@ -374,6 +402,7 @@ class Trainer:
             except ConfigError as found:
                 error = found
         gather_plain(self.world, None, error)
+        self._say(f"saved in {file.name}: {Used.of(self.parts, self._run, is_best=best is not None)}")
 
     def _evaluated(self, evaluation: Evaluation, which: str) -> dict[str, float]:
         compare_weights(self.parts, f"before {which}")
@@ -381,13 +410,18 @@ class Trainer:
 
     def _test(self, evaluation: Evaluation, weights: Literal["best", "last"]) -> dict[str, float]:
         begin = time.perf_counter()
-        with holding(weights, self.parts, self._run) as is_best:
-            values = self._evaluated(evaluation, "the test of the best model" if is_best else "the test")
+        with holding(weights, self.parts, self._run) as used:
+            values = self._evaluated(evaluation, "the test of the best model" if used.is_best else "the test")
         if self._run is not None:
             if self.world.is_leader and not self._collective_calls.over:
                 self._run.journal.take_lead()  # another one may have led while it trained
             news = TestDone(
-                step=self._run.state.step, values=values, seconds=time.perf_counter() - begin, time=time.time()
+                step=self._run.state.step,
+                values=values,
+                seconds=time.perf_counter() - begin,
+                time=time.time(),
+                weights="best" if used.is_best else "last",
+                weights_step=used.step,
             )
             self._run.journal.tell(news)
             self._run.journal.flush()

@@ -100,8 +100,8 @@ def test_tensor_of_two_names_may_be_there_once(tmp_path: Path) -> None:
 
 def test_frozen_parameters_stay_and_patterns_choose_rates(tmp_path: Path, weights: dict[str, Tensor]) -> None:
     init = mh.InitFrom(weights, freeze=["body.0.*"])
-    rates = {"body.*": 0.0, "*": 0.1}
-    made = trainer(tmp_path, init_from=init, optimizer=lambda params: torch.optim.SGD(params.groups(rates), lr=1.0))
+    rates = {"body": {"lr": 0.0}, "head": {"lr": 0.1}}
+    made = trainer(tmp_path, init_from=init, optimizer=lambda params: torch.optim.SGD(mh.groups(params, rates), lr=1.0))
     made.fit("3 steps")
     found = made.model.state_dict()
     assert equal(found, weights, [name for name in weights if name.startswith("body")])
@@ -112,9 +112,5 @@ def test_frozen_parameters_stay_and_patterns_choose_rates(tmp_path: Path, weight
 def test_patterns_that_fit_nothing_are_refused(tmp_path: Path, weights: dict[str, Tensor]) -> None:
     with pytest.raises(ConfigError, match=r"no parameter matches 'boddy\.\*'"):
         trainer(tmp_path, init_from=mh.InitFrom(weights, freeze=["boddy.*"]))
-    for rates, said in (({"head.*": 1.0}, "no pattern fits body"), ({"*": 1.0, "head.*": 1.0}, "'head.*' fits no")):
-        with pytest.raises(ConfigError) as caught:
-            trainer(tmp_path, optimizer=lambda params, rates=rates: torch.optim.SGD(params.groups(rates), lr=1.0))
-        assert said in caught.value.what
     with pytest.raises(ConfigError, match="freeze is a word"):
         mh.InitFrom(weights, freeze="body.*")

@@ -11,7 +11,7 @@ from held_memory import HeldMemory
 from torch import Tensor, nn
 
 from manyhosts.strategies.blocks import repeated_blocks
-from manyhosts.training.parameters import parameters_of
+from manyhosts.training.parameter_groups import parameters_of
 from manyhosts.training.sizing import PassBytes, Unknown, gradients_let_go, optimizer_bytes, pass_bytes
 
 CPU = torch.device("cpu")

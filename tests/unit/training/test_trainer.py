@@ -107,7 +107,12 @@ def test_early_stopping_keeps_the_best_model_and_test_uses_it(tmp_path: Path) ->
     assert (result.best, result.best_step) == (best["values"]["accuracy"], best["step"])
     assert made.test()["accuracy"] == best["values"]["accuracy"]
     assert made.test(weights="last")["accuracy"] == validations[-1]["values"]["accuracy"]
-    assert made.validate()["accuracy"] == validations[-1]["values"]["accuracy"], "test() puts the weights back"
+    assert made.validate()["accuracy"] == best["values"]["accuracy"], "the same weights as test()"
+    assert made.validate(weights="last")["accuracy"] == validations[-1]["values"]["accuracy"], "they are put back"
+    said = [line["text"] for line in lines(tmp_path, "note") if line["text"].startswith("validated: ")]
+    assert said[0] == f"validated: the best weights, of step {best['step']}"
+    tests = [(line["weights"], line["weights_step"]) for line in lines(tmp_path, "test")]
+    assert tests == [("best", best["step"]), ("last", result.steps)]
 
 
 @pytest.mark.parametrize(

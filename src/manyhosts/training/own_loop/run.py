@@ -25,10 +25,10 @@ from manyhosts.training.optimizer_kernels import fuse
 from manyhosts.training.own_loop.optimizers import CombinedOptimizer
 from manyhosts.training.own_loop.parts import Part
 from manyhosts.training.own_loop.strategy import LossOf, OwnLoop, OwnLoopInParts
+from manyhosts.training.parameter_groups import MakeOptimizer, Parameters
 from manyhosts.training.result import Result
 from manyhosts.training.trainer import Trainer
 
-MakeOptimizer = Callable[[Sequence[nn.Parameter]], Optimizer]
 _STEPS_OF_AN_EPOCH = 1000
 _NOT_TRIED = (
     "whether each loss is a mean over its samples, or over the count that it gives, could not be tried: a step of the "
@@ -171,12 +171,10 @@ class Run(Trainer):
         self._loop = kind(strategy, settings, self._step_once)
         return self._loop
 
-    def _make_optimizers(self, _parameters: Sequence[nn.Parameter]) -> CombinedOptimizer:
-        models, made = self._loop.model, {}
-        assert isinstance(models, nn.ModuleDict), "_make_models() makes one"
+    def _make_optimizers(self, _parameters: Parameters) -> CombinedOptimizer:
+        made = {}
         for name, make in self._makers.items():
-            parameters = list(dict.fromkeys(each for model in name.split("+") for each in models[model].parameters()))
-            found = make(parameters)
+            found = make(self._parameters(name.split("+")))
             if not isinstance(found, Optimizer) or isinstance(found, torch.optim.LBFGS):
                 what = "cannot be cut into parts: it calls the loss as often as it likes" if found else ""
                 raise ConfigError(
@@ -190,6 +188,14 @@ class Run(Trainer):
         schedulers: dict[str, LRScheduler] = {name: make(made[name]) for name, make in self._schedulers.items()}
         self._loop.take_optimizers(combined, schedulers)
         return combined
+
+    def _parameters(self, names: Sequence[str]) -> Parameters:
+        """Those of the models of these names: each called as in its model, or behind the model's name among several."""
+        models = self._loop.model
+        assert isinstance(models, nn.ModuleDict), "_make_models() makes one"
+        one = models[names[0]] if len(names) == 1 else nn.ModuleDict({each: models[each] for each in names})
+        found = {id(each): name for name, each in one.named_parameters()}
+        return Parameters(one.parameters(), one, found)
 
     def _step_once(self) -> None:
         assert self._body is not None, "fit() is given it"

@@ -1,0 +1,128 @@
+"""Averages of the weights over the steps: `EMA`, which forgets, and `SWA`, which does not. Evaluated in their place.
+
+Anchors: Polyak and Juditsky 1992; Izmailov et al. 2018 (arXiv:1803.05407) for SWA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manyhosts.callbacks.callback import Callback, Moment, counted, local
+from manyhosts.errors import ConfigError
+
+
+class _Average(Callback):
+    """Of the parameters that the optimizer updates and of buffers of floating point; frozen ones are as they are."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        """How many weights are in it."""
+        self._average: dict[str, Tensor] = {}
+
+    def attach(self, moment: Moment) -> None:
+        """Begin with the weights of now."""
+        self.count = 0
+        self._average = {
+            name: _kept(each) for name, each in _averaged(moment).items()
+        }  # by names: buffers are replaced
+
+    def averages(self) -> Mapping[str, Tensor]:
+        """The average; nothing while nothing is in it."""
+        return self._average if self.count else {}
+
+    @torch.no_grad()
+    def take_in(self, moment: Moment, share: float) -> None:
+        """Move the average by `share` of the way to the weights of now."""
+        self.count += 1
+        now = {**dict(moment.trained.named_parameters()), **dict(moment.trained.named_buffers())}
+        own = [local(each) for each in self._average.values()]
+        taken = [local(now[name]).to(mine.dtype) for name, mine in zip(self._average, own, strict=True)]
+        torch._foreach_lerp_(own, taken, share)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The average, and how many weights are in it."""
+        return {"count": self.count, "average": dict(self._average)}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state_dict` gave.
+
+        Raises:
+            ConfigError: it is of other parameters.
+        """
+        if other := sorted(self._average.keys() ^ state["average"].keys()):
+            raise ConfigError(
+                f"the average in the snapshot is of other weights: {other[0]} is on one side alone",
+                where=f"mh.{type(self).__name__}",
+                fix="take back the change of the model or of what the optimizer updates, or use another run directory",
+            )
+        self.count = state["count"]
+        for name, average in self._average.items():
+            local(average).copy_(local(state["average"][name]))
+
+
+class EMA(_Average):
+    """An exponential moving average: after each step `average = decay * average + (1 - decay) * weights`.
+
+    `fit` validates by it, keeps the best of it in `best/`, and `test`, `predict`, `save` and `validate` use it. With
+    `warmup` the decay rises, as `(1 + n) / (10 + n)` after n steps, so that the first weights are soon forgotten.
+    """
+
+    name = "ema"
+
+    def __init__(self, decay: float = 0.999, *, warmup: bool = True) -> None:
+        """Check the decay.
+
+        Raises:
+            ConfigError: it is no number between 0 and 1.
+        """
+        super().__init__()
+        if not 0 <= decay < 1:
+            raise ConfigError(
+                f"decay is {decay}", where="mh.EMA(decay=…)", fix="give a number from 0 to below 1: 0.999"
+            )
+        self.decay, self.warmup = decay, warmup
+
+    def after_step(self, moment: Moment) -> None:
+        """Take in the weights after a step that has changed them."""
+        if moment.updated:
+            n = self.count + 1
+            self.take_in(moment, 1 - (min(self.decay, (1 + n) / (10 + n)) if self.warmup else self.decay))
+
+
+class SWA(_Average):
+    """Stochastic weight averaging: the plain mean of the weights at the end of each `every`, from `start` on.
+
+    Until the first of them is taken, evaluations use the weights of now. What the learning rate does is said by
+    `schedule`, with `torch.optim.swa_utils.SWALR` for example. Running values of BatchNorm are averaged like weights.
+    """
+
+    name = "swa"
+
+    def __init__(self, start: str, *, every: str = "1 epoch") -> None:
+        """Both in epochs or steps."""
+        super().__init__()
+        counted(start), counted(every)
+        self.start, self.every = start, every
+
+    def after_step(self, moment: Moment) -> None:
+        """Take in the weights where a stretch ends."""
+        if moment.reached(self.start) and moment.passed(self.every):
+            self.take_in(moment, 1 / (self.count + 1))
+
+
+def _averaged(moment: Moment) -> dict[str, Tensor]:
+    updated = {id(each) for group in moment.optimizer.param_groups for each in group["params"]}
+    found: dict[str, Tensor] = {n: each for n, each in moment.trained.named_parameters() if id(each) in updated}
+    kept = moment.trained.state_dict()
+    return found | {n: each for n, each in moment.trained.named_buffers() if n in kept and each.is_floating_point()}
+
+
+def _kept(tensor: Tensor) -> Tensor:
+    """A copy in at least 32 bits: a share of 0.001 is lost in 16."""
+    tensor = tensor.detach()
+    return tensor.float() if tensor.element_size() < 4 else tensor.clone()

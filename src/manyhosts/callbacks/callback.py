@@ -1,0 +1,223 @@
+"""A callback acts at named points of a run, on every worker and once per step; a listener only hears what happened.
+
+    class EveryTenth(mh.Callback):
+        def after_step(self, moment):
+            if moment.step % 10 == 0:
+                copy_weights(moment.model.online, moment.model.target)
+
+A step may compute several pieces of its batch: parts, micro-batches, on several workers. `step` and the model's forward
+pass run for each; what is to happen once per step happens here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from manyhosts.errors import ConfigError
+from manyhosts.units import Duration
+
+_A_LITTLE = 1e-9  # epochs are fractions of steps
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moment:
+    """A point of a run, equal on all workers."""
+
+    model: nn.Module
+    """As the strategy has placed it."""
+    optimizer: Optimizer
+    step: int
+    """Optimizer steps done, the one just done included."""
+    epochs: float
+    """Epochs done, with the fraction of the one under way."""
+    before: tuple[int, float] = (0, 0.0)
+    """The same two before that step."""
+    updated: bool = False
+    """Whether that step has changed the model: one whose loss is NaN may have been left out."""
+    values: Mapping[str, float] = field(default_factory=dict)
+    """What the validation found, in `after_validation`."""
+    trained: nn.Module
+    """The model, and with it a loss that has parameters of its own."""
+
+    def reached(self, duration: str) -> bool:
+        """Whether the run is as long as `duration`: `"3 epochs"` or `"500 steps"`."""
+        limit = counted(duration)
+        by_epochs = limit.epochs is not None and self.epochs >= limit.epochs - _A_LITTLE
+        return by_epochs or (limit.steps is not None and self.step >= limit.steps)
+
+    def passed(self, every: str) -> bool:
+        """Whether the step just done ends a stretch of `every`: each `"1 epoch"` or `"100 steps"`."""
+        each = counted(every)
+        pairs = ((each.steps, self.before[0], self.step), (each.epochs, self.before[1], self.epochs))
+        return any(
+            size is not None and math.floor(now / size + _A_LITTLE) > math.floor(then / size + _A_LITTLE)
+            for size, then, now in pairs
+        )
+
+
+@lru_cache(maxsize=64)
+def counted(text: str) -> Duration:
+    """A duration of epochs or steps.
+
+    Raises:
+        ConfigError: it is none, or a time: clocks differ from worker to worker.
+    """
+    found = Duration.parse(text, where="callbacks")
+    if found.seconds is not None:
+        raise ConfigError(
+            f"{text!r} is a time, but what changes training must not depend on how fast a machine is",
+            where="callbacks",
+            fix='give epochs or steps, such as "3 epochs"',
+        )
+    return found
+
+
+class Callback:
+    """Override what is needed: every method here does nothing.
+
+    Each is called on every worker, callbacks in the order in which they were given, and must do the same everywhere: it
+    may look at the moment, and at nothing that differs from worker to worker. Random numbers are seeded by the step.
+    """
+
+    name = ""
+    """Under which its state stands in snapshots; the name of its class where it is empty."""
+
+    def prepare(self, model: nn.Module) -> Sequence[str]:
+        """Change the model before it is placed. Returns the names of frozen parameters that are to be trained later."""
+        return ()
+
+    def attach(self, moment: Moment) -> None:
+        """The model is placed, and its weights are those that the run begins with: make the state."""
+
+    def begin(self, moment: Moment) -> None:
+        """Training begins here, or goes on after a resume or a lost worker; states are what they were at this step."""
+
+    def after_step(self, moment: Moment) -> None:
+        """A step is done: part of it, so it happens once for each step that counts, whoever is lost meanwhile."""
+
+    def after_epoch(self, moment: Moment) -> None:
+        """The step just done was the last of its epoch."""
+
+    def after_validation(self, moment: Moment) -> None:
+        """A validation within `fit` is done; `moment.values` is what it found."""
+
+    def end(self, moment: Moment) -> None:
+        """`fit` is about to return; its last snapshot is made."""
+
+    def averages(self) -> Mapping[str, Tensor]:
+        """Weights to evaluate with in place of the trained ones, by their names in `moment.trained`; mostly none."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a snapshot keeps: plain values and tensors, equal on all workers."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state_dict` gave."""
+
+
+class Callbacks:
+    """Those of one trainer, in order."""
+
+    def __init__(self, given: Sequence[Callback] = ()) -> None:
+        """Name them.
+
+        Raises:
+            ConfigError: something else is among them, two have one name, or two give weights to evaluate with.
+        """
+        alone = isinstance(given, Callback)
+        if wrong := [given] if alone else [each for each in given if not isinstance(each, Callback)]:
+            found: Any = wrong[0]
+            kind = f"the class {found.__name__}" if isinstance(found, type) else f"a {type(found).__name__}"
+            raise ConfigError(
+                f"callbacks is one {type(found).__name__}, no list" if alone else f"a callback is {kind}",
+                where="mh.Trainer(callbacks=…)",
+                fix="write callbacks=[…] with objects of classes that build on mh.Callback; functions that only watch "
+                "are listeners=[function]",
+            )
+        self.by_name: dict[str, Callback] = {}
+        for each in given:
+            name = each.name or type(each).__name__.lower()
+            if name in self.by_name:
+                raise ConfigError(
+                    f"two callbacks have the name {name!r}, by which snapshots know their states",
+                    where="mh.Trainer(callbacks=…)",
+                    fix='give one of them another: callback.name = "second"',
+                )
+            self.by_name[name] = each
+        averaging = [name for name, each in self.by_name.items() if type(each).averages is not Callback.averages]
+        if len(averaging) > 1:
+            raise ConfigError(
+                f"{' and '.join(averaging)} both give weights to evaluate with",
+                where="mh.Trainer(callbacks=…)",
+                fix="keep one of them",
+            )
+        self.averaging = averaging[0] if averaging else ""
+        """The name of the one that gives weights to evaluate with; empty where none does."""
+
+    def __bool__(self) -> bool:
+        return bool(self.by_name)
+
+    def prepare(self, model: nn.Module) -> set[str]:
+        """Let each change the model before it is placed. Returns the parameters that are trained later, by name."""
+        return {name for each in self.by_name.values() for name in each.prepare(model)}
+
+    def call(self, point: str, moment: Moment) -> None:
+        """Call the method `point` of each."""
+        for each in self.by_name.values():
+            getattr(each, point)(moment)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of each that has one, by name; the tensors are those in use."""
+        return {name: state for name, each in self.by_name.items() if (state := each.state_dict())}
+
+    def load_state_dict(self, kept: Mapping[str, Any], moment: Moment) -> None:
+        """Take up what `state_dict` gave. One that is new since then begins with the weights of now."""
+        for name, each in self.by_name.items():
+            if name in kept:
+                each.load_state_dict(kept[name])
+            else:
+                each.attach(moment)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor of their states, by name: equal on all workers, and compared."""
+        return dict(_tensors(self.state_dict(), ("callbacks",)))
+
+    @contextmanager
+    def evaluated(self, trained: nn.Module) -> Iterator[None]:
+        """Within, `trained` has the weights that it is evaluated with."""
+        averages = self.by_name[self.averaging].averages() if self.averaging else {}
+        own = {**dict(trained.named_parameters()), **dict(trained.named_buffers())} if averages else {}
+        with torch.no_grad():
+            before = {name: local(own[name]).clone() for name in averages}
+            for name, average in averages.items():
+                local(own[name]).copy_(local(average))
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, value in before.items():
+                    local(own[name]).copy_(value)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this worker holds of `tensor`, sharing its memory: all of it, or its part of a DTensor."""
+    tensor = tensor.detach()
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _tensors(state: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(state, Tensor):
+        yield ".".join(path), state
+    items = state.items() if isinstance(state, Mapping) else enumerate(state) if isinstance(state, list | tuple) else ()
+    for key, value in items:
+        yield from _tensors(value, (*path, str(key)))

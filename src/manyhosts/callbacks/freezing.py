@@ -1,0 +1,74 @@
+"""Parameters that are not trained for a part of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from manyhosts.callbacks.callback import Callback, Moment, counted
+from manyhosts.errors import ConfigError
+
+
+class Freeze(Callback):
+    """Parameters that one of `names` fits are frozen from `start` on, and trained from `until` on.
+
+    `mh.Freeze("backbone", until="3 epochs")` trains the rest alone for three epochs. `start=None`: from the beginning;
+    `until=None`: to the end. BatchNorm layers keep following their batches: only parameters are frozen.
+    """
+
+    def __init__(self, *names: str, start: str | None = None, until: str | None = None) -> None:
+        """`names`: `"backbone"` (all below it), or a pattern such as `"*.bias"`."""
+        for text in (start, until):
+            if text is not None:
+                counted(text)
+        self.patterns, self.start, self.until = names, start, until
+        self.name = f"freeze {', '.join(names)}"
+        self.found: list[str] = []
+
+    def prepare(self, model: nn.Module) -> Sequence[str]:
+        """Find the parameters, and freeze them.
+
+        Raises:
+            ConfigError: a name fits none.
+        """
+        known = [name for name, each in model.named_parameters() if each.requires_grad]
+        for pattern in self.patterns:
+            if not any(matches(name, pattern) for name in known):
+                raise ConfigError(
+                    f"no trained parameter of the model is called {pattern!r}, or stands below it",
+                    where=f"mh.Freeze({pattern!r})",
+                    fix=f"known: {', '.join(dict.fromkeys(name.partition('.')[0] for name in known))}, and below",
+                )
+        self.found = [name for name in known if any(matches(name, pattern) for pattern in self.patterns)]
+        if len(self.found) == len(known) and self.start is None:
+            raise ConfigError(
+                "it freezes every parameter of the model, and nothing is left to train",
+                where="mh.Freeze(…)",
+                fix="name a part of the model, or say from when on: start=…",
+            )
+        if self.start is not None:
+            return ()
+        for name, parameter in model.named_parameters():
+            if name in self.found:
+                parameter.requires_grad_(False)
+        return self.found if self.until is not None else ()
+
+    def begin(self, moment: Moment) -> None:
+        """Freeze or thaw as it is to be at this moment."""
+        freeze = self.start is None or moment.reached(self.start)
+        thaw = self.until is not None and moment.reached(self.until)
+        for name, parameter in moment.model.named_parameters():
+            if name in self.found and parameter.requires_grad is not (wanted := not freeze or thaw):
+                parameter.requires_grad_(wanted)
+                parameter.grad = None
+
+    def after_step(self, moment: Moment) -> None:
+        """The same after each step."""
+        self.begin(moment)
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a parameter's name is `pattern`, stands below it, or fits it as a file's name fits `*.txt`."""
+    return name == pattern or name.startswith(f"{pattern}.") or fnmatchcase(name, pattern)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -101,15 +101,10 @@ class Stepper:
             if parts.auditor is not None:
                 self.audit(parts.auditor, number, weighed)
             pieces = self.transfers.pieces(state.step, weighed.pieces)
-            looks = self.first_steps.looking and not isinstance(parts.strategy, OwnLoop)  # whose updates are its own
-            if looks:
-                self.first_steps.before_forward()
-            with acting(parts.batch_norm):
+            with acting(parts.batch_norm), self.writes_seen(len(pieces)):
                 outcome = parts.strategy.forward_backward(
                     parts.trained, pieces, parts.compute, parts.precision.scale, self.flags.own()
                 )
-            if looks:
-                self.see_written(len(pieces))
             if self.watcher is not None:
                 self.watcher.differentiates(outcome)
             norm = self.bad_steps.watched(self.clip())
@@ -148,8 +143,14 @@ class Stepper:
         weighed, weight = self.counting.of(step)  # before the step is under way: workers may be lost here, too
         return step, weighed, weight
 
-    def see_written(self, pieces: int) -> None:
-        """See what the passes of this step have changed by themselves: it is put back where a later step breaks off."""
+    @contextmanager
+    def writes_seen(self, pieces: int) -> Iterator[None]:
+        """See what the passes of a first step change by themselves: it is put back where a later step breaks off."""
+        if not self.first_steps.looking or isinstance(self.parts.strategy, OwnLoop):  # whose updates are its own
+            yield
+            return
+        self.first_steps.before_forward()
+        yield
         self.first_steps.after_forward(pieces)
         for copies in (self.buffers, self.bad_steps.buffers):
             if copies is not None:

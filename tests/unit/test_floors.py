@@ -278,18 +278,16 @@ OPTIONS = {
     "plan": "--workers --nodes --workers-per-node --on --cluster --hosts --hostfile --machines --network --price "
     "--set --env --calibrate --seconds --patience --all --json --dry-run --trace",
     "study": "--workers --nodes --workers-per-node --on --cluster --hosts --hostfile --budget --repeat --vary --set "
-    "--env --price --run-dir --json --dry-run --trace",
+    "--env --price --proposal --weak --run-dir --json --dry-run --trace",
     "runs": "--json --trace",
     "reproduce": "--here --dry-run --json --trace",
     "env lock": "--on --cluster --hosts --hostfile --nodes --output --trace",
     "env container": "--output --trace",
     "analyse": "--data --snapshot --workers --slice --resamples --worst --json --trace",
     "report": "--output --markdown --trace",
-    "--env --price --proposal --weak --run-dir --json --dry-run --trace",
     "tune": "--search --metric --budget --trials --price --warn --sampler --pruner --seed --workers --nodes "
     "--workers-per-node --at-once --on --cluster --hosts --hostfile --env --set --storage --study --run-dir --json "
     "--dry-run --trace",
-    "report": "--output --trace",
     "watch": "--web --port --trace",
     "export": "--format --bf16 --int8 --snapshot --preprocess --licence --output --json --dry-run --trace",
     "serve": "--host --port --snapshot --follow --preprocess --workers --threads --batch --batch-wait --queue "

@@ -12,7 +12,6 @@ from manyhosts.records.whole_file import write_whole
 
 _COMPARED, _CARD = "comparison.html", "MODEL_CARD.md"
 _SEARCH = "tune.json"
-_COMPARED = "comparison.html"
 
 
 @click.command()

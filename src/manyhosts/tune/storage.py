@@ -24,7 +24,7 @@ def library() -> Any:
     Raises:
         LaunchError: it is not installed.
     """
-    found = extras.load("optuna", what="Optuna, which chooses what is tried,", extra="tune")
+    found = extras.load("optuna", what="Optuna, which chooses what is tried,", package="optuna")
     found.logging.set_verbosity(found.logging.ERROR)
     warnings.filterwarnings("ignore", category=found.exceptions.ExperimentalWarning)
     return found
@@ -76,7 +76,7 @@ def _sampler(optuna: Any, name: str, seed: int) -> Any:
     if name == "tpe":
         return optuna.samplers.TPESampler(seed=seed, multivariate=True, group=True, n_startup_trials=4)
     if name == "cmaes":
-        extras.load("cmaes", what="cmaes, which the sampler CMA-ES needs,", extra="tune")
+        extras.load("cmaes", what="cmaes, which the sampler CMA-ES needs,", package="cmaes")
         return optuna.samplers.CmaEsSampler(seed=seed, warn_independent_sampling=False)
     return optuna.samplers.RandomSampler(seed=seed)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -26,7 +27,7 @@ def install(folder: Path) -> dict[str, str]:
     (folder / "bin").mkdir()
     for name in PROGRAMS:
         program = folder / "bin" / name
-        program.write_text(f'#!/bin/sh\nexec {sys.executable} {__file__} {name} "$@"\n')
+        program.write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, __file__, name])} "$@"\n')
         program.chmod(0o755)
     return {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", TOLD: str(folder / "told")}
 

@@ -38,7 +38,7 @@ class ProcessSession:
 
     @classmethod
     @contextmanager
-    def apart(cls) -> Iterator[None]:
+    def separate(cls) -> Iterator[None]:
         """Within, trainers belong to a session of their own, which is closed at the end."""
         before, cls._current = cls._current, None
         try:

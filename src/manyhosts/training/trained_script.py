@@ -108,7 +108,7 @@ def open_run(
             fix="put it back: it makes the model that the weights belong to",
         )
     with (
-        ProcessSession.apart(),
+        ProcessSession.separate(),
         _main_module_restored(),
         _environment(record, strategy),
         _stopping_at_fit(_number(directory)) as reached,

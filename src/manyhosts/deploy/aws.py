@@ -84,7 +84,7 @@ def validate(asked: list[dict[str, Any]]) -> None:
         raise LaunchError(
             "botocore, the client of AWS, is not installed here",
             where="--to sagemaker",
-            fix="pip install 'manyhosts[sagemaker]'",
+            fix="in a clone of manyhosts: pip install '.[sagemaker]'",
         ) from cause
     session = botocore.session.Session()
     for each in asked:

@@ -82,7 +82,7 @@ def serve(folder: str, dry_run: bool, trace: bool, **words: Any) -> int:
         from manyhosts.serve.workers import Served
     except ModuleNotFoundError as cause:
         raise ConfigError(
-            f"serving takes {cause.name}, which is not installed", where="serve", fix="pip install 'manyhosts[serve]'"
+            f"serving takes {cause.name}, which is not installed", where="serve", fix="pip install starlette uvicorn prometheus_client"
         ) from cause
     token, made = _token(is_loopback(words["host"]) or words["behind_sagemaker"])
     options = Options(

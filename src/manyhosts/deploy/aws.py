@@ -84,7 +84,7 @@ def validate(asked: list[dict[str, Any]]) -> None:
         raise LaunchError(
             "botocore, the client of AWS, is not installed here",
             where="--to sagemaker",
-            fix="pip install 'manyhosts[sagemaker]'",
+            fix="pip install boto3",
         ) from cause
     session = botocore.session.Session()
     for each in asked:

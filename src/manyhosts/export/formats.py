@@ -30,7 +30,7 @@ Batches = Sequence[tuple[Tensor, ...]]
 WEIGHTS = "model.safetensors"
 PROGRAM = "model.pt2"
 ONNX = "model.onnx"
-EXTRA = "pip install 'manyhosts[export]'"
+EXTRA = "pip install onnxscript onnxruntime huggingface_hub"
 _ALONE = """
 import sys
 for name in ("manyhosts", "__main__."):

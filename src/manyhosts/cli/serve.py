@@ -14,6 +14,8 @@ import click
 from manyhosts.errors import ConfigError
 from manyhosts.launchers.named_runs import directory_of
 
+_LIBRARIES = "pip install starlette uvicorn prometheus_client"
+
 TOKEN = "MANYHOSTS_SERVE_TOKEN"  # noqa: S105  # the name of a variable
 _SENDABLE = re.compile(r"[\x21-\x7e]{8,}")
 
@@ -82,7 +84,7 @@ def serve(folder: str, dry_run: bool, trace: bool, **words: Any) -> int:
         from manyhosts.serve.workers import Served
     except ModuleNotFoundError as cause:
         raise ConfigError(
-            f"serving takes {cause.name}, which is not installed", where="serve", fix="pip install starlette uvicorn prometheus_client"
+            f"serving takes {cause.name}, which is not installed", where="serve", fix=_LIBRARIES
         ) from cause
     token, made = _token(is_loopback(words["host"]) or words["behind_sagemaker"])
     options = Options(

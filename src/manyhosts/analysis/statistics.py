@@ -31,7 +31,7 @@ def see_that_installed() -> None:
     try:
         import sklearn  # noqa: F401
     except ImportError as cause:
-        fix = f"{sys.executable} -m pip install 'manyhosts[analysis]'"
+        fix = f"{sys.executable} -m pip install scikit-learn"
         raise ConfigError("scikit-learn is not installed here", where=sys.executable, fix=fix) from cause
 
 

@@ -14,6 +14,8 @@ import click
 from manyhosts.errors import ConfigError
 from manyhosts.launchers.named_runs import directory_of
 
+_LIBRARIES = "pip install starlette uvicorn prometheus_client"
+
 TOKEN = "MANYHOSTS_SERVE_TOKEN"  # noqa: S105  # the name of a variable
 _SENDABLE = re.compile(r"[\x21-\x7e]{8,}")
 

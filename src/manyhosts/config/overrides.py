@@ -60,7 +60,7 @@ def of_file(path: Path) -> dict[str, str]:
     try:
         import yaml  # type: ignore[import-untyped]
     except ImportError as cause:
-        fix = "pip install 'manyhosts[yaml]', or give --set key=value"
+        fix = "pip install pyyaml, or give --set key=value"
         raise ConfigError("a YAML file takes PyYAML, which is not installed", where=f"--set {path}", fix=fix) from cause
     try:
         found = yaml.safe_load(path.read_text())

@@ -110,7 +110,7 @@ def _packed(task: Callable[..., Any], arguments: Sequence[Any]) -> bytes:
     try:
         import cloudpickle
     except ImportError as cause:
-        fix = f"{sys.executable} -m pip install 'manyhosts[notebook]'"
+        fix = f"{sys.executable} -m pip install cloudpickle"
         raise ConfigError("cloudpickle is not installed here", where=sys.executable, fix=fix) from cause
     try:
         return bytes(cloudpickle.dumps((task, tuple(arguments))))

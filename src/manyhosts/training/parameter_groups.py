@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -32,6 +33,13 @@ class Parameters(list[nn.Parameter]):
             "norms": {name for name, each in zip(self.names, self, strict=True) if id(each) in norms},
             "biases": {name for name in self.names if name.rpartition(".")[2] == "bias"},
         }
+
+    def with_shapes_alone(self) -> Parameters:
+        """As many parameters of the same shapes, names and kinds, on the meta device."""
+        made = Parameters((), nn.Module(), {})
+        made.extend(nn.Parameter(torch.empty_like(each, device="meta")) for each in self)
+        made.names, made.kinds = self.names, self.kinds
+        return made
 
 
 MakeOptimizer = Callable[[Parameters], Optimizer]

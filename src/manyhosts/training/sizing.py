@@ -90,7 +90,7 @@ def optimizer_bytes(make: MakeOptimizer, parameters: Parameters) -> UpdateBytes:
     Raises:
         Unknown: it cannot be made, or step, on such.
     """
-    shapes = Parameters((nn.Parameter(torch.empty_like(each, device="meta")) for each in parameters), parameters.names)
+    shapes = parameters.with_shapes_alone()
     known = {id(each) for each in shapes}
     try:
         optimizer = make(shapes)

@@ -19,7 +19,7 @@ from pathlib import Path
 from machine import describe
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from swarm import Meeting, swarm  # type: ignore[import-not-found]  # in the folder of the line before
+from swarm import Meeting, swarm
 
 REPORT = Path(__file__).with_suffix(".md")
 SIZES = ((10, 1), (25, 3), (50, 5), (100, 10), (100, 100), (200, 20))

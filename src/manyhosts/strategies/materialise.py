@@ -62,6 +62,9 @@ def materialise(modules: Iterable[nn.Module], places: Places) -> None:
     """
     seed = torch.initial_seed() & (1 << 62) - 1
     made: dict[int, Tensor] = {}
+    new: set[int] = set()
+    waiting: list[tuple[nn.Module, int, Callable[[nn.Module], None]]] = []
+    checked: list[_Written] = []
     kept: list[Tensor] = []  # an id is another tensor's once this one is gone
     for module in modules:
         own = [
@@ -70,29 +73,41 @@ def materialise(modules: Iterable[nn.Module], places: Places) -> None:
             for key, tensor in held.items()
             if tensor is not None and tensor.is_meta
         ]
+        number, name, init = places[id(module)]
+        if init is not None and all(each.is_meta or id(each) in new for each in module.parameters()):
+            waiting.append((module, number, init))  # it may write into what is further inside, too
         if not own:
             continue
-        number, name, init = places[id(module)]
         for held, key, tensor in own:
             kept.append(tensor)
             if id(tensor) not in made:
                 made[id(tensor)] = _without_values(tensor, f"{name}.{key}")
             held[key] = made[id(tensor)]
+            new.add(id(held[key]))
+        checked += [(held, key, f"{name}.{key}", type(module).__name__, init) for held, key, _ in own]
         reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
         if init is None and reset is None:
             raise _refusal(f"{name}.{own[0][1]}", f"{type(module).__name__} has no reset_parameters()")
+        if init is None:
+            with randomness.kept():
+                randomness.seed_all(seed, randomness.MODEL, number)
+                cast(Callable[[], None], reset)()
+    for module, number, init in reversed(waiting):  # the innermost first, as that library does
         with randomness.kept():
             randomness.seed_all(seed, randomness.MODEL, number)
-            if init is None:
-                cast(Callable[[], None], reset)()
-            else:
-                init(module)
-        for held, key, _ in own:
-            if _lacks_values(held[key]):
-                by = (
-                    f"reset_parameters() of {type(module).__name__}" if init is None else "_init_weights() of the model"
-                )
-                raise _refusal(f"{name}.{key}", f"{by} does not write it")
+            init(module)
+    _check_written(checked)
+
+
+_Written = tuple[dict[str, Tensor | None], str, str, str, Callable[[nn.Module], None] | None]
+"""Where a tensor is held, its key there and name, the class of its module, and what has given it values."""
+
+
+def _check_written(checked: Iterable[_Written]) -> None:
+    for held, key, name, kind, init_by in checked:
+        if _lacks_values(held[key]):
+            by = f"reset_parameters() of {kind}" if init_by is None else "_init_weights() of the model"
+            raise _refusal(name, f"{by} does not write it")
 
 
 def _without_values(tensor: Tensor, name: str) -> Tensor:

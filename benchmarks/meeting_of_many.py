@@ -55,7 +55,7 @@ def report(found: dict[tuple[int, int, bool], list[Meeting]], rounds: int) -> st
 
 Written by `python benchmarks/meeting_of_many.py --rounds {rounds}`, whose first lines say what is done.
 
-{describe(Path(sys.executable), ["torch", "manyhosts"])} Load at the end: {os.getloadavg()[0]:.1f}.
+{describe(Path(sys.executable), ["torch", "manyhosts"])}
 
 n = {rounds} each, by turns:
 

@@ -74,7 +74,7 @@ def report(epochs: int) -> None:
     REPORT.write_text(
         "# What a search finds, against random settings\n\n"
         "Written by `python benchmarks/tuning.py`; its first lines say what is compared, and how.\n\n"
-        f"{describe(Path(sys.executable), ['torch', 'manyhosts', 'optuna'])} Other programs were running on it.\n"
+        f"{describe(Path(sys.executable), ['torch', 'manyhosts', 'optuna'])}\n"
         f"{count} trials a search, {epochs} epochs each, n = {len(both)} seeds.\n\n"
         f"**At least as good as random in {wins} of {len(both)} seeds.** Least loss, median (lowest - highest) "
         f"over the seeds: {words}.\n\n"

@@ -349,9 +349,9 @@ class Tuner:
                 elif line["event"] == "step":
                     each.steps = (int(line["step"]), each.steps[1])
                 elif line["event"] == "validation" and line["step"] not in each.seen:
-                    self._judge(each, line)
+                    self._decide(each, line)
 
-    def _judge(self, each: _UnderWay, line: Mapping[str, Any]) -> None:
+    def _decide(self, each: _UnderWay, line: Mapping[str, Any]) -> None:
         values = line["values"]
         if self.asked.metric not in values:
             raise ConfigError(

@@ -10,7 +10,6 @@ way, by which each asks for each other one by itself. By turns; the answer is wr
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 import tempfile

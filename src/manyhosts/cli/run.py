@@ -120,7 +120,7 @@ _ENV = "A variable that all workers get; NAME alone takes the value that it has 
     default=300,
     show_default=True,
     metavar="SECONDS",
-    help="How long hosts that are cut off from this machine train on and call it again; 0: not at all.",
+    help="How long hosts keep training when they lose contact with this machine; 0: not at all.",
 )
 @click.option(
     "--ports",
@@ -150,7 +150,7 @@ _ENV = "A variable that all workers get; NAME alone takes the value that it has 
     default="1 GiB",
     show_default=True,
     metavar="SIZE",
-    help="How large a worker's log grows before it becomes LOG.1 and another is begun; 0: as it likes.",
+    help="How large a worker's log grows before it becomes LOG.1 and another is begun; 0: no limit.",
 )
 @click.option("--no-prefix", is_flag=True, help="Show lines as they are, without the rank before them.")
 @click.option("--env", multiple=True, metavar="K[=V]", callback=beside_table, help=_ENV)
@@ -171,7 +171,7 @@ _ENV = "A variable that all workers get; NAME alone takes the value that it has 
 @click.option("--no-python", is_flag=True, help="SCRIPT is an executable, started as it is.")
 @click.option("--rehearse", is_flag=True, help="Run a script that was written for CUDA and NCCL on CPU and Gloo.")
 @click.option("--warm", is_flag=True, help="Keep torch loaded for ten minutes, for the next run with --warm.")
-@click.option("--detach", is_flag=True, help="Hand the job over and print its handle; the engine goes on alone.")
+@click.option("--detach", is_flag=True, help="Run in the background and print a handle.")
 @click.option("--dry-run", is_flag=True, help="Print what would be started, and start nothing.")
 @click.option("--trace", is_flag=True, help="Show where in manyhosts an error was raised.")
 @click.argument("script")

@@ -11,7 +11,8 @@ for (const each of document.querySelectorAll(
     "h1, h2, p, dt, dd, th, td, pre, summary, figcaption, .name, .note, .ends span, .legend span, svg.chart, " +
     "svg.strip, img, progress")) {
   const box = each.getBoundingClientRect();
-  if (box.width > 0 && box.height > 0) boxes.push([each, box]);
+  // What is folded away has a box all the same.
+  if (box.width > 0 && box.height > 0 && each.checkVisibility()) boxes.push([each, box]);
 }
 for (const chart of document.querySelectorAll("svg.chart")) {
   for (const text of chart.querySelectorAll("text")) boxes.push([text, text.getBoundingClientRect()]);

@@ -41,6 +41,7 @@ def test_verb_and_settings_of_other_programs_are_answered_with_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
     for words, answer in (
         (["train", "train.py"], "to train train.py: manyhosts run train.py"),
         (["run", "--set", "epochs=3", "train.py"], 'write --set duration="20 epochs"'),

@@ -90,7 +90,9 @@ CLAIMS: dict[tuple[str, str], Callable[[], tuple[float | str, ...]]] = {
     ("docs/growing-batches.md", "`local-sgd` loses {:.1f} points on images and {:.1f} on text"): lambda: lost(
         "local-sgd, warmed up", 3
     ),
-    ("docs/growing-batches.md", "and `diloco` {:.1f} and {:.1f}. The synchronisation"): lambda: lost("diloco, warmed up", 3),
+    ("docs/growing-batches.md", "and `diloco` {:.1f} and {:.1f}. The synchronisation"): lambda: lost(
+        "diloco, warmed up", 3
+    ),
     ("docs/growing-batches.md", "every 4 steps `local-sgd` loses {:.1f} and {:.1f}"): lambda: lost(
         "local-sgd, every 4, warmed up", 3
     ),

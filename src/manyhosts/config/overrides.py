@@ -108,7 +108,7 @@ _CALLED = {
     **dict.fromkeys(("epochs", "max_epochs", "num_epochs", "epoch"), 'duration="20 epochs"'),
     **dict.fromkeys(("steps", "max_steps", "iterations"), 'duration="500 steps"'),
     **dict.fromkeys(("learning_rate", "learning-rate"), "lr=0.001"),
-    **dict.fromkeys(("batch", "bs", "batchsize"), "batch_size=64"),
+    **dict.fromkeys(("batch", "bs"), "batch_size=64"),
     **dict.fromkeys(
         ("num_workers", "workers"), "loader_workers=2 (processes that read); --workers 2 for those that train"
     ),

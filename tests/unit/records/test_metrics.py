@@ -24,6 +24,7 @@ from stories import BEGIN, ended, epoch_done, snapshot_saved, started, stepped, 
 from manyhosts.events import (
     CompressionChosen,
     Event,
+    LossLooked,
     Note,
     Recovered,
     Slowdown,
@@ -46,6 +47,7 @@ EVERY_KIND: list[Event] = [
     SnapshotSkipped(step=4, path=Path("snapshots/step-4"), reason="one bit is wrong", time=BEGIN),
     WENT_ON,
     Note(text="said once", step=4, time=BEGIN),
+    LossLooked(outcome="not tried", text="a stream", step=4, time=BEGIN),
     Slowdown(step=5, text="host b is slow", what="worker", who="host b", factor=2.5, time=BEGIN, cause="data"),
     WorkersTimed(
         step=5,
@@ -87,7 +89,7 @@ def test_every_kind_of_event_has_its_line(tmp_path: Path) -> None:
     write(tmp_path / "m", *EVERY_KIND)
     lines = metrics.read(tmp_path / "m")
     words = ["start", "step", "epoch", "validation", "snapshot", "copied", "skipped", "restart", "note"]
-    words += ["slow", "workers", "compression", "end", "test"]
+    words += ["look", "slow", "workers", "compression", "end", "test"]
     assert [line["event"] for line in lines] == words
     for line in lines:
         assert isinstance(line["step"], int)

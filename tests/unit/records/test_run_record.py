@@ -20,7 +20,12 @@ from manyhosts.records.run_record import RunRecord, git_commit, plain_settings, 
 def test_record_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     record().write(tmp_path / "run.json")
     read = RunRecord.read(tmp_path / "run.json")
-    assert dataclasses.replace(read, hosts=list(read.hosts), arguments=tuple(read.arguments)) == record()
+    assert (
+        dataclasses.replace(
+            read, hosts=list(read.hosts), arguments=tuple(read.arguments), environment=tuple(read.environment)
+        )
+        == record()
+    )
 
 
 def test_settings_become_plain_values_with_the_name_of_the_strategy() -> None:

@@ -142,7 +142,7 @@ def test_what_one_layout_writes_every_other_takes_up_to_the_same_bits(writers: s
     write(tmp_path / "step-00000001", writers, module, state)
     for readers in LAYOUTS:
         for holding in holdings(readers, module):
-            found = dict(leaves(TakenUp(load(tmp_path / "step-00000001").stored, module, holding)))
+            found = dict(leaves(TakenUp(load(tmp_path / "step-00000001").stored, module, holding, {})))
             assert found.keys() == expected.keys()
             for name, value in found.items():
                 if isinstance(value, Tensor):

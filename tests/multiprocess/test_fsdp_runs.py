@@ -196,7 +196,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "virtual workers": ({"virtual_workers": 2}, "which virtual workers never do"),
     "shares that leave a rest": ({"strategy": mh.FSDP(shard=3)}, "shard=3 make blocks of 3 workers, and 2 workers"),
     "no such unit": ({"strategy": mh.FSDP(units="Layer")}, "'Layer' names no module of the model"),
-    "one module": ({"model": nn.Linear(1, 11)}, "no units are found in the model, a Linear"),
     "fp32 in bf16": ({"strategy": mh.FSDP(gather="bf16")}, "parameters are gathered in bf16, and precision is 'fp32'"),
     "batch norm in bf16": (
         {

@@ -17,14 +17,12 @@ import pytest
 import torch
 from ranks import run_ranks
 from runs import step_lines
-from stand_in import streams, tensor
+from stand_in import norm_in_one_order, streams, tensor
 from torch import nn
 
 import manyhosts as mh
 from manyhosts.cluster.place import Place
-from manyhosts.communication import batch_norm
 from manyhosts.communication.comm_queue import CommQueue, QueuedExchange
-from manyhosts.communication.norm_kernels import PlainKernels
 from manyhosts.communication.world import World
 from manyhosts.data import steps
 from manyhosts.elastic.session import CollectiveCalls
@@ -44,8 +42,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "local steps": {"strategy": mh.LocalSGD(sync_every=3)},
     "diloco": {"strategy": mh.DiLoCo(sync_every=4)},
 }
-AS_ON_CPU = patch.object(batch_norm, "kernels_for", lambda device: PlainKernels())
-"""Within, BatchNorm adds up in the order in which it does on a CPU; `test_stand_in_norm` is about the kernels."""
 FP16 = {"precision": "fp16", **WAYS["int8 gradients"]}
 
 
@@ -194,11 +190,12 @@ def test_every_way_of_training_gives_the_bits_of_a_cpu(names: list[str], tmp_pat
 
 
 def each_way_on_cpu(rank: int, folder: Path, names: list[str]) -> dict[str, tuple[Any, ...]]:
-    return each_way(rank, folder, names, on_device=False)
+    with norm_in_one_order():
+        return each_way(rank, folder, names, on_device=False)
 
 
 def each_way_on_device(rank: int, folder: Path, names: list[str]) -> dict[str, tuple[Any, ...]]:
-    with AS_ON_CPU:
+    with norm_in_one_order():
         return {**each_way(rank, folder, names, on_device=True), "fp16": train(folder / "fp16", FP16)}
 
 
@@ -228,7 +225,7 @@ def on_two_nodes(rank: int, folder: Path, on_device: bool) -> tuple[Any, ...]:
     if on_device:
         tensor.install()
     pace.EVERY_S = 1e9  # as above
-    with AS_ON_CPU:
+    with norm_in_one_order():
         return train(folder, {"strategy": mh.LocalSGD(sync_every=3, inside_node="exact")}, quiet=True)[:2]
 
 

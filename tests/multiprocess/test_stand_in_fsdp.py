@@ -10,10 +10,10 @@ from unittest.mock import patch
 import pytest
 from ranks import run_ranks
 from sharded import Case, assert_same, fit, make_trainer, outcome, samples
-from stand_in import streams, tensor
+from stand_in import norm_in_one_order, streams, tensor
 from torch.utils.data import TensorDataset
 
-from manyhosts.training import pace
+from manyhosts.training import counting, pace
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.xdist_group("stand-in")]
 
@@ -37,7 +37,8 @@ QUICK = ("zero 3", "copies in bf16", "loss with parameters")
 
 
 def on_cpu(rank: int, folder: Path, names: Sequence[str]) -> Any:
-    return fit(rank, {name: {**CASES, **CLOSE}[name] for name in names}, folder)
+    with norm_in_one_order():
+        return fit(rank, {name: {**CASES, **CLOSE}[name] for name in names}, folder)
 
 
 def on_device(rank: int, folder: Path, names: Sequence[str], early: bool) -> Any:
@@ -120,7 +121,8 @@ class Quiet:
 
 def without_waiting(rank: int, folder: Path) -> None:
     tensor.install()
-    with patch.object(pace, "EVERY_S", 1e9):  # what workers tell each other every few seconds is waited for
+    # What workers tell each other every few seconds is waited for, and so is a look at the loss now and then.
+    with patch.object(pace, "EVERY_S", 1e9), patch.object(counting, "_SOON", ()):
         for zero in (1, 3):
             trainer = {"listeners": [Quiet()], "validate_every": "1000 steps", "micro_batch_size": 3}
             case = Case(optimizer="AdamW", options={"zero": zero}, samples=400, trainer=trainer)

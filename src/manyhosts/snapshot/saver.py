@@ -197,7 +197,7 @@ def _size() -> int:
 
 
 def _device() -> torch.device:
-    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    return torch.device(dist.distributed_c10d._get_object_coll_device(dist.group.WORLD))
 
 
 def _agreed(number: int) -> int:

@@ -11,6 +11,7 @@ There are three ends: the loss is a mean, it is none, or that could not be tried
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -27,6 +28,7 @@ from manyhosts.data import randomness
 from manyhosts.data.fetch import Fetcher
 from manyhosts.data.steps import LoadedPiece, mapped
 from manyhosts.errors import ConfigError
+from manyhosts.training.called_by_all import called_by_all
 from manyhosts.training.compute import ForwardPass, terms_of
 from manyhosts.training.means import Rule, has_ignored, rules_for
 from manyhosts.training.passes import in_evaluation
@@ -307,6 +309,8 @@ class Look:
         norms = [each for each in module.modules() if isinstance(each, _BatchNorm)]
         values = [(each, each.clone()) for norm in norms for each in norm.buffers(recurse=False)]
         whole = self._loss(module, batch, draws)
+        if not all(map(math.isfinite, whole.values())):  # which the step itself will say, or leave out
+            return Seen(because="the loss of these samples is not finite")
         with torch.no_grad():
             for value, before in values:  # those that a layer of the script's changes by itself
                 value.copy_(before)
@@ -376,7 +380,7 @@ class Look:
         """The loss, or several by name."""
         on_device = mapped(batch, lambda tensor: tensor.to(self.device))
         randomness.seed_compute(0)
-        with draws:
+        with draws, called_by_all(model_of(module)):
             values = self.forward.values(module, on_device)
         drawn = (torch.get_rng_state(), *(draws.ends or randomness.states()[1:]))
         if randomness.drawn_since(drawn):  # one number for each sample, which those of a part are not

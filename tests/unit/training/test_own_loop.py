@@ -154,3 +154,31 @@ def test_gradient_penalty_and_frozen_models_are_as_in_a_plain_loop(tmp_path: Pat
         frozen.step()
     torch.testing.assert_close(run.models["two"].weight, plain[1].weight)
     assert torch.equal(run.models["one"].weight, plain[0].weight)
+
+
+def test_what_a_part_keeps_changes_once_where_a_loss_looks_at_the_whole_batch(tmp_path: Path) -> None:
+    """Its rows are computed twice, once without a graph: both times from what the part kept before the step."""
+
+    def train(name: str, over_batch: bool) -> dict[str, torch.Tensor]:
+        run = made(run_dir=tmp_path / name, virtual_workers=2)
+
+        def rows(batch: Any) -> torch.Tensor:
+            kept = run.part.keep("seen", lambda: {"steps": 0, "sum": torch.zeros(3)})
+            kept["steps"] += 1
+            kept["sum"] += batch[0].sum(0)
+            return run.models["two"](run.models["one"](batch[0] + kept["sum"])) * kept["steps"]
+
+        def step(run: mh.Run) -> None:
+            if over_batch:
+                run.backward(rows, "one", over_batch=lambda found: found.square().mean())
+            else:
+                run.backward(lambda batch: rows(batch).square().mean(), "one")
+            run.update("one", clip=0.1)
+
+        run.fit(step, "5 steps")
+        return {**run.models.state_dict(), **{str(k): v["seen"]["sum"] for k, v in run._loop.parts.kept.items()}}
+
+    found, expected = train("over", True), train("each", False)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, msg=name)

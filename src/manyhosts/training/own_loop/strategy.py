@@ -203,8 +203,9 @@ class OwnLoop(WholeModel):
         """The gradient of a loss over all rows of the batch at once.
 
         First the rows of all parts, without a graph; then the loss, on every worker alike, and its gradient by each
-        row; then each part once more, from the same random numbers, and backward from that gradient.
+        row; then each part once more, from the same random numbers and what it keeps, and backward from that gradient.
         """
+        kept = self.parts.states()
         buffers = BufferCopies(self.model)
         buffers.keep()
         own: dict[str, Any] = {}
@@ -214,6 +215,7 @@ class OwnLoop(WholeModel):
                 if piece.weight:
                     own["{}.{}".format(*piece.address[1:3])] = list(found) if isinstance(found, tuple) else [found]
         buffers.put_back()
+        self.parts.put_back(kept)
         if isinstance(self.inner, VirtualWorkers):
             self.inner.statistics.take()
         told = {key: rows for worker in gather(self.world, own) for key, rows in worker.items()}

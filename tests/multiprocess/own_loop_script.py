@@ -68,9 +68,24 @@ def sparse(batch):
     return (size.sum(1) / mask.sum(1)).mean()
 
 
+def pooled(batch):
+    """A row for each sample, from what the part keeps."""
+    rows, _ = batch
+    seen = run.part.keep("pooled", dict)
+    seen["mean"] = 0.5 * seen.get("mean", torch.zeros(5)) + rows.mean((0, 1))
+    return run.models["decoder"](run.models["coder"](rows)).mean(1) - seen["mean"]
+
+
+def noisy(rows):
+    return nn.functional.dropout(rows, 0.3).square().mean()
+
+
 def step(run):
     perhaps_die("begin")
     run.backward(coded, "decoder")
+    run.state["drawn"] = torch.rand(())  # equal on all workers, wherever in a step it is drawn
+    if PARTS != "0":
+        run.backward(pooled, "decoder", over_batch=noisy)
     run.update("decoder")
     perhaps_die("between")
     run.backward(coded, "coder")

@@ -177,6 +177,8 @@ class OwnLoop(WholeModel):
             if old is not None:
                 parameter.grad = old if parameter.grad is None else parameter.grad.add_(old)
         group.pending, group.loss = True, values["loss"]
+        # The parts have left each worker's generators at its own last one: what the step draws next has an address.
+        randomness.seed_compute(self.settings.seed, randomness.OWN_STEP, self.done(), self.calls, 0)
         return values
 
     def _of_pieces(self, loss: LossOf, group: Group) -> dict[str, Tensor]:
@@ -223,6 +225,7 @@ class OwnLoop(WholeModel):
         leaves = [
             torch.cat([told[key][place] for key in order]).requires_grad_() for place in range(len(told[order[0]]))
         ]
+        randomness.seed_compute(self.settings.seed, randomness.OWN_STEP, self.done(), self.calls, 1)
         with self.compute.context():
             values = step_values(over_batch(leaves[0] if len(leaves) == 1 else tuple(leaves)))
         found = torch.autograd.grad(values["loss"], [*leaves, *group.parameters], allow_unused=True)

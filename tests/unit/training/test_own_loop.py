@@ -182,3 +182,32 @@ def test_what_a_part_keeps_changes_once_where_a_loss_looks_at_the_whole_batch(tm
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, msg=name)
+
+
+def test_count_that_evaluate_gives_is_what_its_mean_is_over(tmp_path: Path) -> None:
+    """Over three samples of eleven, some batches with none of them: as in one pass over those three."""
+    inputs = torch.randn(11, 3, generator=torch.Generator().manual_seed(1))
+    counted = inputs[:, 0] > inputs[:, 0].sort().values[7]
+
+    def evaluate(models: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+        rows = batch[0][batch[1]]
+        error = models["two"](models["one"](rows)).square()
+        return {"loss": error.sum() / max(len(rows), 1), "count": batch[1].sum()}
+
+    both = mh.Data(
+        train=TensorDataset(INPUTS),
+        validation=TensorDataset(inputs, counted),
+        test=TensorDataset(inputs, counted),
+        batch_size=4,
+    )
+    run = made(data=both, evaluate=evaluate, run_dir=tmp_path / "run")
+
+    def step(run: mh.Run) -> None:
+        run.backward(loss(run), "one")
+        run.update("one")
+
+    found = run.fit(step, "1 epochs")
+    with torch.no_grad():
+        expected = float(loss(run)((inputs[counted],)))
+    assert found.validation["loss"] == pytest.approx(expected)
+    assert run.test()["loss"] == pytest.approx(expected)

@@ -38,6 +38,7 @@ def loss(run: mh.Run) -> Callable[[Any], torch.Tensor]:
         ({"optimizers": {"one": lambda params: torch.optim.LBFGS(params)}}, "as often as it likes"),
         ({"optimizers": {"one": lambda params: None}}, "not a torch.optim.Optimizer"),
         ({"optimizers": {n: lambda p: torch.optim.SGD(p, 0.1) for n in ("one", "one+two")}}, "both change"),
+        ({"schedulers": {"one": torch.optim.lr_scheduler.ReduceLROnPlateau}}, "no value that it could look at"),
         ({"data": None}, "virtual_workers"),
         ({"loss": nn.MSELoss()}, "no argument 'loss'"),
         ({"clip_gradients": 1.0}, "no argument 'clip_gradients'"),
@@ -56,6 +57,7 @@ def test_what_cannot_be_is_refused_before_the_first_step(changed: dict[str, Any]
     ("step", "words"),
     [
         (lambda run: run.update("one"), "before a run.backward"),
+        (lambda run: run.backward(loss(run), "one"), "no run.update has used it"),
         (lambda run: run.backward(loss(run)), "several optimizers"),
         (lambda run: run.backward(loss(run), "three"), "no optimizer 'three'"),
         (lambda run: run.part, "no part is computed"),

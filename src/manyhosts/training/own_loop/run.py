@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import Dataset
 
 from manyhosts.config.settings import Settings
@@ -186,6 +186,13 @@ class Run(Trainer):
             made[name] = found
         combined = CombinedOptimizer(made)
         schedulers: dict[str, LRScheduler] = {name: make(made[name]) for name, make in self._schedulers.items()}
+        for name, each in schedulers.items():
+            if isinstance(each, ReduceLROnPlateau):
+                raise ConfigError(
+                    f"scheduler {name!r} is a ReduceLROnPlateau, and at an update there is no value that it could look at",
+                    where="mh.Run(schedulers=…)",
+                    fix="take a scheduler that counts steps, such as torch.optim.lr_scheduler.CosineAnnealingLR",
+                )
         self._loop.take_optimizers(combined, schedulers)
         return combined
 

@@ -144,6 +144,7 @@ class OwnLoop(WholeModel):
         is_good = True
         try:
             self.step()
+            self._refuse_lost_gradients()
         except _BadStep:
             is_good = False
         told = torch.tensor([*control_flags, float(self.parts.in_use)], dtype=torch.float64, device=self.world.device)
@@ -155,6 +156,16 @@ class OwnLoop(WholeModel):
             self._put_back()
         self.pieces, self._undo = None, []
         return StepOutcome(self._values(is_good=is_good), told[:-1])
+
+    def _refuse_lost_gradients(self) -> None:
+        for name, group in self.groups.items():
+            if group.pending:
+                raise ConfigError(
+                    f"this step has computed a gradient for {name!r}, and no run.update has used it",
+                    where="run.backward",
+                    fix="call run.update behind it in the same step: gradients do not outlive a step; to sum those of "
+                    "several batches, make batch_size larger and set micro_batch_size",
+                )
 
     def _values(self, *, is_good: bool) -> dict[str, Tensor]:
         losses = {name: each.loss for name, each in self.groups.items() if each.loss is not None}

@@ -213,3 +213,25 @@ def test_count_that_evaluate_gives_is_what_its_mean_is_over(tmp_path: Path) -> N
         expected = float(loss(run)((inputs[counted],)))
     assert found.validation["loss"] == pytest.approx(expected)
     assert run.test()["loss"] == pytest.approx(expected)
+
+
+def test_one_model_predicts_and_of_several_it_must_be_said_which(tmp_path: Path) -> None:
+    one = made(
+        models={"two": lambda: nn.Linear(3, 1)},
+        optimizers=lambda params: torch.optim.SGD(params, 0.1),
+        run_dir=tmp_path / "one",
+    )
+
+    def step(run: mh.Run) -> None:
+        run.backward(lambda batch: run.models["two"](batch[0]).square().mean())
+        run.update()
+
+    one.fit(step, "2 steps")
+    with torch.no_grad():
+        torch.testing.assert_close(one.predict(TensorDataset(INPUTS)), one.models["two"](INPUTS))
+    several = made(run_dir=tmp_path / "several")
+    with pytest.raises(ConfigError, match="which of them predicts"):
+        several.predict(TensorDataset(INPUTS))
+    found = several.predict(TensorDataset(INPUTS), forward=lambda models, batch: models["one"](batch[0]))
+    with torch.no_grad():
+        torch.testing.assert_close(found, several.models["one"](INPUTS))

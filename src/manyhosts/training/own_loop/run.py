@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from manyhosts.training.own_loop.optimizers import CombinedOptimizer
 from manyhosts.training.own_loop.parts import Part
 from manyhosts.training.own_loop.strategy import LossOf, OwnLoop, OwnLoopInParts
 from manyhosts.training.parameter_groups import MakeOptimizer, Parameters
+from manyhosts.training.predict import Forward, of_inputs
 from manyhosts.training.result import Result
 from manyhosts.training.trainer import Trainer
 
@@ -189,7 +190,7 @@ class Run(Trainer):
         for name, each in schedulers.items():
             if isinstance(each, ReduceLROnPlateau):
                 raise ConfigError(
-                    f"scheduler {name!r} is a ReduceLROnPlateau, and at an update there is no value that it could look at",
+                    f"scheduler {name!r} is a ReduceLROnPlateau, and an update has no value that it could look at",
                     where="mh.Run(schedulers=…)",
                     fix="take a scheduler that counts steps, such as torch.optim.lr_scheduler.CosineAnnealingLR",
                 )
@@ -222,6 +223,29 @@ class Run(Trainer):
             )
         self._body = step
         return super().fit(duration)
+
+    def predict(
+        self, dataset: Dataset[Any], *, forward: Forward | None = None, weights: Literal["best", "last"] = "best"
+    ) -> Any:
+        """`Trainer.predict`; `forward(models, batch)` says which of the models makes what. One alone needs none.
+
+        Raises:
+            ConfigError: there are several models and no `forward`; or see `Trainer.predict`.
+        """
+        if forward is None:
+            if len(self._models) > 1:
+                raise ConfigError(
+                    f"there are several models ({', '.join(self._models)}), and which of them predicts is not known",
+                    where="run.predict",
+                    fix="give forward=lambda models, batch: models[name](batch[0])",
+                )
+            [name] = self._models
+
+            def forward(models: nn.Module, batch: Any) -> Any:
+                assert isinstance(models, nn.ModuleDict), "_make_models() makes one"
+                return of_inputs(models[name], batch)
+
+        return super().predict(dataset, forward=forward, weights=weights)
 
     # In a step.
 

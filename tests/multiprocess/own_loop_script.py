@@ -87,6 +87,9 @@ def step(run):
     if PARTS != "0":
         run.backward(pooled, "decoder", over_batch=noisy)
     run.update("decoder")
+    if PARTS != "0":
+        for kept, new in zip(run.models["average"].parameters(), run.models["decoder"].parameters(), strict=True):
+            kept.data.lerp_(new.data, 0.3)
     perhaps_die("between")
     run.backward(coded, "coder")
     run.backward(sparse, "coder")  # adds to the gradient
@@ -100,6 +103,7 @@ run = mh.Run(
     models={
         "coder": lambda: nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)),
         "decoder": lambda: nn.Sequential(nn.Dropout(0.1 if PARTS != "0" else 0.0), nn.Linear(3, 5)),
+        **({"average": lambda: nn.Linear(3, 5)} if PARTS != "0" else {}),
     },
     optimizers={
         "coder": lambda params: torch.optim.AdamW(params, 1e-2),

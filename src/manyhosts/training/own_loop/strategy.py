@@ -92,6 +92,11 @@ class OwnLoop(WholeModel):
         self._agreed: dict[int, Agreed] = {}
         self._undo: list[Callable[[], None]] = []
         self._copied: set[int] = set()
+        self._others: list[nn.Parameter] = []
+        self._versions: list[int] = []
+        self._copies: list[tuple[nn.Parameter, Tensor]] = []
+        self._changed: set[int] | None = None
+        """The parameters that no optimizer steps and a step has changed; None before the first step."""
 
     def place(self, model: nn.Module) -> nn.Module:
         """Place all models as `inner` does."""
@@ -140,6 +145,7 @@ class OwnLoop(WholeModel):
         self.parts.begin_step()
         if self.remembers:
             self._undo.append(_restore(self, "state", copy.deepcopy(self.state)))
+            self._keep_others(model)
         randomness.seed_compute(self.settings.seed, randomness.OWN_STEP, self.done())
         is_good = True
         try:
@@ -154,8 +160,40 @@ class OwnLoop(WholeModel):
             self.parts.kept = kept
         else:
             self._put_back()
+        self._see_others()
         self.pieces, self._undo = None, []
         return StepOutcome(self._values(is_good=is_good), told[:-1])
+
+    @torch.no_grad()
+    def _keep_others(self, model: nn.Module) -> None:
+        """Remember the parameters that no optimizer steps and the step changes by itself, such as a moving average.
+
+        Before the first step it is not known which these are, so all are copied, into the memory of the host.
+        """
+        stepped = {id(each) for group in self.groups.values() for each in group.parameters}
+        self._others = [each for each in model.parameters() if id(each) not in stepped]
+        is_first, self._versions = self._changed is None, [each._version for each in self._others]
+        kept = [each for each in self._others if self._changed is None or id(each) in self._changed]
+        self._copies = [(each, each.detach().to("cpu" if is_first else each.device, copy=True)) for each in kept]
+        copies = self._copies
+
+        @torch.no_grad()
+        def undo() -> None:
+            for each, before in copies:
+                each.detach().copy_(before)
+
+        self._undo.append(undo)
+
+    def _see_others(self) -> None:
+        if not self.remembers:
+            return
+        found = {
+            id(each) for each, version in zip(self._others, self._versions, strict=True) if each._version != version
+        }
+        if self._changed is None:
+            found |= {id(each) for each, before in self._copies if not each.detach().cpu().equal(before)}
+        self._changed = (self._changed or set()) | found
+        self._copies = []
 
     def _refuse_lost_gradients(self) -> None:
         for name, group in self.groups.items():

@@ -68,10 +68,28 @@ def sparse(batch):
     return (size.sum(1) / mask.sum(1)).mean()
 
 
+def pooled(batch):
+    """A row for each sample, from what the part keeps."""
+    rows, _ = batch
+    seen = run.part.keep("pooled", dict)
+    seen["mean"] = 0.5 * seen.get("mean", torch.zeros(5)) + rows.mean((0, 1))
+    return run.models["decoder"](run.models["coder"](rows)).mean(1) - seen["mean"]
+
+
+def noisy(rows):
+    return nn.functional.dropout(rows, 0.3).square().mean()
+
+
 def step(run):
     perhaps_die("begin")
     run.backward(coded, "decoder")
+    run.state["drawn"] = torch.rand(())  # equal on all workers, wherever in a step it is drawn
+    if PARTS != "0":
+        run.backward(pooled, "decoder", over_batch=noisy)
     run.update("decoder")
+    if PARTS != "0":
+        for kept, new in zip(run.models["average"].parameters(), run.models["decoder"].parameters(), strict=True):
+            kept.data.lerp_(new.data, 0.3)
     perhaps_die("between")
     run.backward(coded, "coder")
     run.backward(sparse, "coder")  # adds to the gradient
@@ -85,6 +103,7 @@ run = mh.Run(
     models={
         "coder": lambda: nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)),
         "decoder": lambda: nn.Sequential(nn.Dropout(0.1 if PARTS != "0" else 0.0), nn.Linear(3, 5)),
+        **({"average": lambda: nn.Linear(3, 5)} if PARTS != "0" else {}),
     },
     optimizers={
         "coder": lambda params: torch.optim.AdamW(params, 1e-2),

@@ -71,3 +71,5 @@ def test_names_that_fit_nothing_and_lists_without_names_are_refused(tmp_path: Pa
         trainer(lambda params: torch.optim.SGD(mh.groups(params, {"backbone": {"lr": 0.1}}), lr=0.1))
     with pytest.raises(ConfigError, match="parameters without names"):
         trainer(lambda params: torch.optim.SGD(mh.groups(list(params), {}), lr=0.1))
+    with pytest.raises(ConfigError, match="a float, not a dict"):
+        trainer(lambda params: torch.optim.SGD(mh.groups(params, {"*": 0.1}), lr=0.1))

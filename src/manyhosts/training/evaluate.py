@@ -129,7 +129,7 @@ class Evaluation:
             given = len(piece) if rule is None else rule(on_host)
             values, outputs, targets = self._outputs(model, self.passes.on_device(on_host, piece))
             if self.has_counts and "count" in values:
-                count = float(values["count"])
+                given = float(values["count"])
                 values = {name: each for name, each in values.items() if name != "count"}
             self.metrics.update(int(piece[0]), outputs, targets)
             by_loss: dict[str, float] = {}

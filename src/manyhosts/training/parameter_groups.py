@@ -70,7 +70,13 @@ def groups(params: Sequence[nn.Parameter], options: Mapping[str, Mapping[str, An
             fix="hand on what optimizer is called with: optimizer=lambda params: torch.optim.AdamW(mh.groups(params, "
             '{"norms": {"weight_decay": 0.0}}), lr=1e-3)',
         )
-    for key in options:
+    for key, asked in options.items():
+        if not isinstance(asked, Mapping):
+            raise ConfigError(
+                f"the options of {key!r} are a {type(asked).__name__}, not a dict",
+                where=f"mh.groups(params, {{{key!r}: …}})",
+                fix=f'name the option, such as {{{key!r}: {{"lr": 1e-5}}}}',
+            )
         if not any(_fits(name, key, params) for name in params.names):
             tops = dict.fromkeys(name.partition(".")[0] for name in params.names)
             raise ConfigError(

@@ -65,7 +65,7 @@ class Trainer:
         loss: `loss(model(inputs), targets)`, the mean over the samples it is given. Parameters and buffers of a module
             are treated as the model's: `optimizer` is given them, workers agree on them, snapshots have them.
         optimizer: makes the optimizer of a list of parameters; called after the strategy has placed the model.
-            `params.groups({"backbone.*": 1e-5, "*": 1e-3})` makes groups with rates by the parameters' names.
+            `mh.groups(params, {"backbone.*": {"lr": 1e-5}})` makes groups with rates by the parameters' names.
         data: the datasets and the size of the batch.
         metrics: names and torchmetrics metrics, computed over the whole validation or test set.
         step: in place of `loss`: `step(model, batch) -> loss`, or a mapping with `loss` and values to log. With metrics

@@ -38,6 +38,7 @@ def loss(run: mh.Run) -> Callable[[Any], torch.Tensor]:
         ({"optimizers": {"one": lambda params: torch.optim.LBFGS(params)}}, "as often as it likes"),
         ({"optimizers": {"one": lambda params: None}}, "not a torch.optim.Optimizer"),
         ({"optimizers": {n: lambda p: torch.optim.SGD(p, 0.1) for n in ("one", "one+two")}}, "both change"),
+        ({"schedulers": {"one": torch.optim.lr_scheduler.ReduceLROnPlateau}}, "no value that it could look at"),
         ({"data": None}, "virtual_workers"),
         ({"loss": nn.MSELoss()}, "no argument 'loss'"),
         ({"clip_gradients": 1.0}, "no argument 'clip_gradients'"),
@@ -56,6 +57,7 @@ def test_what_cannot_be_is_refused_before_the_first_step(changed: dict[str, Any]
     ("step", "words"),
     [
         (lambda run: run.update("one"), "before a run.backward"),
+        (lambda run: run.backward(loss(run), "one"), "no run.update has used it"),
         (lambda run: run.backward(loss(run)), "several optimizers"),
         (lambda run: run.backward(loss(run), "three"), "no optimizer 'three'"),
         (lambda run: run.part, "no part is computed"),
@@ -154,3 +156,82 @@ def test_gradient_penalty_and_frozen_models_are_as_in_a_plain_loop(tmp_path: Pat
         frozen.step()
     torch.testing.assert_close(run.models["two"].weight, plain[1].weight)
     assert torch.equal(run.models["one"].weight, plain[0].weight)
+
+
+def test_what_a_part_keeps_changes_once_where_a_loss_looks_at_the_whole_batch(tmp_path: Path) -> None:
+    """Its rows are computed twice, once without a graph: both times from what the part kept before the step."""
+
+    def train(name: str, over_batch: bool) -> dict[str, torch.Tensor]:
+        run = made(run_dir=tmp_path / name, virtual_workers=2)
+
+        def rows(batch: Any) -> torch.Tensor:
+            kept = run.part.keep("seen", lambda: {"steps": 0, "sum": torch.zeros(3)})
+            kept["steps"] += 1
+            kept["sum"] += batch[0].sum(0)
+            return run.models["two"](run.models["one"](batch[0] + kept["sum"])) * kept["steps"]
+
+        def step(run: mh.Run) -> None:
+            if over_batch:
+                run.backward(rows, "one", over_batch=lambda found: found.square().mean())
+            else:
+                run.backward(lambda batch: rows(batch).square().mean(), "one")
+            run.update("one", clip=0.1)
+
+        run.fit(step, "5 steps")
+        return {**run.models.state_dict(), **{str(k): v["seen"]["sum"] for k, v in run._loop.parts.kept.items()}}
+
+    found, expected = train("over", True), train("each", False)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, msg=name)
+
+
+def test_count_that_evaluate_gives_is_what_its_mean_is_over(tmp_path: Path) -> None:
+    """Over three samples of eleven, some batches with none of them: as in one pass over those three."""
+    inputs = torch.randn(11, 3, generator=torch.Generator().manual_seed(1))
+    counted = inputs[:, 0] > inputs[:, 0].sort().values[7]
+
+    def evaluate(models: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+        rows = batch[0][batch[1]]
+        error = models["two"](models["one"](rows)).square()
+        return {"loss": error.sum() / max(len(rows), 1), "count": batch[1].sum()}
+
+    both = mh.Data(
+        train=TensorDataset(INPUTS),
+        validation=TensorDataset(inputs, counted),
+        test=TensorDataset(inputs, counted),
+        batch_size=4,
+    )
+    run = made(data=both, evaluate=evaluate, run_dir=tmp_path / "run")
+
+    def step(run: mh.Run) -> None:
+        run.backward(loss(run), "one")
+        run.update("one")
+
+    found = run.fit(step, "1 epochs")
+    with torch.no_grad():
+        expected = float(loss(run)((inputs[counted],)))
+    assert found.validation["loss"] == pytest.approx(expected)
+    assert run.test()["loss"] == pytest.approx(expected)
+
+
+def test_one_model_predicts_and_of_several_it_must_be_said_which(tmp_path: Path) -> None:
+    one = made(
+        models={"two": lambda: nn.Linear(3, 1)},
+        optimizers=lambda params: torch.optim.SGD(params, 0.1),
+        run_dir=tmp_path / "one",
+    )
+
+    def step(run: mh.Run) -> None:
+        run.backward(lambda batch: run.models["two"](batch[0]).square().mean())
+        run.update()
+
+    one.fit(step, "2 steps")
+    with torch.no_grad():
+        torch.testing.assert_close(one.predict(TensorDataset(INPUTS)), one.models["two"](INPUTS))
+    several = made(run_dir=tmp_path / "several")
+    with pytest.raises(ConfigError, match="which of them predicts"):
+        several.predict(TensorDataset(INPUTS))
+    found = several.predict(TensorDataset(INPUTS), forward=lambda models, batch: models["one"](batch[0]))
+    with torch.no_grad():
+        torch.testing.assert_close(found, several.models["one"](INPUTS))

@@ -43,7 +43,7 @@ class Part:
         if name not in self.objects:
             made = self.objects[name] = make()
             if name in self._kept:
-                load(made, self._kept[name])
+                load(made, copy.deepcopy(self._kept[name]))
         found: T = self.objects[name]
         return found
 
@@ -71,6 +71,22 @@ class Parts:
             kept = copy.deepcopy(self.kept.get(index, {}))
             self._live[index] = Part(index, self.count, kept, stays=self.stays)
         return self._live[index]
+
+    def states(self) -> dict[int, dict[str, Any]]:
+        """What each part of this worker keeps at this place of the step, for `put_back`."""
+        return {
+            index: {name: state_of(name, each) for name, each in part.objects.items()}
+            for index, part in self._live.items()
+        }
+
+    def put_back(self, before: Mapping[int, Mapping[str, Any]]) -> None:
+        """Have every part keep what it kept at `before = states()`."""
+        for index, part in self._live.items():
+            for name, each in list(part.objects.items()):
+                if name in before.get(index, {}):
+                    load(each, before[index][name])
+                else:
+                    del part.objects[name]
 
     @property
     def in_use(self) -> bool:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import Dataset
 
 from manyhosts.config.settings import Settings
@@ -26,6 +26,7 @@ from manyhosts.training.own_loop.optimizers import CombinedOptimizer
 from manyhosts.training.own_loop.parts import Part
 from manyhosts.training.own_loop.strategy import LossOf, OwnLoop, OwnLoopInParts
 from manyhosts.training.parameter_groups import MakeOptimizer, Parameters
+from manyhosts.training.predict import Forward, of_inputs
 from manyhosts.training.result import Result
 from manyhosts.training.trainer import Trainer
 
@@ -186,6 +187,13 @@ class Run(Trainer):
             made[name] = found
         combined = CombinedOptimizer(made)
         schedulers: dict[str, LRScheduler] = {name: make(made[name]) for name, make in self._schedulers.items()}
+        for name, each in schedulers.items():
+            if isinstance(each, ReduceLROnPlateau):
+                raise ConfigError(
+                    f"scheduler {name!r} is a ReduceLROnPlateau, and an update has no value that it could look at",
+                    where="mh.Run(schedulers=…)",
+                    fix="take a scheduler that counts steps, such as torch.optim.lr_scheduler.CosineAnnealingLR",
+                )
         self._loop.take_optimizers(combined, schedulers)
         return combined
 
@@ -215,6 +223,29 @@ class Run(Trainer):
             )
         self._body = step
         return super().fit(duration)
+
+    def predict(
+        self, dataset: Dataset[Any], *, forward: Forward | None = None, weights: Literal["best", "last"] = "best"
+    ) -> Any:
+        """`Trainer.predict`; `forward(models, batch)` says which of the models makes what. One alone needs none.
+
+        Raises:
+            ConfigError: there are several models and no `forward`; or see `Trainer.predict`.
+        """
+        if forward is None:
+            if len(self._models) > 1:
+                raise ConfigError(
+                    f"there are several models ({', '.join(self._models)}), and which of them predicts is not known",
+                    where="run.predict",
+                    fix="give forward=lambda models, batch: models[name](batch[0])",
+                )
+            [name] = self._models
+
+            def forward(models: nn.Module, batch: Any) -> Any:
+                assert isinstance(models, nn.ModuleDict), "_make_models() makes one"
+                return of_inputs(models[name], batch)
+
+        return super().predict(dataset, forward=forward, weights=weights)
 
     # In a step.
 

@@ -92,6 +92,11 @@ class OwnLoop(WholeModel):
         self._agreed: dict[int, Agreed] = {}
         self._undo: list[Callable[[], None]] = []
         self._copied: set[int] = set()
+        self._others: list[nn.Parameter] = []
+        self._versions: list[int] = []
+        self._copies: list[tuple[nn.Parameter, Tensor]] = []
+        self._changed: set[int] | None = None
+        """The parameters that no optimizer steps and a step has changed; None before the first step."""
 
     def place(self, model: nn.Module) -> nn.Module:
         """Place all models as `inner` does."""
@@ -140,10 +145,12 @@ class OwnLoop(WholeModel):
         self.parts.begin_step()
         if self.remembers:
             self._undo.append(_restore(self, "state", copy.deepcopy(self.state)))
+            self._keep_others(model)
         randomness.seed_compute(self.settings.seed, randomness.OWN_STEP, self.done())
         is_good = True
         try:
             self.step()
+            self._refuse_lost_gradients()
         except _BadStep:
             is_good = False
         told = torch.tensor([*control_flags, float(self.parts.in_use)], dtype=torch.float64, device=self.world.device)
@@ -153,8 +160,50 @@ class OwnLoop(WholeModel):
             self.parts.kept = kept
         else:
             self._put_back()
+        self._see_others()
         self.pieces, self._undo = None, []
         return StepOutcome(self._values(is_good=is_good), told[:-1])
+
+    @torch.no_grad()
+    def _keep_others(self, model: nn.Module) -> None:
+        """Remember the parameters that no optimizer steps and the step changes by itself, such as a moving average.
+
+        Before the first step it is not known which these are, so all are copied, into the memory of the host.
+        """
+        stepped = {id(each) for group in self.groups.values() for each in group.parameters}
+        self._others = [each for each in model.parameters() if id(each) not in stepped]
+        is_first, self._versions = self._changed is None, [each._version for each in self._others]
+        kept = [each for each in self._others if self._changed is None or id(each) in self._changed]
+        self._copies = [(each, each.detach().to("cpu" if is_first else each.device, copy=True)) for each in kept]
+        copies = self._copies
+
+        @torch.no_grad()
+        def undo() -> None:
+            for each, before in copies:
+                each.detach().copy_(before)
+
+        self._undo.append(undo)
+
+    def _see_others(self) -> None:
+        if not self.remembers:
+            return
+        found = {
+            id(each) for each, version in zip(self._others, self._versions, strict=True) if each._version != version
+        }
+        if self._changed is None:
+            found |= {id(each) for each, before in self._copies if not each.detach().cpu().equal(before)}
+        self._changed = (self._changed or set()) | found
+        self._copies = []
+
+    def _refuse_lost_gradients(self) -> None:
+        for name, group in self.groups.items():
+            if group.pending:
+                raise ConfigError(
+                    f"this step has computed a gradient for {name!r}, and no run.update has used it",
+                    where="run.backward",
+                    fix="call run.update behind it in the same step: gradients do not outlive a step; to sum those of "
+                    "several batches, make batch_size larger and set micro_batch_size",
+                )
 
     def _values(self, *, is_good: bool) -> dict[str, Tensor]:
         losses = {name: each.loss for name, each in self.groups.items() if each.loss is not None}
@@ -177,6 +226,8 @@ class OwnLoop(WholeModel):
             if old is not None:
                 parameter.grad = old if parameter.grad is None else parameter.grad.add_(old)
         group.pending, group.loss = True, values["loss"]
+        # The parts have left each worker's generators at its own last one: what the step draws next has an address.
+        randomness.seed_compute(self.settings.seed, randomness.OWN_STEP, self.done(), self.calls, 0)
         return values
 
     def _of_pieces(self, loss: LossOf, group: Group) -> dict[str, Tensor]:
@@ -203,8 +254,9 @@ class OwnLoop(WholeModel):
         """The gradient of a loss over all rows of the batch at once.
 
         First the rows of all parts, without a graph; then the loss, on every worker alike, and its gradient by each
-        row; then each part once more, from the same random numbers, and backward from that gradient.
+        row; then each part once more, from the same random numbers and what it keeps, and backward from that gradient.
         """
+        kept = self.parts.states()
         buffers = BufferCopies(self.model)
         buffers.keep()
         own: dict[str, Any] = {}
@@ -214,6 +266,7 @@ class OwnLoop(WholeModel):
                 if piece.weight:
                     own["{}.{}".format(*piece.address[1:3])] = list(found) if isinstance(found, tuple) else [found]
         buffers.put_back()
+        self.parts.put_back(kept)
         if isinstance(self.inner, VirtualWorkers):
             self.inner.statistics.take()
         told = {key: rows for worker in gather(self.world, own) for key, rows in worker.items()}
@@ -221,6 +274,7 @@ class OwnLoop(WholeModel):
         leaves = [
             torch.cat([told[key][place] for key in order]).requires_grad_() for place in range(len(told[order[0]]))
         ]
+        randomness.seed_compute(self.settings.seed, randomness.OWN_STEP, self.done(), self.calls, 1)
         with self.compute.context():
             values = step_values(over_batch(leaves[0] if len(leaves) == 1 else tuple(leaves)))
         found = torch.autograd.grad(values["loss"], [*leaves, *group.parameters], allow_unused=True)

@@ -29,6 +29,7 @@ def findings(hosts: Sequence[Facts], pairs: Sequence[Facts]) -> list[Finding]:
         *_of_latency(pairs),
         *_of_packets(hosts),
         *_of_names(hosts),
+        *_of_equal_names(hosts),
     ]
 
 
@@ -185,6 +186,21 @@ def _of_names(hosts: Sequence[Facts]) -> Iterator[Finding]:
                 what=f"host {host['name']} does not know the name{'s' * (len(unknown) > 1)} {', '.join(unknown)}",
                 where=f"host {host['name']}",
                 fix="`manyhosts run` uses addresses; for what you start by hand, write the names into /etc/hosts",
+            )
+
+
+def _of_equal_names(hosts: Sequence[Facts]) -> Iterator[Finding]:
+    """Hosts with addresses of their own that call themselves the same."""
+    for name in dict.fromkeys(host["hostname"] for host in hosts if host.get("hostname")):
+        alike = {host["address"]: host["name"] for host in hosts if host.get("hostname") == name}
+        if len(alike) > 1 and not any(address.startswith(_LOOPBACK) for address in alike):
+            who = ", ".join(alike.values())
+            yield Finding(
+                level="warning",
+                check="names",
+                what=f"hosts {who} have the same name, {name}: logs and messages cannot tell them apart",
+                where=f"hosts {who}",
+                fix="give each a name of its own: `hostnamectl set-hostname NAME` there",
             )
 
 

@@ -101,6 +101,15 @@ def test_name_that_stands_for_another_machine_is_named_with_both_addresses() -> 
     assert finding.what == "host a takes b for 10.0.0.77, which is no address of host b (10.0.0.1)"
 
 
+def test_hosts_that_have_the_same_name_are_named_together() -> None:
+    seen = [{**each, "hostname": "node"} for each in hosts("abc")]
+    seen[2]["hostname"] = "other"
+    [finding] = network.findings(seen, [])
+    assert (finding.level, finding.check) == ("warning", "names")
+    assert finding.what.startswith("hosts a, b have the same name, node:")
+    assert network.findings([{**each, "address": "10.0.0.1"} for each in seen], []) == [], "one host, listed twice"
+
+
 def test_ways_through_loopback_are_no_wires() -> None:
     ways = {"ab": {"bandwidth": FAST / 4, "address": "127.0.0.1"}}
     found = [{**pair, "address": "127.0.0.1"} for pair in pairs("abc", ways=ways)]

@@ -40,6 +40,7 @@ from manyhosts.training import activation_checkpointing
 from manyhosts.training.held import put_weights, weights_of
 from manyhosts.training.process_session import ProcessSession
 from manyhosts.training.recovery import why_not_survive
+from manyhosts.training.set_draws import SetDraws
 from manyhosts.training.state import RunState
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.xdist_group("stand-in")]
@@ -122,6 +123,12 @@ def outputs_that_are_computed_again() -> None:
     assert not activation_checkpointing._alike(one, one * 2)
 
 
+def draws_of_a_look() -> None:
+    """Whether something is drawn is seen by the generators, those of a GPU among them."""
+    with SetDraws(0.5, {3}):
+        assert torch.rand(3).tolist() == [0.5] * 3
+
+
 class Line:
     """A worker's line to its agent, on which nothing comes."""
 
@@ -202,6 +209,7 @@ def executed(rank: int, folder: Path, port: str) -> set[gpu_lines.Place]:
     of_hosts()
     bytes_of_a_pass()
     outputs_that_are_computed_again()
+    draws_of_a_look()
     trainings(folder)
     measurements(folder)
     worlds(port)

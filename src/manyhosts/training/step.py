@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -91,8 +91,7 @@ class Stepper:
         self.clock.fetched()
         self.prepare(number, step)
         lr = parts.optimizer.param_groups[0]["lr"] * parts.warmup.factor(state.step)
-        norm: Any = None
-        updated = False
+        norm, updated = cast(Any, None), False
         if number in state.left_out or weight == 0:
             outcome = self.pass_over()
         else:

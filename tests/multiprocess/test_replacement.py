@@ -15,8 +15,8 @@ SCRIPT = """
     import os, sys, time
     from pathlib import Path
     started = Path("started", str(os.getpid()))
-    started.write_text("warm" if "sklearn.datasets" in sys.modules else "cold")
-    import sklearn.datasets
+    started.write_text("warm" if "scipy.optimize" in sys.modules else "cold")
+    import scipy.optimize  # scikit-learn brings pandas where that is installed, which begins threads
     import torch
     import manyhosts as mh
 
@@ -39,8 +39,8 @@ SCRIPT = """
 
 
 def loaded(process: psutil.Process) -> bool:
-    """Whether the libraries of scikit-learn's datasets are in a process."""
-    return any("_svmlight_format_fast" in mapped.path for mapped in process.memory_maps())
+    """Whether the libraries of scipy.optimize are in a process."""
+    return any("_lbfgsb" in mapped.path for mapped in process.memory_maps())
 
 
 def test_replacement_finds_loaded_what_the_script_imports(tmp_path: Path) -> None:

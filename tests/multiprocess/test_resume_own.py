@@ -151,7 +151,9 @@ def test_each_worker_reads_its_own_part_checks_its_share_and_ends_with_the_same_
         assert {name: checked[name] for name in sizes} == dict.fromkeys(sizes, 2), (
             "the bytes and the header of each by one, on one disk"
         )
-        assert checked["state.json"] == checked["own-00000.json"] == workers
+        assert (checked["state.json"], checked["own-00000.json"]) == (2 * workers, workers + 1), (
+            "hashed, and held against it"
+        )
         assert {answer["damaged", kind][0] for answer in answers} == {whole[kind]}, "from the one before"
         [skipped] = events(damaged / kind, "skipped")
         assert f"own-{workers - 1:05d}.safetensors is damaged" in skipped["reason"]

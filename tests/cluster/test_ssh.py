@@ -180,7 +180,7 @@ ROWS = {
     r"^manyhosts run ": "the head",
     r"^manyhosts store": "a TCPStore of the workers",
     r"^manyhosts rank ": "Gloo, in each worker",
-    r" -c import sys; code": "the program that ssh has started",
+    r" -c import sys; size": "the program that ssh has started",
 }
 """How a process that listens is called → how its row begins in the table of docs/security.md."""
 

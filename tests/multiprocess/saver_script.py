@@ -39,6 +39,8 @@ for epoch in range(order.epoch, 3):
             if saver.store is not None:
                 saver.store.wait()
             torch.save(seen, f"{OUTPUT}-{RANK}-before")
+            if dist.is_initialized():
+                dist.barrier()  # once one has ended, the launcher ends the others, in the middle of a file as well
             sys.stdout.flush()
             os._exit(9)
 saver.close()

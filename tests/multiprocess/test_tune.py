@@ -136,7 +136,7 @@ def test_the_budget_of_workers_is_kept_and_its_three_warnings_arrive(searches: S
     limit = 60.0
     found = searches.search(
         *words, "--budget", f"{limit:g} worker-s", "--set", "duration=400 epochs",
-        "--warn", f"{sys.executable} {script}", slow=0.02,
+        "--warn", shlex.join([sys.executable, str(script)]), slow=0.02,
     )  # fmt: skip
     times = [line["time"] for line in searches.validations(0)]
     interval = max(after - before for before, after in itertools.pairwise(times))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from pathlib import Path
@@ -40,7 +41,7 @@ class Machine:
 
 
 def seen(folder: Path, monkeypatch: pytest.MonkeyPatch, busy_s: float, taken_s: dict[int, float]) -> str:
-    machine, now = Machine(folder), iter([100.0, 110.0])
+    machine, now = Machine(folder), itertools.chain([100.0], itertools.repeat(110.0))
     monkeypatch.setattr(neighbours, "_PROC", folder)
     monkeypatch.setattr(neighbours.time, "monotonic", lambda: next(now))
     monkeypatch.setattr(neighbours.os, "cpu_count", lambda: 2)

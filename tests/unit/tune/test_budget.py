@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -59,7 +60,7 @@ def test_a_price_is_of_a_worker_or_of_a_host_or_in_a_catalog(tmp_path: Path) -> 
 def test_a_warning_reaches_the_terminal_the_log_and_a_command(tmp_path: Path) -> None:
     said: list[str] = []
     heard = tmp_path / "heard"
-    command = f"{sys.executable} -c 'import sys; open(sys.argv[1], \"w\").write(sys.argv[2])' {heard}"
+    command = shlex.join([sys.executable, "-c", "import sys; open(sys.argv[1], 'w').write(sys.argv[2])", str(heard)])
     alarm = Alarm(command, tmp_path / "tune.log", said.append)
     alarm.give(80, Budget.parse("60 worker-s", None, priced=False), Spent(worker_seconds=48))
     alarm.close()

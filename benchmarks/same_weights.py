@@ -39,7 +39,8 @@ def train(width: int, layers: int, snapshots: int) -> None:
     from torch.utils.data import TensorDataset
 
     import manyhosts as mh
-    from manyhosts.training import same_weights, snapshot_schedule
+    from manyhosts.training.consistency import same_weights
+    from manyhosts.training.state import snapshot_schedule
 
     times: dict[str, list[float]] = {"compared": [], "with": [], "without": []}
     compare, saved = same_weights.compare_weights, [0]

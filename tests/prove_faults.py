@@ -28,7 +28,7 @@ AFTER_THE_SNAPSHOT = 5
 """The first step of a resumed trial, with eight steps in all."""
 
 _RESTORED = """
-from manyhosts.training import snapshot_schedule
+from manyhosts.training.state import snapshot_schedule
 
 restore = snapshot_schedule.take_up
 
@@ -91,7 +91,7 @@ fit(step=mixed)
     ),
     "random numbers of the update without an address": Fault(
         text="""
-from manyhosts.training import step
+from manyhosts.training.loop import step
 
 step.may_draw = lambda _: False
 
@@ -134,7 +134,8 @@ fit(model=images, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2, fu
     ),
     "class weights that do not count": Fault(
         text=f"""
-from manyhosts.training import counting, weighing
+from manyhosts.training.loss_weights import counting
+from manyhosts.training.loss_weights import weighing
 
 counting.Counting.heed = {_NOTHING}
 weighing.class_mean = lambda _: None
@@ -147,7 +148,8 @@ fit(loss=nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 5.0, 10.0])))
     ),
     "a loss that is a sum": Fault(
         text=f"""
-from manyhosts.training import counting, weighing
+from manyhosts.training.loss_weights import counting
+from manyhosts.training.loss_weights import weighing
 
 counting.Counting.heed = {_NOTHING}
 weighing.refuse_sum = {_NOTHING}
@@ -160,7 +162,7 @@ fit(loss=nn.CrossEntropyLoss(reduction="sum"), optimizer=lambda p: torch.optim.S
     ),
     "samples that are compared with each other": Fault(
         text=f"""
-from manyhosts.training import counting
+from manyhosts.training.loss_weights import counting
 
 counting.Counting.heed = {_NOTHING}
 
@@ -179,7 +181,7 @@ fit(step=contrasted)
     ),
     "ignored targets that count": Fault(
         text="""
-from manyhosts.training import weighing
+from manyhosts.training.loss_weights import weighing
 
 weighing.class_mean = lambda _: None
 targets[:40] = -100
@@ -192,10 +194,11 @@ fit()
     ),
     "parameters outside the model": Fault(
         text=f"""
-from manyhosts.training import build, held
+from manyhosts.training.setup import build
+from manyhosts.training.state import registry
 
 build.check_optimized = {_NOTHING}
-held.by_name = lambda optimizer, _: optimizer.state_dict()  # which has no name for it
+registry.by_name = lambda optimizer, _: optimizer.state_dict()  # which has no name for it
 scale = nn.Parameter(torch.ones(4))
 
 
@@ -215,7 +218,7 @@ fit(step=scaled, optimizer=lambda params: torch.optim.SGD([*params, scale], lr=0
     "buffers that differ between workers": Fault(
         text=f"""
 from manyhosts.communication import model_watch
-from manyhosts.training import snapshot_schedule
+from manyhosts.training.state import snapshot_schedule
 
 model_watch.ModelWatch.check = snapshot_schedule.compare_weights = {_NOTHING}
 
@@ -356,7 +359,7 @@ fit(loss=Scaled())
     "samples that are taken twice after a resume": Fault(
         text="""
 from dataclasses import replace
-from manyhosts.training.state import RunState
+from manyhosts.training.state.run_state import RunState
 
 read = RunState.from_dict
 

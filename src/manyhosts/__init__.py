@@ -34,7 +34,7 @@ _PUBLIC = {
     "Run": "manyhosts.training.own_loop.run",
     "Snapshots": "manyhosts.config.snapshots",
     "Trainer": "manyhosts.training.trainer",
-    "groups": "manyhosts.training.parameter_groups",
+    "groups": "manyhosts.training.setup.parameter_groups",
     "load": "manyhosts.snapshot.weights",
     "print": "manyhosts.cluster.printing",
 }

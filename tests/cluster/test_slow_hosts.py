@@ -24,7 +24,7 @@ TRAIN = """
     import torch
     from torch import nn
     import manyhosts as mh
-    from manyhosts.training import pace
+    from manyhosts.training.telemetry import pace
 
     pace.EVERY_S, pace.MOST_OF_THE_TIME = 1.0, 0.05
 

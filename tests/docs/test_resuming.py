@@ -8,7 +8,7 @@ from dataclasses import fields
 from pages import ROOT
 
 from manyhosts.config.settings import Settings
-from manyhosts.training.resuming import TABLE
+from manyhosts.training.state.resuming import TABLE
 
 
 def test_page_has_the_table_of_the_program() -> None:

@@ -15,8 +15,8 @@ from torch.utils.data import TensorDataset
 import manyhosts as mh
 from manyhosts.data import randomness
 from manyhosts.errors import ConfigError
-from manyhosts.training.activation_checkpointing import checkpoint_blocks
-from manyhosts.training.compiling import compile_model
+from manyhosts.training.setup.activation_checkpointing import checkpoint_blocks
+from manyhosts.training.setup.compiling import compile_model
 
 pytestmark = pytest.mark.multiprocess
 

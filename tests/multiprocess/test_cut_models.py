@@ -22,8 +22,8 @@ from manyhosts.communication.world import World
 from manyhosts.errors import TrainingError
 from manyhosts.events import Event, StepDone
 from manyhosts.snapshot.fingerprint import tensors_sha256
-from manyhosts.training.precision import Precision
-from manyhosts.training.same_weights import compare_weights
+from manyhosts.training.consistency.same_weights import compare_weights
+from manyhosts.training.setup.precision import Precision
 
 pytestmark = pytest.mark.multiprocess
 SAMPLES, BATCH = 61, 25

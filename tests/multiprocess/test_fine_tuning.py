@@ -35,7 +35,7 @@ def checkpoint(folder: Path) -> Path:
 
 def tune(rank: int, folder: str, strategy: str) -> tuple[dict[str, Any], int]:
     """The weights after some steps, and how many bytes of the checkpoint were read."""
-    from manyhosts.training import weights
+    from manyhosts.training.state import weights
 
     read = 0
     block, whole = weights._InFile.block, weights._InFile.whole

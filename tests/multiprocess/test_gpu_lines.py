@@ -36,12 +36,12 @@ from manyhosts.measure.in_worker.activations import of_pass
 from manyhosts.measure.in_worker.batches import Batches
 from manyhosts.measure.in_worker.passes import Passes
 from manyhosts.strategies.local_updates import LocalGradient
-from manyhosts.training import activation_checkpointing
-from manyhosts.training.held import put_weights, weights_of
+from manyhosts.training.loss_weights.set_draws import SetDraws
 from manyhosts.training.process_session import ProcessSession
-from manyhosts.training.recovery import why_not_survive
-from manyhosts.training.set_draws import SetDraws
-from manyhosts.training.state import RunState
+from manyhosts.training.setup import activation_checkpointing
+from manyhosts.training.state.recovery import why_not_survive
+from manyhosts.training.state.registry import put_weights, weights_of
+from manyhosts.training.state.run_state import RunState
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.xdist_group("stand-in")]
 

@@ -18,7 +18,7 @@ TRAIN = """
     from torch import nn
     import manyhosts as mh
     from manyhosts.events import StepDone
-    from manyhosts.training import pace
+    from manyhosts.training.telemetry import pace
 
     pace.EVERY_S = 0.05
 

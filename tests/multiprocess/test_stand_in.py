@@ -26,8 +26,8 @@ from manyhosts.communication.comm_queue import CommQueue, QueuedExchange
 from manyhosts.communication.world import World
 from manyhosts.data import steps
 from manyhosts.elastic.session import CollectiveCalls
-from manyhosts.training import pace
 from manyhosts.training.process_session import ProcessSession
+from manyhosts.training.telemetry import pace
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.xdist_group("stand-in")]
 

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import TensorDataset
 
 from manyhosts.errors import ConfigError
-from manyhosts.training.called_by_all import called_by_all
-from manyhosts.training.held import put_weights, weights_of
+from manyhosts.training.setup.collective_forward import called_by_all
+from manyhosts.training.state.registry import put_weights, weights_of
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.xdist_group("stand-in")]
 

@@ -92,7 +92,7 @@ def test_step_has_six_hops_through_the_files_of_the_page(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("method", ["fit", "train", "train_step"])
 def test_loop_and_step_are_on_one_screen_each(method: str) -> None:
-    files = {"fit": "run", "train": "loop", "train_step": "step"}
+    files = {"fit": "run", "train": "loop/loop", "train_step": "loop/step"}
     source = (PACKAGE / "training" / f"{files[method]}.py").read_text().splitlines()
     begin = source.index(next(line for line in source if line.startswith(f"    def {method}(")))
     body = next(n for n, line in enumerate(source[begin + 1 :], 1) if re.match(r"    (def|@|#)", line))

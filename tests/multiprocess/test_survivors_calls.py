@@ -82,11 +82,11 @@ def test_worker_that_dies_in_a_later_call_costs_no_bit(
 
 
 MOMENTS = {
-    "before it says that it is over": "manyhosts.training.run_end:RunEnd.record:1:before",
-    "when it has said so": "manyhosts.training.run_end:RunEnd.record:1:after",
+    "before it says that it is over": "manyhosts.training.loop.run_end:RunEnd.record:1:before",
+    "when it has said so": "manyhosts.training.loop.run_end:RunEnd.record:1:after",
     "when all have left the fit": "manyhosts.elastic.session:CollectiveCalls.done:1:before",
     "before it begins again": "manyhosts.training.run:Run.begin:2:before",
-    "with the records open again": "manyhosts.training.journal:Journal.open_records:2:after",
+    "with the records open again": "manyhosts.training.telemetry.run_log:Journal.open_records:2:after",
     "with what came out of the test told": "manyhosts.training.trainer:Trainer._test:1:after",
 }
 FIRST = ("before it says that it is over", "when all have left the fit")

@@ -106,7 +106,7 @@ MOMENTS = {
     ),
     "the one that is to give its optimizer": (
         "local-sgd",
-        f"1={FINAL_WORD} 0=manyhosts.training.held:share_optimizers:1:before",
+        f"1={FINAL_WORD} 0=manyhosts.training.state.registry:share_optimizers:1:before",
     ),
     "a host, and one of the other when that is all but made good": (
         "local-sgd",

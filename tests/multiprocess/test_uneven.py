@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import manyhosts as mh
 from manyhosts.errors import ConfigError
-from manyhosts.training import balance
+from manyhosts.training.loop import balance
 
 pytestmark = pytest.mark.multiprocess
 STEPS, BATCH = 40, 24

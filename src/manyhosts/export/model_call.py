@@ -18,7 +18,7 @@ from manyhosts.data.fetch import Fetcher
 from manyhosts.data.steps import mapped
 from manyhosts.errors import ConfigError
 from manyhosts.export.description import BATCHES, TensorSpec
-from manyhosts.training.compute import pair
+from manyhosts.training.loop.compute import pair
 from manyhosts.training.trained_script import TrainedRun
 
 # Arguments of a model that are targets: transformers' models compute the loss themselves

@@ -29,7 +29,7 @@ from manyhosts.export.export import describe, named_function
 from manyhosts.export.model_call import ModelCall, without_cache
 from manyhosts.serve import frames
 from manyhosts.serve.tensors import Arrays, Refused, from_json
-from manyhosts.training.called_by_all import called_by_all
+from manyhosts.training.setup.collective_forward import called_by_all
 from manyhosts.training.trained_script import open_run
 
 

@@ -26,27 +26,27 @@ from manyhosts.records.run_directory import RunDirectory
 from manyhosts.snapshot.load import Loaded
 from manyhosts.strategies.audit import WrongBits
 from manyhosts.strategies.local_updates import LocalUpdates
-from manyhosts.training import going_back
-from manyhosts.training.bad_steps import BadStep
-from manyhosts.training.balance import Balance
-from manyhosts.training.evaluate import Evaluation
-from manyhosts.training.held import TrainerState
-from manyhosts.training.journal import Journal
-from manyhosts.training.last_snapshot import LastSnapshot
-from manyhosts.training.loop import Loop
-from manyhosts.training.notes import announce
-from manyhosts.training.pace import Pace
-from manyhosts.training.profiling import Profiling, profiling_for
-from manyhosts.training.recovery import SharedTraining, why_not_survive
-from manyhosts.training.remote_copy import RemoteCopy
-from manyhosts.training.result import Result
-from manyhosts.training.run_end import RunEnd
-from manyhosts.training.run_place import tell_command
-from manyhosts.training.same_given import compare_descriptions, optimizer_described
-from manyhosts.training.same_weights import compare_weights
-from manyhosts.training.snapshot_schedule import SnapshotSchedule
-from manyhosts.training.state import RunState
-from manyhosts.training.stop_signals import StopSignals
+from manyhosts.training.consistency.same_given import compare_descriptions, optimizer_described
+from manyhosts.training.consistency.same_weights import compare_weights
+from manyhosts.training.evaluation.evaluate import Evaluation
+from manyhosts.training.loop.bad_steps import BadStep
+from manyhosts.training.loop.balance import Balance
+from manyhosts.training.loop.loop import Loop
+from manyhosts.training.loop.run_end import RunEnd
+from manyhosts.training.loop.stop_signals import StopSignals
+from manyhosts.training.setup.run_place import tell_command
+from manyhosts.training.state import rewind
+from manyhosts.training.state.last_snapshot import LastSnapshot
+from manyhosts.training.state.recovery import SharedTraining, why_not_survive
+from manyhosts.training.state.registry import TrainerState
+from manyhosts.training.state.remote_copy import RemoteCopy
+from manyhosts.training.state.run_state import RunState
+from manyhosts.training.state.snapshot_schedule import SnapshotSchedule
+from manyhosts.training.telemetry.notes import announce
+from manyhosts.training.telemetry.pace import Pace
+from manyhosts.training.telemetry.profiling import Profiling, profiling_for
+from manyhosts.training.telemetry.result import Result
+from manyhosts.training.telemetry.run_log import Journal
 
 
 class Run:
@@ -247,9 +247,9 @@ class Run:
         Where that may come, see that there always is one to go back to. Every worker calls this.
         """
         if bad is not None:
-            self.tell_way_back(going_back.from_bad_step(bad, self.loop, self.snapshot_schedule))
+            self.tell_way_back(rewind.from_bad_step(bad, self.loop, self.snapshot_schedule))
         if (trusted := self.loop.at.trusted) is not None:
-            self.tell_way_back(going_back.from_doubt(trusted, self.loop, self.snapshot_schedule))
+            self.tell_way_back(rewind.from_doubt(trusted, self.loop, self.snapshot_schedule))
         may_go_back = self.settings.on_bad_step == "rewind" or self.settings.audit is not None
         if may_go_back and self.snapshot_schedule.saved_at < 0:
             self.loop.duties.save()
@@ -289,7 +289,7 @@ class Run:
             WrongBits: nobody can go on, or nobody knows who is wrong.
         """
         if self.recovery is None or not wrong.guilty:
-            going_back.keep_from_resuming(self.snapshot_schedule, self.world, wrong.trusted)
+            rewind.keep_from_resuming(self.snapshot_schedule, self.world, wrong.trusted)
             raise wrong
         self.loop.doubt(wrong.trusted if wrong.trusted < self.state.step else None)
         if self.world.rank not in wrong.guilty:  # they themselves say nothing, and wait to be ended

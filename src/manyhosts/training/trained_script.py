@@ -29,10 +29,10 @@ from manyhosts.records.manifest import Facts
 from manyhosts.records.run_directory import RunDirectory
 from manyhosts.records.run_record import RunRecord
 from manyhosts.snapshot.load import Loaded, load, same_model
-from manyhosts.training import watching
-from manyhosts.training.held import put_weights, state_of
 from manyhosts.training.process_session import ProcessSession
-from manyhosts.training.trained import load_loss
+from manyhosts.training.setup.trained_module import load_loss
+from manyhosts.training.state.registry import put_weights, state_of
+from manyhosts.training.telemetry import watching
 from manyhosts.training.trainer import Trainer
 
 _KEPT = ("seed", "precision", "evaluation_batch_size", "micro_batch_size")

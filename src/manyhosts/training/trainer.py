@@ -32,25 +32,26 @@ from manyhosts.snapshot.load import load
 from manyhosts.snapshot.weights import check_path
 from manyhosts.snapshot.weights import save as save_weights
 from manyhosts.strategies.strategy import Strategy as WorkSpread
-from manyhosts.training import model_summary, watching
-from manyhosts.training.best_weights import Used, best_model, holding
-from manyhosts.training.build import MakeSchedule, ModelOrMaker, Parts, attach_callbacks, build
-from manyhosts.training.compute import Loss, UserStep
-from manyhosts.training.cut_state import whole_state
-from manyhosts.training.evaluate import Evaluation
-from manyhosts.training.held import TrainerState
-from manyhosts.training.metrics import flattened
-from manyhosts.training.parameter_groups import MakeOptimizer
-from manyhosts.training.passes import ForwardPasses
-from manyhosts.training.predict import Forward, Prediction, of_inputs
+from manyhosts.training.consistency.same_weights import compare_weights
+from manyhosts.training.evaluation.dataset_forward import ForwardPasses
+from manyhosts.training.evaluation.evaluate import Evaluation
+from manyhosts.training.evaluation.metrics import flattened
+from manyhosts.training.evaluation.predict import Forward, Prediction, of_inputs
+from manyhosts.training.loop.compute import Loss, UserStep
+from manyhosts.training.loss_weights.weighing import Weight
 from manyhosts.training.process_session import ProcessSession
-from manyhosts.training.result import Result
 from manyhosts.training.run import Run
-from manyhosts.training.run_place import RunPlace
-from manyhosts.training.same_weights import compare_weights
-from manyhosts.training.suitable import check_given, check_is_main, with_direction
-from manyhosts.training.weighing import Weight
-from manyhosts.training.weights import frozen, load_initial
+from manyhosts.training.setup import model_summary
+from manyhosts.training.setup.build import MakeSchedule, ModelOrMaker, Parts, attach_callbacks, build
+from manyhosts.training.setup.model_checks import check_given, check_is_main, with_direction
+from manyhosts.training.setup.parameter_groups import MakeOptimizer
+from manyhosts.training.setup.run_place import RunPlace
+from manyhosts.training.state.best_weights import Used, best_model, holding
+from manyhosts.training.state.registry import TrainerState
+from manyhosts.training.state.sharded_state import whole_state
+from manyhosts.training.state.weights import frozen, load_initial
+from manyhosts.training.telemetry import watching
+from manyhosts.training.telemetry.result import Result
 
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection

@@ -12,7 +12,7 @@ def begin() -> None:
     """Have every step seen."""
     if multiprocessing.parent_process() is not None:
         return  # a process that the script has started
-    from manyhosts.training import watching
+    from manyhosts.training.telemetry import watching
 
     watching.watcher = Rising()
 

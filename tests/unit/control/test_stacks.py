@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import signal
 import threading
 from pathlib import Path
 
@@ -57,7 +58,7 @@ Current thread 0x00007f2 (most recent call first):
 
 def test_place_is_the_innermost_line_of_the_users_own() -> None:
     library = Frame("/venv/lib/python3.11/site-packages/torch/nn/modules/linear.py", 125, "forward")
-    ours = Frame(str(Path(diagnosis.__file__).parents[2] / "training" / "loop.py"), 9, "take")
+    ours = Frame(str(Path(diagnosis.__file__).parents[2] / "training" / "loop" / "loop.py"), 9, "take")
     own = Frame("/home/me/model.py", 3, "forward")
     assert diagnosis.in_script((library, own, ours)) == own
     assert diagnosis.in_script((library, ours)) == library
@@ -82,7 +83,7 @@ def test_a_worker_answers_where_it_stands_whatever_it_does() -> None:
     reading, writing = os.pipe()
     inspection.answer_on(writing)
     try:
-        os.kill(os.getpid(), inspection.SIGNAL)
+        signal.pthread_kill(threading.get_ident(), inspection.SIGNAL)  # to this thread: it has answered when it goes on
         found = diagnosis.parse(os.read(reading, 1 << 16).decode())
     finally:
         faulthandler.unregister(inspection.SIGNAL)

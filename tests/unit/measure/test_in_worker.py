@@ -32,7 +32,7 @@ from manyhosts.measure.in_worker import (
 from manyhosts.measure.in_worker.activations import SavedBytes
 from manyhosts.measure.in_worker.batches import Batches
 from manyhosts.measure.in_worker.passes import Passes
-from manyhosts.training.state import RunState
+from manyhosts.training.state.run_state import RunState
 from manyhosts.training.trainer import Trainer
 
 SAMPLES, WIDTH, CLASSES = 64, 8, 4

@@ -14,7 +14,7 @@ from manyhosts.config.strategies import DDP, Single
 from manyhosts.planner.measured import Network
 from manyhosts.planner.predict import epoch_seconds, predictions, validation_seconds, ways
 from manyhosts.planner.strategies.strategy import STRATEGIES
-from manyhosts.training.passes import number_of_parts
+from manyhosts.training.evaluation.dataset_forward import number_of_parts
 
 ALONE = STRATEGIES.load("single")(Single())
 DATA_PARALLEL = STRATEGIES.load("ddp")(DDP())

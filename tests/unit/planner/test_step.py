@@ -25,7 +25,7 @@ from manyhosts.planner.strategies.ddp import taken_from_passes
 from manyhosts.planner.strategies.diloco import DiLoCoModel
 from manyhosts.planner.strategies.strategy import STRATEGIES
 from manyhosts.strategies import local_updates
-from manyhosts.training import passes
+from manyhosts.training.evaluation import dataset_forward
 
 VIRTUAL = replace(MEASURED, virtual_workers=4)
 
@@ -47,7 +47,7 @@ def test_step_of_two_workers_is_what_is_worked_out_by_hand() -> None:
 
 def test_buckets_wait_for_the_one_before() -> None:
     slow = step_of("ddp", DDP(), bytes_per_second=250)
-    # 1.6 s from 0.6 s on, then 2.4 s: until 4.6 s, 3.4 s after the passes.
+    # 1.6 s from 0.6 s on, then 2.4 s: until 4.6 s, 3.4 s after the dataset_forward.
     assert slow.communication_exposed == pytest.approx(3.4)
 
 
@@ -70,7 +70,7 @@ def test_compression_computes_while_it_sends_and_takes_cores_where_none_are_free
     free = replace(MEASURED, compression={"bf16": way})
     step = step_of("ddp", DDP(compression="bf16"), free, bytes_per_second=1000)
     # First bucket: packed from 0.6 to 0.8 s, 200 bytes until 1.0 s, unpacked at 1.2 s. Second: packed from 1.2 to
-    # 1.5 s in the other queue, sent until 1.8 s, unpacked at 2.1 s, 0.9 s after the passes.
+    # 1.5 s in the other queue, sent until 1.8 s, unpacked at 2.1 s, 0.9 s after the dataset_forward.
     assert step.communication_exposed == pytest.approx(0.9)
     taken = step_of("ddp", DDP(compression="bf16"), replace(free, cores=1), bytes_per_second=1000)
     assert taken.communication_exposed > step.communication_exposed + 0.5
@@ -224,7 +224,7 @@ def test_constants_of_the_model_are_those_of_the_code_it_describes() -> None:
     assert tree_sum.ON_CPU.stretch_bytes == virtual.STRETCH_BYTES
     assert tree_sum.ON_CPU.lag == virtual.LAG
     assert local_sgd._AT_ONCE == local_updates.BUCKET_BYTES
-    assert (FEWEST_PARTS, MOST_PARTS) == (passes.FEWEST_PARTS, passes.MOST_PARTS)
+    assert (FEWEST_PARTS, MOST_PARTS) == (dataset_forward.FEWEST_PARTS, dataset_forward.MOST_PARTS)
     assert buckets.GradientBuckets  # whose order the schedule follows
 
 

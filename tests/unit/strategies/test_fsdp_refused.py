@@ -13,7 +13,7 @@ from manyhosts.communication.world import World
 from manyhosts.config.fully_sharded import FSDP
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.fsdp.refused import Replaced, check_placeable
-from manyhosts.training.suitable import check_optimizer
+from manyhosts.training.setup.model_checks import check_optimizer
 
 
 def deep(change: Callable[[nn.Sequential], object]) -> nn.Sequential:

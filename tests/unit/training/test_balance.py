@@ -12,7 +12,7 @@ import pytest
 from manyhosts.data.cut import Cut, CutBatches, Cuts
 from manyhosts.data.order import Position
 from manyhosts.events import WorkerTimes
-from manyhosts.training.balance import Balance
+from manyhosts.training.loop.balance import Balance
 
 
 class Workers:

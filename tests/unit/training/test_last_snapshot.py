@@ -16,10 +16,10 @@ from manyhosts.snapshot.fingerprint import tensor_checksums
 from manyhosts.snapshot.load import load
 from manyhosts.strategies.audit import Auditor
 from manyhosts.strategies.ddp import DataParallel
-from manyhosts.training.last_snapshot import LastSnapshot
-from manyhosts.training.loop import Loop
+from manyhosts.training.loop.loop import Loop
+from manyhosts.training.loop.stop_signals import StopSignals
 from manyhosts.training.process_session import ProcessSession
-from manyhosts.training.stop_signals import StopSignals
+from manyhosts.training.state.last_snapshot import LastSnapshot
 
 
 @pytest.fixture(autouse=True)

@@ -20,8 +20,8 @@ from torch.nn import functional
 
 from manyhosts.data import randomness
 from manyhosts.data.steps import LoadedPiece, PiecePlan
-from manyhosts.training.compute import ForwardPass
-from manyhosts.training.first_look import NO_MEAN, Look, choose, not_tried
+from manyhosts.training.loop.compute import ForwardPass
+from manyhosts.training.loss_weights.probe_loss import NO_MEAN, Look, choose, not_tried
 
 WIDE, CLASSES, COUNT = 8, 4, 12
 

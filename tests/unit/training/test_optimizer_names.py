@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from manyhosts.errors import SnapshotError
-from manyhosts.training.optimizer_names import by_name, load_by_name
-from manyhosts.training.trained import ModelAndLoss, names_kept
+from manyhosts.training.setup.trained_module import ModelAndLoss, names_kept
+from manyhosts.training.state.optimizer_names import by_name, load_by_name
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
 

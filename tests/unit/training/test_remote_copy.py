@@ -22,7 +22,7 @@ from manyhosts.events import Event, Note, RunEnded, SnapshotCopied, StepDone
 from manyhosts.records.metrics import read
 from manyhosts.snapshot.objects import client
 from manyhosts.training.process_session import ProcessSession
-from manyhosts.training.result import Result
+from manyhosts.training.telemetry.result import Result
 
 RECIPE = Recipe(augment=True, batch_norm=True, dropout=0.2, schedule=True)  # 5 steps an epoch
 EVERY_4 = mh.Snapshots(every="4 steps", keep=2, to=ADDRESS)

@@ -27,8 +27,8 @@ from manyhosts.data.shards import ShardProgress
 from manyhosts.data.steps import Step
 from manyhosts.data.stream import Stream
 from manyhosts.errors import DataError
-from manyhosts.training.bad_steps import named
-from manyhosts.training.source import ShardedSource, StreamSource
+from manyhosts.training.loop.bad_steps import named
+from manyhosts.training.loop.source import ShardedSource, StreamSource
 
 # Workers that are threads of this process. One runs at a time, for the generators of random numbers belong to all.
 

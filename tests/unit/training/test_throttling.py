@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from manyhosts.training import throttling
-from manyhosts.training.throttling import Throttling
+from manyhosts.training.telemetry import throttling
+from manyhosts.training.telemetry.throttling import Throttling
 
 
 class System:

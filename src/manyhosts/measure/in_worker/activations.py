@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from manyhosts import device
-from manyhosts.training.sizing import HeldBytes, gradients_let_go
+from manyhosts.training.setup.sizing import HeldBytes, gradients_let_go
 
 
 class SavedBytes:

@@ -10,8 +10,8 @@ from torch import Tensor
 from manyhosts.data import randomness
 from manyhosts.data.fetch import Fetcher
 from manyhosts.data.steps import mapped
-from manyhosts.training.build import Parts
-from manyhosts.training.state import RunState
+from manyhosts.training.setup.build import Parts
+from manyhosts.training.state.run_state import RunState
 
 
 class Batches:

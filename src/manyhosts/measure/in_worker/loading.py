@@ -15,8 +15,8 @@ from typing import Any
 from manyhosts.data.measured import MEASURED, Timed, chosen_for
 from manyhosts.data.steps import Loader, Step
 from manyhosts.measure.in_worker import machine
-from manyhosts.training.build import Parts
-from manyhosts.training.state import RunState
+from manyhosts.training.setup.build import Parts
+from manyhosts.training.state.run_state import RunState
 
 _FEWEST, _MOST = 2, 200
 _PATIENCE = 3

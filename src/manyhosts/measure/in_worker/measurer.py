@@ -36,9 +36,9 @@ from manyhosts.measure.request import Request
 from manyhosts.planner.measured import InParts, Measured
 from manyhosts.strategies.strategy import StepOutcome
 from manyhosts.strategies.units import tail_bytes, unit_bytes
-from manyhosts.training.build import Parts
-from manyhosts.training.evaluate import Evaluation
-from manyhosts.training.state import RunState
+from manyhosts.training.evaluation.evaluate import Evaluation
+from manyhosts.training.setup.build import Parts
+from manyhosts.training.state.run_state import RunState
 from manyhosts.units import Duration
 
 _SHARES = {

@@ -15,7 +15,7 @@ from manyhosts.measure.in_worker import activations
 from manyhosts.measure.in_worker.batches import Batches
 from manyhosts.planner.measured import Compute
 from manyhosts.strategies.strategy import Piece
-from manyhosts.training.build import Parts
+from manyhosts.training.setup.build import Parts
 
 _FEWEST_ROUNDS, _MOST_ROUNDS = 3, 25
 _BLOCK_S = 0.2

@@ -18,8 +18,8 @@ from manyhosts.measure import lines
 from manyhosts.measure.in_worker import machine
 from manyhosts.measure.in_worker.batches import Batches
 from manyhosts.measure.in_worker.passes import Passes
-from manyhosts.training.build import Parts
-from manyhosts.training.state import RunState
+from manyhosts.training.setup.build import Parts
+from manyhosts.training.state.run_state import RunState
 
 _FEWEST = 3
 _SHARE = 0.6

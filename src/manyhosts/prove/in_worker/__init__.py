@@ -24,7 +24,7 @@ def begin() -> None:
     from manyhosts.prove.in_worker.plain import PlainScript
     from manyhosts.prove.in_worker.recorder import Recorder
     from manyhosts.prove.in_worker.writer import Writer
-    from manyhosts.training import watching
+    from manyhosts.training.telemetry import watching
 
     conduct = Conduct.from_environment()
     rank = int(os.environ.get("RANK", "0"))

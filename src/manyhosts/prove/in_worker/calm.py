@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from manyhosts.data import randomness
 from manyhosts.data.steps import mapped
 from manyhosts.prove.conduct import Conduct
-from manyhosts.training.set_draws import SetDraws
+from manyhosts.training.loss_weights.set_draws import SetDraws
 
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 

@@ -23,7 +23,7 @@ from manyhosts.prove.in_worker.writer import Writer
 from manyhosts.records.run_record import plain_settings
 from manyhosts.strategies.strategy import StepOutcome
 from manyhosts.training.own_loop.strategy import OwnLoop
-from manyhosts.training.state import RunState
+from manyhosts.training.state.run_state import RunState
 
 
 class Recorder:

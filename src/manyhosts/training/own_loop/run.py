@@ -19,15 +19,15 @@ from manyhosts.strategies.ddp import DataParallel
 from manyhosts.strategies.single import SingleProcess
 from manyhosts.strategies.strategy import Strategy
 from manyhosts.strategies.virtual import VirtualWorkers
-from manyhosts.training.build import MakeSchedule, ModelOrMaker
-from manyhosts.training.compute import UserStep
-from manyhosts.training.optimizer_kernels import fuse
+from manyhosts.training.evaluation.predict import Forward, of_inputs
+from manyhosts.training.loop.compute import UserStep
 from manyhosts.training.own_loop.optimizers import CombinedOptimizer
 from manyhosts.training.own_loop.parts import Part
 from manyhosts.training.own_loop.strategy import LossOf, OwnLoop, OwnLoopInParts
-from manyhosts.training.parameter_groups import MakeOptimizer, Parameters
-from manyhosts.training.predict import Forward, of_inputs
-from manyhosts.training.result import Result
+from manyhosts.training.setup.build import MakeSchedule, ModelOrMaker
+from manyhosts.training.setup.optimizer_kernels import fuse
+from manyhosts.training.setup.parameter_groups import MakeOptimizer, Parameters
+from manyhosts.training.telemetry.result import Result
 from manyhosts.training.trainer import Trainer
 
 _STEPS_OF_AN_EPOCH = 1000

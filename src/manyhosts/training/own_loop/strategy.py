@@ -31,10 +31,10 @@ from manyhosts.strategies.strategy import Piece, Scale, StepOutcome, Steppable, 
 from manyhosts.strategies.tally import Agreed
 from manyhosts.strategies.virtual import VirtualWorkers
 from manyhosts.strategies.whole_model import WholeModel, norm_of
-from manyhosts.training.buffers import BufferCopies
-from manyhosts.training.compute import ForwardPass, step_values
+from manyhosts.training.loop.compute import ForwardPass, step_values
 from manyhosts.training.own_loop.optimizers import CombinedOptimizer
 from manyhosts.training.own_loop.parts import Part, Parts
+from manyhosts.training.state.buffers import BufferCopies
 
 Inner = SingleProcess | DataParallel | VirtualWorkers
 LossOf = Callable[[Any], Tensor | Mapping[str, Any]]

@@ -1,0 +1,186 @@
+"""What the first steps of a run show: a stream that differs by worker, a model that learns nothing or changes itself.
+
+Each is said once, before or at the third step, and nothing is looked at after it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.modules.batchnorm import _NormBase
+
+from manyhosts.communication.world import World
+from manyhosts.data.first_samples import are_alike
+from manyhosts.data.steps import Step
+from manyhosts.device import by_device
+from manyhosts.errors import ConfigError, DataError
+from manyhosts.snapshot.fingerprint import tensor_checksums
+from manyhosts.training.setup.activation_checkpointing import uncalled
+from manyhosts.training.setup.build import Parts
+
+LOOKS = 3
+"""Steps with a learning rate above zero that are looked at."""
+
+
+def compare_streams(world: World, step: Step) -> None:
+    """See that all workers read the same stream, by the first samples of `step`. Every worker calls this.
+
+    Raises:
+        DataError: they do not, on all workers alike.
+    """
+    if not step.first_samples or world.size == 1:
+        return
+    rows = world.stack(torch.tensor(step.first_samples, dtype=torch.float64, device=world.device)).tolist()
+    other = next((rank for rank, row in enumerate(rows) if not are_alike(rows[0], row)), None)
+    if other is None:
+        return
+    raise DataError(
+        f"the train stream gives rank {other} other samples than rank 0, but every worker reads all of it and keeps "
+        "its part of each batch: most samples would never be trained on",
+        where="mh.Data(train=…)",
+        fix="leave RANK, WORLD_SIZE and seeds by rank out of __iter__, so that it gives the same everywhere; where "
+        "reading all is too slow, offer shard(index, count)",
+    )
+
+
+class FirstSteps:
+    """Looks at gradients and weights until it is known that they are alive; what is wrong is told in `world.notes`."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.looking = True
+        """Whether a step is still to be looked at."""
+        self.stream_is_new = True
+        """Whether no step has been taken since all workers began together."""
+        self._steps = 0
+        self._gradient = 0.0
+        self._before: dict[str, str] = {}
+        self._attributes: dict[str, object] = {}
+        self._held: dict[str, str] = {}
+        """Before the passes of a step: a checksum of each parameter, and of each buffer that is not BatchNorm's."""
+        self.written: list[str] = []
+        """The names of frozen parameters that the passes of a step have changed."""
+        self._told: set[str] = set()
+
+    def before_forward(self) -> None:
+        """A step is about to be computed."""
+        self._held = tensor_checksums(self._looked_at())
+
+    def after_forward(self, pieces: int) -> None:
+        """Its passes are done, forward and backward, over so many pieces, and nothing has been updated yet.
+
+        What they have changed happens once for each piece, so it depends on how a batch is cut.
+        """
+        now = tensor_checksums(self._looked_at())
+        names = [name for name, checksum in now.items() if self._held.get(name, checksum) != checksum]
+        own = dict(self.parts.trained.named_parameters())
+        self.written = [name for name in names if name in own and not own[name].requires_grad]
+        # A buffer that no sample decides, such as a counter, is right as long as a step has one piece.
+        names = [name for name in names if (name in own or pieces > 1) and name not in self._told]
+        if not names:
+            return
+        self._told |= set(names)
+        kind = "parameter" if names[0] in own else "buffer"
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        self.parts.world.notes.append(
+            f"the step changes the {kind} {names[0]}{more} by itself, once for each piece of a batch (a worker's "
+            f"part, a micro-batch; here {pieces} in a step), so the number of pieces changes the model: what is to "
+            "happen once per step belongs into a callback, mh.Trainer(callbacks=[…]) with after_step"
+        )
+
+    def _looked_at(self) -> dict[str, torch.Tensor]:
+        model, local = self.parts.trained, self.parts.strategy.holding.local
+        norms = {id(each) for layer in model.modules() if isinstance(layer, _NormBase) for each in layer.buffers()}
+        found = {name: each for name, each in model.named_buffers() if id(each) not in norms}
+        found |= dict(model.named_parameters())
+        return {
+            name: local(each)
+            for name, each in found.items()
+            if each.layout is torch.strided and not each.is_quantized and each.device.type != "meta"
+        }
+
+    def before_update(self) -> None:
+        """The gradients of a step are there.
+
+        Raises:
+            ConfigError: the model has made parameters since the optimizer was made.
+        """
+        if not self._before:
+            self._check_late()
+            self._before = self._weights()
+            self._attributes = self._kept_beside()
+        local = self.parts.strategy.holding.local
+        gradients = [local(each.grad) for each in self.parts.trained.parameters() if each.grad is not None]
+        gradients = [each.coalesce().values() if each.is_sparse else each for each in gradients]
+        for own in by_device(each for each in gradients if each.numel()).values():
+            largest = torch.stack([each.detach().abs().amax().float() for each in own]).nan_to_num(nan=1.0)
+            self._gradient = max(self._gradient, largest.amax().item())
+
+    def after_update(self, rate: float) -> None:
+        """The model has been changed, with this learning rate."""
+        if not rate:
+            return  # as at the beginning of a warm-up
+        self._steps += 1
+        if self._steps < LOOKS:
+            return
+        self.looking = False
+        if self._nowhere(self._gradient == 0.0):
+            self.parts.world.notes.append(
+                f"the gradient was zero in each of {LOOKS} steps, so nothing is learned: see that the loss depends on "
+                "what the model gives (the cross entropy of a single column, say, is always 0)"
+            )
+        elif self.parts.precision.scaler is None and self._nowhere(self._weights() == self._before):
+            self.parts.world.notes.append(
+                f"no weight has changed in {LOOKS} steps, yet the learning rate is {rate:g} and there is a gradient; "
+                "see that the optimizer was made of the parameters that it was given, and that its steps are not too "
+                "small for the dtype of the weights"
+            )
+        if never := uncalled(self.parts.model):
+            self.parts.world.notes.append(
+                f"activation_checkpointing: {len(never)} blocks were not called in {LOOKS} steps ({never[0]}"
+                f"{', …' if len(never) > 1 else ''}), so nothing of them is computed again; where the model calls what "
+                "is inside a block and not the block itself, have it call the block"
+            )
+        self._before = {}
+        now = self._kept_beside()
+        if changed := [name for name, each in now.items() if self._attributes.get(name) != each]:
+            self.parts.world.notes.append(
+                f"the optimizer keeps {', '.join(changed)} as attributes, which no snapshot has: a resumed run begins "
+                "with others; keep them in optimizer.state or param_groups, or give it a state_dict() of its own"
+            )
+
+    def _check_late(self) -> None:
+        known = self.parts.own_fingerprint
+        late = [name for name, _ in self.parts.model.named_parameters() if name not in known]
+        if late:
+            raise ConfigError(
+                f"the model has made the parameter {late[0]!r} in its forward pass, when the optimizer was made "
+                "already: it would not be trained, and each worker has other values of it",
+                where="mh.Trainer(model=…)",
+                fix="make it in __init__, or with a lazy layer of PyTorch (nn.LazyLinear), which the trainer completes",
+            )
+
+    def _weights(self) -> dict[str, str]:
+        trained = {name: each for name, each in self.parts.trained.named_parameters() if each.requires_grad}
+        local = self.parts.strategy.holding.local
+        return tensor_checksums({name: local(each.data) for name, each in trained.items()})
+
+    def _nowhere(self, nothing: bool) -> bool:
+        """Whether there is `nothing` on any worker that holds a part of the model."""
+        if self.parts.strategy.traits.holds_whole_model:
+            return nothing
+        return not self.parts.world.any(not nothing)
+
+    def _kept_beside(self) -> dict[str, object]:
+        """What an optimizer of the script's own holds beside its `state_dict`: numbers, and how tensors stand."""
+        optimizer = self.parts.optimizer
+        if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
+            return {}
+        return {
+            name: [(id(tensor), tensor._version) for tensor in each] if isinstance(each, list) else each
+            for name, each in vars(optimizer).items()
+            if not name.startswith("_")
+            and (
+                isinstance(each, bool | int | float)
+                or (isinstance(each, list) and each and all(isinstance(item, torch.Tensor) for item in each))
+            )
+        }

@@ -1,0 +1,159 @@
+"""Whether all workers hold the same weights and buffers, bit for bit, wherever somebody relies on it.
+
+Compared at the beginning, before each validation and snapshot, and at the end. In the ordinary case that is a checksum
+made on the device and one number exchanged; names are looked for where they differ. Every worker comes to the same
+sentence, for all see the same numbers. Workers that step alone are compared where their models have been averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from manyhosts.communication.batch_norm import GlobalBatch
+from manyhosts.communication.gathering import gather_plain
+from manyhosts.communication.parts import TensorPart
+from manyhosts.communication.world import World
+from manyhosts.errors import TrainingError
+from manyhosts.snapshot.fingerprint import combined, tensor_checksums
+from manyhosts.strategies.local_updates import weighted_mean
+from manyhosts.strategies.strategy import Strategy
+from manyhosts.training.consistency.same_given import agree
+from manyhosts.training.setup.build import Parts
+
+_ROUNDING = 1e-4
+"""A difference below this part of the largest number may come of processors that round differently."""
+
+
+def compare_weights(parts: Parts, moment: str) -> None:
+    """See that all workers hold the same weights and buffers. Every worker calls this; `moment` says when, in words.
+
+    Where BatchNorm sees each worker's own samples, its running statistics become their mean over the workers.
+
+    Raises:
+        WrongBits: they do not, and with audits it is known who is left out.
+        TrainingError: they do not, on all workers alike: with the first tensor that differs, and who holds what.
+    """
+    world, model = parts.world, parts.trained
+    if world.size == 1:
+        return
+    tensors = {**_compared(model, parts.strategy), **parts.callbacks.tensors()}
+    if not parts.strategy.traits.holds_whole_model:
+        tensors = _compare_parts(tensors, parts.strategy, moment)
+    own = tensor_checksums(tensors)
+    if agree(world, combined(own)):
+        return
+    statistics = own_statistics(parts)
+    if statistics:
+        weighted_mean([each for each in statistics if each.is_floating_point()], 1 / world.size, world)
+        for each in statistics:
+            if not each.is_floating_point():
+                world.broadcast(each)  # a worker without samples in a step has counted one less
+        own = tensor_checksums(tensors)
+        if agree(world, combined(own)):
+            return
+    if parts.auditor is not None and parts.auditor.agreed:
+        parts.auditor.name_odd(combined(own))
+    raise _difference(world, tensors, own, moment, buffers={name for name, _ in model.named_buffers()})
+
+
+def _compare_parts(tensors: Mapping[str, Tensor], strategy: Strategy, moment: str) -> dict[str, Tensor]:
+    """See that those that hold the same part of a tensor hold the same. Returns the tensors that are not cut.
+
+    Raises:
+        TrainingError: they do not, on all workers alike.
+    """
+    holding, mesh = strategy.holding, strategy.mesh
+    cut = {name: holding.local(each) for name, each in tensors.items() if isinstance(holding.part(each), TensorPart)}
+    copies = mesh.along("replicate")
+    rows = gather_plain(copies, tensor_checksums(cut))
+    differing = next((name for name in cut if len({row.get(name) for row in rows}) > 1), "")
+    if name := next(filter(None, gather_plain(mesh.world, differing)), ""):
+        raise TrainingError(
+            f"the workers do not hold the same model: copies of one part of {name} differ",
+            where=moment,
+            fix=_remedy(name, is_buffer=False, is_rounding=False),
+        )
+    return {name: each for name, each in tensors.items() if name not in cut}
+
+
+def _compared(model: nn.Module, strategy: Strategy) -> dict[str, Tensor]:
+    """What must have equal bits. Workers that step alone count their own batches: whole numbers are not averaged."""
+    held = {name: each for name, each in model.state_dict().items() if isinstance(each, Tensor)}
+    if not strategy.traits.steps_together:
+        return {name: each for name, each in held.items() if each.is_floating_point() or each.is_complex()}
+    return held
+
+
+def own_statistics(parts: Parts) -> list[Tensor]:
+    """What BatchNorm layers have seen, where each has its own batch. Local steps average it with the model."""
+    traits = parts.strategy.traits
+    alike = isinstance(parts.batch_norm, GlobalBatch) or traits.computes_fixed_parts or not traits.steps_together
+    layers = () if alike else parts.trained.modules()
+    return [each for layer in layers if isinstance(layer, _BatchNorm) for each in layer.buffers(recurse=False)]
+
+
+def _difference(
+    world: World, tensors: Mapping[str, Tensor], own: Mapping[str, str], moment: str, *, buffers: set[str]
+) -> TrainingError:
+    told: list[dict[str, str]] = gather_plain(world, own)
+    differing = [name for name in tensors if len({found.get(name, "") for found in told}) > 1]
+    if not differing:
+        return TrainingError("the workers hold tensors of different names", where=moment)
+    name = differing[0]
+    holders: dict[str, list[int]] = {}
+    for rank, found in enumerate(told):
+        holders.setdefault(found.get(name, ""), []).append(rank)
+    groups = sorted(holders.values(), key=lambda ranks: (-len(ranks), ranks))
+    amount, part = _amount(world, tensors[name])
+    count = f"; {len(differing)} of {len(tensors)} tensors differ" if len(differing) > 1 else ""
+    return TrainingError(
+        f"the workers do not hold the same model: {_who(groups)} of {name}{amount}{count}",
+        where=moment,
+        fix=_remedy(name, is_buffer=name in buffers, is_rounding=part < _ROUNDING),
+    )
+
+
+def _who(groups: Sequence[Sequence[int]]) -> str:
+    """`ranks 0 and 2 hold one value, rank 1 another`."""
+    most = 4
+    said = [f"{_ranks(ranks)} {'hold' if len(ranks) > 1 else 'holds'} one value" for ranks in groups[:1]]
+    said += [f"{_ranks(ranks)} another" for ranks in groups[1:most]]
+    return ", ".join(said) + (", …" if len(groups) > most else "")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def _amount(world: World, tensor: Tensor) -> tuple[str, float]:
+    """By how much a tensor differs from the leader's on any worker, in words and as a part of its largest number."""
+    if not tensor.is_floating_point():
+        return "", 1.0
+    own = tensor.detach().double().contiguous()
+    first = world.broadcast(own.clone())
+    found = torch.stack([(own - first).abs().max(), first.abs().max()]) if own.numel() else own.new_zeros(2)
+    away, largest = world.stack(found).nan_to_num(nan=float("inf")).amax(0).tolist()
+    return f" (by up to {away:.2g})", away / largest if largest else 1.0
+
+
+def _remedy(name: str, *, is_buffer: bool, is_rounding: bool) -> str:
+    if is_buffer:
+        return (
+            f"the forward pass changes {name}, on each worker by its own samples: exchange what it is computed from, "
+            "or register it with persistent=False"
+        )
+    if is_rounding:
+        return (
+            "it is no more than rounding: hosts with processors of another make may do that (docs/bits.md), or random "
+            "numbers that are not drawn from torch, numpy.random or random"
+        )
+    return (
+        "look for code that acts by RANK and changes weights (a hook, a callback), for random numbers of a generator "
+        "of its own in the optimizer, or a host with bad memory; start again to go on from the last snapshot"
+    )

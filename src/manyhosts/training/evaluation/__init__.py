@@ -1,0 +1,1 @@
+"""Each sample once: evaluation, metrics, prediction."""

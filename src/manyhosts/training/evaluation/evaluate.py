@@ -1,0 +1,202 @@
+"""Evaluation: each sample once, shared out over the workers, with the same bits on any number of them.
+
+Each part of the samples (see `passes`) leaves its sum of losses and the states of the metrics (see `metrics`). Those
+are sent to every worker and merged in the order of the parts, so no bit depends on who computed what.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from manyhosts.communication.gathering import gather_plain
+from manyhosts.data import randomness
+from manyhosts.data.order import Indices
+from manyhosts.errors import CommunicationError, ConfigError
+from manyhosts.training.evaluation.dataset_forward import ForwardPasses, in_evaluation
+from manyhosts.training.evaluation.metrics import Metrics
+from manyhosts.training.loop.compute import Loss, UserStep, check_names, loss_of, pair, step_values, terms_of
+from manyhosts.training.loss_weights.weighing import Weighing
+
+if TYPE_CHECKING:  # it takes a second to load, so whoever has no metrics does without it
+    from torchmetrics import Metric
+
+
+class CutOff(Exception):
+    """A worker was asked to stop while it evaluated."""
+
+    def __init__(self, asked: Sequence[float] = ()) -> None:
+        super().__init__("asked to stop")
+        self.asked = asked
+        """How many workers were asked, by each thing that may ask one."""
+
+
+class Evaluation:
+    """Evaluates models on one dataset."""
+
+    def __init__(
+        self,
+        passes: ForwardPasses,
+        *,
+        loss: Loss | None,
+        step: UserStep | None,
+        metrics: Mapping[str, Metric],
+        weighing: Weighing | None = None,
+        has_counts: bool = False,
+    ) -> None:
+        """`weighing`: what samples count in the mean; None: each the same. `has_counts`: whether a value named `count`
+        says what the samples of a batch count together.
+        """
+        self.has_counts = has_counts
+        self.passes, self.world, self.weighing = passes, passes.world, weighing
+        self.loss, self.step = loss, step
+        self.metrics = Metrics(metrics, passes.world, seed=passes.seed)
+
+    @torch.no_grad()
+    def __call__(self, model: nn.Module, *, asked: Callable[[], Sequence[float]] = tuple) -> dict[str, float]:
+        """`loss` (mean over all samples) and every metric, equal on all workers.
+
+        `asked`: what has asked this worker to stop, a number for each thing that may.
+
+        Raises:
+            CutOff: a worker was asked, on all of them alike.
+        """
+        passes = self.passes
+        shares = passes.shares()
+        requests = [passes.pieces(part) for part in shares[self.world.rank]]
+        ghosts = passes.ghosts([sum(map(passes.count, share)) for share in shares])
+        batches = passes.fetched(piece for part in (*requests, ghosts) for piece in part)
+        self.metrics.begin()
+        with self._in_evaluation(model):
+            parts: list[dict[str, tuple[float, float]]] = []
+            is_cut_off = True
+            with suppress(CutOff):
+                for part in requests:
+                    parts.append(self._part(model, part, batches, asked))  # what there is stays
+                for piece in ghosts:
+                    self._outputs(model, passes.on_device(next(batches), piece))
+                    self._check_wanted(asked)
+                is_cut_off = False
+        told = {"asked": list(asked()) if is_cut_off else [], "parts": parts}
+        found = gather_plain(self.world, told)
+        if who := [each["asked"] for each in found if each["asked"]]:
+            raise CutOff([sum(counts) for counts in zip(*who, strict=True)])
+        means = _means([part for each in found for part in each["parts"]])
+        if terms := [mean for name, mean in means.items() if name.startswith("loss/") and not math.isnan(mean)]:
+            means.setdefault("loss", sum(terms))
+        return {**means, **self.metrics.values()}
+
+    @torch.no_grad()
+    def look(self, model: nn.Module) -> set[str]:
+        """Evaluate the first two batches, the same on every worker, and throw away what comes out.
+
+        Whatever cannot work fails here, before training begins, and on all workers alike. Returns the names of the
+        values; nothing where the metrics cannot tell them from two batches.
+        """
+        pieces = [piece for part in range(min(2, self.passes.parts)) for piece in self.passes.pieces(part)][:2]
+        batches = self.passes.fetched(iter(pieces))
+        self.metrics.begin()
+        with randomness.kept(), self._in_evaluation(model):
+            names = {"loss", *self._part(model, pieces, batches, tuple)}
+        metrics = self.metrics.names()
+        self.metrics.begin()
+        return names | metrics if metrics is not None else set()
+
+    @contextmanager
+    def _in_evaluation(self, model: nn.Module) -> Iterator[None]:
+        with in_evaluation(model), in_evaluation(self.loss) if isinstance(self.loss, nn.Module) else nullcontext():
+            yield
+
+    def _part(
+        self,
+        model: nn.Module,
+        pieces: Sequence[Indices],
+        batches: Iterator[Any],
+        asked: Callable[[], Sequence[float]],
+    ) -> dict[str, tuple[float, float]]:
+        """By name, the sum over the samples of one part that had it, and what these count."""
+        self.metrics.begin_part()
+        sums: dict[str, Tensor] = {}
+        counts: dict[str, float] = {}
+        for piece in pieces:
+            on_host = next(batches)
+            rule = None if self.weighing is None else self.weighing.evaluation
+            given = len(piece) if rule is None else rule(on_host)
+            values, outputs, targets = self._outputs(model, self.passes.on_device(on_host, piece))
+            if self.has_counts and "count" in values:
+                given = float(values["count"])
+                values = {name: each for name, each in values.items() if name != "count"}
+            self.metrics.update(int(piece[0]), outputs, targets)
+            by_loss: dict[str, float] = {}
+            if isinstance(given, Mapping):  # several losses, which are added when all of each is here
+                terms = terms_of(values) or {}
+                check_names(terms, given)
+                by_loss = {f"loss/{name}": float(each) for name, each in given.items()}
+                others = {name: value for name, value in values.items() if name != "loss"}
+                values = {**others, **{f"loss/{name}": each for name, each in terms.items()}}
+            for name, value in values.items():
+                count = by_loss[name] if name in by_loss else len(piece) if by_loss else float(given)
+                # The mean over nothing is no number, and counts nothing.
+                weighted = value.double() * count if count else torch.zeros_like(value, dtype=torch.float64)
+                sums[name] = sums[name] + weighted if name in sums else weighted
+                counts[name] = counts.get(name, 0.0) + count
+            self._check_wanted(asked)
+        self.metrics.end_part()
+        return {name: (value.item(), counts[name]) for name, value in sums.items()}
+
+    def _check_wanted(self, asked: Callable[[], Sequence[float]]) -> None:
+        """A forward pass is over: see that somebody still wants what comes out.
+
+        Raises:
+            CommunicationError: workers were lost, so it is all done again.
+            CutOff: this worker was asked to stop.
+        """
+        self.passes.on_progress()
+        wants_to_stop = any(asked())
+        if self.passes.even:
+            wants_to_stop = self.world.any(wants_to_stop)  # one that stopped alone would be waited for in the next pass
+        if wants_to_stop:
+            raise CutOff
+        if self.world.is_broken:
+            raise CommunicationError(
+                "workers were lost during an evaluation",
+                where="recovery",
+                fix="see what was printed about the others",
+            )
+
+    def _outputs(self, model: nn.Module, batch: Any) -> tuple[Mapping[str, Tensor], Any, Any]:
+        """The values of one batch, and what metrics want to see of it."""
+        with self.passes.context():
+            if self.step is not None:
+                result = self.step(model, batch)
+                return step_values(result), *(_for_metrics(result) if self.metrics.all else (None, None))
+            assert self.loss is not None, "a trainer has either a loss or a step"
+            inputs, targets = pair(batch)
+            outputs = model(inputs)
+            values = {"loss": loss_of(self.loss, outputs, targets)}
+        return values, outputs, targets
+
+
+def _means(rows: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
+    """Of every name, the mean over the samples that had it, from the sums and counts of each part, in their order."""
+    means = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        own = [row[name] for row in rows if name in row]
+        counted = sum(count for _, count in own)
+        means[name] = sum((total for total, _ in own), 0.0) / counted if counted else math.nan
+    return means
+
+
+def _for_metrics(result: Any) -> tuple[Any, Any]:
+    if isinstance(result, Mapping) and "outputs" in result and "targets" in result:
+        return result["outputs"], result["targets"]
+    raise ConfigError(
+        "metrics are given, but step returned no 'outputs' and 'targets' to feed them with",
+        where="mh.Trainer(step=…, metrics=…)",
+        fix='return {"loss": loss, "outputs": outputs, "targets": targets}, or leave metrics out',
+    )

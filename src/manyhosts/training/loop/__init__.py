@@ -1,0 +1,1 @@
+"""A step: what it computes, what is due after it, and when a run ends."""

@@ -1,0 +1,249 @@
+"""The forward pass of one piece: random numbers from its address, the chosen precision, model and loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from manyhosts.communication.batch_norm import GlobalBatch
+from manyhosts.data import randomness
+from manyhosts.errors import ConfigError
+from manyhosts.strategies.strategy import Piece
+from manyhosts.training.setup.collective_forward import called_by_all
+from manyhosts.training.setup.trained_module import model_of
+
+Loss = Callable[[Any, Any], Tensor]
+"""`loss(model(inputs), targets)`: the mean over the samples it is given, shape ()."""
+UserStep = Callable[[nn.Module, Any], Tensor | Mapping[str, Any]]
+"""`step(model, batch)`: the mean loss over the batch, or a mapping with `loss` and values to log."""
+
+
+def autocast(precision: str, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """What a forward pass runs in under `precision`."""
+    if precision == "fp32":
+        return nullcontext
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float16
+    return lambda: torch.autocast(device.type, dtype=dtype)
+
+
+def pair(batch: Any) -> tuple[Any, Any]:
+    """`batch` as (inputs, targets).
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if isinstance(batch, list | tuple) and len(batch) == 2:
+        return batch[0], batch[1]
+    raise ConfigError(
+        f"a batch is a {type(batch).__name__}"
+        + (f" of {len(batch)}" if isinstance(batch, list | tuple | Mapping) else "")
+        + ", not an (inputs, targets) pair",
+        where="mh.Trainer(loss=…)",
+        fix="pass step=function(model, batch) -> loss in place of loss=",
+    )
+
+
+_FIRST_STEPS = 3
+"""In which it is seen whether the user's step writes gradients."""
+
+
+class ForwardPass:
+    """Called by a strategy for each piece of a step."""
+
+    def __init__(
+        self,
+        loss: Loss | None,
+        step: UserStep | None,
+        *,
+        seed: int,
+        context: Callable[[], AbstractContextManager[Any]],
+        global_batch: GlobalBatch | None = None,
+    ) -> None:
+        self.loss = loss
+        self.step = step
+        self.seed = seed
+        self.context = context
+        self.global_batch = global_batch
+
+    def __call__(self, module: nn.Module, piece: Piece) -> Mapping[str, Tensor]:
+        """The means over the piece's samples: `loss`, and what the user's step returned beside it."""
+        batch = piece.batch  # it may draw random numbers of its own
+        randomness.seed_compute(self.seed, randomness.COMPUTE, *piece.address)
+        if self.global_batch is not None:
+            # In the backward pass, too, where a checkpoint computes again.
+            self.global_batch.ghost = piece.weight == 0
+        looks = piece.weight != 1 and piece.address[0] < _FIRST_STEPS
+        # Those of now: where a strategy keeps parts, others stand in their place while the model is computed.
+        parameters = list(module.parameters()) if looks else []
+        before = _gradients(parameters)
+        model = model_of(module)
+        with self.context(), called_by_all(model):
+            if self.step is not None:
+                values = step_values(self.step(model, batch))
+            else:
+                assert self.loss is not None, "a trainer has either a loss or a step"
+                inputs, targets = pair(batch)
+                values = {"loss": loss_of(self.loss, model(inputs), targets)}
+        if isinstance(values, Terms):
+            values = values.counted(piece)
+        if not values["loss"].requires_grad:
+            raise ConfigError(
+                "the loss does not depend on any parameter that is trained, so it has no gradient",
+                where=_where(self.step),
+                fix="look for detach(), torch.no_grad(), .item() or argmax between the model and the loss, and return "
+                "the loss as it is computed: backward() is called by the trainer",
+            )
+        if looks and _gradients(parameters) != before:
+            raise ConfigError(
+                "the step has changed gradients itself, and its batch is a piece of a larger one, whose mean they are "
+                "not",
+                where=_where(self.step),
+                fix="return the loss, and leave backward(), zero_grad() and optimizer.step() to the trainer",
+            )
+        return values
+
+    def values(self, module: nn.Module, batch: Any) -> Mapping[str, Tensor]:
+        """Those of one batch, with the random numbers and the precision of whoever calls."""
+        model = model_of(module)
+        if self.step is not None:
+            return step_values(self.step(model, batch))
+        assert self.loss is not None, "a trainer has either a loss or a step"
+        inputs, targets = pair(batch)
+        return {"loss": loss_of(self.loss, model(inputs), targets)}
+
+
+def _gradients(parameters: Sequence[nn.Parameter]) -> list[int]:
+    """What changes when somebody writes gradients."""
+    return [-1 if each.grad is None else each.grad._version for each in parameters]
+
+
+def _where(step: UserStep | None) -> str:
+    return "mh.Trainer(loss=…)" if step is None else "mh.Trainer(step=…)"
+
+
+def loss_of(loss: Loss, outputs: Any, targets: Any) -> Tensor:
+    """What `loss` says of what the model returned.
+
+    Raises:
+        ConfigError: it takes tensors alone, and the model returned something else; or it says more than one number.
+    """
+    if not hasattr(type(outputs), "__torch_function__") and _takes_tensors(loss):  # no tensor, nor what stands for one
+        named = ", ".join(map(str, outputs)) if isinstance(outputs, Mapping) else ""
+        raise ConfigError(
+            f"the model returns a {type(outputs).__name__}{named and f' ({named})'}, and the loss takes a tensor",
+            where="mh.Trainer(loss=…)",
+            fix="pass loss=function(outputs, targets) -> loss, which takes the tensor out of it, or "
+            "step=function(model, batch) -> loss",
+        )
+    return one_number(loss(outputs, targets), where="mh.Trainer(loss=…)")
+
+
+def _takes_tensors(loss: Loss) -> bool:
+    """Whether `loss` is one of PyTorch's own: one that the user wrote may take what it likes."""
+    return any(
+        getattr(each, "__module__", "") in ("torch.nn.modules.loss", "torch.nn.functional")
+        for each in (loss, type(loss))
+    )
+
+
+def one_number(loss: Tensor, *, where: str) -> Tensor:
+    """`loss`, of shape ().
+
+    Raises:
+        ConfigError: it has another, or is no tensor.
+    """
+    if not isinstance(loss, Tensor):
+        raise ConfigError(
+            f"the loss is a {type(loss).__name__}, but must be a tensor of one number: the mean over the samples",
+            where=where,
+            fix="return the loss alone; values to log beside it are returned by mh.Trainer(step=…), as "
+            '{"loss": loss, "name": value, …}',
+        )
+    if loss.dim():
+        raise ConfigError(
+            f"the loss has shape {tuple(loss.shape)}, but must be one number: the mean over the samples",
+            where=where,
+            fix='use reduction="mean"',
+        )
+    return loss
+
+
+class Terms(dict[str, Tensor]):
+    """The values of a step whose loss is a sum of several, each the mean over something else."""
+
+    def __init__(self, values: Mapping[str, Tensor], terms: Mapping[str, Tensor]) -> None:
+        super().__init__(values)
+        self.terms = terms
+
+    def counted(self, piece: Piece) -> dict[str, Tensor]:
+        """The values, with the loss that times the piece's weight is what the piece adds to the global one.
+
+        Raises:
+            ConfigError: `weight` gives numbers for other losses, or one for all of several.
+        """
+        shares = piece.shares
+        if shares is None:
+            return dict(self)
+        check_names(self.terms, shares)
+        if not piece.weight:
+            return {**self, "loss": torch.stack([each.nan_to_num() for each in self.terms.values()]).sum()}
+        # The mean over nothing is no number, and its gradient neither.
+        parts = [self.terms[name] * (share / piece.weight) for name, share in shares.items() if share]
+        return {**self, "loss": torch.stack([part.reshape(()) for part in parts]).sum()}
+
+
+def terms_of(values: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
+    """The several losses of a step, by name; None where it has one."""
+    return values.terms if isinstance(values, Terms) else None
+
+
+def check_names(losses: Mapping[str, Any], counts: Mapping[str, Any]) -> None:
+    """See that `weight` says of each loss what it counts.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if set(losses) != set(counts):
+        given, said = (", ".join(sorted(each)) or "none" for each in (losses, counts))
+        raise ConfigError(
+            f"step returns the losses {given}, and weight says what these count: {said}",
+            where="mh.Trainer(step=…, weight=…)",
+            fix="let weight(batch) return a number for each loss, under its name",
+        )
+
+
+def step_values(result: Tensor | Mapping[str, Any]) -> dict[str, Tensor]:
+    """What a user's step returned, as tensors of shape (); `outputs` and `targets`, which are for metrics, left out.
+
+    Raises:
+        ConfigError: there is no loss in it.
+    """
+    if isinstance(result, Tensor):
+        return {"loss": one_number(result, where="mh.Trainer(step=…)")}
+    if isinstance(result, Mapping) and isinstance(result.get("loss"), Mapping) and result["loss"]:
+        terms = {name: one_number(each, where="mh.Trainer(step=…)") for name, each in result["loss"].items()}
+        values = step_values({**result, "loss": sum(terms.values())})
+        return Terms(values, terms)
+    if not isinstance(result, Mapping) or not isinstance(result.get("loss"), Tensor):
+        raise ConfigError(
+            f"step returned a {type(result).__name__} without a tensor named 'loss'",
+            where="mh.Trainer(step=…)",
+            fix='return the mean loss over the batch, or {"loss": loss, "name": value, …}',
+        )
+    if "weight" in result:
+        raise ConfigError(
+            "step returned a value named 'weight', but what a piece counts must be known before it is computed",
+            where="mh.Trainer(step=…)",
+            fix="give it as mh.Trainer(weight=function(batch) -> number), or log the value under another name",
+        )
+    one_number(result["loss"], where="mh.Trainer(step=…)")
+    device = result["loss"].device
+    return {
+        name: value if isinstance(value, Tensor) else torch.tensor(float(value), device=device)
+        for name, value in result.items()
+        if name not in ("outputs", "targets")
+    }

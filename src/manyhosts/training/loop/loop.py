@@ -1,0 +1,174 @@
+"""The training loop: steps, and what is due after each, until there is a reason to stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from manyhosts.config.settings import Settings
+from manyhosts.data.steps import Steps
+from manyhosts.training.evaluation.evaluate import Evaluation
+from manyhosts.training.loop.after_step import Duties
+from manyhosts.training.loop.bad_steps import BadSteps
+from manyhosts.training.loop.control_flags import ControlFlags
+from manyhosts.training.loop.deferred_metrics import Numbers
+from manyhosts.training.loop.learning_rate import VanishedRate
+from manyhosts.training.loop.loop_state import LoopState
+from manyhosts.training.loop.progress import Progress, reached, total_steps
+from manyhosts.training.loop.schedules import Schedule
+from manyhosts.training.loop.step import NoteSamples, Stepper
+from manyhosts.training.loop.step_reporter import StepReporter, Tell
+from manyhosts.training.loop.stop_signals import StopSignals
+from manyhosts.training.setup.build import Parts
+from manyhosts.training.state.run_state import RunState
+from manyhosts.training.state.snapshot_schedule import SnapshotSchedule
+from manyhosts.training.telemetry import watching
+from manyhosts.training.telemetry.pace import Pace
+from manyhosts.units import Duration
+
+
+class Loop:
+    """Trains `parts` until a rule gives a reason to stop."""
+
+    def __init__(  # noqa: PLR0913  # made in one place, by name
+        self,
+        parts: Parts,
+        *,
+        settings: Settings,
+        state: RunState,
+        validation: Evaluation | None,
+        snapshot_schedule: SnapshotSchedule,
+        stop_signals: StopSignals,
+        tell: Tell,
+        flush: Callable[[], bool],
+        note_samples: NoteSamples | None,
+        see_first: Callable[[Any], None] | None = None,
+        keep_buffers: bool = False,
+        pace: Pace | None = None,
+    ) -> None:
+        """`see_first`, `keep_buffers`: see `Stepper`."""
+        self.parts, self.settings, self.state, self.stop_signals = parts, settings, state, stop_signals
+        self.exchanges = not parts.strategy.traits.steps_together
+        """Whether workers step alone, and exchange something after a step."""
+        self.limit, self.at = Duration.parse(settings.duration, where="fit(…)"), LoopState()
+        self.flags = ControlFlags(parts.world, state, self.at, stop_signals)
+        numbers, schedule = Numbers(parts.world.device), Schedule(parts.schedule, settings.schedule_every)
+        bad_steps = BadSteps(parts, settings.on_bad_step, clips=settings.clip_gradients is not None)
+        total = total_steps(self.limit, parts.source.steps_per_epoch)
+        rate = VanishedRate(total) if schedule.follows_steps else None
+        self.step_reporter = StepReporter(parts, state, self.flags, bad_steps, snapshot_schedule, numbers, tell, rate)
+        self.duties = Duties(
+            parts,
+            settings,
+            state,
+            self.at,
+            limit=self.limit,
+            snapshot_schedule=snapshot_schedule,
+            stop_signals=stop_signals,
+            numbers=numbers,
+            schedule=schedule,
+            step_reporter=self.step_reporter,
+            validation=validation,
+            pace=pace,
+            flush=flush,
+        )
+        self.stepper = Stepper(
+            parts,
+            settings,
+            state,
+            self.at,
+            flags=self.flags,
+            snapshot_schedule=snapshot_schedule,
+            numbers=numbers,
+            bad_steps=bad_steps,
+            schedule=schedule,
+            note_samples=note_samples,
+            see_first=see_first,
+            keep_buffers=keep_buffers,
+        )
+
+    def train(self) -> str:
+        """Train from where the state stands, after what is still due there.
+
+        Returns why it ended; empty where somebody waits to join, and all have finished the same step.
+
+        Raises:
+            BadStep: a step went wrong, and all are to go back behind it.
+        """
+        self.parts.trained.train()
+        if watching.watcher is not None:
+            watching.watcher.begins(self.parts, self.settings, self.state)
+        self.stepper.counting.settled = False
+        self.duties.call_callbacks("begin")
+        steps: Steps | None = None
+        while True:
+            self.duties.do()
+            if self.at.change_granted:
+                reason = ""
+                break
+            now = self.duties.now()
+            if reason := self.stop_signals.granted or self.state.ended or reached(self.limit, now):
+                break
+            if steps is None:
+                steps = self.parts.source.steps(self.state.position, self.state.stream)
+            self.at.before = now
+            self.stepper.train_step(steps)
+            if not self.exchanges:
+                self.step_reporter.read()
+        if reason:
+            self.step_reporter.read(all_of_them=True)
+        if steps is not None:
+            steps.close()  # and not when nobody holds it any more: then each loader process would be waited for for 5 s
+        return reason
+
+    # Where it stands, for those who take it elsewhere.
+
+    def stand(self) -> None:
+        """The state is that of a snapshot now: forget what was under way."""
+        duties, at = self.duties, self.at
+        duties.numbers.pending.clear()
+        at.stand(duties_done=duties.before_validation() if self.state.validation_due else len(duties.all))
+        at.save_again, at.before = self.state.validation_due, duties.now()
+        if self.parts.auditor is not None:
+            self.parts.auditor.forget()
+
+    def hold_nothing(self) -> None:
+        """What this worker holds is of no use to others, until it stands at a snapshot or takes another's place."""
+        self.at.inconsistent = True
+
+    def doubt(self, trusted: int | None) -> None:
+        """The steps behind `trusted` are in doubt; None: no step is."""
+        self.at.trusted = trusted
+
+    def enter_group(self) -> None:
+        """This worker is among others now: have the state of the last step that was finished."""
+        self.step_reporter.read(all_of_them=True)
+        self.at.change_granted = False  # what it granted has happened
+
+    def go_on(self, *, save_again: bool) -> None:
+        """All workers are as far as the farthest. `save_again`: a snapshot is lost that was being written."""
+        self.at.go_on(save_again=save_again)
+        self.stepper.first_steps.stream_is_new = False  # a new worker would not compare it
+        if self.parts.world.is_leader:
+            self.flags.start_clock()
+
+    def place(self) -> dict[str, Any]:
+        """Where this worker stands beside its `RunState`, in plain values, for one that is behind."""
+        at, snapshot_schedule = self.at, self.duties.snapshot_schedule
+        return {
+            "duties_done": at.duties_done,
+            "ends_epoch": at.ends_epoch,
+            "before": [at.before.step, at.before.epochs, at.before.seconds],
+            "granted": self.stop_signals.granted,
+            "number": self.stop_signals.number,
+            "saved_at": snapshot_schedule.saved_at,
+            "best_saved_at": snapshot_schedule.best_saved_at,
+        }
+
+    def take_place(self, given: dict[str, Any]) -> None:
+        """Stand where the worker stands that gave `place`, whose state this worker holds now."""
+        at, snapshot_schedule = self.at, self.duties.snapshot_schedule
+        at.duties_done, at.ends_epoch, at.inconsistent = given["duties_done"], given["ends_epoch"], False
+        at.before = Progress(*given["before"])
+        self.stop_signals.granted, self.stop_signals.number = given["granted"], given["number"]
+        snapshot_schedule.saved_at, snapshot_schedule.best_saved_at = given["saved_at"], given["best_saved_at"]

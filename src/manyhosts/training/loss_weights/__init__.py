@@ -1,0 +1,1 @@
+"""What each micro-batch counts in the mean, and whether a loss is the mean that it has to be."""

@@ -1,0 +1,211 @@
+"""Before each step: what its pieces count, by a rule that is settled before the first one and looked at again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from manyhosts.communication.batch_norm import GlobalBatch
+from manyhosts.config.local_steps import DiLoCo
+from manyhosts.config.settings import Settings
+from manyhosts.config.strategies import gathers_rounded
+from manyhosts.data.fetch import Fetcher
+from manyhosts.data.steps import DuePiece, LoadedPiece, PiecePlan, Step
+from manyhosts.events import LossLooked
+from manyhosts.training.loop.source import IndexedSource
+from manyhosts.training.loss_weights import probe_loss
+from manyhosts.training.loss_weights.means import LOOKED_FOR
+from manyhosts.training.loss_weights.probe_loss import Seen
+from manyhosts.training.setup.build import Parts
+from manyhosts.training.state.run_state import RunState
+
+GIVEN = "weight"
+"""What `RunState.counts_by` says where the user has given a rule, and it has been looked at."""
+_COUNTS_WORKERS_ALIKE = (
+    "what samples count is kept inside each worker; diloco counts all workers alike, also where the samples of one "
+    "count more than those of another"
+)
+_SOON = (10, 100)
+"""Steps that are looked at beside every `look_every`-th."""
+
+
+class Counting:
+    """What one loop has its pieces count."""
+
+    def __init__(self, parts: Parts, settings: Settings, state: RunState) -> None:
+        self.parts, self.settings, self.state = parts, settings, state
+        self.settled = False
+        """Whether the rule is known for the workers of now."""
+        self.noted = False
+        self.said = ""
+        """What was said last of the look."""
+
+    def of(self, step: Step) -> tuple[Step, float | None]:
+        """A step whose pieces have their weights, and what the batch counts; None: its samples.
+
+        Raises:
+            ConfigError: the loss is no mean, and a batch is cut.
+            TrainingError: the user's rule gives no number.
+        """
+        weighing, number = self.parts.weighing, self.state.step + 1
+        if not self.settled:
+            step = self.looked_at(step, first=True)
+            self.settled = True
+        elif (every := self.settings.look_every) and self.cuts and (number % every == 0 or number in _SOON):
+            step = self.looked_at(step, first=False)
+        if weighing.counts_samples:
+            return step, None
+        if isinstance(self.settings.strategy, DiLoCo) and self.parts.world.size > 1 and not self.noted:
+            self.noted = True
+            self.parts.world.notes.append(_COUNTS_WORKERS_ALIKE)
+        weighed, weight = weighing.of(step, number)
+        return replace(weighed, pieces=self._computed(weighed.pieces)), weight if weighing.rule is not None else None
+
+    def looked_at(self, step: Step, *, first: bool) -> Step:
+        """`step`, after its first pieces were looked at: on a `first` look the rule is found. All workers call this.
+
+        Raises:
+            ConfigError: as `of`.
+        """
+        weighing, state = self.parts.weighing, self.state
+        known = weighing.knows or weighing.classes is not None
+        if weighing.said == "samples" or (weighing.knows and not self.cuts):
+            return step
+        many = first and not known and not state.counts_by
+        look = self.look_of(step)
+        step, looked = self._looked_pieces(step, look, first=first, many=many)
+        if known and not self.cuts:  # it was only to be seen which targets count
+            weighing.guard = None
+            return step
+        rule = weighing.classes if weighing.said is None else weighing.rule
+        if not known and not many and rule is None:
+            rule = LOOKED_FOR.get(state.counts_by)
+        seen = probe_loss.find_mean(look, looked, self.parts.world, rule, cuts=3 if many else 1, trouble_only=not many)
+        self.heed(seen, known=known, many=many)
+        if first and weighing.said is None and weighing.classes is None and not weighing.knows:
+            weighing.use(state.counts_by)
+        if not self.cuts:
+            weighing.guard, weighing.labels_guarded = None, False
+        elif weighing.said is None and not self.parts.strategy.traits.meets_in_forward:
+            weighing.looks = partial(_why_no_mean, look)
+        return step
+
+    def _looked_pieces(
+        self, step: Step, look: probe_loss.Look, *, first: bool, many: bool
+    ) -> tuple[Step, list[LoadedPiece]]:
+        """Which pieces are looked at; and the step with the batches of those that were fetched for it."""
+        weighing = self.parts.weighing
+        all_of_them = first and (weighing.must_look or callable(weighing.said))
+        most = None if all_of_them else probe_loss.MOST_PIECES if many else 1
+        if self.parts.strategy.traits.meets_in_forward:
+            pieces = looked = self.alike(step, look.fetcher)
+        else:
+            pieces = step.fetched(most)
+            step = replace(step, pieces=[*pieces, *step.pieces[len(pieces) :]])
+            looked = pieces if many else pieces[:1]
+            if look.fetcher is not None and all(len(each.plan.indices) < 2 for each in looked):
+                looked = self.alike(step, look.fetcher)
+        if weighing.classes is not None and first and not weighing.knows:
+            weighing.look_at_targets(pieces)
+        if callable(weighing.said) and first:
+            weighing.learn_names([piece for piece in pieces if piece.plan.weight])
+        return step, looked
+
+    def heed(self, seen: Seen, *, known: bool, many: bool) -> None:
+        """Refuse what is wrong where a batch is cut, say what could not be tried, and know the rule from now on.
+
+        Raises:
+            ConfigError: the loss is no mean, or the model keeps something, and a batch is cut.
+        """
+        parts, state = self.parts, self.state
+        given, is_mean = callable(parts.weighing.said), bool(seen.holds) or not seen.could_look
+        if seen.keeps and self.cuts:
+            raise probe_loss.keeps_state(seen.keeps)
+        if seen.keeps:
+            parts.world.notes.append(f"{probe_loss.KEEPS.format(seen.keeps)}: no snapshot has it")
+        found = probe_loss.choose(seen) if many else state.counts_by or "samples"
+        what = self._judged(seen, found, known=known, many=many)
+        state.counts_by = GIVEN if given else found
+        if seen.because and self.cuts:
+            self.tell("not tried", probe_loss.not_tried(seen))
+        elif is_mean:
+            self.tell("mean", "")
+        else:
+            self.tell("no mean", what)
+
+    def _judged(self, seen: Seen, found: str, *, known: bool, many: bool) -> str:
+        """Refuse, or say, what is wrong; what that is, in words, for a loss that is no mean.
+
+        Raises:
+            ConfigError: the loss is no mean, and a batch is cut.
+        """
+        parts, what = self.parts, probe_loss.no_mean(seen)
+        given, is_mean = callable(parts.weighing.said), bool(seen.holds) or not seen.could_look
+        if given and not is_mean:
+            what = (
+                f"with this weight the loss is no mean: {seen.whole:.6g} over {seen.samples} samples, "
+                f"{seen.by_parts:.6g} as the mean over two parts of these"
+            )
+            parts.world.notes.append(what)
+        elif known and not is_mean and not seen.writes and self.cuts:
+            raise probe_loss.mixing(what)
+        elif not known and not given and (not is_mean or found == probe_loss.NO_MEAN):
+            if self.cuts:
+                raise probe_loss.refused(what, by_step=parts.compute.step is not None)
+            if many:
+                parts.world.notes.append(f"{what}; on several workers, or with micro_batch_size, it would be refused")
+        elif many and found in LOOKED_FOR and not given:
+            among = "labels that are not -100" + (", but for the first of each sequence" * found.startswith("shifted"))
+            parts.world.notes.append(f"the loss was found to be a mean over {among}: pieces count by those")
+        return what
+
+    def tell(self, outcome: str, text: str) -> None:
+        """Have the outcome of a look in `run.json`, and on the screen where it could not be tried."""
+        if (told := f"{outcome}: {text}") == self.said:
+            return
+        self.said, world = told, self.parts.world
+        if outcome == "not tried":
+            world.notes.append(text)
+        world.news.append(partial(LossLooked, outcome=outcome, text=text))
+
+    def alike(self, step: Step, fetcher: Fetcher | None) -> list[LoadedPiece]:
+        """A piece that is the same on every worker, for all make the same forward passes; none of a stream."""
+        if fetcher is None:
+            return []
+        own = -(-len(step.taken) // self.parts.strategy.mesh.size("replicate", "shard"))
+        indices = step.taken[: max(2, min(own, self.settings.micro_batch_size or own))]
+        return [LoadedPiece(PiecePlan(0, 0, indices, 1.0), fetcher(step.epoch, indices))]
+
+    def _computed(self, pieces: Sequence[LoadedPiece | DuePiece]) -> Sequence[LoadedPiece | DuePiece]:
+        """Those of `pieces` that must be computed: one that counts nothing only for a collective inside the model."""
+        traits = self.parts.strategy.traits
+        if isinstance(self.parts.batch_norm, GlobalBatch) or traits.computes_fixed_parts or traits.meets_in_forward:
+            return pieces
+        return [piece for piece in pieces if piece.plan.weight]
+
+    @property
+    def cuts(self) -> bool:
+        """Whether a batch may be computed in several pieces."""
+        settings = self.settings
+        in_parts = max(self.parts.world.size, settings.virtual_workers or 1) > 1
+        return in_parts or (settings.micro_batch_size or self.parts.batch) < self.parts.batch
+
+    def look_of(self, step: Step) -> probe_loss.Look:
+        """What is looked at before `step`."""
+        parts, source = self.parts, self.parts.source
+        fetcher = source.loader.fetcher if isinstance(source, IndexedSource) else None
+        return probe_loss.Look(
+            parts.compute,
+            parts.trained,
+            parts.world.device,
+            step.epoch,
+            fetcher,
+            copies=not parts.strategy.traits.meets_in_forward,
+            in_halves=gathers_rounded(self.settings.strategy),
+        )
+
+
+def _why_no_mean(look: probe_loss.Look, piece: LoadedPiece) -> str:
+    seen = look.at(piece, None, cuts=1)
+    return "" if not seen.could_look or "samples" in seen.holds else probe_loss.no_mean(seen)

@@ -1,0 +1,1 @@
+"""From what the user gave to what trains: strategy, precision, optimizer, model."""

@@ -1,0 +1,413 @@
+"""The parts of a run, made in the order in which they need each other."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sized
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import Dataset, IterableDataset
+
+from manyhosts.callbacks.callback import Callbacks, Moment
+from manyhosts.communication.batch_norm import GlobalBatch, make_global
+from manyhosts.communication.mesh import Mesh
+from manyhosts.communication.shared_norm import Batch, OwnBatch, prepare
+from manyhosts.communication.world import World
+from manyhosts.config.settings import Settings
+from manyhosts.data import randomness
+from manyhosts.data.cut import Cut, CutBatches
+from manyhosts.data.data import Data
+from manyhosts.data.identity import DataIdentity
+from manyhosts.data.order import bounds
+from manyhosts.device import is_asynchronous
+from manyhosts.errors import ConfigError
+from manyhosts.planner.fit import Training
+from manyhosts.snapshot.fingerprint import Fingerprint, fingerprint, tensor_checksums
+from manyhosts.strategies.audit import Auditor
+from manyhosts.strategies.local_updates import LocalUpdates
+from manyhosts.strategies.materialise import is_meta, materialise, places_of
+from manyhosts.strategies.strategy import FixedParts, Shard, Strategy
+from manyhosts.training.consistency.same_given import compare_data, compare_descriptions, described, settings_compared
+from manyhosts.training.loop import learning_rate
+from manyhosts.training.loop.compute import ForwardPass, Loss, UserStep, pair
+from manyhosts.training.loop.source import Source, make_source
+from manyhosts.training.loss_weights.weighing import Weighing, Weight
+from manyhosts.training.own_loop.strategy import OwnLoop, StepMemory
+from manyhosts.training.setup.choose_strategy import Given, choose
+from manyhosts.training.setup.collective_forward import refuse_other_calls
+from manyhosts.training.setup.compiling import prepare_blocks
+from manyhosts.training.setup.make_strategy import make_strategy
+from manyhosts.training.setup.model_checks import (
+    check_kept,
+    check_optimizer,
+    check_sparse,
+    check_tensors,
+    hooked,
+    is_lazy,
+    make_schedule,
+    make_whole,
+)
+from manyhosts.training.setup.optimizer_kernels import fuse
+from manyhosts.training.setup.parameter_groups import MakeOptimizer, parameters_of
+from manyhosts.training.setup.precision import Precision
+from manyhosts.training.setup.trained_module import check_optimized, model_of, trained, twice
+from manyhosts.training.state.initial_optimizer import AsMade, options_of
+from manyhosts.training.telemetry import watching
+
+ModelOrMaker = nn.Module | Callable[[], nn.Module]
+MakeSchedule = Callable[[Optimizer], LRScheduler]
+
+
+class Stateful(Protocol):
+    """Something with a state that can be kept."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nested values: tensors, and what JSON can hold."""
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
+        """Be as when `state_dict` gave `state`."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Parts:
+    """What the loop works with, each ready for use. When the workers change, `recut` makes some of it anew."""
+
+    settings: Settings
+    """With the strategy that `auto` stands for."""
+    chosen_for: Training | None
+    """The sizes that it was chosen for; None where the strategy was named."""
+    world: World
+    strategy: Strategy
+    trained: nn.Module
+    """What the strategy has placed: the model, and with it a loss that has a state."""
+    batch_norm: Batch | None
+    """What BatchNorm layers take for their batch in a step; None where there are none, or they are PyTorch's own."""
+    optimizer: Optimizer
+    schedule: LRScheduler | None
+    warmup: learning_rate.WarmUp
+    precision: Precision
+    compute: ForwardPass
+    callbacks: Callbacks
+    auditor: Auditor | None
+    """What compares parts that several workers compute; None where that was not asked for."""
+    source: Source
+    as_made: AsMade
+    """Optimizer and schedule before the first step."""
+    data_identity: DataIdentity
+    batch: int
+    """The global batch: that of the beginning, however many workers there are later."""
+    weighing: Weighing
+    own_fingerprint: Fingerprint
+    """Of the model before it was placed."""
+    make_source: Callable[[int], Source]
+    """The source for a global batch and this worker's present place."""
+    make_warmup: Callable[[Source], learning_rate.WarmUp]
+    objects: Mapping[str, Stateful]
+    """By name, what else snapshots and new workers need: kept and restored with model and optimizer."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's model, as the strategy has placed it."""
+        return model_of(self.trained)
+
+    def moment(self, step: int = 0, epochs: float = 0.0, **more: Any) -> Moment:
+        """What callbacks are told of a point of the run; `more`: other fields of it."""
+        return Moment(
+            model=self.model, trained=self.trained, optimizer=self.optimizer, step=step, epochs=epochs, **more
+        )
+
+    def fingerprint(self) -> Fingerprint:
+        """What a snapshot must match to be one of this model."""
+        return fingerprint(self.model) if self.strategy.traits.holds_whole_model else self.own_fingerprint
+
+    def cut_batches(self) -> CutBatches:
+        """The batches of now, where their cut may change from one step to the next."""
+        cuts = self.source.cuts
+        assert cuts is not None, "make_source() has refused what cannot be cut otherwise"
+        return CutBatches(cuts, self.batch, self.world.rank)
+
+    def recut(self, batch: int) -> None:
+        """Read from now on what this worker's place is to read of each global batch. Every worker calls this."""
+        self.batch, self.source = batch, self.make_source(batch)
+        self.warmup = self.make_warmup(self.source)
+
+
+def batch_of(settings: Settings, mesh: Mesh) -> int:
+    """The global batch."""
+    if settings.batch_size is not None:
+        return settings.batch_size
+    assert settings.batch_size_per_worker is not None, "Settings has checked that one of the two is there"
+    return settings.batch_size_per_worker * counted_workers(settings, mesh)
+
+
+def counted_workers(settings: Settings, mesh: Mesh) -> int:
+    """The workers that a batch or a learning rate grows with: the virtual ones, or those with samples of their own."""
+    return settings.virtual_workers or mesh.size("replicate", "shard")
+
+
+def cut_for(settings: Settings, shard: Shard, *, level: bool) -> Cut:
+    """Which parts of each batch this worker computes."""
+    if settings.virtual_workers is None:
+        return Cut(shard.count, shard.index, shard.index + 1, settings.micro_batch_size, level and shard.count > 1)
+    held = tuple(range(*bounds(settings.virtual_workers, shard.count, index)) for index in range(shard.count))
+    own = held[shard.index]
+    return Cut(settings.virtual_workers, own.start, own.stop, settings.micro_batch_size, level, held=held)
+
+
+def choose_kernels(settings: Settings, world: World) -> None:
+    """Set the number of threads; and with virtual workers, have every kernel give the same bits on every worker."""
+    exact = settings.virtual_workers is not None
+    if exact or settings.threads is not None:
+        torch.set_num_threads(settings.threads or 1)
+    if exact and is_asynchronous(world.device):
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what PyTorch says cuBLAS needs
+        torch.backends.cudnn.benchmark = False  # it would choose by the clock
+        torch.use_deterministic_algorithms(True)  # an operation that cannot keep the promise of bits raises
+
+
+def make_model(model: ModelOrMaker, settings: Settings) -> nn.Module:
+    """The model itself; one that is yet to be made is made under the run's seed, the same on every worker.
+
+    Raises:
+        ConfigError: what was given is no model and makes none.
+    """
+    if not isinstance(model, nn.Module):
+        with randomness.kept():
+            randomness.seed_all(settings.seed, randomness.MODEL)
+            model = model()
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"the model is a {type(model).__name__}, not a torch.nn.Module",
+            where="mh.Trainer(model=…)",
+            fix="give a module, or a callable that makes one",
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(
+            "the model has no parameter that could be trained",
+            where="mh.Trainer(model=…)",
+            fix="set requires_grad on those that should change",
+        )
+    return model
+
+
+def batch_for_norm(model: nn.Module, strategy: Strategy, settings: Settings, world: World) -> Batch | None:
+    """What the BatchNorm layers of `model` take for their batch."""
+    if isinstance(strategy, FixedParts):
+        return strategy.statistics
+    if settings.batch_norm == "global" and world.is_shared:
+        return make_global(model, strategy.mesh.data)
+    # One worker is its own global batch. What is compiled is left as it is: the compiler knows PyTorch's own class.
+    return OwnBatch() if not settings.compile and prepare(model) else None
+
+
+def build(  # noqa: PLR0913  # the one place where everything the user gave comes together
+    *,
+    settings: Settings,
+    world: World,
+    data: Data,
+    model: ModelOrMaker,
+    loss: Loss | None,
+    step: UserStep | None,
+    optimizer: MakeOptimizer,
+    schedule: MakeSchedule | None,
+    weight: Weight | None,
+    spread: Callable[[Strategy, Settings], Strategy],
+    callbacks: Callbacks,
+) -> Parts:
+    """Make everything that `fit` needs. `spread`: what becomes of the strategy that the settings name."""
+    weighing = Weighing(weight, loss, data=data, settings=settings, world=world)
+    choose_kernels(settings, world)
+    auditor = None if settings.audit is None else Auditor(settings.audit, settings.seed, world, tensor_checksums)
+    bare = make_model(model, settings)
+    if is_lazy(bare):
+        make_whole(bare, data, step or (lambda model, batch: model(pair(batch)[0])), seed=settings.seed)
+    made = trained(bare, loss)
+    thawed = callbacks.prepare(bare)
+    _compare_given(made, data, settings, world)
+    compute = ForwardPass(loss, step, seed=settings.seed, context=Precision(settings.precision, world.device).context)
+    chosen = choose(Given(settings=settings, made=made, data=data, compute=compute, optimizer=optimizer, world=world))
+    settings = chosen.settings
+    strategy = spread(make_strategy(settings, world, auditor), settings)
+    check_kept(made)
+    if world.is_shared or settings.virtual_workers is not None:
+        check_tensors(made)
+        world.notes += hooked(made)
+    own_fingerprint = fingerprint(model_of(made))
+    placed = _place(made, strategy, settings, world)
+    norm = batch_for_norm(placed, strategy, settings, world)
+    global_batch = compute.global_batch = norm if isinstance(norm, GlobalBatch) else None
+    world.notes += prepare_blocks(model_of(placed), settings)
+    if strategy.traits.meets_in_forward:
+        refuse_other_calls(model_of(placed))
+    made_optimizer = make_optimizer(placed, optimizer, settings, strategy, has_step=step is not None, thawed=thawed)
+    if isinstance(strategy, LocalUpdates):
+        strategy.hold(made_optimizer)
+    holds_all = strategy.traits.holds_whole_model
+    together = None if holds_all else world
+    precision = Precision(settings.precision, world.device, together=together, holding=strategy.holding)
+
+    def cut_source(batch: int) -> Source:
+        cut = cut_for(settings, strategy.shard(), level=global_batch is not None or strategy.traits.meets_in_forward)
+        if auditor is not None:
+            cut = replace(cut, audits=auditor.plan())
+        return make_source(data, settings, batch=batch, cut=cut, world=world)
+
+    def warm(source: Source) -> learning_rate.WarmUp:
+        return learning_rate.WarmUp(learning_rate.warmup_steps(settings.warmup, source.steps_per_epoch))
+
+    batch = batch_of(settings, strategy.mesh)
+    source = cut_source(batch)
+    options = options_of(made_optimizer)
+    made_schedule = _make_schedule(schedule, made_optimizer, data)
+    return Parts(
+        settings=settings,
+        chosen_for=chosen.training,
+        world=world,
+        strategy=strategy,
+        trained=placed,
+        batch_norm=norm,
+        optimizer=made_optimizer,
+        schedule=made_schedule,
+        warmup=warm(source),
+        precision=precision,
+        compute=compute,
+        callbacks=callbacks,
+        auditor=auditor,
+        source=source,
+        as_made=AsMade.of(made_optimizer, made_schedule, options=options, model=placed),
+        data_identity=DataIdentity(
+            data.train, seed=settings.seed, elsewhere=settings.loader_workers not in (0, "auto")
+        ),
+        batch=batch,
+        weighing=weighing,
+        own_fingerprint=own_fingerprint,
+        make_source=cut_source,
+        make_warmup=warm,
+        objects={"own loop": StepMemory(strategy)} if isinstance(strategy, OwnLoop) else {},
+    )
+
+
+def _compare_given(made: nn.Module, data: Data, settings: Settings, world: World) -> None:
+    """See that all workers were given the same, before the first exchange that would not end where they were not."""
+    compare_descriptions(world, _given(made, data, settings))
+    if watching.watcher is None:  # who watches looks for the reason in what was trained
+        compare_data(world, _sets(data))
+    else:
+        watching.watcher.made(made)
+
+
+def _make_schedule(make: MakeSchedule | None, optimizer: Optimizer, data: Data) -> LRScheduler | None:
+    schedule = None if make is None else make_schedule(make, optimizer)
+    if isinstance(schedule, ReduceLROnPlateau) and data.validation is None:
+        raise ConfigError(
+            "the schedule is a ReduceLROnPlateau, which moves after validations, and there is no validation set",
+            where="mh.Trainer(schedule=…)",
+            fix="give mh.Data(validation=…), or choose a schedule that moves by steps",
+        )
+    return schedule
+
+
+def _place(made: nn.Module, strategy: Strategy, settings: Settings, world: World) -> nn.Module:
+    """What the strategy makes of the model; one that has no values yet gets them under the run's seed."""
+    if not is_meta(made):
+        return strategy.place(made)
+    world.notes.append(
+        "the model was made on the meta device: each of its modules has its first values from its own "
+        "reset_parameters(), not from what the model does with them when it is made"
+    )
+    with randomness.kept():
+        randomness.seed_all(settings.seed, randomness.MODEL)
+        if strategy.traits.holds_whole_model:
+            materialise(made.modules(), places_of(made))
+        return strategy.place(made)
+
+
+def _sets(data: Data) -> dict[str, Dataset[Any] | None]:
+    return {"train": data.train, "validation": data.validation, "test": data.test}
+
+
+def _given(model: nn.Module, data: Data, settings: Settings) -> dict[str, dict[str, str]]:
+    """What the script has given, in words, as far as it must be the same on every worker."""
+    lengths = {name: type(each).__qualname__ + _length(each) for name, each in _sets(data).items() if each is not None}
+    return {"models": described(model), "data": lengths, "settings": settings_compared(settings)}
+
+
+def _length(dataset: Dataset[Any]) -> str:
+    """In words; nothing of a stream that has none. A ChainDataset asks streams that cannot say."""
+    try:
+        return f" of {len(dataset)} samples" if isinstance(dataset, Sized) else ""
+    except TypeError:
+        if isinstance(dataset, IterableDataset):
+            return ""
+        raise
+
+
+def attach_callbacks(parts: Parts) -> None:
+    """Let callbacks make their states of the weights that the run begins with.
+
+    Raises:
+        ConfigError: they keep tensors, and the strategy lets every worker's model drift.
+    """
+    parts.callbacks.call("attach", parts.moment())
+    if not parts.strategy.traits.steps_together and (names := sorted(parts.callbacks.tensors())):
+        raise ConfigError(
+            f"a callback keeps tensors ({names[0]}), and with strategy {parts.settings.strategy.name!r} each worker "
+            "has weights of its own between two exchanges, so these would differ",
+            where="mh.Trainer(callbacks=…)",
+            fix='leave the callback out, or choose strategy="ddp"',
+        )
+
+
+def make_optimizer(
+    module: nn.Module,
+    make: MakeOptimizer | Optimizer,
+    settings: Settings,
+    strategy: Strategy,
+    *,
+    has_step: bool,
+    thawed: Collection[str] = (),
+) -> Optimizer:
+    """The user's optimizer over the placed parameters, with the learning rate that `settings` ask for.
+
+    `thawed`: the names, in the model, of those that are frozen and will be trained later.
+
+    Raises:
+        ConfigError: `make` gave something else, or an optimizer of other parameters than those.
+    """
+    if isinstance(make, Optimizer):
+        kind = type(make).__name__
+        raise ConfigError(
+            f"optimizer is the {kind} of a model, made before the workers share the model",
+            where="mh.Trainer(optimizer=…)",
+            fix=f"write optimizer=lambda params: torch.optim.{kind}(params, lr={make.param_groups[0]['lr']:g})",
+        )
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="optimizer contains a parameter group with duplicate")  # refused
+            made = make(parameters_of(module, thawed))
+    except ValueError as cause:
+        if "more than one parameter group" in str(cause):
+            raise twice(str(cause)) from cause
+        raise
+    if not isinstance(made, Optimizer):
+        raise ConfigError(
+            f"optimizer gave a {type(made).__name__}, not a torch.optim.Optimizer",
+            where="mh.Trainer(optimizer=…)",
+            fix="write optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)",
+        )
+    mesh = strategy.mesh
+    whole = strategy.traits.holds_whole_model
+    check_optimizer(made, mesh.world, holds_whole_model=whole)
+    check_sparse(module, made)
+    check_optimized(made.param_groups, module, has_step=has_step)
+    factor = learning_rate.scale(settings.lr_scaling, counted_workers(settings, mesh))
+    for group in made.param_groups:
+        group["lr"] = (group["lr"] if settings.lr is None else settings.lr) * factor
+    fuse(made, holds_whole_model=whole)
+    return made

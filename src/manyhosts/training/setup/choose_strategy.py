@@ -1,0 +1,204 @@
+"""`strategy="auto"`: the simplest way to train that fits into the memory of every worker, the same on all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sized
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+
+from manyhosts import device
+from manyhosts.communication.world import World
+from manyhosts.config.settings import Settings
+from manyhosts.config.strategies import Auto
+from manyhosts.control.agent import host_state
+from manyhosts.data.data import Data
+from manyhosts.data.fetch import Fetcher
+from manyhosts.planner import fit
+from manyhosts.planner.memory import ModelBytes
+from manyhosts.strategies.blocks import modules_of_layers, repeated_blocks
+from manyhosts.strategies.units import tail_bytes, unit_bytes
+from manyhosts.training.loop.compute import ForwardPass
+from manyhosts.training.setup.parameter_groups import MakeOptimizer, parameters_of
+from manyhosts.training.setup.sizing import PassBytes, Unknown, UpdateBytes, optimizer_bytes, pass_bytes
+from manyhosts.training.setup.trained_module import model_of
+from manyhosts.training.telemetry.freed_memory import give_back_at_once, take_from_one_place
+from manyhosts.units import bytes_in_words
+
+_MOST = float(1 << 52)
+"""Bytes, where nobody says how many there are."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Given:
+    """What a training takes its memory for."""
+
+    settings: Settings
+    made: nn.Module
+    """The model, with a loss that has a state, before any strategy has placed it."""
+    data: Data
+    compute: ForwardPass
+    optimizer: MakeOptimizer
+    world: World
+
+
+@dataclass(slots=True)
+class _Sizes:
+    """What one worker has found."""
+
+    update: UpdateBytes
+    passes: PassBytes | None
+    """None where it cannot be found."""
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What `auto` stands for."""
+
+    settings: Settings
+    """With it, or as they were where they name a strategy."""
+    training: fit.Training | None
+    """What it was chosen for: the largest sizes of all workers. None where there was nothing to choose."""
+
+
+def choose(given: Given) -> Choice:
+    """Find what `auto` stands for. All workers call it together.
+
+    Raises:
+        ConfigError: the training fits in no way.
+    """
+    settings, world = given.settings, given.world
+    if not isinstance(settings.strategy, Auto):
+        return Choice(settings, None)
+    if host_state.counts_addresses():
+        take_from_one_place()
+    sizes = _sizes(given)
+    training = _agreed(given, sizes)  # all have found theirs: nobody takes memory while the others look what is left
+    left, rank = _least(world, _memory_left(world, given.made))
+    found = fit.ways(training, world.size)
+    chosen = fit.simplest(found, left)
+    if chosen is None:
+        would_do = fit.workers_that_would_do(training, world.size, left)
+        raise fit.none_fits(found, left, rank=rank, would_do=would_do, now=world.size)
+    if chosen is not found[0] and chosen.on_cpu:
+        give_back_at_once()
+    room = f"{bytes_in_words(left)}, what rank {rank} can have" if left < _MOST else "nobody says how much that is"
+    table = fit.table((each.name, each.memory) for each in found)
+    words = f"strategy='auto' is {chosen.name}: the first of these that fits into the memory of each worker ({room})"
+    world.notes += ["\n  ".join([words, *table]), *sizes.notes]
+    again = "blocks" if chosen.checkpoints else settings.activation_checkpointing
+    return Choice(replace(settings, strategy=chosen.strategy, activation_checkpointing=again), training)
+
+
+def _sizes(given: Given) -> _Sizes:
+    """What the optimizer and the largest forward pass of this worker take."""
+    notes: list[str] = []
+    try:
+        update = optimizer_bytes(given.optimizer, parameters_of(given.made))
+    except Unknown as reason:
+        update = UpdateBytes(kept=2 * _bytes(given.made, trained=True), passing=0)
+        notes.append(f"what the optimizer keeps could not be found ({reason}): two numbers for each parameter, as Adam")
+    try:
+        passes = _passes(given)
+    except Unknown as reason:
+        passes = None
+        notes.append(
+            f"strategy='auto' has counted no activations, for they could not be found ({reason}): leave some memory "
+            "free, or name a strategy"
+        )
+    return _Sizes(update=update, passes=passes, notes=notes)
+
+
+def _passes(given: Given) -> PassBytes:
+    compute, asked = given.compute, given.settings.activation_checkpointing
+
+    def values(module: nn.Module, batch: Any) -> Mapping[str, Tensor]:
+        with compute.context():
+            return compute.values(module, batch)
+
+    def again(module: nn.Module) -> list[nn.Module]:
+        return [block for _, block in repeated_blocks(model_of(module))]
+
+    def chosen(module: nn.Module) -> list[nn.Module]:
+        if asked == "all":
+            return [block for _, block in modules_of_layers(model_of(module))]
+        blocks = again(module) if asked is not None else []
+        return blocks[: math.ceil(asked * len(blocks))] if isinstance(asked, int | float) else blocks
+
+    batch = _largest_batch(given.data, given.settings, given.world)
+    return pass_bytes(given.made, values, batch, given.world.device, again=again, chosen=chosen)
+
+
+def _largest_batch(data: Data, settings: Settings, world: World) -> Any:
+    """One of as many samples as a forward pass has at most, where all workers take the same share.
+
+    Raises:
+        Unknown: it cannot be had yet.
+    """
+    if data.train is None or isinstance(data.train, IterableDataset) or not isinstance(data.train, Sized):
+        raise Unknown("the training set is a stream, of which nobody knows a batch before it is read")
+    parts = settings.virtual_workers or world.size
+    own = settings.batch_size_per_worker or math.ceil((settings.batch_size or 1) / parts)
+    samples = min(own, settings.micro_batch_size or own, len(data.train))
+    fetcher = Fetcher(data.train, seed=settings.seed, name="train", collate=data.collate)
+    return fetcher(0, np.arange(samples, dtype=np.int64))
+
+
+def _agreed(given: Given, own: _Sizes) -> fit.Training:
+    """The largest sizes of all workers. All call it together."""
+    world, settings, model = given.world, given.settings, model_of(given.made)
+    passes = own.passes or PassBytes(activations=-1, backward=-1, checkpointed=None)
+    again = -1 if passes.checkpointed is None else passes.checkpointed
+    mine = [own.update.kept, own.update.passing, passes.activations, passes.backward, again]
+    told = world.stack(torch.tensor(mine, dtype=torch.float64, device=world.device))
+    kept, update, plain, backward, less = (int(each) for each in told.max(0).values.tolist())
+    known = [bool(each >= 0) for each in told.min(0).values.tolist()]
+    total = _bytes(given.made)
+    sizes = ModelBytes(
+        parameters=total,
+        gradients=_bytes(given.made, trained=True),
+        optimizer=kept,
+        buffers=sum(each.nbytes for each in given.made.buffers()),
+        activations=plain if known[2] else 0,
+        backward=backward if known[2] else 0,
+        update=update,
+        units=unit_bytes(model, total=total),
+        tail=tail_bytes(model),
+        on_cpu=world.device.type == "cpu",
+        several=settings.micro_batch_size is not None,
+    )
+    return fit.Training(
+        model=sizes,
+        checkpointed=less if known[2] and known[4] else None,
+        is_shared=world.is_shared,
+        apart=world.apart,
+        virtual_workers=settings.virtual_workers,
+    )
+
+
+def _bytes(made: nn.Module, *, trained: bool = False) -> int:
+    return sum(each.nbytes for each in made.parameters() if each.requires_grad or not trained)
+
+
+def _least(world: World, own: int) -> tuple[int, int]:
+    """The memory of the worker that has least, and its rank. All call it together."""
+    lefts = world.stack(torch.tensor([own], dtype=torch.float64, device=world.device)).flatten().tolist()
+    least = min(lefts)
+    return int(least), lefts.index(least)
+
+
+def _memory_left(world: World, made: nn.Module) -> int:
+    """Bytes that this worker can have for the training, with those that the model takes already."""
+    where = world.device
+    tensors = {id(each): each for each in (*made.parameters(), *made.buffers()) if each.device.type == where.type}
+    already = sum(each.nbytes for each in tensors.values())
+    if device.is_asynchronous(where):
+        return already + device.memory_left(where)
+    left = host_state.memory_left(share=world.place.local_size)
+    return already + left if left is not None else int(_MOST)

@@ -1,0 +1,101 @@
+"""Where the runs of a trainer are kept, and how one that nobody launched is gone on with.
+
+A script may make several trainers: what has one name (a directory, an address for snapshots) is the first one's, and
+holds that of the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from manyhosts.communication.gathering import gather_plain
+from manyhosts.communication.world import World
+from manyhosts.config.settings import Settings
+from manyhosts.errors import ManyhostsError
+from manyhosts.records.run_directory import APART, UNASKED, VARIABLE, RunDirectory, check_is_folder
+from manyhosts.snapshot.separate_disks import own_disk
+from manyhosts.training.consistency.same_given import compare_run_dirs
+from manyhosts.training.process_session import ProcessSession
+
+
+class RunPlace:
+    """That of one trainer."""
+
+    def __init__(self, session: ProcessSession, run_dir: str | Path | None) -> None:
+        """`run_dir`: the script's own word for it."""
+        self.number = session.next_number()
+        self.script = _script()
+        self._session, self._run_dir = session, run_dir
+
+    @property
+    def _names_directory(self) -> bool:
+        """Whether the script's own word for the run directory counts."""
+        return self._run_dir is not None and (VARIABLE not in os.environ or UNASKED in os.environ)
+
+    def compare(self, world: World) -> None:
+        """See that the script names one run directory to all workers that share a disk. All of them call this.
+
+        Raises:
+            ConfigError: it names several.
+        """
+        own = str(self._run_dir) if self._names_directory else ""
+        compare_run_dirs(world, own, disk=own_disk(world) if os.environ.get(APART) else 0)
+
+    def directory(self, world: World) -> RunDirectory:
+        """The run directory, the same on every worker. All of them call this."""
+        if self._run_dir is not None and self._names_directory:
+            check_is_folder(str(self._run_dir), where="run_dir")
+            return RunDirectory(Path(self._run_dir).absolute())
+        if VARIABLE in os.environ:
+            return RunDirectory(self._below(RunDirectory.choose(self.script).path.absolute()))
+        chosen = self._below(self._session.new_directory(self.script, once=_is_command())) if world.is_leader else ""
+        return RunDirectory(Path(gather_plain(world, str(chosen))[0]))
+
+    def _below(self, path: Path) -> Path:
+        return path / f"trainer-{self.number}" if self.number > 1 and _is_command() else path
+
+    def with_own_copy(self, settings: Settings) -> Settings:
+        """`settings` with an address for snapshots that no other trainer of the script has."""
+        to = settings.snapshots.to
+        if to is None or self._session.is_first_at(to, self.number):
+            return settings
+        own = dataclasses.replace(settings.snapshots, to=f"{to.rstrip('/')}/trainer-{self.number}")
+        return dataclasses.replace(settings, snapshots=own)
+
+    def command(self, directory: RunDirectory) -> str:
+        """What the user types to go on with the run in `directory`; empty where nobody has typed any."""
+        if not _is_command():
+            return ""
+        words = shlex.join(sys.orig_argv)
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            words = "(the command that has started this)"
+        if self._names_directory:
+            return words
+        run_dir, here = directory.path if self.number == 1 else directory.path.parent, Path.cwd()
+        short = run_dir.relative_to(here) if run_dir.is_relative_to(here) else run_dir
+        return f"{VARIABLE}={shlex.quote(str(short))} {words}"
+
+
+def tell_command(error: BaseException, command: str) -> None:
+    """Have `error` tell the command that goes on, wherever it is printed."""
+    if not command or (isinstance(error, ManyhostsError) and error.exit_code == 2):
+        return
+    if isinstance(error, ManyhostsError):
+        error.go_on = command
+    else:
+        error.add_note(f"manyhosts: go on with: {command}")
+
+
+def _is_command() -> bool:
+    """Whether this is a script that runs from its beginning to its end, no notebook."""
+    return hasattr(sys.modules.get("__main__"), "__file__")
+
+
+def _script() -> Path:
+    """The script that the user started."""
+    main = sys.modules.get("__main__")
+    return Path(getattr(main, "__file__", None) or sys.argv[0] or "interactive")

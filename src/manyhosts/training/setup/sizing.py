@@ -1,0 +1,220 @@
+"""What a model takes of memory in training, found on tensors without memory: also of one that no worker could hold."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from manyhosts.data import randomness
+from manyhosts.data.steps import mapped
+from manyhosts.training.setup.parameter_groups import MakeOptimizer, Parameters
+
+Values = Callable[[nn.Module, Any], Mapping[str, Tensor]]
+"""`values(model, batch)`: the forward pass and its loss."""
+Blocks = Callable[[nn.Module], Sequence[nn.Module]]
+"""Those of a model that may be computed again in the backward pass."""
+
+
+class Unknown(Exception):
+    """What was asked for cannot be found so; the text says why."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateBytes:
+    """What an optimizer takes."""
+
+    kept: int
+    """From one step to the next."""
+    passing: int
+    """Beside that, while it steps."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassBytes:
+    """What a forward and a backward pass take, beside the model and its gradients."""
+
+    activations: int
+    """That the forward pass leaves for the backward pass."""
+    backward: int
+    """That the backward pass has at most beside these."""
+    checkpointed: int | None
+    """The activations where the blocks are computed again; None where there are none."""
+
+
+class HeldBytes(TorchDispatchMode):
+    """Within, knows how many bytes of tensors made there are held, and how many were at most."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # of torch
+        self.now = 0
+        self.most = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for each in made if isinstance(made, list | tuple) else (made,):
+            if isinstance(each, Tensor) and each.layout is torch.strided:
+                self._see(each.untyped_storage())
+        self.most = max(self.most, self.now)
+        return made
+
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """Count none of these."""
+        self._known.update(each.untyped_storage()._cdata for each in tensors)
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        place, size = storage._cdata, storage.nbytes()
+        if place in self._known:
+            return
+        self._known.add(place)
+        self.now += size
+        weakref.finalize(storage, self._gone, place, size).atexit = False
+
+    def _gone(self, place: int, size: int) -> None:
+        self._known.discard(place)  # another one may come to lie there
+        self.now -= size
+
+
+def optimizer_bytes(make: MakeOptimizer, parameters: Parameters) -> UpdateBytes:
+    """What the optimizer of `parameters` takes: it makes a step on tensors that have a shape alone.
+
+    Raises:
+        Unknown: it cannot be made, or step, on such.
+    """
+    shapes = parameters.with_shapes_alone()
+    known = {id(each) for each in shapes}
+    try:
+        optimizer = make(shapes)
+        for group in optimizer.param_groups:
+            if group.get("foreach", ...) is None:
+                group["foreach"] = False  # as PyTorch does on a CPU; on a GPU the trainer takes fused kernels
+        if any(id(each) not in known for group in optimizer.param_groups for each in group["params"]):
+            raise Unknown("the function that makes the optimizer takes other parameters than it is given")
+        for each in shapes:
+            each.grad = torch.empty_like(each)
+        optimizer.step()  # makes what it keeps
+        kept = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
+        with HeldBytes() as held:
+            held.leave_out([*shapes, *(each.grad for each in shapes if each.grad is not None), *kept])
+            optimizer.step()
+    except Unknown:
+        raise
+    except Exception as cause:  # the user's function, or an optimizer that reads values
+        raise Unknown(_words(cause)) from cause
+    return UpdateBytes(kept=sum(each.nbytes for each in kept), passing=held.most)
+
+
+def pass_bytes(
+    trained: nn.Module, values: Values, batch: Any, device: torch.device, *, again: Blocks, chosen: Blocks
+) -> PassBytes:
+    """Those of a forward and a backward pass of `trained` over `batch`, computed on tensors without memory.
+
+    `again`: the blocks that may be computed again in the backward pass; `chosen`: those that are so in any case.
+
+    Raises:
+        Unknown: the pass asks for a value, or does something else that such tensors cannot.
+    """
+    try:
+        with randomness.kept(), FakeTensorMode(allow_non_fake_inputs=True), HeldBytes() as held:
+            model, own = _without_memory(trained, device)
+            held.leave_out(own)
+            fake = mapped(batch, lambda tensor: torch.empty_like(tensor, device=device))
+            held.now = 0
+            always = {id(each) for each in chosen(model)}
+            with _watched([*again(model), *chosen(model)], held) as blocks:
+                loss = values(model, fake)["loss"]
+            kept = held.most = held.now
+            with gradients_let_go(model):
+                loss.backward()
+            del loss
+    except Exception as cause:  # anything in a user's forward pass may want a value
+        raise Unknown(_words(cause)) from cause
+    freed = {place: block.freed for place, block in blocks.items()}
+    plain = kept - _saved([bytes_ for place, bytes_ in freed.items() if place in always])
+    return PassBytes(
+        activations=plain,
+        backward=max(0, held.most - kept),
+        checkpointed=kept - _saved(list(freed.values())) if freed and not always else None,
+    )
+
+
+def _saved(freed: Sequence[int]) -> int:
+    """What is not held where blocks are computed again, one at a time."""
+    return sum(freed) - max(freed, default=0)
+
+
+@contextmanager
+def gradients_let_go(model: nn.Module) -> Iterator[None]:
+    """Within, each gradient is forgotten when it is there, as if it had its place elsewhere."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    hooks = [parameter.register_post_accumulate_grad_hook(_forget) for parameter in trained]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _forget(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def _without_memory(trained: nn.Module, device: torch.device) -> tuple[nn.Module, list[Tensor]]:
+    """A copy whose parameters and buffers have no memory, and these."""
+    tensors: dict[int, Tensor] = {}
+    for each in (*trained.parameters(), *trained.buffers()):
+        shape = torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=device)
+        is_parameter = isinstance(each, nn.Parameter)
+        tensors[id(each)] = nn.Parameter(shape, requires_grad=each.requires_grad) if is_parameter else shape
+    model = copy.deepcopy(trained, dict(tensors))
+    model.train()
+    return model, list(tensors.values())
+
+
+@dataclass(slots=True)
+class _Block:
+    """A block, while the model is computed."""
+
+    before: int = 0
+    freed: int = 0
+    """Bytes that it leaves behind beyond its output: what computing it again makes free."""
+
+
+@contextmanager
+def _watched(modules: Sequence[nn.Module], held: HeldBytes) -> Iterator[dict[int, _Block]]:
+    """Within, see what each of `modules` leaves behind, by its identity."""
+    found: dict[int, _Block] = {}
+    hooks = []
+    for module in modules:
+        if id(module) in found:
+            continue
+        block = found[id(module)] = _Block()
+
+        def enter(module: nn.Module, inputs: Any, block: _Block = block) -> None:
+            block.before = held.now
+
+        def leave(module: nn.Module, inputs: Any, output: Any, block: _Block = block) -> None:
+            outputs = output if isinstance(output, list | tuple) else (output,)
+            own = sum(each.untyped_storage().nbytes() for each in outputs if isinstance(each, Tensor))
+            block.freed += max(0, held.now - block.before - own)
+
+        hooks += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _words(cause: Exception) -> str:
+    text = str(cause).strip()
+    return f"{type(cause).__name__}: {text.splitlines()[0]}" if text else type(cause).__name__

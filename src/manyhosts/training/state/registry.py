@@ -1,0 +1,196 @@
+"""What one trainer holds, model, optimizer and what goes with them: to be kept on disk, or given to a new worker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from manyhosts.communication.layout import without_repeats, write
+from manyhosts.device import wait_for
+from manyhosts.elastic import state_transfer
+from manyhosts.elastic.work import Records
+from manyhosts.snapshot.load import Loaded
+from manyhosts.strategies.local_updates import LocalUpdates
+from manyhosts.strategies.strategy import Survivable
+from manyhosts.training.setup.build import Parts
+from manyhosts.training.setup.trained_module import load_loss, loss_state
+from manyhosts.training.state.buffers import put_transient, transient
+from manyhosts.training.state.optimizer_names import by_name, load_by_name
+from manyhosts.training.state.run_state import RunState
+from manyhosts.training.state.sharded_state import TakenUp, put_cut
+
+
+class TrainerState:
+    """What one trainer holds that a new worker lacks."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.run: RunState | None = None
+        """Of the last run that it has begun."""
+        self.records: Records | None = None
+        """Of that run."""
+        world = parts.world
+        self.group = None if world.apart or world.membership is None else world.membership.group
+        """The group of workers that its strategy has met last; None where it was made apart from the others."""
+
+    @property
+    def step(self) -> int:
+        """Where its last run stands."""
+        return 0 if self.run is None else self.run.step
+
+    def refresh(self) -> None:
+        """Let the strategy meet the workers of now, where others are there than the last time. All call this."""
+        world = self.parts.world
+        if world.membership is None or self.group == world.membership.group:
+            return
+        self.meet(0, new=self.group is None, gone=0)
+
+    def meet(self, source: int, *, new: bool, gone: int) -> str:
+        """Train with the workers of now; see `Survivable.meet`. All of them call this."""
+        parts, membership, lost = self.parts, self.parts.world.membership, ""
+        assert membership is not None, "only then do workers change"
+        parts.recut(parts.batch)
+        if isinstance(parts.strategy, Survivable):
+            lost = parts.strategy.meet(source, new=new, gone=gone)
+            share_optimizers(parts)
+        self.group = membership.group
+        return lost
+
+    def everything(self) -> dict[str, Any]:
+        """All of it; the tensors are those in use."""
+        strategy = self.parts.strategy
+        return {
+            "kept": held_by(self.parts),
+            "strategy": strategy.shared_state() if isinstance(strategy, Survivable) else {},
+            "batch": self.parts.batch,
+            "run": None if self.run is None else self.run.to_dict(),
+        }
+
+    def take_up(self, given: Mapping[str, Any], *, own: bool = False) -> None:
+        """Hold what `everything` gave on another worker; with it may come the `stream` of its run.
+
+        `own`: see `held.take_up`.
+        """
+        strategy = self.parts.strategy
+        take_up(self.parts, given["kept"], own=own)
+        if isinstance(strategy, Survivable) and not own:
+            strategy.take_shared(given["strategy"])
+        self.parts.batch = given["batch"]
+        if self.run is not None and given["run"] is not None:
+            self.run.become(RunState.from_dict(given["run"], given.get("stream", {})))
+
+
+def share_optimizers(parts: Parts) -> None:
+    """Where nodes step alone: have each worker go on with the optimizer that the strategy has named when all met.
+
+    The workers of such a node sum their gradients and stay equal, so one of them gives those that come new to it the
+    optimizer that it has. All workers call this.
+    """
+    if not isinstance(parts.strategy, LocalUpdates):
+        return
+    optimizer = parts.optimizer
+    for taker, giver in enumerate(parts.strategy.givers):
+        if taker != giver:
+            state_transfer.pass_on(parts.world, giver, [taker], optimizer.state_dict, optimizer.load_state_dict)
+
+
+def held_by(parts: Parts) -> dict[str, Any]:
+    """Model, optimizer and what goes with them; the tensors are those in use."""
+    return {
+        **weights_of(parts),
+        "buffers": transient(parts.trained),
+        "optimizer": by_name(parts.optimizer, parts.trained),
+        "schedule": {} if parts.schedule is None else _plain(parts.schedule.state_dict()),
+        "scaler": parts.precision.state_dict(),
+        "random": {"torch": torch.get_rng_state()},
+        "objects": {name: each.state_dict() for name, each in parts.objects.items()},
+        **({"callbacks": states} if (states := parts.callbacks.state_dict()) else {}),
+    }
+
+
+def take_up(parts: Parts, kept: Mapping[str, Any], *, own: bool = False, schedule: bool = True) -> None:
+    """Put what `held_by` gave, here or on another worker, into `parts`.
+
+    `own`: this worker has stepped alone, and keeps its model and optimizer. `schedule`: whether it is of the schedule
+    of `parts`.
+    """
+    if not own:
+        put_weights(parts, kept)
+        put_transient(parts.trained, kept.get("buffers", {}))  # snapshots of before have none: the script made them
+        load_by_name(parts.optimizer, parts.trained, kept["optimizer"])
+        parts.callbacks.load_state_dict(kept.get("callbacks", {}), parts.moment())
+    if parts.schedule is not None and schedule:
+        parts.schedule.load_state_dict(kept["schedule"])
+    parts.precision.load_state_dict(kept["scaler"])
+    torch.set_rng_state(kept["random"]["torch"])
+    for name, each in parts.objects.items():
+        if name in kept.get("objects", {}):  # snapshots of before have none
+            each.load_state_dict(kept["objects"][name])
+
+
+def state_of(loaded: Loaded, parts: Parts) -> Mapping[str, Any]:
+    """What a snapshot keeps, as `parts` hold it: whole, or of each tensor this worker's part."""
+    if parts.strategy.traits.holds_whole_model:
+        return loaded.state
+    return TakenUp(loaded.stored, parts.trained, parts.strategy.holding, parts.callbacks.state_dict())
+
+
+def weights_of(parts: Parts) -> dict[str, Any]:
+    """The model's `state_dict`, and that of a loss which has a state; the tensors are those in use."""
+    loss = loss_state(parts.trained)
+    return {"model": dict(parts.model.state_dict()), **({"loss": loss} if loss else {})}
+
+
+def copied(weights: dict[str, Any]) -> dict[str, Any]:
+    """What `weights_of` gave, with tensors of its own."""
+    return {
+        part: {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
+        for part, values in weights.items()
+    }
+
+
+def put_weights(parts: Parts, kept: Mapping[str, Any]) -> None:
+    """Put what `weights_of` gave, here or elsewhere, into the model and the loss.
+
+    Raises:
+        SnapshotError: it is of another loss.
+    """
+    if not parts.strategy.traits.holds_whole_model:
+        holding = parts.strategy.holding
+        wait_for(parts.world.device)  # it may still read what lies on the host
+        put_cut(loss_state(parts.trained), kept.get("loss", {}), holding)
+        own, given = parts.model.state_dict(), kept["model"]
+        put_cut(own, given, holding)
+        if extra := {name: given[name] for name, value in own.items() if not isinstance(value, torch.Tensor)}:
+            parts.model.load_state_dict(extra, strict=False)
+        return
+    load_loss(parts.trained, kept.get("loss", {}))
+    load_model(parts.model, kept["model"])
+
+
+@torch.no_grad()
+def load_model(model: nn.Module, weights: dict[str, Any]) -> None:
+    """Put `weights` into `model`, in place, so that whoever holds its tensors sees them."""
+    own = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
+    expanded = {name for name in weights if name in own and without_repeats(own[name]) is not own[name]}
+    if not expanded:
+        model.load_state_dict(weights)
+        return
+    # PyTorch does not write into expanded tensors.
+    found = model.load_state_dict({name: weights[name] for name in weights if name not in expanded}, strict=False)
+    if found.unexpected_keys or set(found.missing_keys) != expanded:
+        model.load_state_dict(weights)  # says what is wrong
+    for name in expanded:
+        write(own[name], weights[name])
+
+
+def _plain(state: dict[str, Any]) -> dict[str, Any]:
+    """A schedule's state without what cannot be kept: functions, which the script makes anew."""
+    return {key: value for key, value in state.items() if not callable(value) and not _has_callable(value)}
+
+
+def _has_callable(value: Any) -> bool:
+    return isinstance(value, list) and any(callable(item) for item in value)

@@ -1,0 +1,103 @@
+"""Going back to a snapshot in the middle of a run: from a step that went wrong, or from steps that are in doubt.
+
+The steps behind the snapshot are done again, with the same bits. When a step comes again that went wrong nothing is
+computed: its samples are passed over, it keeps its number, and the schedule moves on.
+
+In doubt are steps after workers were found to compute wrongly, and the others go on without them. What was found in a
+step is found before its update. But steps in which nothing of such a worker was compared may have carried its errors
+into the weights of all, so the run goes back to the newest snapshot from before them. Snapshots that are later are set
+aside, on every disk, before anything else: whatever ends the run now, nobody goes on from them.
+"""
+
+from __future__ import annotations
+
+import time
+
+from manyhosts.communication.gathering import gather_plain
+from manyhosts.communication.world import World
+from manyhosts.errors import TrainingError
+from manyhosts.events import Note, Recovered
+from manyhosts.snapshot.separate_disks import first_of_disk
+from manyhosts.snapshot.set_aside import newest_step, set_aside
+from manyhosts.training.loop.bad_steps import BadStep
+from manyhosts.training.loop.loop import Loop
+from manyhosts.training.state.run_state import RunState
+from manyhosts.training.state.snapshot_schedule import SnapshotSchedule
+
+MOST_IN_A_ROW = 3
+"""So many steps after one snapshot are passed over; then it is not the samples that are bad."""
+
+
+def from_bad_step(bad: BadStep, loop: Loop, snapshot_schedule: SnapshotSchedule) -> Recovered:
+    """Have the parts as the newest snapshot has them. Every worker calls this. Returns what is to be told.
+
+    Raises:
+        TrainingError: there is no snapshot, or this one has been gone back to too often.
+    """
+    began, state = time.time(), loop.state
+    _wait_for_all(snapshot_schedule, loop.parts.world)
+    found, loaded = snapshot_schedule.restore()
+    if loaded is None:
+        raise TrainingError(
+            f"{bad.trouble} in step {bad.step}, and there is no snapshot to go back to",
+            where=bad.where,
+            fix="make room for snapshots in the run directory; what was printed above says why there is none",
+        )
+    before = [step for step in state.left_out if step > found.step]
+    if len(before) >= MOST_IN_A_ROW:
+        raise TrainingError(
+            f"{bad.trouble} in step {bad.step}, after {len(before)} others behind the snapshot of step {found.step}",
+            where=bad.where,
+            fix="look at those samples, lower the learning rate, or set clip_gradients",
+        )
+    found.left_out = tuple(sorted({*state.left_out, bad.step}))
+    how = f", without the samples of step {bad.step}"
+    return _stand_at(found, loop, began, f"{bad.trouble} in step {bad.step} ({bad.where})", how, last=bad.step - 1)
+
+
+def from_doubt(trusted: int, loop: Loop, snapshot_schedule: SnapshotSchedule) -> Recovered | Note:
+    """Be at the newest snapshot up to the step that is trusted. Every worker calls this. Returns what is to be told."""
+    began, step, world = time.time(), loop.state.step, loop.parts.world
+    keep_from_resuming(snapshot_schedule, world, trusted)
+    steps = f"steps {trusted + 1} to {step}"
+    # An older snapshot may have been pruned; where none is left there is nothing but to go on, and to say so.
+    if max(gather_plain(world, newest_step(snapshot_schedule.store.folder))) < 0:
+        loop.doubt(None)
+        text = f"nobody had checked the work of the worker that was left out in {steps}, and no snapshot is from before"
+        return Note(text=f"{text} them: what it did there is in the weights", step=step, time=time.time())
+    loop.hold_nothing()
+    found, _ = snapshot_schedule.restore()
+    loop.doubt(None)
+    reason = f"a worker was left out whose work in {steps} nobody had checked"
+    return _stand_at(found, loop, began, reason, last=step)
+
+
+def keep_from_resuming(snapshot_schedule: SnapshotSchedule, world: World, trusted: int) -> None:
+    """Set aside the snapshots from behind step `trusted`. Every worker calls this."""
+    _wait_for_all(snapshot_schedule, world)
+    if first_of_disk(world):
+        set_aside(snapshot_schedule.store.folder, after=trusted)
+    world.barrier()
+
+
+def _wait_for_all(snapshot_schedule: SnapshotSchedule, world: World) -> None:
+    snapshot_schedule.finish()
+    world.barrier()  # what the leader was writing has its name now
+
+
+def _stand_at(found: RunState, loop: Loop, began: float, reason: str, how: str = "", *, last: int) -> Recovered:
+    """Be where a snapshot stands, after step `last`, but for the clock: that goes on, and limits on time with it."""
+    state = loop.state
+    reached_s, lost_s = state.seconds, max(0.0, state.seconds - found.seconds) + time.time() - began
+    state.become(found)
+    state.seconds = reached_s
+    loop.stand()
+    return Recovered(
+        step=state.step,
+        reason=reason,
+        how=f"from the snapshot of step {state.step}{how}",
+        steps_redone=last - state.step,
+        seconds_lost=lost_s,
+        rewound=True,
+        time=time.time(),
+    )

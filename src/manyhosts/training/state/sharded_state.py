@@ -1,0 +1,138 @@
+"""A state whose tensors several workers hold together: given to a snapshot in parts, and taken up block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from manyhosts.communication.holding import Holding
+from manyhosts.errors import SnapshotError
+from manyhosts.records.tensor_parts import Box
+from manyhosts.snapshot.slices import StoredTensor
+from manyhosts.training.setup.trained_module import loss_state, model_of, names_kept
+
+
+def in_parts(state: Any, holding: Holding) -> Any:
+    """`state` with what this worker gives of each tensor in the place of the tensor."""
+    if isinstance(state, Tensor):
+        return holding.part(state)
+    if isinstance(state, Mapping):
+        return {key: in_parts(value, holding) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(in_parts(value, holding) for value in state)
+    return state
+
+
+class TakenUp(Mapping[str, Any]):
+    """What a snapshot keeps, each tensor cut as this worker holds it: read when it is asked for, value by value.
+
+    What stands where a parameter, or what the optimizer keeps of its shape, belongs is cut as the parameter is; all
+    else is read whole.
+    """
+
+    def __init__(
+        self, stored: Mapping[str, Any], module: nn.Module, holding: Holding, callbacks: Mapping[str, Any]
+    ) -> None:
+        """`stored`: the state, with a `StoredTensor` in the place of each tensor. `module`: what is trained.
+
+        `callbacks`: what callbacks hold now, by which what is kept of theirs is cut.
+        """
+        self._stored, self._module, self._holding, self._callbacks = stored, module, holding, callbacks
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __getitem__(self, key: str) -> Any:
+        """The value under `key`.
+
+        Raises:
+            KeyError: there is none.
+            SnapshotError: it cannot be read.
+        """
+        stored = self._stored[key]
+        if key == "model":
+            return self._cut(stored, model_of(self._module).state_dict())
+        if key == "loss":
+            return self._cut(stored, loss_state(self._module))
+        if key == "callbacks":
+            return self._cut_alike(stored, self._callbacks)
+        if key == "optimizer" and isinstance(stored.get("state"), Mapping):
+            names = names_kept(self._module)
+            own = {names[id(each)]: each for each in self._module.parameters()}
+            state = {name: self._cut_like(own.get(name), kept) for name, kept in stored["state"].items()}
+            return {**_whole(stored, but="state"), "state": state}
+        return _whole(stored)
+
+    def _cut(self, stored: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: self._like(own.get(name), value) for name, value in stored.items()}
+
+    def _cut_like(self, parameter: Tensor | None, kept: Any) -> Any:
+        """What an optimizer keeps of one parameter."""
+        return {key: self._like(parameter, value) for key, value in kept.items()} if isinstance(kept, Mapping) else kept
+
+    def _cut_alike(self, stored: Any, own: Any) -> Any:
+        """What is kept of a nested state, each tensor cut as the one in its place is."""
+        if not isinstance(stored, Mapping):
+            return self._like(own, stored) if isinstance(stored, StoredTensor) else _whole(stored)
+        beside = own if isinstance(own, Mapping) else {}
+        return {key: self._cut_alike(value, beside.get(key)) for key, value in stored.items()}
+
+    def _like(self, own: Any, value: Any) -> Any:
+        if not isinstance(value, StoredTensor):
+            return value
+        if not isinstance(own, Tensor) or tuple(own.shape) != value.shape:
+            return value.whole()
+        block = self._holding.block(own)
+        return self._holding.like(own, value.block(block.box).to(block.local.device))
+
+
+def _whole(stored: Any, *, but: str = "") -> Any:
+    """`stored` with whole tensors, without what is under the key `but`."""
+    if isinstance(stored, StoredTensor):
+        return stored.whole()
+    if isinstance(stored, Mapping):
+        return {key: _whole(value) for key, value in stored.items() if key != but}
+    if type(stored) in (list, tuple):
+        return type(stored)(_whole(value) for value in stored)
+    return stored
+
+
+@torch.no_grad()
+def put_cut(own: Mapping[str, Any], given: Mapping[str, Any], holding: Holding) -> None:
+    """Copy the tensors of `given`, whole or cut as those of `own`, into these.
+
+    Raises:
+        SnapshotError: they have other names.
+    """
+    if other := sorted(own.keys() ^ given.keys()):
+        raise SnapshotError(
+            f"it is of another model or loss: {other[0]} is on one side alone",
+            where="mh.Trainer(model=…, loss=…)",
+            fix="start in another --run-dir, or take back the change",
+        )
+    for name, tensor in own.items():
+        if not isinstance(tensor, Tensor):
+            continue
+        block, held = holding.block(tensor), holding.local(given[name])
+        if tuple(held.shape) != tuple(block.local.shape):
+            held = held[block.box.within(Box.whole(block.shape))]
+        block.local.copy_(held)
+
+
+def whole_state(state: Mapping[str, Any], holding: Holding, *, keep: bool) -> dict[str, Any]:
+    """`state` with whole tensors on the CPU, put together one after another; nothing of them without `keep`.
+
+    All workers that hold parts call this together.
+    """
+    found = {}
+    for name, value in state.items():
+        whole = holding.whole(value).detach() if isinstance(value, Tensor) else value
+        if keep:
+            found[name] = whole.cpu() if isinstance(whole, Tensor) else whole
+    return found

@@ -1,0 +1,340 @@
+"""What a run keeps on disk to go on from: snapshots of everything, and the best model."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from manyhosts.config.settings import Settings
+from manyhosts.config.stopping import EarlyStopping
+from manyhosts.errors import ConfigError, SnapshotError
+from manyhosts.events import Note, SnapshotCopied, SnapshotSaved, SnapshotSkipped
+from manyhosts.records.manifest import Facts, read
+from manyhosts.records.run_directory import RunDirectory
+from manyhosts.snapshot.load import Loaded, load, same_model
+from manyhosts.snapshot.set_aside import is_newest
+from manyhosts.snapshot.store import Store
+from manyhosts.strategies.local_updates import averaged_parameters
+from manyhosts.training.consistency.same_given import compare_samples
+from manyhosts.training.consistency.same_weights import compare_weights
+from manyhosts.training.setup.build import Parts
+from manyhosts.training.state.registry import copied, held_by, state_of, take_up, weights_of
+from manyhosts.training.state.remote_copy import RemoteCopy
+from manyhosts.training.state.resuming import Changes, asked_of, compare
+from manyhosts.training.state.run_state import RunState
+from manyhosts.training.state.sharded_state import in_parts
+from manyhosts.training.telemetry import watching
+
+_NO_RECORDS = "a disk does not take the records of its steps"
+
+
+class SnapshotSchedule:
+    """Saves and restores the parts of a run."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        directory: RunDirectory,
+        *,
+        keep: int,
+        strategy: str,
+        settings: Settings,
+        tell: Callable[[SnapshotSaved | SnapshotSkipped | SnapshotCopied | Note], None],
+        second: RemoteCopy | None = None,
+    ) -> None:
+        """`second`: where each snapshot is copied to, beside the run directory."""
+        self.parts, self.directory, self.strategy, self.tell = parts, directory, strategy, tell
+        self.settings = settings
+        self.rule = settings.early_stopping or EarlyStopping(mode="min")
+        """Which metric is watched, and what is better."""
+        self.second = second
+        self.store = Store(directory.snapshots, keep=keep, world=parts.world, holds=self._is_needed)
+        if self.store.apart and not parts.strategy.traits.holds_whole_model:
+            raise ConfigError(
+                f"with strategy {strategy!r} each worker writes its part of a snapshot, and these hosts share no disk",
+                where=str(directory.path),
+                fix='give a run directory that all hosts see, or choose strategy="ddp"',
+            )
+        self.newest: SnapshotSaved | None = None
+        self.trouble = ""
+        """Why the last snapshot that was not written was not, as far as this worker knows."""
+        self.best_saved_at = -1
+        """The step of the best model that was begun to be written last."""
+        self.saved_at = -1
+        """The step of the last snapshot that was begun or restored; -1 where it lacks what was found out since."""
+        self.changes = Changes()
+        """What is other than when the snapshot was made that was restored last."""
+
+    def _is_needed(self, path: Path) -> bool:
+        """Whether a snapshot must stay, however old: it is yet to be copied, or what came after it is unproven."""
+        if self.second is not None and self.second.copier.holds(path):
+            return True
+        trusted = None if self.parts.auditor is None else self.parts.auditor.trusted
+        return trusted is not None and is_newest(path, up_to=trusted)
+
+    def watched(self, values: dict[str, float]) -> float:
+        """The value of the watched metric.
+
+        Raises:
+            ConfigError: nobody reports it.
+        """
+        self.check_watched(values)
+        return values[self.rule.metric]
+
+    def check_watched(self, values: Collection[str]) -> None:
+        """See that the watched metric is among `values`.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        if self.rule.metric not in values:
+            raise ConfigError(
+                f"early stopping watches {self.rule.metric!r}, which nobody reports",
+                where="early_stopping.metric",
+                fix=f"choose one of {', '.join(sorted(values))}, or add it to mh.Trainer(metrics=…)",
+            )
+
+    def save(self, state: RunState) -> None:
+        """Begin a snapshot of everything."""
+        parts = self.parts
+        self.saved_at = state.step
+        own = {"strategy": parts.strategy.state_dict(), "stream": dict(state.stream)}
+        holding = parts.strategy.holding
+        # Where models drift apart theirs is the mean.
+        everything = {**held_by(parts), **self._weights(state.step), "run": state.to_dict()}
+        self.store.save(
+            in_parts(everything, holding),
+            self._facts(state),
+            own=own if any(own.values()) else None,
+            unchanged_until_update=map(holding.local, [*_updated(parts), *_tensors(parts.optimizer.state)]),
+        )
+        self.listen()
+
+    def save_alone(self, state: RunState) -> bool:
+        """Make a snapshot of what this worker holds, without any other. Whether it is whole now.
+
+        The model is written as the best one before, where it is that and nobody has done it.
+        """
+        parts = self.parts
+        facts = replace(self._facts(state), run=asked_of(self.settings, parts))
+        is_whole = True
+        if self.lacks_best(state):
+            with parts.callbacks.evaluated(parts.trained):
+                is_whole = self.store.save_alone(self.directory.best, weights_of(parts), facts)
+        if is_whole:
+            path = self.store.folder / f"step-{state.step:08d}"
+            is_whole = self.store.save_alone(path, {**held_by(parts), "run": state.to_dict()}, facts)
+        self.listen()
+        return is_whole
+
+    def lacks_best(self, state: RunState) -> bool:
+        """Whether the best model is not on this worker's disk, and should be."""
+        if state.best_step < 0 or not self.store.is_writer:
+            return False
+        try:
+            return read(self.directory.best).facts.step != state.best_step
+        except (SnapshotError, OSError):
+            return True
+
+    def leave_out(self, state: RunState) -> None:
+        """Make no snapshot here, for a disk does not take the records of the steps that it would count."""
+        self.saved_at = state.step
+        path = self.store.folder / f"step-{state.step:08d}"
+        self.trouble = _NO_RECORDS
+        self.tell(SnapshotSkipped(step=state.step, path=path, reason=_NO_RECORDS, time=time.time()))
+
+    def save_best(self, state: RunState) -> None:
+        """Begin to write the model, with the weights that it was evaluated with, as the best one."""
+        self.best_saved_at = state.best_step
+        holding, callbacks = self.parts.strategy.holding, self.parts.callbacks
+        with callbacks.evaluated(self.parts.trained):
+            weights = self._weights(state.best_step)
+            weights = copied(weights) if callbacks.averaging else weights
+        self.store.save_as(
+            self.directory.best,
+            in_parts(weights, holding),
+            self._facts(state),
+            unchanged_until_update=map(holding.local, _updated(self.parts)),
+        )
+
+    def _weights(self, step: int) -> dict[str, Any]:
+        """The model, and the loss's state, as all workers hold them: a copy of the mean, where they drift apart.
+
+        Raises:
+            TrainingError: they do not hold the same.
+        """
+        parts, moment = self.parts, f"before the snapshot of step {step}"
+        if parts.strategy.traits.steps_together:
+            compare_weights(parts, moment)
+            return weights_of(parts)
+        with averaged_parameters(parts.strategy, parts.trained):
+            compare_weights(parts, moment)
+            return copied(weights_of(parts))
+
+    def before_update(self) -> None:
+        """Wait until a snapshot under way has copied what the update will change."""
+        self.store.before_update()
+        self.listen()
+
+    def listen(self) -> None:
+        """Tell what became of snapshots whose writing has ended."""
+        for news in self.store.finished():
+            if isinstance(news, SnapshotSaved) and news.path.parent == self.directory.snapshots:
+                self.newest = news
+            if isinstance(news, SnapshotSkipped):
+                self.trouble = news.reason
+            if isinstance(news, SnapshotSaved) and self.second is not None:
+                self.second.offer(news.path)
+            self.tell(news)
+        for news_of_copy in self.second.copier.finished() if self.second is not None else []:
+            self.tell(news_of_copy)
+
+    def abandon(self) -> bool:
+        """Give up what is being written: some of those who write it are gone. Whether a snapshot is lost so."""
+        under_way = self.store.under_way
+        self.store.abandon()
+        self.store.wait()
+        self.listen()
+        return under_way is not None and under_way != self.directory.best
+
+    def finish(self) -> None:
+        """Wait until everything is written."""
+        self.store.wait()
+        self.listen()
+
+    def finish_copies(self, meanwhile: Callable[[], None]) -> None:
+        """Wait until everything is in the remote copy, too. Every worker calls this; `meanwhile` now and then."""
+        if self.second is not None:
+            self.second.finish(meanwhile)
+        self.listen()
+
+    def begin(self) -> tuple[RunState, Loaded | None]:
+        """Look in the remote copy, then do as `restore`. Every worker calls this before the first step.
+
+        Raises:
+            ConfigError, DataError: the remote copy cannot be used, or something has changed that must not, or workers
+                hold other samples.
+            SnapshotError: there are snapshots, and none can be gone on from.
+        """
+        world = self.parts.world
+        if world.size > 1 and watching.watcher is None:  # who watches looks for the reason in what was trained
+            compare_samples(world, self.parts.data_identity())
+        elif world.is_leader:
+            self.parts.data_identity()  # now, and not when the first snapshot is made
+        if self.second is not None:
+            self.store.gather()
+            self.second.prepare(same_model(self.parts.fingerprint()))
+        return self.restore()
+
+    def has_whole(self, step: int) -> bool:
+        """Whether the snapshot of `step` is on the leader's disk, whole. Every worker calls this, after `finish`."""
+        newest = self.newest
+        return not self.parts.world.any(self.parts.world.is_leader and (newest is None or newest.step != step))
+
+    def is_short_of_room(self) -> bool:
+        """Whether the leader could not write the last snapshot for want of room. Every worker calls this."""
+        words = (_NO_RECORDS, *(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT)))
+        return self.parts.world.any(self.parts.world.is_leader and any(word in self.trouble for word in words))
+
+    def drop_oldest(self) -> bool:
+        """Make room: remove the oldest snapshot, on every disk. Never the newest whole one, nor the best.
+
+        Every worker calls this. Returns whether the leader's disk had one.
+        """
+        dropped = self.store.drop_oldest()
+        if dropped is not None:
+            self.tell(Note(text=f"the disk is full: {dropped.name} was removed", step=self.saved_at, time=time.time()))
+        return self.parts.world.any(self.parts.world.is_leader and dropped is not None)
+
+    def last_good(self) -> str:
+        """The newest snapshot, in a sentence."""
+        self.finish()
+        if self.newest is None:
+            return "There is no snapshot yet."
+        return f"The last good snapshot is {self.newest.path}."
+
+    def restore(self) -> tuple[RunState, Loaded | None]:
+        """Take up the newest snapshot that fits; a fresh state where there is none.
+
+        Raises:
+            ConfigError, DataError: something has changed that must not.
+            SnapshotError: there are snapshots, and none can be gone on from.
+        """
+        loaded = self.store.latest(same_model(self.parts.fingerprint()))
+        self.best_saved_at = -1  # the best model may be of a step that is done again
+        if loaded is None:
+            return RunState(), None
+        parts, kept, asked = self.parts, state_of(loaded, self.parts), loaded.facts.run
+        self.changes = compare(asked, lambda: asked_of(self.settings, parts), parts.world, str(loaded.path))
+        state = RunState.from_dict(kept["run"], {})
+        take_up(parts, kept, schedule=not self.changes.optimizer)
+        if self.changes.optimizer:
+            parts.as_made.stand(parts.optimizer, parts.schedule, steps=state.step, kept=kept, asked=asked)
+        if "kept back" not in self.changes.keys:
+            parts.strategy.load_state_dict(loaded.owns.under("strategy"))
+        self._change(state)
+        stream = parts.source.of_snapshot(loaded.owns.under("stream"), parts.world.rank, state.position)
+        state.stream = dict(stream)  # read now, while the snapshot is there
+        self.saved_at = loaded.facts.step
+        self.newest = SnapshotSaved(
+            step=loaded.facts.step,
+            path=loaded.path,
+            bytes=0,
+            seconds=0.0,
+            stall_seconds=0.0,
+            time=loaded.manifest.time,
+        )
+        return state, loaded
+
+    def _change(self, state: RunState) -> None:
+        """Have in `state` what follows from the changes."""
+        begin = self.parts.source.begin(state.position)
+        if begin != state.position:
+            state.position, state.epoch_loss, state.epoch_samples, state.epoch_seconds = begin, 0.0, 0, 0.0
+        if "watched" in self.changes.keys:
+            state.best, state.best_step, state.validations_without_gain = None, -1, 0
+        stops_early = self.settings.early_stopping is not None
+        if "early_stopping" in self.changes.keys and not (
+            stops_early and state.validations_without_gain >= self.rule.patience
+        ):
+            state.ended = ""
+
+    def take_end(self, step: int) -> bool:
+        """Take up the snapshot of `step`, as this worker finds it on the disk. Whether it was there, and whole."""
+        self.store.wait()
+        try:
+            loaded = load(self.store.folder / f"step-{step:08d}", same_model(self.parts.fingerprint()))
+        except (SnapshotError, OSError):
+            return False
+        take_up(self.parts, loaded.state)
+        self.saved_at = step
+        return True
+
+    def _facts(self, state: RunState) -> Facts:
+        position = state.position
+        return Facts(
+            step=state.step,
+            epoch=position.epoch,
+            position={"epoch": position.epoch, "sample": position.sample},
+            strategy=self.strategy,
+            model=self.parts.fingerprint(),
+            # Others write no manifest, and need not look at the data for it.
+            run=asked_of(self.settings, self.parts) if self.parts.world.is_leader or self.store.apart else {},
+        )
+
+
+def _updated(parts: Parts) -> list[torch.Tensor]:
+    """The parameters that the optimizer updates. Others may change at any moment: a step may average into them."""
+    return [each for group in parts.optimizer.param_groups for each in group["params"] if each.requires_grad]
+
+
+def _tensors(state: Any) -> list[torch.Tensor]:
+    """The tensors of an optimizer's state."""
+    return [value for values in state.values() for value in values.values() if isinstance(value, torch.Tensor)]

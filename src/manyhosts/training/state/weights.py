@@ -1,0 +1,235 @@
+"""Weights to begin with: from a run, a snapshot, safetensors files, a state_dict; each worker reads what it holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from manyhosts.communication.layout import write
+from manyhosts.config.init_from import InitFrom, matches
+from manyhosts.errors import ConfigError, ManyhostsError
+from manyhosts.records.manifest import NAME
+from manyhosts.records.run_directory import RunDirectory
+from manyhosts.records.tensor_parts import Box
+from manyhosts.snapshot.load import load as load_snapshot
+from manyhosts.snapshot.slices import StoredTensor
+from manyhosts.snapshot.weights import load
+from manyhosts.table import nearest
+from manyhosts.training.setup.build import ModelOrMaker, Parts
+
+_FIX = (
+    "give a snapshot folder, a run directory with a best/ or snapshots/, a .safetensors file, a folder with some, "
+    "a .pt of a state_dict, or a state_dict"
+)
+_INDEX = "model.safetensors.index.json"
+_MOST_NAMED = 8
+
+
+class Stored(Protocol):
+    """A tensor that is there and not in memory yet."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of all of it."""
+
+    def whole(self) -> Tensor:
+        """All of it."""
+
+    def block(self, box: Box) -> Tensor:
+        """A part of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _InFile:
+    """A tensor in a safetensors file: of a block no more is read than that."""
+
+    file: Any
+    name: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.file.get_slice(self.name).get_shape())
+
+    def whole(self) -> Tensor:
+        tensor: Tensor = self.file.get_tensor(self.name)
+        return tensor
+
+    def block(self, box: Box) -> Tensor:
+        if not box.shape:
+            return self.whole()
+        places = tuple(slice(begin, begin + side) for begin, side in zip(box.offset, box.shape, strict=True))
+        part: Tensor = self.file.get_slice(self.name)[places]
+        return part
+
+
+@dataclass(frozen=True, slots=True)
+class _InMemory:
+    tensor: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    def whole(self) -> Tensor:
+        return self.tensor
+
+    def block(self, box: Box) -> Tensor:
+        return self.tensor[box.within(Box.whole(self.shape))]
+
+
+def load_initial(parts: Parts, init: InitFrom) -> None:
+    """Put the weights that `init` names into the model of `parts`. Nothing is unpickled but tensors.
+
+    Raises:
+        ConfigError: there are none, they cannot be read, or they are of another model than `init` allows.
+    """
+    found = {init.renamed(name): each for name, each in _read(init).items()}
+    model = parts.model
+    own = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
+    taken = _agreed(init, found, {name: tuple(tensor.shape) for name, tensor in own.items()}, _ties(model))
+    holding = parts.strategy.holding
+    with torch.no_grad():
+        for name in taken:
+            if parts.strategy.traits.holds_whole_model:
+                write(own[name], found[name].whole())
+            else:
+                block = holding.block(own[name])
+                if block.local.numel():
+                    block.local.copy_(found[name].block(block.box))
+    if len(taken) < len(own) or len(taken) < len(found):
+        parts.world.notes.append(
+            f"{init.where}: {len(taken)} of the model's {len(own)} tensors are from there; "
+            f"as made: {_named(own.keys() - taken)}; left out: {_named(found.keys() - taken)}"
+        )
+
+
+def frozen(model: ModelOrMaker, patterns: Iterable[str]) -> ModelOrMaker:
+    """`model`, or what it makes, with the parameters whose names match not trained.
+
+    Raises:
+        ConfigError: a pattern matches none.
+    """
+    wanted = list(patterns)
+
+    def freeze(made: Any) -> Any:
+        if isinstance(made, nn.Module):
+            names = dict(made.named_parameters())
+            for pattern in wanted:
+                if not any(matches(name, [pattern]) for name in names):
+                    raise ConfigError(
+                        f"no parameter matches {pattern!r}",
+                        where="mh.InitFrom(freeze=…)",
+                        fix=f"{nearest(pattern, names)}they are: {_named(names)}",
+                    )
+            for name, parameter in names.items():
+                if matches(name, wanted):
+                    parameter.requires_grad_(False)
+        return made
+
+    if not wanted:
+        return model
+    if isinstance(model, nn.Module):
+        whole: nn.Module = freeze(model)
+        return whole
+    make: Callable[[], nn.Module] = model
+    return lambda: freeze(make())
+
+
+def _agreed(
+    init: InitFrom, found: Mapping[str, Stored], own: Mapping[str, tuple[int, ...]], ties: Mapping[str, str]
+) -> set[str]:
+    """The names of what is taken.
+
+    Raises:
+        ConfigError: something is missing, too much or of another shape, and `init` does not allow it.
+    """
+    shaped = {name for name in own.keys() & found.keys() if found[name].shape != own[name]}
+    missing = {name for name in own.keys() - found.keys() if ties.get(name, name) not in found}
+    extra = found.keys() - own.keys()
+    wrong = {
+        "missing": {name for name in missing | shaped if not matches(name, init.missing)},
+        "extra": {name for name in extra if not matches(name, init.extra)},
+    }
+    if not any(wrong.values()):
+        return (own.keys() & found.keys()) - shaped
+    lines = []
+    if lacking := sorted(wrong["missing"] - shaped):
+        lines.append(f"not there: {_named(lacking)}")
+    if wrong["extra"]:
+        lines.append(f"not in this model: {_named(wrong['extra'])}")
+    for name in sorted(wrong["missing"] & shaped)[:_MOST_NAMED]:
+        lines.append(f"{name} has shape {found[name].shape} there, and {own[name]} in this model")
+    raise ConfigError(
+        "these weights are of another model: " + "; ".join(lines),
+        where=init.where,
+        fix="give the model that they were saved from, or mh.InitFrom(…, rename={'there.': 'here.'}, "
+        "missing=['head.*'] for what stays as it is made, extra=['…'] for what is left out)",
+    )
+
+
+def _ties(model: nn.Module) -> dict[str, str]:
+    """Name → another name of the same tensor, which files have once."""
+    first: dict[int, str] = {}
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
+
+
+def _named(names: Iterable[str]) -> str:
+    known = sorted(names)
+    more = f" and {len(known) - _MOST_NAMED} more" if len(known) > _MOST_NAMED else ""
+    return ", ".join(known[:_MOST_NAMED]) + more if known else "nothing"
+
+
+def _read(init: InitFrom) -> Mapping[str, Stored]:
+    if isinstance(init.source, Mapping):
+        return _in_memory(init.source, init)
+    path = Path(init.source)
+    if not path.exists():
+        raise ConfigError("cannot read the weights: there is no such file or folder", where=init.where, fix=_FIX)
+    try:
+        if path.is_dir():
+            return _in_folder(path)
+        if path.suffix == ".safetensors":
+            return _in_file(path)
+        return _in_memory(torch.load(path, map_location="cpu", weights_only=True), init)
+    except ManyhostsError:
+        raise
+    except Exception as cause:  # of many kinds: no file, no access, half-written, or more than tensors in it
+        reason = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
+        raise ConfigError(f"cannot read the weights: {reason}", where=init.where, fix=_FIX) from cause
+
+
+def _in_folder(path: Path) -> Mapping[str, Stored]:
+    if (path / _INDEX).exists():
+        files = sorted(set(json.loads((path / _INDEX).read_text())["weight_map"].values()))
+        return {name: each for file in files for name, each in _in_file(path / Path(file).name).items()}
+    if not (path / NAME).exists() and not RunDirectory(path).snapshots.exists():
+        for file in ("model.safetensors", "adapter_model.safetensors"):
+            if (path / file).exists():
+                return _in_file(path / file)
+    if (path / NAME).exists():
+        return _tensors_of(load_snapshot(path).stored["model"])
+    return {name: _InMemory(each) for name, each in load(path).items() if isinstance(each, Tensor)}
+
+
+def _tensors_of(stored: Mapping[str, Any]) -> Mapping[str, Stored]:
+    return {name: each for name, each in stored.items() if isinstance(each, StoredTensor)}
+
+
+def _in_file(path: Path) -> Mapping[str, Stored]:
+    file = safe_open(path, framework="pt")
+    return {name: _InFile(file, name) for name in list(file.keys())}  # type: ignore[no-untyped-call]
+
+
+def _in_memory(weights: Any, init: InitFrom) -> Mapping[str, Stored]:
+    inner = weights.get("state_dict", weights) if isinstance(weights, Mapping) else None
+    if not isinstance(inner, Mapping) or not all(isinstance(value, Tensor) for value in inner.values()):
+        raise ConfigError("the file holds no state_dict", where=init.where, fix=_FIX)
+    return {name: _InMemory(tensor) for name, tensor in inner.items()}

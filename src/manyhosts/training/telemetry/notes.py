@@ -1,0 +1,90 @@
+"""What is told once, when a run begins: where it begins, and what is worth saying."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from manyhosts.communication.batch_norm import GlobalBatch
+from manyhosts.events import Note, RunStarted
+from manyhosts.records.metrics import lost_steps
+from manyhosts.snapshot.load import Loaded
+from manyhosts.strategies.local_updates import LocalUpdates
+from manyhosts.training.loop.loop import Loop
+from manyhosts.training.loop.progress import reached, total_steps
+from manyhosts.training.setup.build import Parts, counted_workers
+from manyhosts.training.state.snapshot_schedule import SnapshotSchedule
+from manyhosts.training.telemetry.run_log import Journal
+
+
+def announce(loop: Loop, journal: Journal, loaded: Loaded | None, *, why_not_survive: str) -> None:
+    """Tell where a run begins, and with what. `loaded`: the snapshot; `why_not_survive`: see `notes`."""
+    state, per_epoch, now = loop.state, loop.parts.source.steps_per_epoch, time.time()
+    place = loop.duties.now()
+    journal.resume_samples(state.step)
+    journal.started = RunStarted(
+        step=state.step,
+        epoch=state.position.epoch,
+        steps_per_epoch=per_epoch,
+        total_steps=total_steps(loop.limit, per_epoch, place),
+        time=now,
+        resumed_from="" if loaded is None else str(loaded.path),
+        epochs_done=place.epochs,
+    )
+    journal.tell(journal.started)
+    for skipped in loaded.skipped if loaded is not None else []:
+        journal.tell(skipped)
+    for text in notes(loop, journal.snapshot_schedule, is_resumed=loaded is not None, why_not_survive=why_not_survive):
+        journal.tell(Note(text=text, step=state.step, time=now))
+
+
+def notes(loop: Loop, snapshot_schedule: SnapshotSchedule, *, is_resumed: bool, why_not_survive: str) -> list[str]:
+    """One sentence for each thing that the person who started a run may not expect.
+
+    `why_not_survive`: why nobody goes on where a worker is lost; empty where the others do.
+    """
+    settings, parts, world = loop.settings, loop.parts, loop.parts.world
+    found = [] if snapshot_schedule.second is None else list(snapshot_schedule.second.notes)
+    found += about_resume(parts, snapshot_schedule)
+    if (virtual := settings.virtual_workers) is not None:
+        threads = torch.get_num_threads()
+        found.append(
+            f"each batch is cut into {virtual} parts (threads: {threads}), for the same bits on 1 to {virtual} "
+            "workers; BatchNorm sees one part"
+        )
+    elif isinstance(parts.batch_norm, GlobalBatch):
+        found.append("BatchNorm sees the batch of all workers; batch_norm='local' is faster and another model")
+    elif world.size > 1 and settings.batch_norm == "local":
+        found.append("BatchNorm sees each worker's own samples, so the number of workers changes the model")
+    if settings.audit is not None:
+        found.append(f"{100 * settings.audit:.3g} % of the parts are computed again by another worker (audit)")
+    counted = counted_workers(settings, parts.strategy.mesh)
+    if (most := settings.micro_batch_size) is not None and most * counted < parts.batch:
+        layers = [name for name, each in parts.model.named_modules() if isinstance(each, _BatchNorm)]
+        if layers:
+            found.append(
+                f"BatchNorm ({layers[0]!r}) sees micro-batches and not the whole batch, so micro_batch_size={most} "
+                "changes the model"
+            )
+    if isinstance(parts.strategy, LocalUpdates) and (about_rate := parts.strategy.about_rate(parts.optimizer)):
+        found.append(about_rate)
+    if why_not_survive and world.membership is not None:
+        found.append(f"if a worker is lost, all end ({why_not_survive}); --restarts N goes on from the newest snapshot")
+    if is_resumed and (reached(loop.limit, loop.duties.now()) or loop.state.ended):
+        why = loop.state.ended or f"it is {loop.limit} long already"
+        found.append(f"this run is finished ({why}); ask for a longer one, or choose another run directory")
+    return found
+
+
+def about_resume(parts: Parts, snapshot_schedule: SnapshotSchedule) -> list[str]:
+    """What has changed since the snapshot that a run goes on from, and what will not be noticed when it goes on."""
+    found = snapshot_schedule.changes.told()
+    if parts.world.is_leader and (lost := lost_steps(snapshot_schedule.directory.metrics, snapshot_schedule.saved_at)):
+        found.append(
+            f"metrics.jsonl has no line of {lost}: somebody or a disk has lost them, and summary and report lack them"
+        )
+    if parts.world.is_leader and (unknown := parts.data_identity().get("unknown")):
+        found.append(f"no sample of the training set is compared when the run goes on: {unknown}")
+    return found

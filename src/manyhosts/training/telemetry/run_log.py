@@ -1,0 +1,309 @@
+"""What one run writes down and says: its record, the events for its listeners, its samples, and signs of life.
+
+Listeners are on the leader alone. Every other worker remembers what was told last, so that one of them can lead in its
+place: it takes over the files, and tells what the last leader had not written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from manyhosts import device
+from manyhosts.communication.gathering import gather_words
+from manyhosts.communication.world import World
+from manyhosts.config import overrides
+from manyhosts.config.settings import Settings
+from manyhosts.events import (
+    EpochDone,
+    Event,
+    Listener,
+    LossLooked,
+    RunEnded,
+    RunStarted,
+    StepDone,
+    StepTiming,
+    ValidationDone,
+    WorkersTimed,
+    WorkerTimes,
+)
+from manyhosts.listeners.broadcast import Broadcast
+from manyhosts.listeners.metrics_file import WriteMetrics
+from manyhosts.listeners.standard import standard
+from manyhosts.records import provenance, run_lock
+from manyhosts.records.metrics import MetricsFile
+from manyhosts.records.run_directory import RunDirectory, content_hash
+from manyhosts.records.run_record import GIVEN, RunRecord, plain_settings, versions_for
+from manyhosts.records.samples import SamplesFile
+from manyhosts.training.consistency.same_given import optimizer_described
+from manyhosts.training.evaluation.kept_pictures import keep_pictures
+from manyhosts.training.state.record_copies import copy_records, restore_records
+from manyhosts.training.state.snapshot_schedule import SnapshotSchedule
+from manyhosts.training.telemetry import watching
+
+_RECENT_EVENTS = 4096
+_TOLD_BY_ALL: dict[str, type[Event]] = {
+    kind.__name__: kind for kind in (StepDone, EpochDone, ValidationDone, WorkersTimed)
+}
+"""What every worker knows to tell; the rest is the leader's alone."""
+
+
+class Journal:
+    """The one of this worker."""
+
+    def __init__(
+        self,
+        *,
+        world: World,
+        settings: Settings,
+        directory: RunDirectory,
+        script: Path,
+        snapshot_schedule: SnapshotSchedule,
+        listeners: Sequence[Listener],
+        report: Callable[..., None],
+    ) -> None:
+        """Nothing is opened before `open_records`. `report` tells the head; see `cluster.reports`."""
+        self.world, self.settings, self.directory, self.script = world, settings, directory, script
+        self.snapshot_schedule, self.listeners, self.report = snapshot_schedule, listeners, report
+        self.news = Broadcast([])
+        self.recent: deque[Event] = deque(maxlen=_RECENT_EVENTS)
+        """What was told last, on every worker: should the leader go, another one knows what it had not yet written."""
+        self.started: RunStarted | None = None
+        self.samples: SamplesFile | None = None
+        self.led = False
+        self._end_is_told = False
+        self._lock: run_lock.RunLock | None = None
+        self.copies = False
+        """Whether this worker writes a copy of the leader's records, on a disk that the leader does not see."""
+
+    # The files, and who writes them.
+
+    def lock(self) -> None:
+        """Take the lock of the run directory on this worker's disk. Where it takes none, that is said, and no more.
+
+        Raises:
+            ConfigError: another run is going on in it.
+        """
+        run_dir = self.directory.path
+        try:
+            self._lock = run_lock.take(run_dir, run_lock.token_of_this_run())
+        except OSError as cause:
+            run_lock.see_that_free(run_dir)
+            words = f"manyhosts: no lock can be kept in {run_dir} ({cause.strerror}): a second run there is not refused"
+            sys.stderr.write(f"{words}\n")
+
+    def open_records(self, step: int) -> None:
+        """Record what was asked, and let the leader have its listeners, where the run goes on after `step`."""
+        hosts = gather_words(self.world, socket.gethostname())
+        if self.snapshot_schedule.store.apart:
+            restore_records(self.directory, self.world, step)
+        if self.world.is_leader:
+            record = RunRecord(
+                script=str(self.script),
+                arguments=sys.argv[1:],
+                settings=plain_settings(self.settings),
+                seed=self.settings.seed,
+                versions=versions_for(self.script),
+                hosts=list(dict.fromkeys(hosts)),
+                workers=self.world.size,
+                strategy=self.snapshot_schedule.strategy,
+                backend=self.world.backend if self.world.size > 1 else None,
+                started=time.time(),
+                overrides=overrides.from_environment(),
+                environment=[name for name in os.environ.get(GIVEN, "").split(",") if name],
+                script_sha256=content_hash(self.script),
+            )
+            record.write(self.directory.run_json)
+            self._keep_provenance()
+            self.news = Broadcast([*standard(self.directory, record), *self.listeners])
+            self.led = True
+        self.copy_records()
+        self.open_samples()
+
+    def _keep_provenance(self) -> None:
+        """Write down what the run comes from; who watches the trials of a script has no use for it."""
+        if watching.watcher is not None:
+            return
+        hardware = {
+            "device": "" if self.world.device.type == "cpu" else device.make(self.world.device),
+            "instructions": torch.backends.cpu.get_cpu_capability(),
+            "threads": str(torch.get_num_threads()),
+            "workers": str(self.world.size),
+        }
+        parts = self.snapshot_schedule.parts
+        described = {
+            "architecture": str(parts.model),
+            "parameters": f"{sum(math.prod(shape) for _, shape in parts.own_fingerprint.values()):,}",
+            "optimizer": "; ".join(optimizer_described(parts.optimizer).values()),
+            "schedule": type(parts.schedule).__qualname__ if parts.schedule is not None else "none",
+            "data": parts.data_identity.described(),
+        }
+        try:
+            provenance.keep(
+                self.directory.path,
+                self.script,
+                hardware=hardware,
+                identity=parts.data_identity(),
+                described=described,
+            )
+        except OSError as cause:
+            words = f"manyhosts: {self.directory.path / provenance.NAME} could not be written ({cause.strerror})"
+            sys.stderr.write(f"{words}: `manyhosts reproduce` cannot run this again\n")
+
+    def take_lead(self, *, goes_on: bool = True) -> None:
+        """Be the leader from now on, and tell what every worker knows and the last leader has not written.
+
+        `goes_on`: whether the run does. Where not, its directory is not locked; and where the last leader has told how
+        the run ended, that is how: what ends this worker follows from it.
+        """
+        if self.led:
+            return
+        self.led = True
+        if goes_on:
+            self.lock()
+        self.news.close()
+        metrics = MetricsFile(self.directory.metrics)
+        was_told = metrics.take_over()
+        record = RunRecord.read(self.directory.run_json)
+        self.news = Broadcast(
+            [*standard(self.directory, record, metrics=metrics, started=self.started), *self.listeners]
+        )
+        if self.snapshot_schedule.second is not None:
+            self.snapshot_schedule.second.catch_up()
+        self._end_is_told = not goes_on and was_told.end
+        for event in told_by_all(self.remembered()):
+            if not was_told(event):
+                self.tell(event)
+
+    def copy_records(self) -> None:
+        """Where hosts share no disk, have each write down the steps, too, should the leader's be lost."""
+        store = self.snapshot_schedule.store
+        if not store.apart:
+            return
+        lacks = store.leads_disk() and not self.led and not self.copies
+        if lacks and self._lock is None:
+            self.lock()  # this worker has come late
+        if self.world.is_leader:
+            self.news.flush()
+        copy_records(self.directory, self.world, lacks=lacks)
+        if lacks:
+            self.copies, self.news = True, Broadcast([WriteMetrics(MetricsFile(self.directory.metrics))])
+
+    def flush(self) -> bool:
+        """Have everything that was told on the disk: a snapshot must not be ahead of the records. Whether it is there.
+
+        Where the disk is full the lines wait, and training goes on.
+
+        Raises:
+            ConfigError: another run has taken the run directory, while this one stood still for long.
+        """
+        if self._lock is not None:
+            self._lock.check()
+        written = self.news.flush()
+        if self.samples is not None:
+            try:
+                self.samples.flush()
+            except OSError:
+                return False
+        return written
+
+    def lay_down(self) -> None:
+        """Close everything, and lead no more: the run begins anew, perhaps under another leader."""
+        self.close()
+        self.news, self.led, self.copies = Broadcast([]), False, False
+
+    def close(self) -> None:
+        """Let the listeners finish. Safe to call twice."""
+        self.news.close()
+        if self.samples is not None:
+            self.samples.close()
+
+    # What happens.
+
+    def tell(self, event: Event) -> None:
+        """Tell the listeners, which are on the leader."""
+        if self.world.is_shared:
+            self.recent.append(event)
+        if isinstance(event, StepDone):
+            self.report("step", step=event.step)
+        else:
+            self.report("busy")
+        if isinstance(event, LossLooked) and self.world.is_leader:
+            record = RunRecord.read(self.directory.run_json)
+            found = {"outcome": event.outcome, "text": event.text}
+            dataclasses.replace(record, same_answer=found).write(self.directory.run_json)
+        self.news(event)
+
+    def tell_end(self, event: RunEnded) -> None:
+        """Tell how the run ended, once: see `take_lead`."""
+        if self.world.is_leader:
+            provenance.add_data(self.directory.path)
+        if not self._end_is_told:
+            self.tell(event)
+
+    def remembered(self) -> list[Event]:
+        """What was told last, oldest first."""
+        return list(self.recent)
+
+    # Which samples there are, and which each step takes.
+
+    def keep_pictures(self, batch: Any) -> None:
+        """Keep some samples of the first batch, on the leader, where they are pictures."""
+        if self.world.is_leader:
+            keep_pictures(batch, self.directory.first_batch, self.settings.keep_pictures)
+
+    def open_samples(self) -> None:
+        """Note this worker's samples under its present rank."""
+        if self.samples is not None:
+            self.samples.close()
+        if self.settings.record_samples:
+            self.samples = SamplesFile(self.directory.samples(self.world.rank))
+
+    def note_samples(self, step: int, indices: Sequence[int]) -> None:
+        """Write down what `step` takes, before it is computed."""
+        if self.samples is not None:
+            membership = self.world.membership
+            self.samples.add(step, indices, group=0 if membership is None else membership.group)
+
+    def resume_samples(self, step: int) -> None:
+        """Steps behind `step` are taken again: what was noted of them counts no more, by ranks that are gone, too."""
+        if self.samples is None:
+            return
+        self.samples.resume_at(step)
+        world = self.world
+        for path in self.directory.samples(world.rank).parent.glob("samples-*.jsonl"):
+            rank = int(path.stem.removeprefix("samples-"))
+            if rank >= world.size and rank % world.size == world.rank:
+                of_another = SamplesFile(path)
+                of_another.resume_at(step)
+                of_another.close()
+
+
+def told_by_all(events: Iterable[Event]) -> list[Event]:
+    """Those that a new leader tells, where the last one has not written them."""
+    return [event for event in events if type(event).__name__ in _TOLD_BY_ALL]
+
+
+def to_plain(event: Event) -> dict[str, Any]:
+    """One of `told_by_all`, for another worker."""
+    return {"kind": type(event).__name__, **dataclasses.asdict(event)}
+
+
+def from_plain(plain: dict[str, Any]) -> Event:
+    """What `to_plain` was given."""
+    kind = _TOLD_BY_ALL[plain.pop("kind")]
+    if kind is StepDone:
+        plain["timing"] = StepTiming(**plain["timing"])
+    if kind is WorkersTimed:
+        plain["workers"] = tuple(WorkerTimes(**worker) for worker in plain["workers"])
+    return kind(**plain)

@@ -1,0 +1,50 @@
+"""A look at every step from beside the loop, for `prove` and `plan`: nobody looks unless somebody was put here before.
+
+A listener is told what happened when it is over, on the leader; a watcher sees the tensors while they are there, on
+every worker, and may change what goes into a step to find out what depends on it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import nn
+
+    from manyhosts.config.settings import Settings
+    from manyhosts.data.steps import Step
+    from manyhosts.events import Listener
+    from manyhosts.strategies.strategy import StepOutcome
+    from manyhosts.training.evaluation.evaluate import Evaluation
+    from manyhosts.training.state.run_state import RunState
+
+
+class Watcher(Protocol):
+    """Called by `build` and by the loop, in this order."""
+
+    def made(self, model: nn.Module) -> None:
+        """The model is there, with a loss that has a state, and neither placed nor in an optimizer."""
+
+    def fits(self, validation: Evaluation | None, listeners: Sequence[Listener]) -> Sequence[Listener]:
+        """A run is about to be begun that would evaluate `validation`. Returns the listeners that are to hear of it."""
+
+    def begins(self, parts: Any, settings: Settings, state: RunState) -> None:
+        """Training begins from where `state` stands, with `build.Parts`; once more where workers went or came."""
+
+    def reads(self, step: Step) -> Step:
+        """The samples of a step are there, and nothing is computed of them yet. Returns the step to take."""
+
+    def differentiates(self, outcome: StepOutcome) -> None:
+        """The gradients of the step are in `grad`, neither clipped nor used."""
+
+    def steps(self, step: int) -> None:
+        """Optimizer step number `step` is done."""
+
+
+watcher: Watcher | None = None
+"""The one of this process."""
+
+in_place_of_fit: Callable[[Any], NoReturn] | None = None
+"""Called with the `Trainer` by its `fit`, which goes no further: see `trained_script`."""

@@ -159,7 +159,7 @@ def page(lines: Sequence[Mapping[str, Any]]) -> str:
 
 
 MARKS = {2: ("tab:green", "o"), 4: ("tab:blue", "s"), 8: ("tab:orange", "^")}
-"""Workers → colour and marker of their dots: to be told apart in grey, too."""
+"""Workers → colour and marker of their dots: to be distinguished in grey, too."""
 TITLES = {"images": "images: ConvNet on Fashion-MNIST", "letters": "letters: small transformer"}
 
 

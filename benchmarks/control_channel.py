@@ -275,8 +275,8 @@ def main() -> None:
     print(json.dumps(found))
     for what, when in seen:
         print(f"{what}: {when}")
-    told = [line.strip() for line in text.splitlines() if line.startswith("manyhosts: ")]
-    print("\n".join(told))
+    reported = [line.strip() for line in text.splitlines() if line.startswith("manyhosts: ")]
+    print("\n".join(reported))
     assert found["equal"], found
     assert found["once"], found
     assert "this one takes it over" in text, text

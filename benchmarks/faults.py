@@ -121,7 +121,7 @@ class Run:
             time.sleep(0.02)
 
     def wait_until_told(self, since: float) -> None:
-        """Until the record says that it went on, or began again."""
+        """Until the record says that it continued, or began again."""
         deadline = time.monotonic() + WAIT_S
         while not any(line["event"] in ("restart", "start") and line["time"] > since for line in self.lines()):
             if time.monotonic() > deadline:
@@ -170,7 +170,7 @@ def one_fault(run: Run, kind: str, steps: int, settled_s: float) -> dict[str, An
     if kind in ("worker", "agent"):
         time.sleep(max(0.0, run.began + settled_s - time.monotonic()))
     while kind == "bit-flip" and len(list((run.run_dir / "snapshots").glob("step-*/manifest.json"))) < 2:
-        run.wait_for(run.last_step() + 1)  # with the only one damaged, nothing goes on, and a sentence says so
+        run.wait_for(run.last_step() + 1)  # with the only one damaged, nothing continues, and a sentence says so
     time.sleep(run.scene.draw.uniform(0, 0.5))  # lines come to the disk in bundles, with a snapshot for one
     at_step = run.last_step()
     began = time.time()
@@ -264,10 +264,10 @@ def chapter(workers: int, kinds: Sequence[str], seed: int, until: float, asked: 
     """One run and its faults, each written down when it is over; none begins after `until`. Whether all was well."""
     draw = random.Random(seed)
     output = Path(tempfile.gettempdir(), f"faults-{seed}.log")
-    told = {"pause_s": asked.pause} if asked.pause else {}
+    reported = {"pause_s": asked.pause} if asked.pause else {}
     if asked.model != "digits":
-        told["model"] = asked.model
-    ended: dict[str, Any] = {"chapter": seed, "workers": workers, "faults": 0, "version": VERSION, **told}
+        reported["model"] = asked.model
+    ended: dict[str, Any] = {"chapter": seed, "workers": workers, "faults": 0, "version": VERSION, **reported}
     with stage(min(workers, MOST_HOSTS)) as (hosts, shared):
         ended["import_torch_s"] = import_seconds(hosts)
         run = Run(hosts, shared, workers, draw, asked.pause, asked.model)
@@ -279,7 +279,7 @@ def chapter(workers: int, kinds: Sequence[str], seed: int, until: float, asked: 
                     break
                 ended["trouble"] = f"in the middle of {kind}"
                 found = one_fault(run, kind, draw.randint(5, 60), asked.settled)
-                write(asked.record, {"chapter": seed, "workers": workers, **found, **told})
+                write(asked.record, {"chapter": seed, "workers": workers, **found, **reported})
                 ended["faults"] += 1
                 whole = "" if found["whole_s"] is None else f", all train after {found['whole_s']:.2f} s"
                 say(f"{workers} workers, {kind:>9} at step {found['step']}: {found['next_step_s']:.2f} s{whole}")

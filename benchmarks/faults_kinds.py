@@ -30,7 +30,7 @@ class Scene:
     command: subprocess.Popen[str]
     draw: random.Random
     undo: list[Callable[[], None]] = field(default_factory=list)
-    """What ends the fault, once the run has gone on or given up."""
+    """What ends the fault, once the run has continued or given up."""
 
     def host(self) -> Host:
         """Any host."""
@@ -58,7 +58,7 @@ def asked_to_stop(scene: Scene) -> None:
 
 
 def host_frozen(scene: Scene) -> None:
-    """Everything on one host stands still, and goes on later."""
+    """Everything on one host stands still, and continues later."""
     host = scene.host()
     host.freeze()
     scene.undo.append(lambda: _later(host.thaw))

@@ -202,7 +202,7 @@ def table(record: Path) -> str:
             "",
             *(
                 [
-                    f"Rows are made from the newest way of going on: {len(older)} of the faults were recorded before",
+                    f"Rows are made from the newest way of continuing: {len(older)} of the faults were recorded before",
                     "the template loaded what the script imports, and count below, for samples and bits, alone.",
                     "",
                 ]

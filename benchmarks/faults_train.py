@@ -161,7 +161,7 @@ def padded(samples: list[tuple[Tensor, Tensor]]) -> tuple[tuple[Tensor, Tensor],
 
 
 def masked(samples: list[tuple[Tensor]]) -> tuple[Tensor, Tensor]:
-    """Texts of which some symbols are hidden, drawn anew for each batch; the rest is no target."""
+    """Texts of which some symbols are hidden, drawn again for each batch; the rest is no target."""
     text = torch.stack([sample for (sample,) in samples])
     hidden = torch.rand(text.shape) < 0.15
     hidden[:, np.random.randint(LENGTH)] = True  # as collators do

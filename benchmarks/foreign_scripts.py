@@ -232,7 +232,7 @@ def table() -> str:
         f"{os.cpu_count()} cores and no GPU, torch {rows[0]['torch'] if rows else ''}.",
         f"{equal} of the {len(rows) - len(rehearsed)} that need no GPU end well under both; {worked} of the",
         f"{len(rehearsed)} that are written for GPUs are rehearsed to their end. Under torchrun these find no GPU:",
-        "they fail, give up, or go on with the CPU where they know how to.",
+        "they fail, give up, or continue with the CPU where they know how to.",
         "",
         "*Starts* says who starts the workers: the launcher, or the script itself, for which plain `python` stands in",
         "the place of torchrun. In brackets is the last loss or accuracy that the script prints; most scripts set no",

@@ -44,9 +44,9 @@ def origins(lines: Iterable[Mapping[str, Any]], what: str) -> str:
     found = [line["recorded"] for line in lines]
     machines = Counter(each["machine"] for each in found)
     days, commits = sorted({each["date"] for each in found}), list(dict.fromkeys(each["commit"] for each in found))
-    told = "; ".join(f"{name} ({count} {what})" for name, count in machines.most_common())
+    reported = "; ".join(f"{name} ({count} {what})" for name, count in machines.most_common())
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-    return f"Machine: {told}. Recorded: {when}, commit {', '.join(commits)}"
+    return f"Machine: {reported}. Recorded: {when}, commit {', '.join(commits)}"
 
 
 def commit() -> str:

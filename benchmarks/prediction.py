@@ -28,7 +28,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from prediction_page import PROGRAM, Line, Row, kept, machines_of, measured_of, page, read, told, write
+from prediction_page import PROGRAM, Line, Row, kept, machines_of, measured_of, page, read, reported, write
 from prediction_train import KINDS
 
 from manyhosts.config.strategies import DDP
@@ -59,7 +59,7 @@ def trained(hosts: Lab, folder: str, workers: int, steps: int) -> Iterator[dict[
     words = [*PROGRAM, "run", "--hosts", ",".join(hosts.names[:workers]), "--env", f"STEPS={steps}", "--no-prefix"]
     words += ["--run-dir", f"{folder}/run-{time.time_ns()}", SCRIPT, ",".join(KINDS), ",".join(WAYS)]
     done = hosts.desk.run(words, folder=folder, timeout_s=900, check=False)
-    found = told(done.stdout)
+    found = reported(done.stdout)
     if done.returncode or len(found) != len(KINDS) * len(WAYS):
         raise SystemExit(f"{workers} workers ended with {done.returncode}: {done.stderr[-2000:]} {done.stdout[-2000:]}")
     yield from found
@@ -152,7 +152,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer steps")
     parser.add_argument("--rates", default=",".join(RATES), help="of the cables: some of these")
-    parser.add_argument("--page", action="store_true", help="write the page anew from what is recorded")
+    parser.add_argument("--page", action="store_true", help="write the page again from what is recorded")
     asked = parser.parse_args()
     if not asked.page:
         load = f"When it began, {os.getloadavg()[1]:.1f} processes wanted the {os.cpu_count()} cores."

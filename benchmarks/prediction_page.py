@@ -59,7 +59,7 @@ def kept(plan: Line) -> dict[str, Any]:
     return {key: plan[key] for key in ("measured", "machines")}
 
 
-def told(printed: str) -> list[dict[str, Any]]:
+def reported(printed: str) -> list[dict[str, Any]]:
     """What scripts have told of their steps, among all that was printed."""
     return [json.loads(line.partition(MARK)[2]) for line in printed.splitlines() if MARK in line]
 

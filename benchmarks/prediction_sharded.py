@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from prediction_page import PROGRAM, Line, Row, kept, machines_of, measured_of, page, read, told, write
+from prediction_page import PROGRAM, Line, Row, kept, machines_of, measured_of, page, read, reported, write
 
 from manyhosts.lab import lab
 from manyhosts.planner.predict import predictions, ways
@@ -87,7 +87,7 @@ def measure(place: str, *, seconds: float, steps: int) -> Iterator[dict[str, Any
         for workers in SIZES:
             words = ["run", *on(workers), "--env", f"STEPS={steps}", "--no-prefix", "--run-dir"]
             printed = run([*words, f"shared/run-{time.time_ns()}", SCRIPT, ",".join(map(str, ZEROS))])
-            for line in told(printed):
+            for line in reported(printed):
                 yield {"place": place, "workers": workers, **line}
 
 
@@ -121,7 +121,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer steps")
     parser.add_argument("--places", default=",".join(PLACES), help="some of these")
-    parser.add_argument("--page", action="store_true", help="write the page anew from what is recorded")
+    parser.add_argument("--page", action="store_true", help="write the page again from what is recorded")
     asked = parser.parse_args()
     if not asked.page:
         began = f"When it began, {os.getloadavg()[1]:.1f} processes wanted the {os.cpu_count()} cores."

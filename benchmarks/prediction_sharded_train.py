@@ -60,8 +60,8 @@ def main() -> None:
             timed = [line for line in lines if line["event"] == "step"][WARM:]
             seconds = [line["seconds"] for line in timed]
             parts = {part: round(statistics.median(line[part] for line in timed), 4) for part in PARTS}
-            told = {"zero": zero, "steps": seconds, "measured": statistics.median(seconds), "parts": parts}
-            print("STEPS " + json.dumps(told))
+            reported = {"zero": zero, "steps": seconds, "measured": statistics.median(seconds), "parts": parts}
+            print("STEPS " + json.dumps(reported))
 
 
 if __name__ == "__main__":

@@ -115,8 +115,8 @@ def main() -> None:
             if trainer.is_main:
                 lines = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
                 seconds = [line["seconds"] for line in lines if line["event"] == "step"][WARM:]
-                told = {"kind": name, "compression": compression, "seconds": seconds}
-                print("STEPS " + json.dumps(told | {"median": statistics.median(seconds)}), flush=True)
+                reported = {"kind": name, "compression": compression, "seconds": seconds}
+                print("STEPS " + json.dumps(reported | {"median": statistics.median(seconds)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from prove_scripts import BROKEN, RIGHT, Script  # noqa: E402  # lies among the 
 from manyhosts.errors import ManyhostsError  # noqa: E402
 from manyhosts.prove.prove import prove  # noqa: E402
 from manyhosts.prove.trials import Asked, make_stage  # noqa: E402
-from manyhosts.trials.forked import Stage  # noqa: E402
+from manyhosts.trials.forked import LocalTrialRunner  # noqa: E402
 
 ANSWER = Path(__file__).with_suffix(".md")
 WORKERS = ((1, 2), (1, 2, 3), (1, 3), (2, 3), (1, 4))
@@ -78,7 +78,9 @@ def _all(folder: Path, *, rounds: int, examples: bool) -> Iterator[Found]:
         yield _proved(f"examples/{example.name}", Script(""), example, None, (1, 2, 3), 20)
 
 
-def _proved(name: str, script: Script, path: Path, stage: Stage | None, workers: tuple[int, ...], steps: int) -> Found:
+def _proved(
+    name: str, script: Script, path: Path, stage: LocalTrialRunner | None, workers: tuple[int, ...], steps: int
+) -> Found:
     if stage is not None:
         path.write_text(script.code)
     promises = (script.promise,) if script.promise else ()

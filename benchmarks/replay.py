@@ -211,13 +211,13 @@ def replay(workers: int) -> dict[str, Any]:
                     stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
                 )
             )
-        told: dict[str, Any] = {}
+        reported: dict[str, Any] = {}
         leader = processes[0]
         assert leader.stdout is not None, "a pipe"
         assert leader.stdin is not None, "a pipe"
         for line in leader.stdout:
             news = json.loads(line)
-            told[news["case"]] = news
+            reported[news["case"]] = news
             print(workers, line.strip(), flush=True)
             if news["case"] == "calibration":
                 # What was exposed beyond the plan is not the cable's alone; correct the whole exchange for it.
@@ -230,7 +230,7 @@ def replay(workers: int) -> dict[str, Any]:
                 leader.stdin.flush()
         for process in processes:
             process.wait(timeout=60)
-    return {"rate": rate, "cases": told, "load": load}
+    return {"rate": rate, "cases": reported, "load": load}
 
 
 def limit_s(alone: float, sent: float, rate: float) -> float:

@@ -120,7 +120,7 @@ say what is done.
 
 The agent of each of {NODES} hosts was stopped for {STOPPED_S:g} s, at a load of {load:.1f}. Its host was named after
 {statistics.median(named):.2f} s (at most {max(named):.2f} s), and told to be back {statistics.median(back):.2f} s
-(at most {max(back):.2f} s) after it went on. The run ended well.
+(at most {max(back):.2f} s) after it continued. The run ended well.
 
 | beside a run on {NODES} hosts | minutes | hosts taken for silent | exit code of the run |
 |---|---:|---:|---:|

@@ -2,7 +2,7 @@
 
 Two tasks: a ConvNet on images of clothing (Fashion-MNIST, wherever its arrays lie), and a transformer that reads the
 text of Python's own manual, which comes with Python, letter by letter. Each run is kept as one line of JSON, so that a
-study of many can be stopped and gone on with.
+study of many can be stopped and resumed.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class TorchSave(Nothing):
 
 
 class TorchSaveSynced(TorchSave):
-    """The same, on the disk before training goes on."""
+    """The same, on the disk before training continues."""
 
     sync = True
 
@@ -205,7 +205,7 @@ def run_one(name: str, folder: Path, megabytes: int, snapshots: int) -> Figures:
 def check_last_snapshot(
     saver: Nothing, step: int, forward_backward: Callable[[], None], optimizer: Any, state: Callable[[], Any]
 ) -> None:
-    """One more snapshot while training goes on at once: what is read back must be the state of its step."""
+    """One more snapshot while training continues at once: what is read back must be the state of its step."""
     import copy
 
     then = copy.deepcopy(state())
@@ -298,8 +298,8 @@ def main() -> None:
     for turn in range(asked.rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:  # nobody always goes first
             runs[name].append(measure(name, asked))
-        told = ", ".join(f"{name} {taken[-1].total_s:.1f} s" for name, taken in runs.items())
-        print(f"round {turn + 1}: {told}", flush=True)
+        reported = ", ".join(f"{name} {taken[-1].total_s:.1f} s" for name, taken in runs.items())
+        print(f"round {turn + 1}: {reported}", flush=True)
     weights = {run.weights_sha256 for taken in runs.values() for run in taken}
     assert len(weights) == 1, f"{len(weights)} different weights at the end of the runs"
     REPORT.write_text(report(runs, asked))

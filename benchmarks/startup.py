@@ -78,7 +78,7 @@ def ratio(seconds: dict[str, list[float]], name: str = OURS) -> float:
     return statistics.median(seconds[name]) / statistics.median(seconds["torchrun"])
 
 
-def told(seconds: dict[str, list[float]], name: str) -> str:
+def reported(seconds: dict[str, list[float]], name: str) -> str:
     """The ratio of the medians, and of the rounds."""
     pairs = [ours / theirs for ours, theirs in zip(seconds[name], seconds["torchrun"], strict=True)]
     return f"**{ratio(seconds, name):.2f}** of the time of torchrun; by round {min(pairs):.2f} to {max(pairs):.2f}"
@@ -100,8 +100,8 @@ has made its first optimizer step; n = {len(seconds[OURS])} each, after one warm
 {rows[1]}
 {rows[2]}
 
-`manyhosts run` takes {told(seconds, OURS)}.
-With `--warm`, from the second run on, it takes {told(seconds, WARM)}.
+`manyhosts run` takes {reported(seconds, OURS)}.
+With `--warm`, from the second run on, it takes {reported(seconds, WARM)}.
 torchrun loads torch once for itself and then once in every worker, and each worker loads `torch._dynamo` when it makes
 its optimizer; here one fork server per host loads both, and the workers are forked from it.
 

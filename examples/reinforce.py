@@ -37,7 +37,7 @@ class CartPole:
         return {"state": self.state, "length": self.length}
 
     def load_state_dict(self, kept):
-        """Go on with a game."""
+        """Continue with a game."""
         self.state, self.length = kept["state"], kept["length"]
 
 

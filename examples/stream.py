@@ -15,7 +15,7 @@ class Measurements(IterableDataset):
     """Endless noisy measurements of one linear law.
 
     Every worker reads the whole stream and keeps its part. A stream that can skip what others read offers
-    `shard(index, count)`, and one that can go on where it was offers `state_dict()` and `load_state_dict(state)`.
+    `shard(index, count)`, and one that can continue where it was offers `state_dict()` and `load_state_dict(state)`.
     """
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:

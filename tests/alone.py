@@ -16,7 +16,7 @@ SOURCE = """
 
     class Slow(torch.utils.data.TensorDataset):
         def __getitem__(self, index):
-            time.sleep(0 if os.path.exists("go on") else float(os.environ.get("SLOW", "0")))
+            time.sleep(0 if os.path.exists("continue") else float(os.environ.get("SLOW", "0")))
             return super().__getitem__(index)
 
     images = torch.rand(300, 64, generator=torch.Generator().manual_seed(7))
@@ -34,10 +34,10 @@ SOURCE = """
 
 WAITS_AT_THE_END = """
     print("the end of", os.environ["RANK"], flush=True)
-    while not os.path.exists("go on"):
+    while not os.path.exists("continue"):
         time.sleep(0.05)
 """
-"""What workers do behind that: they do not end before there is a file `go on`, and from then on are not SLOW either."""
+"""What workers do behind that: they do not end before there is a file `continue`, and from then on are not SLOW either."""
 
 
 def undisturbed(folder: Path, steps: int) -> dict[str, object]:

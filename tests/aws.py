@@ -93,8 +93,8 @@ class Aws:
 
     def _DescribeTrainingJob(self, TrainingJobName: str) -> dict[str, Any]:
         job = self._job(TrainingJobName)
-        told = {"TrainingJobStatus": job.status, "SecondaryStatus": job.second, **job.request}
-        return told | ({"FailureReason": job.reason} if job.reason else {})
+        reported = {"TrainingJobStatus": job.status, "SecondaryStatus": job.second, **job.request}
+        return reported | ({"FailureReason": job.reason} if job.reason else {})
 
     def _StopTrainingJob(self, TrainingJobName: str) -> dict[str, Any]:
         job = self._job(TrainingJobName)

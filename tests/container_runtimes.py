@@ -144,13 +144,26 @@ def image(
 
 
 def install(
-    runtime: str, folder: Path, *, images: Mapping[str, object], told: str, hidden: Sequence[str] = (), **more: object
+    runtime: str,
+    folder: Path,
+    *,
+    images: Mapping[str, object],
+    reported: str,
+    hidden: Sequence[str] = (),
+    **more: object,
 ) -> None:
     """Put `runtime` into `folder`, with its images by name. Each start of a container is a line of the file `told`.
 
     `hidden` are folders that containers do not see. `refuses`: what it says to everybody.
     """
-    config = {"images": images, "told": told, "hidden": list(hidden), "refuses": "", "security": [], "gpus": False}
+    config = {
+        "images": images,
+        "reported": reported,
+        "hidden": list(hidden),
+        "refuses": "",
+        "security": [],
+        "gpus": False,
+    }
     config |= {"says_podman": False, **more}
     path = folder / runtime
     path.write_text(SOURCE.format(python=json.dumps(sys.executable), config=json.dumps(config)))

@@ -22,7 +22,7 @@ from manyhosts.communication.world import World
 from manyhosts.strategies.cut_model import CutModel
 from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome, Steppable
 from manyhosts.strategies.table import STRATEGIES
-from manyhosts.strategies.tally import Agreed, Tally
+from manyhosts.strategies.tally import Agreed, StepMetrics
 from manyhosts.strategies.traits import Traits
 
 
@@ -37,7 +37,7 @@ class ByHand:
 class CutByHand(CutModel):
     """Over the axis `shard`; those along `replicate` hold the same."""
 
-    traits = Traits(meets_in_forward=True, holds_whole_model=False, survives_loss=False)
+    traits = Traits(communicates_in_forward=True, holds_whole_model=False, survives_loss=False)
 
     def __init__(self, config: ByHand, world: World) -> None:
         mesh = Mesh(world, shard=config.shard)
@@ -75,7 +75,7 @@ class CutByHand(CutModel):
     ) -> StepOutcome:
         for parameter in model.parameters():
             parameter.grad = None
-        tally = Tally(control_flags, self.agreed, self.world)
+        tally = StepMetrics(control_flags, self.agreed, self.world)
         for piece in pieces:
             scale(tally.add(compute(model, piece), piece.weight)).backward()
         self.world.wait(tally.start_sum())

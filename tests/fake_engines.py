@@ -29,10 +29,10 @@ def install(folder: Path) -> dict[str, str]:
         program = folder / "bin" / name
         program.write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, __file__, name])} "$@"\n')
         program.chmod(0o755)
-    return {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", TOLD: str(folder / "told")}
+    return {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", TOLD: str(folder / "reported")}
 
 
-def told(variables: Mapping[str, str]) -> list[list[str]]:
+def reported(variables: Mapping[str, str]) -> list[list[str]]:
     """What the programs were told, in order: the program, then its words."""
     path = Path(variables[TOLD])
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

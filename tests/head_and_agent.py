@@ -35,7 +35,7 @@ class Scene:
         self.words: list[str] = []
         self.ssh: int | None = None
         """How what has started the agent has ended, if it has."""
-        self.told: list[str] = []
+        self.reported: list[str] = []
         """What the head was told of its agent."""
         job = Job(program="t.py", folder=Path("/w"), run_dir=Path("/w/run"), head_timeout_s=60.0)
         self.state = HeadState(job, Display(), loop)
@@ -69,7 +69,7 @@ class Scene:
         )
 
     def train(self, relay: Relay | None = None) -> tuple[Node, HeadConnection]:
-        """The agent calls, through `relay` where there is one, and both have spoken, as in a run that goes on."""
+        """The agent calls, through `relay` where there is one, and both have spoken, as in a run that continues."""
         agents = self.take_over()
         self.call(relay.address if relay else "")
         self.run(lambda: agents.nodes[0].channel is not None)
@@ -96,13 +96,13 @@ class Owner:
         self.scene = scene
 
     def welcome(self, node: Node) -> None:
-        self.scene.told.append("welcome")
+        self.scene.reported.append("welcome")
 
     def hear(self, node: Node, message: FromAgent) -> None:
         self.scene.at_head.append(message)
 
     def lose(self, node: Node, why: str) -> None:
-        self.scene.told.append(why)
+        self.scene.reported.append(why)
 
 
 class FarAgent(ExternalAgent):

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class HeldMemory(TorchDispatchMode):
-    """Within, notes the most that tensors hold at once; their memory is asked anew each time, for some change its size.
+    """Within, notes the most that tensors hold at once; their memory is asked again each time, for some change its
+    size.
 
     Sees what PyTorch's operations are given and give, not what they need while they run.
     """
@@ -48,7 +49,7 @@ class HeldMemory(TorchDispatchMode):
         return sum(each.nbytes() for each in found if each is not None)
 
     def begin(self) -> None:
-        """Look for the most anew."""
+        """Look for the most again."""
         self.most = 0
 
 

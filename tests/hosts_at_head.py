@@ -13,7 +13,7 @@ from manyhosts.control.session import Session
 
 
 class Clock:
-    """A loop whose time goes on when a test says so."""
+    """A loop whose time continues when a test says so."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -53,7 +53,7 @@ class Hosts:
     def __init__(self, clock: Clock, count: int) -> None:
         self.address = "10.0.0.99"
         self.nodes = [Node(number, f"n{number}", ExternalAgent()) for number in range(count)]
-        self.told: list[tuple[int, FromHead]] = []
+        self.reported: list[tuple[int, FromHead]] = []
         self._clock = clock
         self.answer: Callable[[Node, FromHead], None] = lambda node, message: None
         """What an agent does when it is told something."""
@@ -83,7 +83,7 @@ class Hosts:
 
     def tell(self, nodes: Sequence[Node], message: FromHead) -> None:
         for node in nodes:
-            self.told.append((node.number, message))
+            self.reported.append((node.number, message))
             self.answer(node, message)
 
     def tell_all(self, message: FromHead) -> None:

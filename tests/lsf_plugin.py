@@ -57,8 +57,8 @@ class Lsf(Engine):
         return re.findall(r"Job <(\d+)>", run_command(plan.command))[0]
 
     def status(self, name: str) -> Status:
-        told = run_command(["bjobs", "-noheader", "-o", "stat exit_code exec_host output_file delimiter='|'", name])
-        state, code, hosts, log = ("" if word == "-" else word for word in told.strip().split("|"))
+        reported = run_command(["bjobs", "-noheader", "-o", "stat exit_code exec_host output_file delimiter='|'", name])
+        state, code, hosts, log = ("" if word == "-" else word for word in reported.strip().split("|"))
         found = Status(state=STATES[state], reason=state, hosts=hosts, log=log.replace("%J", name))
         return replace(found, code=int(code or 0)) if found.over else found
 

@@ -193,7 +193,7 @@ def step_lines(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def restarts(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of `metrics.jsonl` that say how the others went on."""
+    """The lines of `metrics.jsonl` that say how the others continued."""
     return events(run_dir, "restart")
 
 

@@ -77,7 +77,7 @@ def serving(folder: Path, *words: str, cwd: Path | None = None, env: Mapping[str
     )
     served = Serving(process)
     assert process.stderr is not None
-    told = threading.Event()
+    reported = threading.Event()
 
     def listen() -> None:
         for line in process.stderr or ():
@@ -87,13 +87,13 @@ def serving(folder: Path, *words: str, cwd: Path | None = None, env: Mapping[str
             if found := re.match(r"token: (\S+)", line):
                 served.token = found[1]
             if "curl" in line:
-                told.set()
-        told.set()
+                reported.set()
+        reported.set()
 
     thread = threading.Thread(target=listen)
     thread.start()
     try:
-        told.wait(200)
+        reported.wait(200)
         assert served.address, "".join(served.lines)
         yield served
     finally:

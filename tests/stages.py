@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from manyhosts.trials.forked import Stage
+from manyhosts.trials.forked import LocalTrialRunner
 
 
 @contextmanager
-def loaded(make: Callable[[str, Path], Stage], folders: pytest.TempPathFactory) -> Iterator[Stage]:
+def loaded(
+    make: Callable[[str, Path], LocalTrialRunner], folders: pytest.TempPathFactory
+) -> Iterator[LocalTrialRunner]:
     """What `make` makes of a script and its folder, with everything loaded that scripts of ours need."""
     folder = folders.mktemp("stage")
     script = folder / "script.py"

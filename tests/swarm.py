@@ -22,8 +22,8 @@ from manyhosts.communication.channel_store import ChannelStore
 from manyhosts.control import tls
 from manyhosts.control.agent.store_lines import StoreLines
 from manyhosts.control.agent.watched_worker import ReportServer
-from manyhosts.control.head.store import Asker, Board
-from manyhosts.control.head.takeover import Handover, Record
+from manyhosts.control.head.store import Asker, KeyValueStore
+from manyhosts.control.head.takeover import HeadCheckpoint, Record
 from manyhosts.control.loop import Channel, Loop
 from manyhosts.control.protocol import FROM_AGENT, FROM_HEAD, AnswerStore, AskStore
 from manyhosts.control.session import Session
@@ -49,7 +49,7 @@ class Swarm:
     def __init__(self, folder: Path, workers: int, hosts: int) -> None:
         self.workers, self.hosts, self.folder = workers, hosts, folder
         self.head, self.agents = Loop(), Loop()
-        self.board = Board(self.answer)
+        self.board = KeyValueStore(self.answer)
         self.sessions, self.sessions_of_agents = list[Session](), list[Session]()
         self.record = Record(folder, self.gather)
         self.questions = self.writes = 0
@@ -84,9 +84,9 @@ class Swarm:
     def answer(self, asker: Asker, /, **answer: Any) -> None:
         self.sessions[asker.node].say(AnswerStore(line=asker.line, answer={"id": asker.id, **answer}))
 
-    def gather(self) -> Handover:
-        state = {"board": self.board.written_down(), "agents": [each.written_down() for each in self.sessions]}
-        return Handover(
+    def gather(self) -> HeadCheckpoint:
+        state = {"board": self.board.to_dict(), "agents": [each.to_dict() for each in self.sessions]}
+        return HeadCheckpoint(
             token="", start="", address="", port=0, asked="", unasked=False, launcher={"none": ""}, state=state
         )
 

@@ -1,4 +1,4 @@
-"""Real runs that stand still until a test lets them go on, and `manyhosts watch` of them, which may not write."""
+"""Real runs that stand still until a test lets them continue, and `manyhosts watch` of them, which may not write."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class HeldRun:
         wait_until(is_held, "the run stands still")
 
     def go_on(self, how: str = "") -> None:
-        """Let it go on; with `fail` to its failure."""
+        """Let it continue; with `fail` to its failure."""
         half = self._gate.with_name("half")
         half.write_text(how)
         half.rename(self._gate)
@@ -153,7 +153,7 @@ class Watching:
         return code
 
     def close(self) -> int:
-        """Ctrl-C, where it still goes on; the exit code."""
+        """Ctrl-C, where it still continues; the exit code."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
         return self.end()

@@ -39,7 +39,7 @@ class Event(Protocol):
         """It stands behind what the current stream was given so far."""
 
     def wait(self) -> None:
-        """What the current stream is given from now on begins behind it. The host goes on."""
+        """What the current stream is given from now on begins behind it. The host continues."""
 
     def query(self) -> bool:
         """Whether it is passed."""
@@ -111,7 +111,7 @@ class Module(Protocol):
         """The most that they have held at once."""
 
     def reset_peak_memory_stats(self, device: torch.device, /) -> None:
-        """Begin to look for the most anew."""
+        """Begin to look for the most again."""
 
     def device(self, device: torch.device, /) -> Within:
         """Within, it is the one in use."""

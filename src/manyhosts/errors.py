@@ -32,7 +32,7 @@ class ManyhostsError(Exception):
     """Base of every error raised on purpose.
 
     `what` states the fact with its values, `where` names the key, file, host or rank,
-    `fix` is the next thing the reader can do, `go_on` the command that goes on with a run. Each has a line of its own.
+    `fix` is the next thing the reader can do, `go_on` the command that resumes a run. Each has a line of its own.
     """
 
     exit_code: ClassVar[int] = 1
@@ -41,7 +41,7 @@ class ManyhostsError(Exception):
         super().__init__(what)
         self.what, self.where, self.fix = what, where, fix
         self.go_on = ""
-        """The command that goes on with the run that this has ended, where there is one."""
+        """The command that resumes the run that this has ended, where there is one."""
 
     def __str__(self) -> str:
         lines = [self.what]
@@ -50,7 +50,7 @@ class ManyhostsError(Exception):
         if self.fix:
             lines.append(f"  fix:   {self.fix}")
         if self.go_on:
-            lines.append(f"  go on: {self.go_on}")
+            lines.append(f"  resume: {self.go_on}")
         return "\n".join(lines)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -126,11 +126,11 @@ def speak_plainly(explain: Callable[[BaseException], ManyhostsError | None] | No
         return
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        told = error if isinstance(error, ManyhostsError) or explain is None else explain(error)
-        if not isinstance(told, ManyhostsError) or os.environ.get(TRACE):
+        reported = error if isinstance(error, ManyhostsError) or explain is None else explain(error)
+        if not isinstance(reported, ManyhostsError) or os.environ.get(TRACE):
             before(kind, error, trace)
             return
-        sys.stderr.write(f"manyhosts: {told}\n")
-        raise SystemExit(told.exit_code)  # the one way to an exit code from here
+        sys.stderr.write(f"manyhosts: {reported}\n")
+        raise SystemExit(reported.exit_code)  # the one way to an exit code from here
 
     sys.excepthook = show

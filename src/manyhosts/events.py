@@ -42,7 +42,7 @@ class StepTiming:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunStarted:
-    """Training begins, or goes on from a snapshot at `step` > 0."""
+    """Training begins, or continues from a snapshot at `step` > 0."""
 
     step: int
     epoch: int
@@ -146,13 +146,13 @@ class SnapshotSkipped:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recovered:
-    """Training went on after a failure, with what that cost."""
+    """Training continued after a failure, with what that cost."""
 
     step: int
     reason: str
     """What failed, in one sentence with host and rank."""
     how: str
-    """How it went on: from a snapshot, or with the workers that were left."""
+    """How it continued: from a snapshot, or with the workers that were left."""
     steps_redone: int
     seconds_lost: float
     time: float
@@ -238,7 +238,7 @@ class WorkersTimed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompressionChosen:
-    """`compression="auto"` has measured, and goes on with `compression`."""
+    """`compression="auto"` has measured, and continues with `compression`."""
 
     step: int
     compression: str

@@ -15,7 +15,7 @@ _EXAMPLES = 'write it as "20 epochs", "500 steps", "2h30m", "10 min" or "20 epoc
 
 @dataclass(frozen=True, slots=True)
 class Duration:
-    """How long something goes on: whichever of the given limits comes first.
+    """How long something continues: whichever of the given limits comes first.
 
     Also the distance between two repetitions, as in `Snapshots(every="10 min")`.
     """

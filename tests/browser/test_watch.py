@@ -83,7 +83,7 @@ def test_live_page_is_legible_and_asks_its_own_server_alone(width: int, watched:
 def test_what_comes_is_shown(watched: Watched, browser: Browser, tmp_path: Path) -> None:
     browser.open(watched.address, 1280)
     wait_until(browser, "document.title.startsWith('62 % running')")
-    browser.ask("window.same = true")  # a page that was loaded anew would not have it
+    browser.ask("window.same = true")  # a page that was loaded again would not have it
     cells = browser.ask("return document.querySelectorAll('#map rect').length")
     steps = [stepped(step) for step in range(61, 97)]
     directory = RunDirectory(tmp_path)
@@ -184,6 +184,6 @@ def test_page_of_a_real_run_that_is_killed_says_that_it_broke_off(tmp_path: Path
         wait_until(browser, r"/% running: held_script\.py$/.test(document.title)")
         kill_all(run.process)
         wait_until(browser, "document.title.startsWith('broke off')")
-        assert "the same command goes on" in browser.ask("return document.querySelector('#current_facts').innerText")
+        assert "the same command continues" in browser.ask("return document.querySelector('#current_facts').innerText")
         see_in_order(browser, 1280)
         assert watched.close() == 1

@@ -1,4 +1,4 @@
-"""`--bring`: data reaches hosts by ssh once, goes on after a cut, and nothing of a host's own is overwritten."""
+"""`--bring`: data reaches hosts by ssh once, continues after a cut, and nothing of a host's own is overwritten."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_host_gets_what_it_lacks_once(four: Lab, tmp_path: Path) -> None:
     assert "host lab2 has other data under the same name" in said
     assert "data/deep/large.bin" in said
     assert four[1].path(large).read_bytes() == b"its own"
-    assert "500.0 kB go to lab1, going on after 1.5 MB that came before" in said
+    assert "500.0 kB go to lab1, continuing after 1.5 MB that came before" in said
     four[1].path(large).unlink()
     ended, said = brought()
     assert ended.code == 0, ended.err

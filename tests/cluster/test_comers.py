@@ -1,4 +1,4 @@
-"""`--nodes MIN:MAX` over ssh: hosts that are off when the run begins, or are switched off and on while it goes on."""
+"""`--nodes MIN:MAX` over ssh: hosts that are off when the run begins, or are switched off and on while it continues."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from runs import step_lines
 from manyhosts.lab import Lab
 
 QUICK = "print('must not run')"
-THREE = "goes on with 3 workers, 1 of them new"
+THREE = "continues with 3 workers, 1 of them new"
 
 
 class Training:
@@ -37,8 +37,8 @@ class Training:
         self.process.wait(timeout=120)
         steps = [line["step"] for line in step_lines(self.folder / "many")]
         assert steps == list(range(1, steps[-1] + 1)), self.printed.read_text()
-        told, whole = summary(self.folder / "many"), undisturbed(self.folder, steps[-1])
-        assert told["weights_sha256"] == whole["weights_sha256"], self.printed.read_text()
+        reported, whole = summary(self.folder / "many"), undisturbed(self.folder, steps[-1])
+        assert reported["weights_sha256"] == whole["weights_sha256"], self.printed.read_text()
 
 
 @contextmanager
@@ -75,7 +75,7 @@ def test_host_that_is_switched_off_and_on_gets_the_files_again_and_is_taken_in(
     with training(hosts, tmp_path, "1:3") as begun:
         begun.await_words("3 workers on 3 hosts")
         hosts[1].kill()  # with all that is on its disk
-        begun.await_words("went on with 2 workers after rank 1 on host lab2 was lost")
+        begun.await_words("continued with 2 workers after rank 1 on host lab2 was lost")
         hosts[1].boot()
         begun.await_words(THREE)
         begun.stop_and_compare()

@@ -56,8 +56,13 @@ def give(hosts: Lab, folder: Path, runtimes: Mapping[str, str], **more: Any) -> 
             host.path(f"/usr/local/bin/{name}").unlink(missing_ok=True)
         host.path(TOLD).unlink(missing_ok=True)
         if host.name in runtimes:
-            told = {"images": {IMAGE: image(digests=["ab"])}, "told": TOLD, "hidden": [str(folder.parent)], **more}
-            install(runtimes[host.name], host.path("/usr/local/bin"), **told)
+            reported = {
+                "images": {IMAGE: image(digests=["ab"])},
+                "reported": TOLD,
+                "hidden": [str(folder.parent)],
+                **more,
+            }
+            install(runtimes[host.name], host.path("/usr/local/bin"), **reported)
 
 
 def containers_of(hosts: Lab) -> str:
@@ -102,7 +107,7 @@ def test_host_that_lacks_the_image_has_another_or_one_without_manyhosts_is_named
         for name in RUNTIMES:
             hosts[1].path(f"/usr/local/bin/{name}").unlink(missing_ok=True)
         if more:
-            own = {"told": TOLD, "hidden": [str(tmp_path.parent)], **more}
+            own = {"reported": TOLD, "hidden": [str(tmp_path.parent)], **more}
             install("docker", hosts[1].path("/usr/local/bin"), **own)
         return sentence(run(hosts, tmp_path, WAITS, "--hosts", "lab1,lab2", "-o", f"container={IMAGE}"))
 
@@ -141,7 +146,7 @@ def _runs_on(hosts: Lab, name: str) -> bool:
 
 def test_doctor_names_hosts_whose_image_differs_or_is_not_there(hosts: Lab, tmp_path: Path) -> None:
     give(hosts, tmp_path, {name: "docker" for name in ("lab1", "lab2", "lab3", "lab4")})
-    own = {"told": TOLD, "hidden": [str(tmp_path.parent)]}
+    own = {"reported": TOLD, "hidden": [str(tmp_path.parent)]}
     install("docker", hosts[1].path("/usr/local/bin"), images={IMAGE: image("22")}, **own)
     install("docker", hosts[2].path("/usr/local/bin"), images={}, **own)
     words = [*MANYHOSTS, "doctor", "--hosts", ",".join(hosts.names), "-o", f"container={IMAGE}", "--json"]

@@ -1,4 +1,4 @@
-"""What gets no further on real hosts is named with host, rank and seconds; and where others can, they go on."""
+"""What gets no further on real hosts is named with host, rank and seconds; and where others can, they continue."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Training:
         words = ["--hosts", ",".join(hosts.names), "--run-dir", str(self.run_dir), "--hang-timeout", str(PATIENCE_S)]
         self.process = start(hosts, folder, source, "--env", "DURATION=1000000 steps", *words, *options)
 
-    def told(self) -> str:
+    def reported(self) -> str:
         """What the first host has put on record."""
         return self.hosts[0].path(self.run_dir / "metrics.jsonl").read_text()
 
@@ -87,13 +87,13 @@ class Training:
         return out + err
 
 
-def assert_as_if_nothing_had_happened(training: Training, folder: Path, told: str) -> None:
+def assert_as_if_nothing_had_happened(training: Training, folder: Path, reported: str) -> None:
     """The weights are, bit for bit, those of one process that trained as many steps."""
     summary = json.loads((training.run_dir / "summary.json").read_text())
-    assert summary["status"] == "interrupted", told
+    assert summary["status"] == "interrupted", reported
     run_here(folder, training.source, "--env", f"DURATION={summary['steps']} steps", "--run-dir", "one", name="one.py")
     alone = json.loads((folder / "one" / "summary.json").read_text())
-    assert summary["weights_sha256"] == alone["weights_sha256"], told
+    assert summary["weights_sha256"] == alone["weights_sha256"], reported
     assert summary["steps_redone"] <= summary["restarts"]
 
 
@@ -107,21 +107,21 @@ def test_frozen_host_is_dropped_and_taken_in_again_when_it_is_thawed(
     old = set(hosts[2].processes())
     begin = time.monotonic()
     hosts[2].freeze()
-    training.wait_for(lambda: '"event": "restart"' in training.told(), "the others go on")
+    training.wait_for(lambda: '"event": "restart"' in training.reported(), "the others continue")
     training.wait_for_step(steps_done(hosts, training.run_dir) + 5)
     seconds = time.monotonic() - begin
     hosts[2].thaw()
-    training.wait_for(lambda: "goes on with 3 workers, 1 of them new" in training.told(), "it is taken in again")
+    training.wait_for(lambda: "continues with 3 workers, 1 of them new" in training.reported(), "it is taken in again")
     training.wait_for_step(steps_done(hosts, training.run_dir) + 5)
     left = {
         words for process, words in hosts[2].processes().items() if process in old and words.startswith("manyhosts ")
     }
-    told = training.finish()
+    reported = training.finish()
     assert not left, "the workers from before are ended"
-    said = re.search(r"rank 2 on host lab3 was lost: the host has given no sign of life for (\d+) s", told)
-    assert said, f"gone on after {seconds:.1f} s:\n{told}"
+    said = re.search(r"rank 2 on host lab3 was lost: the host has given no sign of life for (\d+) s", reported)
+    assert said, f"continued after {seconds:.1f} s:\n{reported}"
     assert int(said[1]) >= PATIENCE_S
-    assert_as_if_nothing_had_happened(training, tmp_path, told)
+    assert_as_if_nothing_had_happened(training, tmp_path, reported)
 
 
 def sent(host: Host) -> int:
@@ -155,12 +155,12 @@ def test_cable_that_is_cut_in_the_middle_of_an_all_reduce_costs_the_others_a_ste
     training.wait_for_step(3)
     begin, step = time.monotonic(), steps_done(hosts, training.run_dir)
     cut_in_the_middle_of_an_exchange(training, hosts[2], of_bytes=4 * wide * (8 + 1 + 4))
-    training.wait_for(lambda: '"event": "restart"' in training.told(), "the others go on")
+    training.wait_for(lambda: '"event": "restart"' in training.reported(), "the others continue")
     training.wait_for_step(steps_done(hosts, training.run_dir) + 3)
     seconds = time.monotonic() - begin
-    told = training.finish()
-    assert "rank 2 on host lab3 was lost" in told, f"gone on after {seconds:.1f} s from step {step}:\n{told}"
-    assert_as_if_nothing_had_happened(training, tmp_path, told)
+    reported = training.finish()
+    assert "rank 2 on host lab3 was lost" in reported, f"continued after {seconds:.1f} s from step {step}:\n{reported}"
+    assert_as_if_nothing_had_happened(training, tmp_path, reported)
 
 
 FOREIGN = """

@@ -139,14 +139,14 @@ def test_host_that_no_worker_can_reach_is_named_before_the_first_step(
     assert "between" in said
     assert "WireGuard" in said
     assert not (tmp_path / "run" / "metrics.jsonl").exists(), "no step was made"
-    # One that comes while others train is turned away, and they go on.
+    # One that comes while others train is turned away, and they continue.
     shutil.rmtree(tmp_path / "run")
     process, secret = started(hosts, tmp_path, "--nodes", "1:2", "--env", "PAUSE=0.3")
     behind.path("/root/secret").write_text(secret)
     metrics = tmp_path / "run" / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and '"step"' in metrics.read_text(), "it trains alone")
     said, _ = join(behind, f"{DESK}:29400").communicate(timeout=120)
-    assert "the run goes on without this host: host" in said
+    assert "the run continues without this host: host" in said
     assert "cannot open a connection to host lab2 at 10.1.1.2 port" in said
     assert process.wait(timeout=120) == 0, (tmp_path / "said").read_text()
-    assert "the run goes on without host lab2" in (tmp_path / "said").read_text()
+    assert "the run continues without host lab2" in (tmp_path / "said").read_text()

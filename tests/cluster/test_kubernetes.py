@@ -20,7 +20,7 @@ from manyhosts.lab import Lab, lab
 
 LONG_S = 240
 SLOWLY = ("--env", "PAUSE=0.03")
-"""So that a run goes on while something happens to it, however fast this machine is."""
+"""So that a run continues while something happens to it, however fast this machine is."""
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def test_run_whose_pod_is_evicted_goes_on_to_the_same_weights(
     pods.evict(1)
     said = ask(pods, desk, "logs", "--follow", handle).stdout
     assert status(pods, desk, handle)["state"] == "done", said
-    assert "asked to end; started again, the run goes on" in said
+    assert "asked to end; started again, the run continues" in said
     assert len(pods.of_index(0)) == len(pods.of_index(1)) == 2
     assert pods.objects["Job", "default", "evicted"]["status"].get("failed", 0) == 0, "an eviction is nobody's fault"
     assert weights(disk / "evicted") == short_training
@@ -119,7 +119,7 @@ def test_run_whose_pod_dies_without_a_word_goes_on_with_the_one_that_is_started_
     kill_pod(pods, 1)
     said = ask(pods, desk, "logs", "--follow", handle).stdout
     assert status(pods, desk, handle)["state"] == "done", said
-    assert (len(pods.of_index(0)), len(pods.of_index(1))) == (1, 2), "the first pod has gone on"
+    assert (len(pods.of_index(0)), len(pods.of_index(1))) == (1, 2), "the first pod has continued"
     assert pods.objects["Job", "default", "killed"]["status"]["failed"] == 1
     assert json.loads((disk / "killed" / "summary.json").read_text())["workers"] == 2
 
@@ -133,7 +133,7 @@ def test_elastic_run_whose_pod_dies_goes_on_alone_until_another_has_come(pods: C
     record = disk / "elastic" / "metrics.jsonl"
     wait_until(lambda: lines_of(disk / "elastic") > 10, "it trains")
     kill_pod(pods, 1)
-    wait_until(lambda: "goes on with 2 workers, 1 of them new" in record.read_text(), "it is whole again")
+    wait_until(lambda: "continues with 2 workers, 1 of them new" in record.read_text(), "it is whole again")
     steps = lines_of(disk / "elastic")
     wait_until(lambda: lines_of(disk / "elastic") > steps + 3, "it trains on")
     assert ask(pods, desk, "cancel", handle).returncode == 0

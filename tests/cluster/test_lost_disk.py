@@ -1,4 +1,4 @@
-"""Hosts that share no disk: one comes back with an empty one, and the run goes on as if nothing had been."""
+"""Hosts that share no disk: one comes back with an empty one, and the run continues as if nothing had been."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_leader_that_comes_back_with_an_empty_disk_gets_all_from_its_neighbour(
     hosts[0].boot()
     second = run(hosts, tmp_path, SOURCE, "--env", "DURATION=24 steps", *options)
     assert second.code == 0, second.err
-    assert "goes on after step 12" in second.out
+    assert "continues after step 12" in second.out
     assert summary(tmp_path / "many")["weights_sha256"] == undisturbed(tmp_path, 24)["weights_sha256"]
     assert [line["step"] for line in step_lines(tmp_path / "many")] == list(range(1, 25))
 
@@ -57,7 +57,7 @@ def test_leader_whose_host_is_lost_while_training_is_followed_by_one_that_has_th
         hosts.desk.end(process)
         process.communicate()
     assert process.returncode == 0, err
-    assert "went on with 2 workers after rank 0 on host lab1 was lost" in out
+    assert "continued with 2 workers after rank 0 on host lab1 was lost" in out
     run_dirs = [tmp_path / "many", *(host.path(tmp_path / "many") for host in hosts[1:])]
     assert summary(run_dirs[0])["weights_sha256"] == undisturbed(tmp_path, 100)["weights_sha256"]
     for run_dir in run_dirs:  # here; on the second host, which led; on the third, which has had a copy since then
@@ -88,7 +88,7 @@ def test_hosts_without_a_launcher_save_on_their_own_disks_and_any_one_of_them_is
     hosts[0].boot()
     second = run(hosts, tmp_path, SOURCE, *options)
     assert second.code == 0, second.err
-    assert f"goes on after step {max(saved[1:])}" in second.out
+    assert f"continues after step {max(saved[1:])}" in second.out
     assert summary(tmp_path / "many")["weights_sha256"] == undisturbed(tmp_path, 40)["weights_sha256"]
     for host in hosts:
         assert [line["step"] for line in step_lines(host.path(tmp_path / "many"))] == list(range(1, 41))

@@ -86,8 +86,8 @@ def test_detached_run_by_mpi_is_asked_after_by_its_handle(four: Lab) -> None:
     words = ["--on", "mpi", "--hosts", "lab2,lab3", "--detach", "--run-dir", f"{FOLDER}/detached"]
     handle = run(four[0], [*words, "torchrun_script.py"]).stdout.strip()
     assert handle == f"mpi://{FOLDER}/detached"
-    told = four[0].run([*MANYHOSTS, "logs", "--follow", handle], env=environment(), timeout_s=160).stdout
-    assert sorted(re.findall(r"sum 1 of 2 on (lab\d) sees \[\]", told)) == ["lab2", "lab3"], told
+    reported = four[0].run([*MANYHOSTS, "logs", "--follow", handle], env=environment(), timeout_s=160).stdout
+    assert sorted(re.findall(r"sum 1 of 2 on (lab\d) sees \[\]", reported)) == ["lab2", "lab3"], reported
     status = four[0].run([*MANYHOSTS, "status", handle], env=environment()).stdout
     assert status.startswith("done · lab2,lab3 · "), status
 

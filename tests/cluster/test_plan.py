@@ -80,6 +80,6 @@ def test_up_or_out_is_the_one_that_is_faster(variables: dict[str, str], faster: 
         steps = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         taken = sorted(step["seconds"] for step in steps if step["event"] == "step")
         seconds[name] = taken[len(taken) // 2]
-    told = {name: (advice[name]["step_seconds"], taken) for name, taken in seconds.items()}
-    assert min(seconds, key=seconds.__getitem__) == faster, told
-    assert f"Scale {faster}: " in advice["why"], (told, advice["why"])
+    reported = {name: (advice[name]["step_seconds"], taken) for name, taken in seconds.items()}
+    assert min(seconds, key=seconds.__getitem__) == faster, reported
+    assert f"Scale {faster}: " in advice["why"], (reported, advice["why"])

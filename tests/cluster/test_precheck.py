@@ -33,5 +33,5 @@ def test_disk_of_one_host_that_has_no_room_ends_the_run_and_one_with_little_is_t
 def test_hosts_that_are_well_are_looked_at_without_a_word(four: Lab, tmp_path: Path) -> None:
     ended = run(four, tmp_path, QUICK, "--hosts", "lab1,lab2")
     assert (ended.code, ended.out.count("hello")) == (0, 2), ended.err
-    told = [line for line in (ended.out + ended.err).splitlines() if "hello" not in line]
-    assert told == ["manyhosts: lab1 (10.77.0.1), lab2 (10.77.0.2) talk over eth0"]
+    reported = [line for line in (ended.out + ended.err).splitlines() if "hello" not in line]
+    assert reported == ["manyhosts: lab1 (10.77.0.1), lab2 (10.77.0.2) talk over eth0"]

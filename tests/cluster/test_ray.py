@@ -126,9 +126,9 @@ def test_unmodified_torchrun_script_runs_by_ray_on_four_hosts_without_a_terminal
     handle = run(hosts[0], ["--detach", *words, "torchrun_script.py"], timeout_s=LONG_S).stdout.strip()
     assert handle == f"ray://{FOLDER}/plain"
     asked = [*MANYHOSTS, "logs", "--follow", handle]
-    told = hosts[0].run(asked, env=environment(), timeout_s=LONG_S).stdout
+    reported = hosts[0].run(asked, env=environment(), timeout_s=LONG_S).stdout
     everybody = rf"sum {sum(range(count))} of {count} on (lab\d) sees \[\]"
-    assert sorted(re.findall(everybody, told)) == hosts.names, told
+    assert sorted(re.findall(everybody, reported)) == hosts.names, reported
     status = hosts[0].run([*MANYHOSTS, "status", handle], env=environment()).stdout
     assert status.startswith("done · "), status
 

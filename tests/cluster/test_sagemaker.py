@@ -76,7 +76,7 @@ def test_run_on_spare_instances_goes_on_when_they_are_taken_away(aws: Aws, desk:
     aws.take_away(name)
     wait_until(lambda: aws.jobs[name].status == "Completed", "it is over")
     said = manyhosts(desk, "logs", handle, **variables(aws)).stdout
-    assert "started again, the run goes on from its last snapshot" in said
+    assert "started again, the run continues from its last snapshot" in said
     assert weights_there(aws, "spare") == short_training
 
 

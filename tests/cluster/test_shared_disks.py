@@ -29,7 +29,7 @@ def test_hosts_that_share_a_disk_write_one_record_and_one_machine_has_one_name(
         for place in places:  # here, on the disk that two share, and on that of the third, which keeps a copy
             assert [line["step"] for line in step_lines(place)] == list(range(1, steps + 1))
             assert (place / "run.json").stat().st_size > 0
-    assert "goes on after step 12" in ended.out
+    assert "continues after step 12" in ended.out
     assert summary(run_dir)["weights_sha256"] == undisturbed(tmp_path, 24)["weights_sha256"]
     left = [
         path for place in (run_dir, hosts[0].path(tmp_path), hosts[2].path(run_dir)) for path in place.glob(".many*")

@@ -105,8 +105,8 @@ def test_slow_host_and_slow_link_are_named_with_their_factors_and_even_ones_are_
     wait_until(lambda: "the link to host lab3" in named(hosts[0], tmp_path), "the link is named")
     hosts.desk.end(process, signal.SIGINT)
     out, err = process.communicate(timeout=120)
-    told = re.findall(r"((?:host|the link|rank) .*?) (?:computes|is) (\S+) times slower than the others", out)
-    first = dict(reversed(told))  # on a machine with other work a host may be slow again, later
+    reported = re.findall(r"((?:host|the link|rank) .*?) (?:computes|is) (\S+) times slower than the others", out)
+    first = dict(reversed(reported))  # on a machine with other work a host may be slow again, later
     assert first.keys() == {"host lab2", "the link to host lab3"}, (out, err)
     assert 1.5 <= float(first["host lab2"]) <= 8
     assert 4 <= float(first["the link to host lab3"]) <= 14

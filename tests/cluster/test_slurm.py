@@ -43,7 +43,7 @@ def save(*_):
         seen.write_text("saved")
     os._exit(0)
 signal.signal(signal.SIGTERM, save)
-print("goes on" if seen.exists() else "begins", os.environ["MANYHOSTS_RUN_DIR"], flush=True)
+print("continues" if seen.exists() else "begins", os.environ["MANYHOSTS_RUN_DIR"], flush=True)
 while not seen.exists():
     time.sleep(0.1)
 """
@@ -127,7 +127,7 @@ def test_job_that_is_warned_of_its_limit_goes_on_in_the_same_run_directory(four:
     wait_for(four, handle, "waiting")
 
     wait_for(four, handle, "done", timeout_s=150)
-    assert log.read_text().count(f"goes on {FOLDER}/long") == 2
+    assert log.read_text().count(f"continues {FOLDER}/long") == 2
     assert f"begins {FOLDER}/long" in four[0].run([*MANYHOSTS, "logs", handle], env=environment()).stdout
 
 

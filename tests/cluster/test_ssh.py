@@ -88,8 +88,8 @@ def test_every_host_starts_as_many_workers_as_it_has_gpus_where_nobody_says_how_
     asked = ["--hosts", "lab1,lab2,lab3", "--no-check"]
     ended = run(hosts, tmp_path, SUM, *asked)
     assert ended.code == 0, ended.err
-    told = sorted(line.partition("] ")[2] for line in ended.out.splitlines() if line.startswith("["))
-    assert told == ["lab1 0 1 1 of 5", *(f"lab2 {rank} 3 1 of 5" for rank in range(3)), "lab3 0 1 1 of 5"]
+    reported = sorted(line.partition("] ")[2] for line in ended.out.splitlines() if line.startswith("["))
+    assert reported == ["lab1 0 1 1 of 5", *(f"lab2 {rank} 3 1 of 5" for rank in range(3)), "lab3 0 1 1 of 5"]
     for said, count in ((["--workers-per-node", "1"], 3), (["--env", "CUDA_VISIBLE_DEVICES=2,0"], 6)):
         ended = run(hosts, tmp_path, HELLO, *asked, *said)
         sizes = [line.split()[6] for line in ended.out.splitlines() if line.startswith("[")]
@@ -265,5 +265,5 @@ def test_detached_run_over_ssh_is_followed_and_cancelled_by_its_handle(four: Lab
     assert four.desk.run([*MANYHOSTS, "status", handle]).stdout.startswith("running · process ")
     four.desk.run([*MANYHOSTS, "cancel", handle], timeout_s=120)
     assert four.desk.run([*MANYHOSTS, "status", handle]).stdout.startswith("cancelled · lab1,lab2 · ")
-    told = four.desk.run([*MANYHOSTS, "logs", handle]).stdout
-    assert sorted(line.split()[-1] for line in told.splitlines() if "begins on" in line) == ["lab1", "lab2"]
+    reported = four.desk.run([*MANYHOSTS, "logs", handle]).stdout
+    assert sorted(line.split()[-1] for line in reported.splitlines() if "begins on" in line) == ["lab1", "lab2"]

@@ -23,11 +23,11 @@ QUICK = "print('hello')"
 def sentence(ended: Ended, code: int = 3) -> str:
     """The first line of the one error that was told."""
     lines = [line for line in ended.err.splitlines() if line.startswith("manyhosts: ")]
-    told = [line for line in lines if "talk over" not in line]  # over which network, which is no error
-    assert (ended.code, len(told)) == (code, 1), ended.err
+    reported = [line for line in lines if "talk over" not in line]  # over which network, which is no error
+    assert (ended.code, len(reported)) == (code, 1), ended.err
     assert "fix:" in ended.err
     assert "hello" not in ended.out, "nothing ran"
-    return told[0].removeprefix("manyhosts: ")
+    return reported[0].removeprefix("manyhosts: ")
 
 
 def test_name_that_does_not_resolve(four: Lab, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Four hosts that share nothing but wires train the model that one process trains, and go on from where they were."""
+"""Four hosts that share nothing but wires train the model that one process trains, and continue from where they were."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def weights_of(run_dir: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.timeout(400)
 def test_four_hosts_train_what_one_process_trains_and_go_on(four: Lab, tmp_path: Path) -> None:
     options = ["--hosts", ",".join(four.names), "--run-dir", "many"]
-    for epochs in (1, 2):  # the second run goes on from the snapshot of the first, which lab1 alone has
+    for epochs in (1, 2):  # the second run continues from the snapshot of the first, which lab1 alone has
         ended = run(four, tmp_path, SOURCE, "--env", f"DURATION={epochs} epochs", *options)
         assert ended.code == 0, ended.err
-    assert "goes on after step 6" in ended.out
+    assert "continues after step 6" in ended.out
     hashes = [line.split()[-1] for line in ended.out.splitlines() if "weights" in line and line.startswith("[")]
     assert len(hashes) == 4
     assert len(set(hashes)) == 1, "the same bits on all hosts"

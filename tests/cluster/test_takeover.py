@@ -57,7 +57,7 @@ class Training:
 
     def let_go(self, hosts: int = 3) -> None:
         for host in list(self.hosts)[:hosts]:
-            host.path(self.folder / "go on").touch()
+            host.path(self.folder / "continue").touch()
 
     def end(self) -> None:
         for command in self.commands:
@@ -100,7 +100,7 @@ def test_command_that_is_killed_and_typed_again_takes_the_run_over(four: Lab, tm
         assert stat.S_IMODE(record.stat().st_mode) == 0o600
         assert SECRET not in record.read_text()
         beside = run(four, tmp_path, None, *training.options)
-        assert (beside.code, "is going on: process" in beside.err) == (2, True), "a head that lives keeps its agents"
+        assert (beside.code, "is in progress: process" in beside.err) == (2, True), "a head that lives keeps its agents"
         kill(four, first)
         at = training.step()
         training.wait_for_step(at + 5, "workers make steps without a head")
@@ -211,7 +211,7 @@ def test_run_of_hosts_that_may_go_and_reach_the_head_through_ssh_alone_is_taken_
         hosts[2].kill()
         at = training.step()
         heir = training.type()
-        training.wait_for_step(at + 5, "two hosts go on")
+        training.wait_for_step(at + 5, "two hosts continue")
         training.let_go(hosts=2)
         _, err = heir.communicate(timeout=120)
     finally:

@@ -62,7 +62,7 @@ class Run:
         self.commands[-1].communicate(timeout=120)
 
     def let_go(self) -> None:
-        (self.folder / "go on").touch()
+        (self.folder / "continue").touch()
 
     def is_whole(self) -> None:
         """Every step once, with the bits of a run to which nothing happened; every line of every log once."""
@@ -79,10 +79,10 @@ def mpi(hosts: Lab) -> tuple[list[str], dict[str, str]]:
 
 
 def slurm(hosts: Lab) -> tuple[list[str], dict[str, str]]:
-    """As typed in the shell of an allocation, which goes on when the command is killed."""
+    """As typed in the shell of an allocation, which continues when the command is killed."""
     start_slurm(hosts)
-    told = hosts[0].run(["salloc", "--no-shell", "--nodes", "3"]).stderr
-    [job] = re.findall(r"Granted job allocation (\d+)", told)
+    reported = hosts[0].run(["salloc", "--no-shell", "--nodes", "3"]).stderr
+    [job] = re.findall(r"Granted job allocation (\d+)", reported)
     return ["--on", "slurm"], {"SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": ",".join(hosts.names)}
 
 

@@ -60,7 +60,7 @@ def test_what_goes_between_hosts_is_what_a_node_sends_compressed(sent: dict[str,
     assert sent["int8 exact"] == pytest.approx(gradient / 3.94, rel=0.12)
     assert sent["bf16 exact"] == pytest.approx(gradient / 2, rel=0.12)
     assert sent["int8 alike"] == pytest.approx(2 * sent["int8 exact"], rel=0.15)
-    # Models meet every third step; in between only the loss is told, whatever goes on inside the nodes.
+    # Models meet every third step; in between only the loss is told, whatever continues inside the nodes.
     assert sent["local-sgd exact"] == pytest.approx(sent["none"] / 3, rel=0.15)
     assert sent["local-sgd alike"] == pytest.approx(sent["none"] / 3, rel=0.15)
 

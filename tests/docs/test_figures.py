@@ -114,8 +114,8 @@ CLAIMS: dict[tuple[str, str], Callable[[], tuple[float | str, ...]]] = {
 
 @pytest.mark.parametrize(("page", "sentence"), CLAIMS)
 def test_figure_is_the_one_in_its_record(page: str, sentence: str) -> None:
-    told = sentence.format(*CLAIMS[page, sentence]())
-    assert told in words(page), f"{page} is to say {told!r}"
+    reported = sentence.format(*CLAIMS[page, sentence]())
+    assert reported in words(page), f"{page} is to say {reported!r}"
 
 
 @pytest.mark.parametrize("page", ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))])

@@ -1,6 +1,6 @@
 """A training for tests that stands still before a certain step until the file `HELD` is there, or fails then.
 
-So what watches it can be looked at while the run neither goes on nor ends.
+So what watches it can be looked at while the run neither continues nor ends.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SAMPLES, BATCH, EPOCHS = 96, 16, 4
 
 
 class Held(TensorDataset):
-    """Digits, of which one worker gets no more than those of so many steps until it may go on."""
+    """Digits, of which one worker gets no more than those of so many steps until it may continue."""
 
     read = 0
 

@@ -44,13 +44,13 @@ def main() -> None:
     update = strategy.update
     lines = (own / f"equal-{pid}").open("a")
 
-    def told(model: nn.Module, optimizer: Any) -> None:
+    def reported(model: nn.Module, optimizer: Any) -> None:
         update(model, optimizer)
         number = 0 if world.membership is None else world.membership.group
         line = [strategy.steps, number, world.place.node_rank, fingerprint(model, optimizer)]
         print(json.dumps(line), file=lines, flush=True)
 
-    strategy.update = told  # type: ignore[method-assign]
+    strategy.update = reported  # type: ignore[method-assign]
     trainer.fit(recipe.duration)
     weights = [parameter.detach().reshape(-1) for parameter in trainer.model.parameters()]
     torch.save(torch.cat(weights), own / f"weights-{pid}")

@@ -98,8 +98,8 @@ def test_numbers_are_those_of_scikit_learn_on_the_same_predictions(runs: Path, g
 
 
 def test_loss_and_metrics_are_those_of_the_trainers_own_test(runs: Path, good: dict[str, Any]) -> None:
-    told = json.loads((runs / "good" / "summary.json").read_text())["test"]
-    assert {name: each["value"] for name, each in good["values"].items()} == pytest.approx(told, rel=1e-6)
+    reported = json.loads((runs / "good" / "summary.json").read_text())["test"]
+    assert {name: each["value"] for name, each in good["values"].items()} == pytest.approx(reported, rel=1e-6)
 
 
 @pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])

@@ -49,14 +49,14 @@ def test_script_knows_its_place_its_input_and_its_name_in_ps(tmp_path: Path) -> 
 def test_process_that_a_script_leaves_behind_goes_on_and_is_named(tmp_path: Path) -> None:
     source = """
         import subprocess, sys
-        wait = "[time.sleep(0.02) for _ in iter(lambda: os.path.exists('goes on'), True)]"
+        wait = "[time.sleep(0.02) for _ in iter(lambda: os.path.exists('continues'), True)]"
         left = f"import os, time; {wait}; print('uploaded', flush=True); open('uploaded', 'w')"
         subprocess.Popen([sys.executable, "-c", left])
     """
     ended = run(tmp_path, source)
     assert ended.code == 0
-    found = re.search(r"manyhosts: .* \(process (\d+)\) was left behind by the script, and goes on", ended.err)
-    (tmp_path / "goes on").touch()
+    found = re.search(r"manyhosts: .* \(process (\d+)\) was left behind by the script, and continues", ended.err)
+    (tmp_path / "continues").touch()
     assert found, ended.err
     wait_until((tmp_path / "uploaded").exists, "what was left behind has done its work")
     wait_until(lambda: "uploaded" in ended.log(0), "what it prints is in the log")
@@ -149,14 +149,14 @@ def test_failure_says_the_whole_of_the_error_and_the_cause_in_another_process(tm
     """
     script = str(write_script(tmp_path, source))
 
-    def told(word: str) -> str:
+    def reported(word: str) -> str:
         ended = run_words(tmp_path, "--run-dir", "run", "--workers", "1", script, word)
         assert ended.code == 1
         return next(line for line in ended.err.splitlines() if line.startswith("manyhosts: "))
 
-    assert 'Missing key(s) in state_dict: "bias". Unexpected key(s) in state_dict: "last".' in told("load")
-    assert told("spawn").endswith("Process 0 terminated with the following error: KeyError: 'no such column'")
-    assert told("exit").endswith("ended with exit code 9")
+    assert 'Missing key(s) in state_dict: "bias". Unexpected key(s) in state_dict: "last".' in reported("load")
+    assert reported("spawn").endswith("Process 0 terminated with the following error: KeyError: 'no such column'")
+    assert reported("exit").endswith("ended with exit code 9")
 
 
 def test_shapes_that_differ_between_ranks_are_told_from_steps_that_do(tmp_path: Path) -> None:

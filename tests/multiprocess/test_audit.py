@@ -82,16 +82,16 @@ def test_one_bit_of_gradient_weights_or_input_leaves_out_the_right_worker_of_fou
     code, output = with_faults(4, tmp_path, audited(1.0), faults, monkeypatch)
     assert code == 0, output
     assert_as_if_nothing_had_been(tmp_path / "run", undisturbed, output)
-    told = restarts(tmp_path / "run")
-    assert [line["step"] for line in told] == [4, 8, 12], "nothing is done again but the step under way"
-    assert [line["how"] for line in told] == ["with 3 workers", "with 2 workers", "with 1 worker"]
+    reported = restarts(tmp_path / "run")
+    assert [line["step"] for line in reported] == [4, 8, 12], "nothing is done again but the step under way"
+    assert [line["how"] for line in reported] == ["with 3 workers", "with 2 workers", "with 1 worker"]
     ranks = [3, 0, 1]  # without the leader worker 2 is rank 1
     for line, rank, words in zip(
-        told, ranks, ["of step 5 wrongly", "other weights", "of step 13 wrongly"], strict=True
+        reported, ranks, ["of step 5 wrongly", "other weights", "of step 13 wrongly"], strict=True
     ):
         assert line["reason"].startswith(f"rank {rank} on host "), line
         assert words in line["reason"]
-    assert output.count("went on with") == 3
+    assert output.count("continued with") == 3
 
 
 @pytest.mark.parametrize("what", ["gradient", "weights"])

@@ -62,7 +62,7 @@ class Forgetful(nn.Module):
         return scores * self.random.random()
 
 
-class Counting(nn.Module):
+class LossWeights(nn.Module):
     """Remembers how often it was called."""
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ MODELS = {
     "lstm": Sequences,
     "attention": Attention,
     "forgetful": Forgetful,
-    "counting": Counting,
+    "counting": LossWeights,
 }
 DATASETS = {
     "augmented": lambda: Noisy(203),

@@ -76,9 +76,9 @@ def decided(rank: int, run_dir: Path, rooms: list[int], options: dict[str, Any])
 def test_worker_with_the_least_memory_decides_for_all(tmp_path: Path) -> None:
     """The model has 69 kB; with gradients, optimizer and the copy for a snapshot a worker of `ddp` has 380 kB."""
     rooms = [MUCH, 360_000, 250_000, 0]
-    told = run_ranks(2, decided, tmp_path, rooms, {})
-    assert told[0] == told[1]
-    plain, less, least, nothing = told[0]
+    reported = run_ranks(2, decided, tmp_path, rooms, {})
+    assert reported[0] == reported[1]
+    plain, less, least, nothing = reported[0]
     assert plain == "ddp"
     assert less.startswith("fsdp zero=")
     assert least.startswith("fsdp zero=3") or "does not fit" in least
@@ -188,7 +188,7 @@ def test_model_that_ddp_has_no_memory_for_under_a_limit_of_the_kernel_trains_wit
     """AdamW and 30 million parameters: a worker of `ddp` holds 480 MB, and 570 MB while it makes a snapshot."""
     with cgroup_with(None) as group:
         _, said = limited("ddp", tmp_path / "ddp", group)
-    assert "was killed by the kernel for want of memory" in said, "the others may go on, with what that one had"
+    assert "was killed by the kernel for want of memory" in said, "the others may continue, with what that one had"
     with cgroup_with(None) as group:
         code, said = limited("auto", tmp_path / "auto", group)
     assert code == 0, said

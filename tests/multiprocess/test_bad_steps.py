@@ -84,7 +84,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 
 def stop_and_go_on(rank: int, folder: Path, workers: int) -> dict[str, Any]:
-    """Under each strategy: what the run says that meets NaN under a finite loss, and two attempts to go on."""
+    """Under each strategy: what the run says that meets NaN under a finite loss, and two attempts to continue."""
     found: dict[str, Any] = {}
     for name, settings in STRATEGIES.items():
         for every in ("1 step", "100 steps"):
@@ -117,7 +117,7 @@ def test_nan_under_a_finite_loss_is_in_no_snapshot(workers: int, tmp_path: Path)
         assert [each.facts.step for each in kept] == [1], name
         for tensor in kept[0].state["model"].values():
             assert bool(tensor.isfinite().all())
-        assert "step-00000001" in last, "it says what to go on from"
+        assert "step-00000001" in last, "it says what to continue from"
 
 
 def test_gradient_that_is_no_number_stops_the_run_and_is_named(tmp_path: Path) -> None:
@@ -166,11 +166,17 @@ def test_steps_before_the_bad_one_have_the_same_bits_again_under_compression(tmp
         "strategy": mh.DDP(compression="int8", compress_above=1),
         "snapshots": mh.Snapshots(every="3 steps"),
     }
-    for told in run_ranks(2, told_steps, tmp_path, settings):
-        if told:  # the leader's
-            assert told[:6] == [(1, told[0][1]), (1, told[0][1]), (2, told[2][1]), (3, told[3][1]), *told[4:6]]
-            assert [step for step, _ in told] == [1, 1, 2, 3, 4, 5, 4, 5, 6, 7]
-            assert told[4:6] == told[6:8], "what error feedback kept was taken back, too"
+    for reported in run_ranks(2, told_steps, tmp_path, settings):
+        if reported:  # the leader's
+            assert reported[:6] == [
+                (1, reported[0][1]),
+                (1, reported[0][1]),
+                (2, reported[2][1]),
+                (3, reported[3][1]),
+                *reported[4:6],
+            ]
+            assert [step for step, _ in reported] == [1, 1, 2, 3, 4, 5, 4, 5, 6, 7]
+            assert reported[4:6] == reported[6:8], "what error feedback kept was taken back, too"
 
 
 def told_steps(rank: int, run_dir: Path, settings: dict[str, Any]) -> list[tuple[int, str]]:

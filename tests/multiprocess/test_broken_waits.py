@@ -14,7 +14,7 @@ from ranks import run_ranks
 
 from manyhosts.cluster.place import Place
 from manyhosts.communication import world as world_module
-from manyhosts.communication.world import World, is_break
+from manyhosts.communication.world import World, is_connection_error
 from manyhosts.errors import CommunicationError
 
 pytestmark = pytest.mark.multiprocess
@@ -44,7 +44,7 @@ def left_waiting(rank: int, folder: Path) -> str:
             world.all_reduce(torch.ones(4))
     finally:
         (folder / "over").touch()
-    assert is_break(caught.value)
+    assert is_connection_error(caught.value)
     return str(caught.value)
 
 

@@ -1,4 +1,4 @@
-"""A model that no worker holds whole trains, is evaluated, kept and gone on with as one process would do it."""
+"""A model that no worker holds whole trains, is evaluated, kept and resumed as one process would do it."""
 
 from __future__ import annotations
 

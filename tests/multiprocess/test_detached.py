@@ -122,7 +122,7 @@ def test_same_run_directory_is_not_started_twice(tmp_path: Path) -> None:
     again = manyhosts(tmp_path, "run", "--detach", "--run-dir", str(tmp_path / "run"), "script.py", "ends")
     manyhosts(tmp_path, "cancel", handle)
     assert again.returncode == 2
-    assert "a run in this directory is going on" in again.stderr
+    assert "a run in this directory is in progress" in again.stderr
 
 
 def test_run_whose_process_was_killed_is_failed_and_its_workers_end(tmp_path: Path) -> None:

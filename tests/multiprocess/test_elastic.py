@@ -1,4 +1,4 @@
-"""Nodes go and come while a run goes on: with virtual workers not a bit of the result depends on it."""
+"""Nodes go and come while a run continues: with virtual workers not a bit of the result depends on it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def recipe(steps: int) -> Recipe:
     return replace(CHANCY, duration=f"{steps} steps", accuracy=False, trainer=RARELY)
 
 
-def told(run_dir: Path) -> list[str]:
+def reported(run_dir: Path) -> list[str]:
     """What the metrics tell beside steps."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [line.get("text") or line.get("how") or "" for line in lines if line["event"] in ("note", "restart")]
@@ -36,11 +36,11 @@ def test_node_that_dies_is_dropped_and_taken_in_again_when_it_is_back(tmp_path: 
         [agent, *_] = agents(family)
         [template] = children(agent)
         agent.kill()
-        # On a busy machine a worker that is forked anew may be there before the other has gone on alone.
-        back = "goes on with 2 workers, 1 of them new"
-        wait_until(lambda: {"with 1 worker", back} & {*told(tmp_path / "run")}, "the other goes on")
+        # On a busy machine a worker that is forked again may be there before the other has continued alone.
+        back = "continues with 2 workers, 1 of them new"
+        wait_until(lambda: {"with 1 worker", back} & {*reported(tmp_path / "run")}, "the other continues")
         gone_on_from = steps_done(tmp_path / "run")
-        wait_until(lambda: back in told(tmp_path / "run"), "it is back")
+        wait_until(lambda: back in reported(tmp_path / "run"), "it is back")
         wait_for_step(process, tmp_path / "run", gone_on_from + 20)
         kept = [child for child in template.children() if "rank" in " ".join(child.cmdline())]
         process.send_signal(signal.SIGTERM)

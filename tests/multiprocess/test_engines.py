@@ -56,7 +56,7 @@ def run(folder: Path, variables: dict[str, str], *words: str) -> tuple[str, Any]
     script = str(write_script(folder, SOURCE))
     own = [*words, "--env", "KEY=s3cret", "--run-dir", str(folder / "run"), script]
     shown = manyhosts(folder, variables, "run", "--dry-run", *own)
-    assert (shown.returncode, fake_engines.told(variables)) == (0, []), shown.stderr
+    assert (shown.returncode, fake_engines.reported(variables)) == (0, []), shown.stderr
     assert "s3cret" not in shown.stdout
     return shown.stdout.replace('  "--dry-run",\n', ""), manyhosts(folder, variables, "run", *own)
 
@@ -83,18 +83,18 @@ def test_what_is_shown_is_what_the_engine_is_told(
     count = 1 if target == "ssh" else 2
     assert lines(done.stdout) == [f"rank {rank} of {count} s3cret []" for rank in range(count)]
     _, *shown = commands_in(printed)
-    told = fake_engines.told(variables)
+    reported = fake_engines.reported(variables)
     if target == "ssh":
         [(*before, there)] = shown
-        *sent, words_there = next(each for each in told if "manyhosts.control.agent.agent" in each[-1])
+        *sent, words_there = next(each for each in reported if "manyhosts.control.agent.agent" in each[-1])
         assert_sent(before, sent, LATER)
         assert_sent(there.split(), words_there.split(), SHELL_LATER)
     elif target == "lsf":
-        for one, other in zip(shown, sorted(told, key=lambda each: each[2]), strict=True):
+        for one, other in zip(shown, sorted(reported, key=lambda each: each[2]), strict=True):
             assert_sent(one, other, LATER)
     else:
-        assert_sent(shown[0], told[0], LATER)
-        assert len(told) == 1
+        assert_sent(shown[0], reported[0], LATER)
+        assert len(reported) == 1
 
 
 def test_local_starts_what_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +147,7 @@ def test_batch_job_of_slurm_is_the_script_that_is_shown(tmp_path: Path, variable
     assert shown[script] + "\n" == Path(script).read_text()
     later = assert_sent(json.loads(shown[job]), json.loads(Path(job).read_text()), ("…hidden", "KEY=…hidden"))
     assert later == ["s3cret", "KEY=s3cret"]
-    assert commands_in(printed)[1:] == fake_engines.told(variables)
+    assert commands_in(printed)[1:] == fake_engines.reported(variables)
     assert Path(job).stat().st_mode & 0o777 == 0o600
 
 
@@ -158,7 +158,7 @@ def test_lsf_is_added_by_another_package_with_jobs_that_are_queued_read_and_ende
     assert done.returncode == 0, done.stderr
     assert "manyhosts: sent as lsf://101" in done.stdout
     assert lines(done.stdout) == ["rank 0 of 2 s3cret []", "rank 1 of 2 s3cret []"]
-    assert commands_in(printed)[1] == fake_engines.told(variables)[0]
+    assert commands_in(printed)[1] == fake_engines.reported(variables)[0]
     assert manyhosts(tmp_path, variables, "status", "lsf://101").stdout.startswith("done · DONE · 127.0.0.1:127.0.0.2")
     assert lines(manyhosts(tmp_path, variables, "logs", "lsf://101").stdout) == lines(done.stdout)
     assert manyhosts(tmp_path, variables, "cancel", "lsf://101").returncode == 0
@@ -176,4 +176,4 @@ def test_doctor_looks_at_the_hosts_of_an_engine_that_another_package_brings(
     )
     assert found["pairs"], "each was tried from each"
     assert [each["what"] for each in found["findings"] if each["check"] in ("reach", "connection", "versions")] == []
-    assert fake_engines.told(variables)[0][:5] == ["bsub", "-n", "2", "-R", "span[ptile=1]"]
+    assert fake_engines.reported(variables)[0][:5] == ["bsub", "-n", "2", "-R", "span[ptile=1]"]

@@ -131,12 +131,12 @@ PROOFS: list[Proof] = [
 
 def ways(program: Path) -> list[Callable[[FakeHead, Message, Say], None]]:
     """With no proof and with each of these, followed by commands."""
-    told = everything_that_a_head_says(program)
+    reported = everything_that_a_head_says(program)
 
     def answer(head: FakeHead, message: Message, say: Say, proof: Proof | None = None) -> None:
         for each in [] if proof is None else [{"message": "prove", **(proof(head, message) or {})}]:
             say(each)
-        for each in told:
+        for each in reported:
             say(each)
 
     return [answer, *(partial(answer, proof=proof) for proof in PROOFS)]

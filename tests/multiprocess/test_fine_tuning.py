@@ -72,12 +72,12 @@ def test_new_head_and_frozen_layers_give_equal_weights_and_each_worker_reads_its
     torch.manual_seed(3)
     assert torch.equal(alone["0.weight"], network(9).state_dict()["0.weight"])
     for strategy in ("ddp", "fsdp"):
-        told = run_ranks(2, tune, str(tmp_path), strategy)
+        reported = run_ranks(2, tune, str(tmp_path), strategy)
         found = torch.load(tmp_path / f"{strategy}.pt")
         for name, tensor in alone.items():
             torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=1e-5)
         if strategy == "fsdp":
-            assert all(0 < read <= 0.6 * total for _, read in told), (told, total)
+            assert all(0 < read <= 0.6 * total for _, read in reported), (reported, total)
 
 
 def adapt(rank: int, folder: str, name: str) -> None:

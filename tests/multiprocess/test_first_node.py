@@ -46,7 +46,7 @@ def job(folder: Path, source: str) -> Job:
     return Job(program="script.py", folder=folder, run_dir=folder / "run", nodes=2, farewell_s=5)
 
 
-def told(process: subprocess.Popen[str]) -> tuple[int, str]:
+def reported(process: subprocess.Popen[str]) -> tuple[int, str]:
     out, _ = process.communicate(timeout=120)
     return process.returncode, out
 
@@ -80,8 +80,8 @@ def test_nodes_find_each_other_whoever_is_first_and_no_worker_sees_the_token(add
     wished, port = job(tmp_path, MEETS), free_port()
     later = start(wished, 1, port, address)
     time.sleep(0.5)  # it calls, and nobody answers yet
-    code, out = told(start(wished, 0, port, address))
-    assert (code, told(later)[0]) == (0, 0), out
+    code, out = reported(start(wished, 0, port, address))
+    assert (code, reported(later)[0]) == (0, 0), out
     lines = [line for line in out.splitlines() if line.startswith("[")]  # not what is said of a machine that is busy
     assert [line.split("] ")[1] for line in lines] == [f"3.0 False {address} lo"] * 2, out
 
@@ -92,7 +92,7 @@ def test_nodes_come_again_when_one_was_asked_to_end(asked: int, tmp_path: Path) 
     nodes = [start(wished, index, port) for index in range(2)]
     wait_until(lambda: len(list(tmp_path.glob("begun-*"))) == 2, "both workers run")
     nodes[asked].send_signal(signal.SIGTERM)
-    assert [told(node)[0] for node in nodes] == [AGAIN, AGAIN]
+    assert [reported(node)[0] for node in nodes] == [AGAIN, AGAIN]
 
 
 def test_node_that_has_lost_the_first_comes_again(tmp_path: Path) -> None:
@@ -100,8 +100,8 @@ def test_node_that_has_lost_the_first_comes_again(tmp_path: Path) -> None:
     nodes = [start(wished, index, port) for index in range(2)]
     wait_until(lambda: len(list(tmp_path.glob("begun-*"))) == 2, "both workers run")
     nodes[0].kill()
-    assert told(nodes[1])[0] == AGAIN
-    told(nodes[0])
+    assert reported(nodes[1])[0] == AGAIN
+    reported(nodes[0])
 
 
 def test_failure_of_the_script_is_final_on_all_nodes(tmp_path: Path) -> None:
@@ -110,8 +110,8 @@ def test_failure_of_the_script_is_final_on_all_nodes(tmp_path: Path) -> None:
         free_port(),
     )
     nodes = [start(wished, index, port) for index in range(2)]
-    code, out = told(nodes[0])
-    assert (code, told(nodes[1])[0]) == (1, 1)
+    code, out = reported(nodes[0])
+    assert (code, reported(nodes[1])[0]) == (1, 1)
     assert "ValueError: a slip" in out
 
 
@@ -119,7 +119,7 @@ def test_node_that_waits_for_the_first_ends_when_it_is_asked(tmp_path: Path) -> 
     node = start(job(tmp_path, ""), 1, free_port())
     time.sleep(0.5)
     node.send_signal(signal.SIGTERM)
-    assert told(node)[0] in (AGAIN, -signal.SIGTERM)  # it may still be loading Python
+    assert reported(node)[0] in (AGAIN, -signal.SIGTERM)  # it may still be loading Python
 
 
 def test_nodes_do_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

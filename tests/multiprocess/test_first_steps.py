@@ -102,17 +102,17 @@ def runs(rank: int, folder: Path) -> dict[str, tuple[str, str, list[tuple[int, s
     found = {}
     for way, given in WAYS.items():
         given = dict(given)
-        told: list[Event] = []
+        reported: list[Event] = []
         data = mh.Data(given.pop("train", TensorDataset(X, Y)), batch_size=6, **given.pop("data", {}))
         settings = {"loss": nn.MSELoss(), "optimizer": sgd(), **given}
         try:
             mh.Trainer(
-                model=lambda: nn.Linear(4, 1), data=data, run_dir=folder / way, listeners=[told.append], **settings
+                model=lambda: nn.Linear(4, 1), data=data, run_dir=folder / way, listeners=[reported.append], **settings
             ).fit("5 steps")
             end = ("none", "")
         except ManyhostsError as error:
             end = (type(error).__name__, str(error))
-        notes = [(each.step, each.text) for each in told if isinstance(each, Note)]
+        notes = [(each.step, each.text) for each in reported if isinstance(each, Note)]
         found[way] = (*end, [note for note in notes if "gradient" in note[1] or "weight" in note[1]])
     return found
 
@@ -121,8 +121,10 @@ def runs(rank: int, folder: Path) -> dict[str, tuple[str, str, list[tuple[int, s
 def test_what_the_first_steps_show_is_said_once_and_nothing_else(workers: int, tmp_path: Path) -> None:
     answers = run_ranks(workers, runs, tmp_path)
     for answer in answers[1:]:
-        assert {way: told[:2] for way, told in answer.items()} == {way: told[:2] for way, told in answers[0].items()}
-    wrong = {way: told[:2] for way, told in answers[0].items() if told[0] != "none"}
+        assert {way: reported[:2] for way, reported in answer.items()} == {
+            way: reported[:2] for way, reported in answers[0].items()
+        }
+    wrong = {way: reported[:2] for way, reported in answers[0].items() if reported[0] != "none"}
     assert wrong.keys() == {"plateau"} | ({"split", "own"} if workers > 1 else set())
     kind, words = wrong["plateau"]
     assert kind == "ConfigError"
@@ -131,7 +133,7 @@ def test_what_the_first_steps_show_is_said_once_and_nothing_else(workers: int, t
         kind, words = wrong[way]
         assert kind == "DataError"
         assert words.startswith("the train stream gives rank 1 other samples than rank 0"), way
-    notes = {way: told[2] for way, told in answers[0].items() if told[2]}
+    notes = {way: reported[2] for way, reported in answers[0].items() if reported[2]}
     assert notes.keys() == {"zero", "still"}
     assert [(step, "the gradient was zero in each of 3 steps" in text) for step, text in notes["zero"]] == [(3, True)]
     assert [(step, "no weight has changed in 3 steps" in text) for step, text in notes["still"]] == [(3, True)]

@@ -128,8 +128,8 @@ def test_workers_of_a_host_share_a_copy(alone: Any, tmp_path: Path) -> None:
 
 def test_hosts_with_other_numbers_of_workers_do_not_share_copies(tmp_path: Path) -> None:
     cases = {"plain": replace(CASES["plain"], options={"shard": "host"})}
-    for told in run_ranks(3, fit_on_two_hosts, (2, 1), cases, tmp_path):
-        assert told.startswith("the host of rank 0 has 2 workers, and not every host has as many")
+    for reported in run_ranks(3, fit_on_two_hosts, (2, 1), cases, tmp_path):
+        assert reported.startswith("the host of rank 0 has 2 workers, and not every host has as many")
 
 
 def test_stretches_of_an_exchange() -> None:

@@ -1,4 +1,4 @@
-"""Runs in parts: gone on with by others and on other numbers of workers, killed, failed by a script, refused."""
+"""Runs in parts: resumed by others and on other numbers of workers, killed, failed by a script, refused."""
 
 from __future__ import annotations
 
@@ -53,23 +53,23 @@ def test_one_run_passes_through_all_strategies_and_numbers_of_workers(tmp_path: 
 
 def compiled(rank: int, cases: dict[str, Case], folder: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """What came of each case, and what was warned of meanwhile."""
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as reported:
         warnings.simplefilter("always")
         answers = fit(rank, cases, folder)
-    return answers, [str(each.message) for each in told if "ynamo" in str(each.message)]
+    return answers, [str(each.message) for each in reported if "ynamo" in str(each.message)]
 
 
 @pytest.mark.slow
 def test_compiled_blocks_in_parts_learn_what_others_do(tmp_path: Path) -> None:
     cases = {"plain": CASE, "compiled": replace(CASE, trainer={**CASE.trainer, "compile": True})}
-    [(answers, told), *_] = run_ranks(2, compiled, cases, tmp_path, timeout_s=400)
+    [(answers, reported), *_] = run_ranks(2, compiled, cases, tmp_path, timeout_s=400)
     found = {name: outcome(tmp_path / name, answer) for name, answer in answers.items()}
     assert_same(found["plain"], found["compiled"])
-    assert told == []
+    assert reported == []
 
 
 def both(rank: int, stood: dict[str, Case], goes_on: dict[str, Case], folder: Path) -> list[str]:
-    """The hash of the weights where a run is taken up, and after it has gone on."""
+    """The hash of the weights where a run is taken up, and after it has continued."""
     return [
         make_trainer(case, folder / name).fit(f"{case.steps} steps").weights_sha256 if cases else ""
         for cases in (stood, goes_on)
@@ -116,10 +116,10 @@ def test_a_killed_worker_is_replaced_and_the_run_goes_on_from_its_parts_to_the_s
     assert summary(killed.run_dir)["restarts"] == 1
     assert summary(killed.run_dir)["weights_sha256"] == summary(whole.run_dir)["weights_sha256"]
     assert summary(whole.run_dir)["strategy"] == "fsdp"
-    told = (
-        "if a worker is lost, all end (each worker holds a part of the model that no other has); --restarts N goes on"
+    reported = (
+        "if a worker is lost, all end (each worker holds a part of the model that no other has); --restarts N continues"
     )
-    assert told in sharded.said(whole.run_dir)
+    assert reported in sharded.said(whole.run_dir)
 
 
 def test_an_error_of_one_worker_is_shown_once_and_ends_the_run(tmp_path: Path) -> None:

@@ -69,16 +69,18 @@ def test_full_disk_at_the_end_costs_an_older_snapshot_or_is_no_success(tmp_path:
         "the disk is full: step-00000002 was removed"
     ]
 
-    told = run_ranks(workers, fit, tmp_path / "one", int(1.6 * one))
-    assert len({one_told.partition("\n  go on: ")[0] for one_told in told}) == 1, "the first also says how to go on"
-    assert told[0].startswith("the snapshot of the last step, 6, could not be written: ")
-    assert os.strerror(errno.ENOSPC) in told[0]
-    assert "step-00000002" in told[0], "the last good one is named"
+    reported = run_ranks(workers, fit, tmp_path / "one", int(1.6 * one))
+    assert len({one_told.partition("\n  resume: ")[0] for one_told in reported}) == 1, (
+        "the first also says how to continue"
+    )
+    assert reported[0].startswith("the snapshot of the last step, 6, could not be written: ")
+    assert os.strerror(errno.ENOSPC) in reported[0]
+    assert "step-00000002" in reported[0], "the last good one is named"
     ended = summary(tmp_path / "one")
     assert (ended["status"], ended["steps"]) == ("failed", 6)
     assert str(ended["reason"]).startswith("the snapshot of the last step")
     assert saved(tmp_path / "one") == ["step-00000002"], "the newest whole one stays"
-    assert run_ranks(workers, fit, tmp_path / "one", 100 * one) == [whole] * workers, "with room it goes on"
+    assert run_ranks(workers, fit, tmp_path / "one", 100 * one) == [whole] * workers, "with room it continues"
 
 
 def summary_of(workers: int, run_dir: Path) -> str:

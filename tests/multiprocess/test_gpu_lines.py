@@ -137,7 +137,7 @@ class Line:
 
 
 def worlds(port: str) -> None:
-    """What is asked where others go on without a lost worker."""
+    """What is asked where others continue without a lost worker."""
     ProcessSession.current().close()
     with (
         patch.object(device, "of_worker", lambda *_, **__: torch.device("cpu")),
@@ -151,7 +151,7 @@ def worlds(port: str) -> None:
     world.confirms = True
     world.barrier()
     assert world.all_reduce(torch.ones(2, device=world.device)).tolist() == [2.0, 2.0]
-    assert world.comes_to_rest()
+    assert world.drain()
     alone = LocalGradient(world)
     shares = alone._share_of(Node(world, Levels.one(world)), 0.5)
     assert isinstance(shares, Tensor), "nobody waits for it"
@@ -192,8 +192,8 @@ def of_hosts() -> None:
     given = variables.of_host({}, cores=2, workers=1)
     assert (given[HANDLING], given["PYTORCH_NVML_BASED_CUDA_CHECK"]) == ("1", "1")
     environment = {"CUDA_VISIBLE_DEVICES": "", "NCCL_SOCKET_IFNAME": "ib0"}
-    told = {"environment": environment, "has_gpus": True, "cores": 2, "interfaces": ["eth0"]}
-    assert [finding.level for finding in _of_variables("a", told)] == ["warning", "error"]
+    reported = {"environment": environment, "has_gpus": True, "cores": 2, "interfaces": ["eth0"]}
+    assert [finding.level for finding in _of_variables("a", reported)] == ["warning", "error"]
     assert _rehearsed([])["CUDA_VISIBLE_DEVICES"] == ""
     assert not _Traces([]).left_by(lambda: None)
     with pytest.raises(mh.errors.ConfigError, match="backend"):

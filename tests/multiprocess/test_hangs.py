@@ -45,7 +45,7 @@ SCRIPT = """
                     case "gather": dist.all_gather([torch.zeros(1), torch.zeros(1)], torch.zeros(1))
                     case "leave": return
 
-    main(sys.argv[1] if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else "go on")
+    main(sys.argv[1] if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else "continue")
 """
 
 
@@ -148,7 +148,7 @@ def test_hanging_worker_of_a_trainer_is_replaced_and_the_bits_are_the_same(tmp_p
     caught = run(tmp_path, TRAINER, *options)
     assert caught.code == 0, caught.err
     assert re.search(
-        rf"went on .* after rank 1 on host \S+ waits for its data at script.py:({line_of('while True', TRAINER)}|"
+        rf"continued .* after rank 1 on host \S+ waits for its data at script.py:({line_of('while True', TRAINER)}|"
         rf"{line_of('                    pass', TRAINER)}) in __getitem__, and has got no further for \d+ s",
         caught.out,
     ), caught.out

@@ -121,7 +121,7 @@ class Run:
     def events(self) -> list[str]:
         return [line["event"] for line in self.lines()]
 
-    def told(self) -> list[str]:
+    def reported(self) -> list[str]:
         """What the record tells beside steps."""
         return [
             line.get("text") or line.get("how") or "" for line in self.lines() if line["event"] in ("note", "restart")
@@ -218,15 +218,15 @@ def test_hosts_that_come_and_go_while_others_train_change_nothing(
         refused = Refused(run, capsys, monkeypatch)
         wait_until(lambda: "step" in run.events(), "one worker trains alone")
         first = run.join(run.host("first"))
-        wait_until(lambda: "goes on with 2 workers, 1 of them new" in run.told(), "a host has joined")
+        wait_until(lambda: "continues with 2 workers, 1 of them new" in run.reported(), "a host has joined")
         second, secret = run.host("second"), run.secret_file.read_text()
         assert "this machine is a host of the run already" in refused(second, secret, code=3)
         os.kill(first.pid, signal.SIGINT)
         _, err = first.communicate(timeout=120)
         assert (first.returncode, "Traceback" in err) == (3, False), err
-        wait_until(lambda: "with 1 worker" in run.told(), "the other goes on")
+        wait_until(lambda: "with 1 worker" in run.reported(), "the other continues")
         joined = run.join(second)
-        wait_until(lambda: run.told().count("goes on with 2 workers, 1 of them new") == 2, "it is back")
+        wait_until(lambda: run.reported().count("continues with 2 workers, 1 of them new") == 2, "it is back")
         run.hurry()
         assert run.process.wait(timeout=120) == 0, run.err.read_text()
         _, err = joined.communicate(timeout=120)

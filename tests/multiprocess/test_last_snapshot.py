@@ -1,4 +1,4 @@
-"""Where nobody goes on, a worker that is left saves what it holds, and the next start goes on from there."""
+"""Where nobody continues, a worker that is left saves what it holds, and the next start continues from there."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def lose_head_and_leader(process: subprocess.Popen[str], pids: Path) -> None:
 
 
 def freeze_hosts(process: subprocess.Popen[str], pids: Path) -> None:
-    """All hosts but one stand still: too few are left, and the head says that nobody goes on."""
+    """All hosts but one stand still: too few are left, and the head says that nobody continues."""
     everything, until = set(family(process)), time.monotonic() + HANGS_S
     [stays, *_] = agents(family(process))
     while process.poll() is None and time.monotonic() < until:
@@ -158,12 +158,12 @@ def test_worker_that_is_left_saves_before_each_restart_and_when_those_are_used_u
     assert "starting all workers again (restart 1 of 1)" in output
     *_, before, last = [line["step"] for line in events(run_dir, "snapshot")]
     assert 0 < before < last < STEPS
-    assert f"goes on after step {before}" in output
+    assert f"continues after step {before}" in output
     assert saved(run_dir) == [last, before]
     again = start(2, run_dir, WHOLE, [], script=script)
     output = finish(again)
     assert again.returncode == 0, output
-    assert f"goes on after step {last}" in output
+    assert f"continues after step {last}" in output
     assert summary(run_dir)["weights_sha256"] == summary(undisturbed)["weights_sha256"]
     assert [line["loss"] for line in step_lines(run_dir)] == [line["loss"] for line in step_lines(undisturbed)]
     assert samples_by_step(run_dir) == samples_by_step(undisturbed)

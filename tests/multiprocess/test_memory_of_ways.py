@@ -47,7 +47,7 @@ def held_and_predicted(
 
 @pytest.mark.parametrize(("workers", "micro_batch_size"), [(2, None), (4, None), (2, 4)])
 def test_worker_holds_at_most_what_is_predicted(workers: int, micro_batch_size: int | None, tmp_path: Path) -> None:
-    told = run_ranks(workers, held_and_predicted, workers, tmp_path, micro_batch_size, timeout_s=600)[0]
-    assert list(told) == ["ddp", "fsdp zero=1", "fsdp zero=2", "fsdp zero=3"]
-    for name, (held, predicted) in told.items():
-        assert predicted == pytest.approx(held, rel=0.05), f"{name}: {predicted / held:.3f}; {told}"
+    reported = run_ranks(workers, held_and_predicted, workers, tmp_path, micro_batch_size, timeout_s=600)[0]
+    assert list(reported) == ["ddp", "fsdp zero=1", "fsdp zero=2", "fsdp zero=3"]
+    for name, (held, predicted) in reported.items():
+        assert predicted == pytest.approx(held, rel=0.05), f"{name}: {predicted / held:.3f}; {reported}"

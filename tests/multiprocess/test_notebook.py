@@ -126,7 +126,7 @@ def test_cells_train_on_two_workers_fail_once_and_end_cleanly_when_interrupted(n
     assert notebook.book.cells[-1].outputs[-1].ename == "Interrupted"
     wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), "the workers have ended")
 
-    assert "2" in text_of(notebook(AFTER)), "the kernel goes on"
+    assert "2" in text_of(notebook(AFTER)), "the kernel continues"
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(("train-", "fail-", "wait-"))]
 
 

@@ -43,10 +43,10 @@ def exchange():
 
 def notices(folder: Path, source: str, *options: str, workers: int = 2) -> list[str]:
     script = write_script(folder, source)
-    return told(run_words(folder, "--run-dir", "run", "--workers", str(workers), *options, str(script)))
+    return reported(run_words(folder, "--run-dir", "run", "--workers", str(workers), *options, str(script)))
 
 
-def told(ended: Ended) -> list[str]:
+def reported(ended: Ended) -> list[str]:
     """What the launcher has said; the script has done its work all the same."""
     assert ended.code == 0, ended.err
     return [line for line in ended.err.splitlines() if line.startswith("manyhosts: ")]
@@ -63,7 +63,7 @@ def test_module_and_archive_are_told_so_too(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "alone.zip", "w") as archive:
         archive.writestr("__main__.py", textwrap.dedent(ALONE))
     for words in (["--module", "alone"], ["alone.zip"]):
-        said = told(run_words(tmp_path, "--run-dir", f"run-{words[-1]}", "--workers", "2", *words))
+        said = reported(run_words(tmp_path, "--run-dir", f"run-{words[-1]}", "--workers", "2", *words))
         assert ["trains alone" in line for line in said] == [True], words
 
 

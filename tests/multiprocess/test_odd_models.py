@@ -178,7 +178,7 @@ MODELS: dict[str, tuple[Callable[..., Tensor], Callable[[], list[mh.Callback]]]]
     "lookahead": (plain_loss, lambda: [lookahead({})]),
     "weights clipped, as a critic's": (plain_loss, lambda: [Act(clipped)]),
     "noise on weights": (plain_loss, lambda: [Act(noisy)]),
-    "head made anew": (plain_loss, lambda: [Act(reset_head)]),
+    "head made again": (plain_loss, lambda: [Act(reset_head)]),
     "rate changed by a callback": (plain_loss, lambda: [Act(decayed)]),
     "pruned each step": (plain_loss, lambda: [Act(pruned)]),
     "polyak, evaluated": (plain_loss, lambda: [mh.EMA(0.9)]),

@@ -1,4 +1,4 @@
-"""A run directory is one run's at a time; a run that was stopped says the command that goes on with it, and it does."""
+"""A run directory is one run's at a time; a run that was stopped says the command that continues with it, and it does."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_run_is_alone_and_after_ctrl_c_goes_on_by_the_command_that_it_says(
     assert summary(run_dir)["reason"] == "asked to stop by SIGINT (Ctrl-C)", said
     assert "interrupted ─ asked to stop by SIGINT (Ctrl-C)" in said
     stopped_at = steps_done(run_dir)
-    [again] = [line.partition("go on with: ")[2] for line in said.splitlines() if "go on with: " in line]
+    [again] = [line.partition("resume with: ")[2] for line in said.splitlines() if "resume with: " in line]
     assert goes_on(tmp_path, again) == 0
     assert [line["step"] for line in step_lines(run_dir)] == list(range(1, STEPS + 1))
     assert summary(run_dir)["steps_redone"] == 0
@@ -125,9 +125,9 @@ def attempt(rank: int, run_dir: Path) -> Any:
 def test_all_workers_that_nobody_of_ours_launched_are_refused_alike(tmp_path: Path, workers: int) -> None:
     lock = run_lock.take(tmp_path / "run", "of this process")
     assert lock is not None
-    told = run_ranks(workers, attempt, tmp_path / "run")
-    assert len(set(told)) == 1
-    assert f"process {os.getpid()} on host" in told[0]
+    reported = run_ranks(workers, attempt, tmp_path / "run")
+    assert len(set(reported)) == 1
+    assert f"process {os.getpid()} on host" in reported[0]
     assert [path.name for path in (tmp_path / "run").iterdir()] == [run_lock.NAME], "nothing was written"
     lock.release()
     assert run_ranks(workers, attempt, tmp_path / "run") == ["trained"] * workers
@@ -150,17 +150,17 @@ def compete_and_tell(rank: int, run_dir: Path, go: Path) -> str:
     if rank == 0:
         wait_until(lambda: len(list(go.parent.glob("here-*"))) == 4, "all are there")
         go.touch()
-    told = "refused"
+    reported = "refused"
     try:
-        told = compete(rank, run_dir, go)
+        reported = compete(rank, run_dir, go)
     finally:
         (go.parent / f"done-{rank}").touch()
-    return told
+    return reported
 
 
 def test_of_four_that_come_at_the_same_moment_one_has_the_directory(tmp_path: Path) -> None:
-    told = run_ranks(4, compete_and_tell, tmp_path / "run", tmp_path / "go")
-    assert sorted(told) == ["refused"] * 3 + ["taken"]
+    reported = run_ranks(4, compete_and_tell, tmp_path / "run", tmp_path / "go")
+    assert sorted(reported) == ["refused"] * 3 + ["taken"]
 
 
 FAILS = """
@@ -185,13 +185,13 @@ def test_run_that_failed_says_the_command_too_and_one_that_never_began_does_not(
     assert ended.code == 1, ended.err
     script = str(tmp_path / "script.py")
     typed = ["manyhosts", "run", "--run-dir", str(tmp_path / "run"), script, "--size", "3 4"]
-    assert ended.err.splitlines()[-1] == f"  go on: {shlex.join(['manyhosts', 'run', '--run-dir', 'run', *typed[4:]])}"
+    assert ended.err.splitlines()[-1] == f"  resume: {shlex.join(['manyhosts', 'run', '--run-dir', 'run', *typed[4:]])}"
     done = subprocess.run(
         [sys.executable, script], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 1
     [run_dir] = tmp_path.glob("runs/*")
     again = f"MANYHOSTS_RUN_DIR=runs/{run_dir.name} {shlex.join([sys.executable, script])}"
-    assert done.stderr.splitlines()[-1] == f"manyhosts: go on with: {again}"
+    assert done.stderr.splitlines()[-1] == f"manyhosts: resume with: {again}"
     never = run(tmp_path, "raise ValueError('at once')", name="never.py")
     assert never.code == 2, "another script's directory"

@@ -20,26 +20,26 @@ from manyhosts.measure.measure import Asked, Found, Where, make_stage, measure, 
 from manyhosts.planner.catalog import Machines
 from manyhosts.planner.measured import Measured, Network
 from manyhosts.planner.predict import predict, ways
-from manyhosts.trials.forked import Stage
+from manyhosts.trials.forked import LocalTrialRunner
 
 SECONDS = 3.0
 PARAMETERS = 4 * (8 * 16 + 16 + 16 * 4 + 4)
 
 
 @pytest.fixture(scope="module")
-def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalTrialRunner]:
     with stages.loaded(lambda *place: make_stage(Asked(script=place[0], folder=place[1])), tmp_path_factory) as made:
         yield made
 
 
-def measured(text: str, folder: Path, stage: Stage, **changes: object) -> Found:
+def measured(text: str, folder: Path, stage: LocalTrialRunner, **changes: object) -> Found:
     path = folder / "script.py"
     path.write_text(Script(text).code)
     asked = Asked(script=str(path), folder=folder, seconds=SECONDS, **changes)  # type: ignore[arg-type]
     return measure(asked, lambda _: None, stage)
 
 
-def test_everything_of_a_training_is_measured_and_nothing_left_behind(tmp_path: Path, stage: Stage) -> None:
+def test_everything_of_a_training_is_measured_and_nothing_left_behind(tmp_path: Path, stage: LocalTrialRunner) -> None:
     text = """
 from pathlib import Path
 
@@ -74,14 +74,14 @@ Path("after").touch()
     assert found.between is None
 
 
-def test_what_limits_a_batch_is_known(tmp_path: Path, stage: Stage) -> None:
+def test_what_limits_a_batch_is_known(tmp_path: Path, stage: LocalTrialRunner) -> None:
     found = measured("fit(micro_batch_size=5, virtual_workers=4, batch_size=16)", tmp_path, stage).measured
     assert (found.global_batch, found.micro_batch, found.virtual_workers, found.threads) == (16, 5, 4, 1)
     assert max(each.samples for each in found.compute) == 4, "a part of the batch"
     assert not found.compression, "virtual workers add every bit"
 
 
-def test_a_batch_that_grows_and_layers_that_share_theirs_are_known(tmp_path: Path, stage: Stage) -> None:
+def test_a_batch_that_grows_and_layers_that_share_theirs_are_known(tmp_path: Path, stage: LocalTrialRunner) -> None:
     text = """
 model = lambda: nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
 fit(model=model, batch_size=None, data={"batch_size_per_worker": 10})
@@ -110,7 +110,7 @@ fit(model=model, batch_size=None, data={"batch_size_per_worker": 10})
     ],
 )
 def test_what_cannot_be_measured_is_said_in_a_sentence(
-    text: str, kind: type[ManyhostsError], said: str, tmp_path: Path, stage: Stage
+    text: str, kind: type[ManyhostsError], said: str, tmp_path: Path, stage: LocalTrialRunner
 ) -> None:
     with pytest.raises(kind, match=said) as caught:
         measured(text, tmp_path, stage)
@@ -119,7 +119,7 @@ def test_what_cannot_be_measured_is_said_in_a_sentence(
         assert "manyhosts run " in caught.value.fix
 
 
-def test_a_fit_that_never_comes_is_not_waited_for(tmp_path: Path, stage: Stage) -> None:
+def test_a_fit_that_never_comes_is_not_waited_for(tmp_path: Path, stage: LocalTrialRunner) -> None:
     with pytest.raises(ConfigError, match="not come to fit in 2 seconds"):
         measured("while True:\n    print('still preparing')\n    time.sleep(0.1)", tmp_path, stage, patience_s=2.0)
 
@@ -138,7 +138,7 @@ fit(model=blocks, optimizer=lambda p: OPTIMIZER(p, lr=0.1))
 """
 
 
-def test_parts_are_not_planned_where_they_cannot_be_had(tmp_path: Path, stage: Stage) -> None:
+def test_parts_are_not_planned_where_they_cannot_be_had(tmp_path: Path, stage: LocalTrialRunner) -> None:
     """An optimizer that draws random numbers for each part is refused in a run, too."""
     asked = {"workers": (1, 2), "workers_per_node": (1, 2)}
     usual = measured(BLOCKS.replace("OPTIMIZER", "torch.optim.SGD"), tmp_path, stage, **asked)
@@ -153,7 +153,9 @@ def test_parts_are_not_planned_where_they_cannot_be_had(tmp_path: Path, stage: S
 MODEL = Path(__file__).with_name("language_model.py")
 
 
-def test_memory_of_a_language_model_is_as_predicted_on_one_two_and_four_workers(tmp_path: Path, stage: Stage) -> None:
+def test_memory_of_a_language_model_is_as_predicted_on_one_two_and_four_workers(
+    tmp_path: Path, stage: LocalTrialRunner
+) -> None:
     asked = Asked(script=str(MODEL), folder=tmp_path, workers=(1, 2, 4), seconds=SECONDS)
     found = measure(asked, lambda _: None, stage).measured
     network = Network(latency_s=0.0, bytes_per_second=1e9)

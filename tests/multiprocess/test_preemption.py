@@ -82,7 +82,7 @@ mh.Trainer(
     step=step,
     optimizer=lambda params: torch.optim.SGD(params, lr=0.01),
     weight="samples",
-    virtual_workers=2,  # so that one goes on alone
+    virtual_workers=2,  # so that one continues alone
     data=mh.Data(train=torch.utils.data.TensorDataset(torch.ones(64, 4)), batch_size=8),
     snapshots=mh.Snapshots(every="1000 steps"),
 ).fit("1000000 steps")
@@ -113,4 +113,4 @@ def test_run_that_is_stopped_while_a_new_worker_is_lost_is_interrupted_and_not_f
     ended = summary(tmp_path / "run")
     assert (ended["status"], ended["reason"]) == ("interrupted", "asked to stop by SIGTERM"), output
     assert (tmp_path / "run" / "snapshots" / f"step-{ended['steps']:08d}" / "manifest.json").exists(), output
-    assert "go on with: manyhosts run" in output
+    assert "resume with: manyhosts run" in output

@@ -23,7 +23,7 @@ from prove_scripts import BROKEN, RIGHT, Script
 from manyhosts.errors import ConfigError, ScriptError
 from manyhosts.prove.prove import Proof, prove
 from manyhosts.prove.trials import Asked, make_stage
-from manyhosts.trials.forked import Stage
+from manyhosts.trials.forked import LocalTrialRunner
 
 STEPS = 8
 SLOW_RIGHT = ("adamw with weight decay", "unseeded model", "batch norm", "augmentation", "attention with dropout")
@@ -36,12 +36,12 @@ def first_of_each(scripts: Mapping[str, Any]) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalTrialRunner]:
     with stages.loaded(lambda *place: make_stage(Asked(script=place[0], folder=place[1])), tmp_path_factory) as made:
         yield made
 
 
-def proof_of(script: Script, folder: Path, stage: Stage, workers: tuple[int, ...] = (1, 2)) -> Proof:
+def proof_of(script: Script, folder: Path, stage: LocalTrialRunner, workers: tuple[int, ...] = (1, 2)) -> Proof:
     path = folder / "script.py"
     path.write_text(script.code)
     promises = (script.promise,) if script.promise else ()
@@ -52,7 +52,7 @@ def proof_of(script: Script, folder: Path, stage: Stage, workers: tuple[int, ...
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW_RIGHT else name for name in RIGHT]
 )
-def test_a_right_script_is_not_accused(name: str, tmp_path: Path, stage: Stage) -> None:
+def test_a_right_script_is_not_accused(name: str, tmp_path: Path, stage: LocalTrialRunner) -> None:
     proof = proof_of(RIGHT[name], tmp_path, stage, workers=(1, 2, 3) if name in ("batch norm", "dropout") else (1, 2))
     assert proof.holds, json.dumps(proof.to_json(), indent=1)
     assert all(verdict.status == "holds" or verdict.note for verdict in proof.verdicts)
@@ -60,7 +60,7 @@ def test_a_right_script_is_not_accused(name: str, tmp_path: Path, stage: Stage) 
 
 
 @pytest.mark.parametrize("name", first_of_each(BROKEN))
-def test_the_cause_is_named(name: str, tmp_path: Path, stage: Stage) -> None:
+def test_the_cause_is_named(name: str, tmp_path: Path, stage: LocalTrialRunner) -> None:
     script = BROKEN[name]
     proof = proof_of(script, tmp_path, stage)
     (verdict,) = proof.verdicts
@@ -75,7 +75,7 @@ def test_the_cause_is_named(name: str, tmp_path: Path, stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("name", first_of_each(FAULTS))
-def test_a_fault_of_the_trainer_is_found(name: str, tmp_path: Path, stage: Stage) -> None:
+def test_a_fault_of_the_trainer_is_found(name: str, tmp_path: Path, stage: LocalTrialRunner) -> None:
     fault = FAULTS[name]
     proof = proof_of(fault, tmp_path, stage)
     (verdict,) = proof.verdicts
@@ -89,7 +89,7 @@ def test_a_fault_of_the_trainer_is_found(name: str, tmp_path: Path, stage: Stage
     assert fault.named in verdict.cause.what
 
 
-def test_what_ends_early_is_not_said_to_hold(tmp_path: Path, stage: Stage) -> None:
+def test_what_ends_early_is_not_said_to_hold(tmp_path: Path, stage: LocalTrialRunner) -> None:
     text = """
 def step(model, batch):
     step.number += 1
@@ -110,7 +110,7 @@ fit(step=step, weight="samples")
     assert not proof.holds
 
 
-def test_a_gradient_that_is_wrong_by_a_thousandth_is_found(tmp_path: Path, stage: Stage) -> None:
+def test_a_gradient_that_is_wrong_by_a_thousandth_is_found(tmp_path: Path, stage: LocalTrialRunner) -> None:
     text = """
 from manyhosts.communication.world import World
 
@@ -125,7 +125,7 @@ fit()
     assert verdict.departure.amount == pytest.approx(1e-3, rel=0.2)
 
 
-def test_a_script_that_fails_says_its_own_error(tmp_path: Path, stage: Stage) -> None:
+def test_a_script_that_fails_says_its_own_error(tmp_path: Path, stage: LocalTrialRunner) -> None:
     with pytest.raises(ScriptError, match="this is my own"):
         proof_of(Script("raise ValueError('this is my own')"), tmp_path, stage)
     with pytest.raises(ConfigError, match="without an optimizer step"):
@@ -136,13 +136,13 @@ def test_a_script_that_fails_says_its_own_error(tmp_path: Path, stage: Stage) ->
         proof_of(Script('fit(loss=nn.CrossEntropyLoss(reduction="sum"))'), tmp_path, stage)
 
 
-def test_a_refusal_on_two_workers_is_told_as_it_is(tmp_path: Path, stage: Stage) -> None:
+def test_a_refusal_on_two_workers_is_told_as_it_is(tmp_path: Path, stage: LocalTrialRunner) -> None:
     (verdict,) = proof_of(Script("fit(strategy='single')", "workers"), tmp_path, stage).verdicts
     assert verdict.cause is not None
     assert "there are 2 workers" in verdict.cause.what
 
 
-def test_a_script_without_a_trainer_is_counted_by_its_optimizer(tmp_path: Path, stage: Stage) -> None:
+def test_a_script_without_a_trainer_is_counted_by_its_optimizer(tmp_path: Path, stage: LocalTrialRunner) -> None:
     text = """
 import torch.distributed as dist
 

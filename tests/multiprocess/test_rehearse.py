@@ -136,8 +136,8 @@ def test_script_that_leaves_its_group_as_nccl_lets_it_ends_well(pending: bool, t
     script.write_text(LEAVES.replace("PENDING", str(pending)))
     done = rehearse(script, folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    told = sorted(line.partition("] ")[2] for line in done.stdout.splitlines() if "group" in line)
-    assert told[pending:] == ["0 has a group: False", "1 has a group: False"][pending:]
+    reported = sorted(line.partition("] ")[2] for line in done.stdout.splitlines() if "group" in line)
+    assert reported[pending:] == ["0 has a group: False", "1 has a group: False"][pending:]
 
 
 def test_gpu_that_the_machine_would_not_have_is_an_error(tmp_path: Path) -> None:

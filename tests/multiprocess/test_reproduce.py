@@ -78,7 +78,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_run_with_uncommitted_changes_is_reproduced_to_the_same_bits(project: Path) -> None:
-    (project / "train.py").write_text(SCRIPT.replace("0.01", "0.3"))  # as it goes on: the record counts, not this
+    (project / "train.py").write_text(SCRIPT.replace("0.01", "0.3"))  # as it continues: the record counts, not this
     (project / "nets.py").unlink()
     try:
         code, found = reproduced(project)

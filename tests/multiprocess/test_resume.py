@@ -70,7 +70,7 @@ def test_longer_duration_goes_on_from_the_end(tmp_path: Path) -> None:
     finish(start(1, tmp_path / "twice", Recipe(duration="8 steps")))
     trained(1, Recipe(duration="8 steps"), tmp_path / "once")
     assert summary(tmp_path / "twice")["weights_sha256"] == summary(tmp_path / "once")["weights_sha256"]
-    assert summary(tmp_path / "twice")["restarts"] == 0, "to go on after an orderly end is no restart"
+    assert summary(tmp_path / "twice")["restarts"] == 0, "to continue after an orderly end is no restart"
 
 
 def test_first_signal_makes_a_snapshot_at_a_common_step_and_the_run_goes_on_later(

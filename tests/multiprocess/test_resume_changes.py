@@ -1,4 +1,4 @@
-"""A run that is gone on with by another script: what changed takes effect, or is refused before the first step."""
+"""A run that is resumed by another script: what changed takes effect, or is refused before the first step."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def fit(rank: int, run_dir: Path, steps: int, asked: dict[str, Any]) -> dict[str
 
 
 def gone_on(rank: int, run_dir: Path, first: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
-    """One run, and the same gone on with as `then` says."""
+    """One run, and the same resumed as `then` says."""
     done = fit(rank, run_dir, STEPS, first)
     assert "error" not in done, done
     return fit(rank, run_dir, MORE, {**first, **then})
@@ -196,7 +196,7 @@ def test_what_may_change_takes_effect_and_is_said(workers: int, tmp_path: Path) 
         if name.startswith("rate"):
             assert rates[STEPS] / rates[STEPS - 1] > 1.5, "from the first step on"
     batches = [line["samples"] for line in step_lines(tmp_path / "batch")]
-    assert batches[: STEPS + 9] == [12, 12, 12, 4, 12, 12, 12, 4, 7, 7, 7, 7, 7, 5, 7, 7], "the epoch goes on"
+    assert batches[: STEPS + 9] == [12, 12, 12, 4, 12, 12, 12, 4, 7, 7, 7, 7, 7, 5, 7, 7], "the epoch continues"
     assert [line["samples"] for line in step_lines(tmp_path / "batch without a rest")][6:9] == [12, 39, 39]
 
 
@@ -248,5 +248,5 @@ def there_and_back(rank: int, run_dir: Path) -> dict[str, Any]:
 def test_early_stopping_with_another_metric_begins_anew(tmp_path: Path) -> None:
     first = {"trainer": {"early_stopping": mh.EarlyStopping(min_delta=9.0, patience=2), "validate_every": "1 step"}}
     [done] = run_ranks(1, gone_on, tmp_path, first, {"trainer": {}})
-    assert done["steps"] == MORE, "a run that the rule has ended goes on without the rule"
+    assert done["steps"] == MORE, "a run that the rule has ended continues without the rule"
     assert len(events(tmp_path, "end")) == 2

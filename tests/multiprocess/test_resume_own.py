@@ -99,12 +99,12 @@ def resume(_rank: int, folders: list[Path]) -> dict[tuple[str, str], tuple[str, 
             for kind in KINDS:
                 readings = Readings()
 
-                def told(files: InFolder, name: str, readings: Readings = readings) -> Iterator[bytes]:
+                def reported(files: InFolder, name: str, readings: Readings = readings) -> Iterator[bytes]:
                     readings.hashed[name] += 1
                     return pieces(files, name)
 
                 patch.setattr(tensors, "safe_open", lambda path, framework, r=readings: Watched(r, path, framework))
-                patch.setattr(InFolder, "pieces", told)
+                patch.setattr(InFolder, "pieces", reported)
                 weights = trainer_of(kind, folder).fit("12 steps").weights_sha256
                 found[folder.name, kind] = (weights, replace(readings))
     return found
@@ -176,5 +176,5 @@ def test_other_number_of_workers_reads_one_part_at_a_time_and_only_where_it_is_n
             read = {name for name in readings.tensors if name in sizes}
             formers = list(range(rank, before, now)) or [rank % before]
             needed = {f"own-{former:05d}.safetensors" for former in formers} if kind == "diloco" else set()
-            assert read == needed, "local-sgd goes on from the mean, which all share"
+            assert read == needed, "local-sgd continues from the mean, which all share"
             assert readings.most <= max(sizes.values())

@@ -61,7 +61,7 @@ def test_project_that_was_copied_and_renamed_resumes_by_its_content_and_another_
     shutil.copytree(first.parent, second)  # the old one is still there
     (second / "train.py").rename(second / "renamed.py")
     again = run(second / "renamed.py", second / "run", "4 epochs", workers=workers)
-    assert "goes on after step 12" in again
+    assert "continues after step 12" in again
     assert re.findall(r"24 steps, \w+", again) == re.findall(r"24 steps, \w+", whole)
     (second / "other.py").write_text(SCRIPT + "\nprint('another')\n")
     command = [*MANYHOSTS, "run", "--run-dir", str(second / "run"), "other.py", "4 epochs"]

@@ -38,7 +38,7 @@ print(json.dumps(dict(os.environ)))
 """
 
 
-def told(out: str) -> list[dict[str, str]]:
+def reported(out: str) -> list[dict[str, str]]:
     """What `PRINT_ENVIRONMENT` printed on each worker, by rank."""
     variables = [json.loads(line[line.index("{") :]) for line in out.splitlines() if "{" in line]
     return sorted(variables, key=lambda each: int(each["RANK"]))
@@ -52,13 +52,13 @@ def test_torchrun_script_prints_the_same_under_torchrun_and_here(tmp_path: Path)
     )  # fmt: skip
     ours = run(tmp_path, TORCHRUN_SCRIPT, "--workers", "2", arguments=["a", "--b"])
     assert ours.code == 0, ours.err
-    told = re.findall(r"rank .*?\]", theirs.stdout)  # there two workers may write into one line
-    assert sorted(line.partition("] ")[2] for line in ours.out.splitlines()) == sorted(told)
+    reported = re.findall(r"rank .*?\]", theirs.stdout)  # there two workers may write into one line
+    assert sorted(line.partition("] ")[2] for line in ours.out.splitlines()) == sorted(reported)
 
 
 def test_every_variable_of_torchrun_is_set(tmp_path: Path) -> None:
     ended = run(tmp_path, PRINT_ENVIRONMENT, "--nodes", "2", "--workers-per-node", "2", "--restarts", "3")
-    workers = told(ended.out)
+    workers = reported(ended.out)
     assert [CONTRACT - worker.keys() for worker in workers] == [set()] * 4
     assert [(w["RANK"], w["LOCAL_RANK"], w["GROUP_RANK"]) for w in workers] == [
         ("0", "0", "0"), ("1", "1", "0"), ("2", "0", "1"), ("3", "1", "1"),
@@ -70,12 +70,12 @@ def test_every_variable_of_torchrun_is_set(tmp_path: Path) -> None:
 
 
 def test_no_worker_is_told_the_secret_of_the_run(tmp_path: Path) -> None:
-    [worker] = told(run(tmp_path, PRINT_ENVIRONMENT).out)
+    [worker] = reported(run(tmp_path, PRINT_ENVIRONMENT).out)
     assert [name for name in worker if "TOKEN" in name] == []
 
 
 def test_env_and_run_dir_reach_the_workers(tmp_path: Path) -> None:
-    [worker] = told(run(tmp_path, PRINT_ENVIRONMENT, "--env", "COLOUR=red=ish").out)
+    [worker] = reported(run(tmp_path, PRINT_ENVIRONMENT, "--env", "COLOUR=red=ish").out)
     assert (worker["COLOUR"], worker["MANYHOSTS_RUN_DIR"]) == ("red=ish", str(tmp_path / "run"))
 
 
@@ -299,10 +299,10 @@ def test_group_that_a_script_takes_down_does_not_hold_it_up(tmp_path: Path) -> N
         "    model(torch.ones(1, 2)).sum().backward()\n"
         "    dist.destroy_process_group()\n"
         "main()\n"
-        "print('went on')\n"
+        "print('continued')\n"
     )
     for _ in range(3):
         command = [sys.executable, "-m", "manyhosts.cli.main", "run", "--workers", "2", str(script)]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
-        assert done.stdout.count("went on") == 2
+        assert done.stdout.count("continued") == 2

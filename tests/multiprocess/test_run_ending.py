@@ -246,10 +246,10 @@ def test_host_that_is_silent_for_a_while_or_whose_disk_hangs_is_named_and_costs_
     assert re.fullmatch(r"manyhosts: host node1 is back after (?!0|1\.)\d+\.\d s\n", back)
     assert re.fullmatch(
         r"manyhosts: host node1 is there, but its agent has waited for a disk or the like for \d+ s;"
-        r" its workers go on if they can\n",
+        r" its workers continue if they can\n",
         held,
     )
-    assert re.fullmatch(r"manyhosts: the agent of host node1 goes on after \d+ s\n", held_no_more)
+    assert re.fullmatch(r"manyhosts: the agent of host node1 continues after \d+ s\n", held_no_more)
     assert (head.returncode, "node1" in rest) == (0, False), rest
 
 

@@ -110,10 +110,10 @@ def test_weight_that_differs_is_named_before_anybody_relies_on_it(workers: int, 
         ("validation", "before the validation of step 6"),
         ("end", "before the snapshot of step 7"),
     ):
-        told = answers[0][way]
-        assert told["kind"] == "TrainingError", way
-        assert told["what"].startswith(f"the workers do not hold the same model: {who} of 2.weight"), told
-        assert told["where"] == moment
+        reported = answers[0][way]
+        assert reported["kind"] == "TrainingError", way
+        assert reported["what"].startswith(f"the workers do not hold the same model: {who} of 2.weight"), reported
+        assert reported["where"] == moment
     assert "rounding" in answers[0]["end"]["fix"]
     assert "RANK" in answers[0]["snapshot"]["fix"]
     assert [path.name for path in sorted((folder / "snapshot" / "snapshots").glob("step-*"))] == ["step-00000002"]
@@ -124,8 +124,8 @@ def test_weight_that_differs_is_named_before_anybody_relies_on_it(workers: int, 
 
 @pytest.mark.parametrize("workers", [2, 3])
 def test_buffer_that_each_worker_changes_by_its_own_samples_is_named(workers: int, found: dict[int, Any]) -> None:
-    told = found[workers][1][0]["buffer"]
-    assert "the forward pass changes the buffer 'seen'" in told["what"], "in the very step in which it happens"
+    reported = found[workers][1][0]["buffer"]
+    assert "the forward pass changes the buffer 'seen'" in reported["what"], "in the very step in which it happens"
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
@@ -183,7 +183,7 @@ def different(rank: int, folder: Path) -> dict[str, dict[str, Any]]:
 def test_what_differs_from_worker_to_worker_is_named_before_anything_is_exchanged(workers: int, tmp_path: Path) -> None:
     answers = run_ranks(workers, different, tmp_path)
     assert all(answer == answers[0] for answer in answers)
-    kinds = {way: told["kind"] for way, told in answers[0].items()}
+    kinds = {way: reported["kind"] for way, reported in answers[0].items()}
     assert kinds.pop("rounding") == "none", "two kinds of processors round otherwise"
     assert kinds.pop("files") == "none", "hosts may keep them in other places"
     assert set(kinds.values()) == {"ConfigError"}

@@ -53,7 +53,7 @@ SCRIPT = """
 """
 
 
-def told(ended: Ended) -> list[str]:
+def reported(ended: Ended) -> list[str]:
     """What the launcher has said; the script has done its work all the same."""
     assert ended.code == 0, ended.err
     return sorted(line for line in ended.err.splitlines() if line.startswith("manyhosts: "))
@@ -61,7 +61,7 @@ def told(ended: Ended) -> list[str]:
 
 @pytest.mark.parametrize("workers", [2, 3])
 def test_faults_of_a_script_are_told_once_each(workers: int, tmp_path: Path) -> None:
-    said = told(run(tmp_path, SCRIPT, "--workers", str(workers), arguments=["faulty"]))
+    said = reported(run(tmp_path, SCRIPT, "--workers", str(workers), arguments=["faulty"]))
     begins = [
         "manyhosts: each epoch has its samples in the same order, because sampler.set_epoch is not called",
         f"manyhosts: each of the {workers} workers goes through the same 30 samples",
@@ -74,7 +74,7 @@ def test_faults_of_a_script_are_told_once_each(workers: int, tmp_path: Path) -> 
 
 def test_script_without_them_hears_nothing(tmp_path: Path) -> None:
     for workers in ("1", "2"):
-        assert told(run(tmp_path, SCRIPT, "--workers", workers, arguments=["right"])) == []
+        assert reported(run(tmp_path, SCRIPT, "--workers", workers, arguments=["right"])) == []
 
 
 RESUMES = """
@@ -109,11 +109,11 @@ RESUMES = """
 
 @pytest.mark.parametrize("add", [0, 1])
 def test_epoch_that_a_restart_trains_again_is_told(add: int, tmp_path: Path) -> None:
-    said = told(run(tmp_path, RESUMES, "--workers", "2", "--restarts", "1", arguments=[str(add)]))
+    said = reported(run(tmp_path, RESUMES, "--workers", "2", "--restarts", "1", arguments=[str(add)]))
     again = [line for line in said if "it is trained again" in line]
     assert len(again) == 1 - add, said
     assert all(
-        "epoch 1 was over when snapshot.pt was saved, and the script goes on with epoch 1" in line for line in again
+        "epoch 1 was over when snapshot.pt was saved, and the script continues with epoch 1" in line for line in again
     )
 
 
@@ -134,5 +134,5 @@ ON_GPUS = """
 def test_rehearsal_tells_that_all_workers_would_be_on_one_gpu(tmp_path: Path) -> None:
     for chooses in (False, True):
         script = str(write_script(tmp_path, ON_GPUS.replace("CHOOSES", str(chooses))))
-        said = told(run_words(tmp_path, "--workers", "2", "--rehearse", "--run-dir", f"run-{chooses}", script))
+        said = reported(run_words(tmp_path, "--workers", "2", "--rehearse", "--run-dir", f"run-{chooses}", script))
         assert ["are on GPU 0, one of 2" in line for line in said] == [True] * (not chooses), said

@@ -101,7 +101,7 @@ def test_what_a_worker_keeps_for_itself_is_sent_to_the_two_that_write_it(tmp_pat
 
 
 def save_while_one_sends_nothing(rank: int, folder: Path) -> tuple[bool, list[str]]:
-    """Whether a snapshot is still under way when all have gone on, and what was written in the end."""
+    """Whether a snapshot is still under way when all have continued, and what was written in the end."""
     goes_on, give = threading.Event(), transfer.give
 
     def give_late(*values: Any) -> None:
@@ -197,7 +197,7 @@ def test_run_whose_leader_has_another_disk_goes_on_with_its_records(is_empty: bo
     run_ranks(2, train, tmp_path / "lost", 12)
     shutil.rmtree(disk)
     if not is_empty:
-        shutil.copytree(tmp_path / "before", disk)  # it was away while the others went on
+        shutil.copytree(tmp_path / "before", disk)  # it was away while the others continued
     lost = run_ranks(2, train, tmp_path / "lost", 24)
     assert lost == whole
     assert lost[0][1] == lost[1][1], "both test the best model, which the leader has found"

@@ -49,15 +49,15 @@ def test_killed_reader_of_a_shard_costs_a_step_and_no_bit(
             wait_for_step(process, run_dir, 8 + 12 * number)  # an epoch has about 13
             os.kill(alive_workers(pids)[place], signal.SIGKILL)
             if number + 1 < len(places):  # two that die at once are one failure
-                wait_until(lambda number=number: times_restarted(run_dir) > number, "the others have gone on")
+                wait_until(lambda number=number: times_restarted(run_dir) > number, "the others have continued")
         output = finish(process)
     except BaseException:
         kill_all(process)
         raise
-    told = summary(run_dir)
-    assert (process.returncode, told["status"], told["restarts"]) == (0, "completed", len(places)), output
-    assert told["steps_redone"] in range(len(places) + 1)
-    assert told["weights_sha256"] == summary(whole)["weights_sha256"], output
+    reported = summary(run_dir)
+    assert (process.returncode, reported["status"], reported["restarts"]) == (0, "completed", len(places)), output
+    assert reported["steps_redone"] in range(len(places) + 1)
+    assert reported["weights_sha256"] == summary(whole)["weights_sha256"], output
     assert [line["loss"] for line in step_lines(run_dir)] == [line["loss"] for line in step_lines(whole)]
     assert samples_by_step(run_dir) == samples_by_step(whole)
     assert all(line["compute"] > 0 for line in step_lines(run_dir)), "what finding samples takes is counted once"
@@ -110,8 +110,8 @@ def test_node_that_goes_within_an_epoch_and_comes_back_takes_no_sample_along(tmp
     try:
         wait_for_step(process, run_dir, 40)  # an epoch has about 31
         agents(family(process))[0].kill()
-        wait_until(lambda: "with 1 worker" in told(run_dir), "the other goes on")
-        wait_until(lambda: "goes on with 2 workers, 1 of them new" in told(run_dir), "it is back")
+        wait_until(lambda: "with 1 worker" in reported(run_dir), "the other continues")
+        wait_until(lambda: "continues with 2 workers, 1 of them new" in reported(run_dir), "it is back")
         back = steps_done(run_dir)
         wait_for_step(process, run_dir, back + 50)
         process.send_signal(signal.SIGTERM)
@@ -127,6 +127,6 @@ def test_node_that_goes_within_an_epoch_and_comes_back_takes_no_sample_along(tmp
     assert all(numbers in (data.numbers(1), data.numbers(2)) for numbers in epochs)
 
 
-def told(run_dir: Path) -> list[str]:
+def reported(run_dir: Path) -> list[str]:
     """What the record tells beside steps."""
     return [line.get("text") or line.get("how") or "" for line in read(run_dir / "metrics.jsonl")]

@@ -46,7 +46,7 @@ def save(rank: int, folder: Path, steps: list[int]) -> list[str]:
         facts = Facts(step=step, epoch=0, position={"samples": step}, strategy="ddp", model={})
         store.save(state(step), facts, own={"residual": torch.full((3,), float(rank))})
         store.before_update()
-        world.barrier()  # training's own collectives go on beside it
+        world.barrier()  # training's own collectives continue beside it
     store.wait()
     world.barrier()
     world.leave()
@@ -75,8 +75,8 @@ def die_while_saving(rank: int, folder: Path, victim: int, at: int) -> None:
 
 @pytest.mark.parametrize(("writers", "readers"), [(1, 3), (2, 1), (3, 2)])
 def test_snapshots_of_some_workers_are_read_by_another_number(tmp_path: Path, writers: int, readers: int) -> None:
-    told = run_ranks(writers, save, tmp_path, [1, 2, 3])
-    assert told == [[SnapshotSaved.__name__] * 3, *[[]] * (writers - 1)]
+    reported = run_ranks(writers, save, tmp_path, [1, 2, 3])
+    assert reported == [[SnapshotSaved.__name__] * 3, *[[]] * (writers - 1)]
     assert [found.step for found in found_in(tmp_path)] == [3, 2]
     assert run_ranks(readers, read, tmp_path) == [(3, True, [float(rank) for rank in range(writers)])] * readers
 

@@ -405,10 +405,10 @@ def left_alone(rank: int, folder: Path) -> dict[str, Any]:
 
 
 def test_worker_that_fails_ends_also_where_others_do_not_come_to_what_it_has_begun(tmp_path: Path) -> None:
-    told, _ = run_ranks(2, left_alone, tmp_path)
-    assert told["status"] == "failed"
-    assert told["reason"] == "ArithmeticError: no more steps"
-    assert told["weights_sha256"] == "", "nobody knows what they are"
+    reported, _ = run_ranks(2, left_alone, tmp_path)
+    assert reported["status"] == "failed"
+    assert reported["reason"] == "ArithmeticError: no more steps"
+    assert reported["weights_sha256"] == "", "nobody knows what they are"
 
 
 def failing_call(rank: int) -> float:

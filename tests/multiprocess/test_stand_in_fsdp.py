@@ -80,7 +80,7 @@ def test_parts_that_a_device_steps_by_one_fused_kernel_are_near_those_of_a_cpu(t
 
 
 def taken_up(rank: int, folder: Path) -> tuple[str, str, list[list[float]]]:
-    """A run of a CPU that a device goes on with; and what its model says of samples."""
+    """A run of a CPU that a device continues with; and what its model says of samples."""
     tensor.install()
     trainer = make_trainer(CASES["zero 3"], folder)
     before = trainer.fit("5 steps").weights_sha256

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import TensorDataset
 
 from manyhosts.errors import ConfigError
-from manyhosts.training.setup.collective_forward import called_by_all
+from manyhosts.training.setup.collective_forward import collective_forward
 from manyhosts.training.state.registry import put_weights, weights_of
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.xdist_group("stand-in")]
@@ -179,7 +179,7 @@ def put_while_read(rank: int, folder: Path) -> None:
     trainer.fit("2 steps")
     parts, words = trainer.parts, samples(5, 3).tensors[0].to(trainer.world.device)
     others = {"model": {name: torch.zeros_like(value) for name, value in weights_of(parts)["model"].items()}}
-    with torch.no_grad(), called_by_all(parts.model):
+    with torch.no_grad(), collective_forward(parts.model):
         before = parts.model(words).cpu()
         under_way = parts.model(words)
         put_weights(parts, others)

@@ -41,7 +41,7 @@ def ways(of: Mapping[str, Sequence[str]]) -> list[Any]:
 
 
 def restarts(run_dir: Path) -> int:
-    """How often the others have gone on."""
+    """How often the others have continued."""
     path = run_dir / "metrics.jsonl"
     return path.read_text().count('"event": "restart"') if path.exists() else 0
 
@@ -67,17 +67,17 @@ def run(folder: Path, settings: Sequence[str], kills: Sequence[tuple[int, int]] 
 
 
 def run_with_two_kills(folder: Path, settings: Sequence[str]) -> str:
-    """What it printed: two workers were lost, each cost the step under way, and the others went on."""
+    """What it printed: two workers were lost, each cost the step under way, and the others continued."""
     output = run(folder, settings, kills=[(1, 6), (0, 16)])
-    told = summary(folder)
-    assert told["restarts"] == 2, output
-    assert isinstance(told["steps_redone"], int)
-    assert told["steps_redone"] <= 2, "only steps under way"
+    reported = summary(folder)
+    assert reported["restarts"] == 2, output
+    assert isinstance(reported["steps_redone"], int)
+    assert reported["steps_redone"] <= 2, "only steps under way"
     assert output.count("was killed by SIGKILL") == 2
     assert "starting all workers again" not in output
     assert [line["step"] for line in step_lines(folder)] == list(range(1, STEPS + 1)), output
     hashes = [text for path in folder.with_suffix(".pids").iterdir() if (text := path.read_text())]
-    assert hashes == [told["weights_sha256"]] * 2, "of each worker that came to the end"
+    assert hashes == [reported["weights_sha256"]] * 2, "of each worker that came to the end"
     return output
 
 
@@ -85,8 +85,8 @@ def run_with_two_kills(folder: Path, settings: Sequence[str]) -> str:
 def test_groups_are_formed_anew_on_a_gpu_and_a_lost_worker_costs_a_step_and_no_bit(way: str, tmp_path: Path) -> None:
     run(tmp_path / "whole", SAME[way])
     output = run_with_two_kills(tmp_path / "run", SAME[way])
-    told, whole = summary(tmp_path / "run"), summary(tmp_path / "whole")
-    assert told["weights_sha256"] == whole["weights_sha256"], output
+    reported, whole = summary(tmp_path / "run"), summary(tmp_path / "whole")
+    assert reported["weights_sha256"] == whole["weights_sha256"], output
     lines = step_lines(tmp_path / "run")
     assert [line["loss"] for line in lines] == [line["loss"] for line in step_lines(tmp_path / "whole")], output
 

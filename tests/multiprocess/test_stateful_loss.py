@@ -167,7 +167,7 @@ def test_snapshot_without_the_state_of_the_loss_is_refused(tmp_path: Path) -> No
 
 
 def test_class_weights_of_a_loss_of_pytorch_are_the_scripts(tmp_path: Path) -> None:
-    """They are no state to go on from: a changed weight counts after a resume."""
+    """They are no state to continue from: a changed weight counts after a resume."""
     classes = nn.Linear(16, 10)
     made = trainer(tmp_path, model=nn.Sequential(features(), classes), loss=nn.CrossEntropyLoss(torch.ones(10)))
     made.fit("2 steps")

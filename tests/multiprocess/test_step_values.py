@@ -53,8 +53,8 @@ def train(rank: int, step: Any, run_dir: Path, settings: dict[str, Any], validat
     )
     result = trainer.fit("2 epochs")
     lines = [line for line in read(run_dir / "metrics.jsonl") if line["event"] == "step"] if rank == 0 else []
-    told = [{"loss": line["loss"], **line.get("values", {})} for line in lines]
-    return [*told, {"weights": result.weights_sha256, **result.validation}]
+    reported = [{"loss": line["loss"], **line.get("values", {})} for line in lines]
+    return [*reported, {"weights": result.weights_sha256, **result.validation}]
 
 
 def expected(pieces: int, micro: int) -> list[dict[str, float]]:

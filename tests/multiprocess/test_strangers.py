@@ -1,4 +1,4 @@
-"""Whatever strangers send to the head of a run, and however many they are: it goes on to the same weights.
+"""Whatever strangers send to the head of a run, and however many they are: it continues to the same weights.
 
 And one who records what its agents and it say to each other reads nothing in it.
 """
@@ -46,7 +46,7 @@ class Squares(torch.utils.data.Dataset):
     def __getitem__(self, index):
         if index == 0:
             open("begun", "w").close()
-            while not os.path.exists("go on"):
+            while not os.path.exists("continue"):
                 time.sleep(0.05)
         return torch.full((4,), index / 64), torch.tensor([index * index / 4096])
 
@@ -141,8 +141,8 @@ def start(folder: Path, port: int, *, way: int = 0, script: str = TRAINS) -> lis
 
 
 def weights_of(nodes: list[subprocess.Popen[str]], folder: Path) -> str:
-    told = [node.communicate(timeout=120)[0] for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], told
+    reported = [node.communicate(timeout=120)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], reported
     summary = json.loads((folder / "run" / "summary.json").read_text())
     assert (summary["restarts"], summary["steps_redone"]) == (0, 0)
     return str(summary["weights_sha256"])
@@ -177,7 +177,7 @@ def nonsense() -> Iterator[bytes]:
 
 
 def speak_nonsense(port: int) -> None:
-    """All at once: some of it might go on, and is listened to for as long as a stranger is."""
+    """All at once: some of it might continue, and is listened to for as long as a stranger is."""
 
     def speak(words: bytes) -> bool:
         with call(port) as connection:
@@ -297,7 +297,7 @@ def test_strangers_change_nothing_and_learn_nothing(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, _MANY + 200), hard))
     undisturbed, disturbed = free_port(), free_port()
     expected = start(tmp_path / "undisturbed", undisturbed)
-    (tmp_path / "undisturbed" / "go on").touch()
+    (tmp_path / "undisturbed" / "continue").touch()
     folder = tmp_path / "disturbed"
     relay = Relay(disturbed)
     nodes = start(folder, disturbed, way=relay.port)
@@ -320,7 +320,7 @@ def test_strangers_change_nothing_and_learn_nothing(tmp_path: Path) -> None:
             wait_until(lambda calls=calls: relay.calls > calls, "the agent calls again")
             time.sleep(1)  # so that they talk, more often than not
     finally:
-        (folder / "go on").touch()
+        (folder / "continue").touch()
         got, wanted = weights_of(nodes, folder), weights_of(expected, tmp_path / "undisturbed")
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     relay.close()
@@ -337,7 +337,7 @@ def test_host_that_the_head_does_not_hear_for_half_a_minute_trains_on(tmp_path: 
     slowly = TRAINS.replace("return torch.full", "time.sleep(0.05)\n        return torch.full")
     relay = Relay(port)
     nodes = start(folder, port, way=relay.port, script=slowly.replace('"2 epochs"', '"28 epochs"'))
-    (folder / "go on").touch()
+    (folder / "continue").touch()
     try:
         wait_until((folder / "begun").exists, "it trains")
         relay.passes.clear()

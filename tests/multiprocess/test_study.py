@@ -76,7 +76,7 @@ class Studied:
             if process.poll() is None:
                 process.kill()
                 process.communicate()
-        for process in psutil.process_iter(["cmdline"]):  # a run whose study was killed goes on
+        for process in psutil.process_iter(["cmdline"]):  # a run whose study was killed continues
             if str(self.study) in " ".join(process.info["cmdline"] or []):
                 process.kill()
 
@@ -98,11 +98,11 @@ def test_each_size_is_run_once_whatever_happens(studied: Studied) -> None:
     studied.say("waits", "2")  # the first run does its step before it ends
     _, err = study.communicate(timeout=150)
     assert study.returncode == 130, err
-    assert "the same command goes on with what is not done" in err
+    assert "the same command continues with what is not done" in err
 
     study = studied.start("--workers", "1,2,3")
     studied.wait_until(lambda: studied.waits(2))
-    study.kill()  # its run goes on
+    study.kill()  # its run continues
     study.communicate()
 
     studied.say("fails", "3")
@@ -119,7 +119,7 @@ def test_each_size_is_run_once_whatever_happens(studied: Studied) -> None:
     reason = studied.result()["points"][2]["reason"]
     assert "there is no room for so many" in reason
     assert f"see the traceback in {studied.study / 'points' / '3-workers.log'}" in reason, "nobody has seen one above"
-    assert "go on:" not in reason, "the study's own command goes on"
+    assert "continue:" not in reason, "the study's own command continues"
 
     studied.say("fails", "")
     study = studied.start("--workers", "1,2,3", "--json")

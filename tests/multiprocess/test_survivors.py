@@ -94,10 +94,10 @@ def test_killed_workers_cost_a_step_each_and_no_bit(
 ) -> None:
     output = run_with_kills(tmp_path, RECIPE, workers, places)
     assert_equal(tmp_path / "run", whole[workers], output)
-    told = summary(tmp_path / "run")
-    assert told["restarts"] == len(places)
-    assert isinstance(told["steps_redone"], int)
-    assert told["steps_redone"] <= len(places), "only the step under way"
+    reported = summary(tmp_path / "run")
+    assert reported["restarts"] == len(places)
+    assert isinstance(reported["steps_redone"], int)
+    assert reported["steps_redone"] <= len(places), "only the step under way"
     assert output.count("was killed by SIGKILL") == len(places), "one line for each"
     assert "on host" in output
 
@@ -188,7 +188,7 @@ def test_error_in_the_script_is_no_death_to_go_on_from(tmp_path: Path) -> None:
     ended = run(tmp_path, source, "--workers", "2")
     assert ended.code == 2
     assert "sample 40 of the train set cannot be read" in ended.err
-    assert "went on" not in ended.out
+    assert "continued" not in ended.out
 
 
 def test_script_that_knows_nothing_of_us_is_started_again_as_under_torchrun(tmp_path: Path) -> None:

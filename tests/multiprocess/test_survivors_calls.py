@@ -1,4 +1,4 @@
-"""Workers that die in a test, in a second fit or between two calls of a script leave the others to go on."""
+"""Workers that die in a test, in a second fit or between two calls of a script leave the others to continue."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_error_that_a_worker_meets_in_an_exchange_of_the_scripts_own_is_told_by_
 
 
 def assert_told(folder: Path, rank: int) -> None:
-    [told] = restarts(folder)
-    assert told["reason"].startswith(f"rank {rank} on host"), told
-    assert "killed by SIGKILL" in told["reason"]
-    assert told["steps_redone"] <= 1
+    [reported] = restarts(folder)
+    assert reported["reason"].startswith(f"rank {rank} on host"), reported
+    assert "killed by SIGKILL" in reported["reason"]
+    assert reported["steps_redone"] <= 1

@@ -47,12 +47,12 @@ def ended(process: subprocess.Popen[str], folder: Path, *, deaths: int) -> str:
     """The output of a run that went well to its end: every step once, every sample once, all workers with one model."""
     output = finish(process)
     assert process.returncode == 0, output
-    told = summary(folder / "run")
-    assert told["status"] == "completed", output
-    assert isinstance(told["restarts"], int)
-    assert isinstance(told["steps_redone"], int)
-    assert min(deaths, 1) <= told["restarts"] <= deaths, "two that die at once are one"
-    assert told["steps_redone"] <= deaths, "only the step under way"
+    reported = summary(folder / "run")
+    assert reported["status"] == "completed", output
+    assert isinstance(reported["restarts"], int)
+    assert isinstance(reported["steps_redone"], int)
+    assert min(deaths, 1) <= reported["restarts"] <= deaths, "two that die at once are one"
+    assert reported["steps_redone"] <= deaths, "only the step under way"
     assert "starting all workers again" not in output
     assert [line["step"] for line in step_lines(folder / "run")] == list(range(1, STEPS + 1)), output
     found = samples_by_step(folder / "run")
@@ -100,7 +100,7 @@ MOMENTS = {
         "diloco",
         "1=manyhosts.communication.world:World.new_group:3:before",
     ),
-    "one of another node while nodes are made anew": (
+    "one of another node while nodes are made again": (
         "local-sgd",
         f"1={FINAL_WORD} 2=manyhosts.strategies.local_updates:LocalGradient.regroup:2:before",
     ),
@@ -123,7 +123,7 @@ def test_worker_that_dies_at_the_worst_moment_leaves_nodes_equal(moment: str, tm
     deaths = len(places.split())
     output = ended(begin(tmp_path, way, dies_at=places), tmp_path, deaths=deaths)
     assert "was killed by SIGKILL" in output, "once for all, where one of them died before it was told"
-    lost = [told["lost"] for told in restarts(tmp_path / "run") if told["lost"]]
+    lost = [reported["lost"] for reported in restarts(tmp_path / "run") if reported["lost"]]
     assert len(lost) == ("a host" in moment), output
     assert all(words.startswith("what the lost host learned alone from ") for words in lost), output
     assert_nodes_are_equal(tmp_path)
@@ -132,9 +132,9 @@ def test_worker_that_dies_at_the_worst_moment_leaves_nodes_equal(moment: str, tm
 @pytest.mark.parametrize("way", [way if way == "diloco" else pytest.param(way, marks=SLOW) for way in WAYS])
 def test_node_that_loses_a_worker_goes_on_with_a_new_one_and_nothing_is_lost(way: str, tmp_path: Path) -> None:
     ended(begin(tmp_path, way, dies_at=f"3={FINAL_WORD}"), tmp_path, deaths=1)
-    [told] = restarts(tmp_path / "run")
-    assert told["reason"].startswith("rank 3"), told
-    assert told["lost"] == "", "the other worker of its host holds the same"
+    [reported] = restarts(tmp_path / "run")
+    assert reported["reason"].startswith("rank 3"), reported
+    assert reported["lost"] == "", "the other worker of its host holds the same"
     assert_nodes_are_equal(tmp_path)
 
 
@@ -165,9 +165,9 @@ def test_host_that_is_lost_comes_back_and_what_it_had_learned_alone_is_told(way:
     except BaseException:
         kill_all(process)
         raise
-    [told] = restarts(tmp_path / "run")
-    assert told["how"] == "with 4 workers, 2 of them new", output
-    assert told["lost"].startswith("what the lost host learned alone"), output
+    [reported] = restarts(tmp_path / "run")
+    assert reported["how"] == "with 4 workers, 2 of them new", output
+    assert reported["lost"].startswith("what the lost host learned alone"), output
     assert_nodes_are_equal(tmp_path)
 
 
@@ -189,17 +189,17 @@ def test_workers_of_the_host_that_is_left_step_alone_until_the_other_is_back(tmp
     try:
         wait_for_step(process, run_dir, 11)
         agents(family(process))[1].kill()
-        wait_until(lambda: bool(restarts(run_dir)), "the host that is left goes on")
-        wait_until(lambda: "goes on with 4 workers" in (run_dir / "metrics.jsonl").read_text(), "back")
+        wait_until(lambda: bool(restarts(run_dir)), "the host that is left continues")
+        wait_until(lambda: "continues with 4 workers" in (run_dir / "metrics.jsonl").read_text(), "back")
         wait_for_step(process, run_dir, steps_done(run_dir) + 20)
         process.send_signal(signal.SIGTERM)
         output = finish(process)
     except BaseException:
         kill_all(process)
         raise
-    [told] = restarts(run_dir)
-    assert told["how"] == "with 2 workers", output
-    assert told["lost"].startswith("what the lost host learned alone"), output
+    [reported] = restarts(run_dir)
+    assert reported["how"] == "with 2 workers", output
+    assert reported["lost"].startswith("what the lost host learned alone"), output
     done = summary(run_dir)
     assert done["status"] == "interrupted", output
     steps = by_step_and_node(tmp_path)

@@ -1,4 +1,4 @@
-"""Workers that each hold something of their own go on without one that is killed; what went with it is told."""
+"""Workers that each hold something of their own continue without one that is killed; what went with it is told."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def settings(*words: str) -> list[str]:
 
 
 def run_with_kills(folder: Path, recipe: Recipe, workers: int, kills: int, options: list[str]) -> str:
-    """Kill a worker that chance names at a moment that chance names, so often; each time all go on."""
+    """Kill a worker that chance names at a moment that chance names, so often; each time all continue."""
     seed = random.SystemRandom().randrange(1 << 32)
     draw = random.Random(seed)
     process = start(workers, folder / "run", recipe, options, pids=folder / "pids")
@@ -51,11 +51,11 @@ def run_with_kills(folder: Path, recipe: Recipe, workers: int, kills: int, optio
 
 
 def assert_nothing_of_the_samples_is_lost(run_dir: Path, output: str, kills: int) -> None:
-    told = summary(run_dir)
-    assert told["status"] == "completed", output
-    assert told["restarts"] == kills, output
-    assert isinstance(told["steps_redone"], int)
-    assert told["steps_redone"] <= kills, "only the step under way"
+    reported = summary(run_dir)
+    assert reported["status"] == "completed", output
+    assert reported["restarts"] == kills, output
+    assert isinstance(reported["steps_redone"], int)
+    assert reported["steps_redone"] <= kills, "only the step under way"
     assert "starting all workers again" not in output
     assert [line["step"] for line in step_lines(run_dir)] == list(range(1, STEPS + 1)), output
     for step, found in samples_by_step(run_dir).items():
@@ -112,9 +112,9 @@ def test_worker_that_dies_at_the_worst_moment_leaves_the_others_equal(moment: st
     process = start(3, tmp_path / "run", recipe, settings(*WAYS[way]), pids=tmp_path / "pids", dies_at=place)
     output = finish(process)
     assert process.returncode == 0, output
-    [told] = restarts(tmp_path / "run")
-    assert told["reason"].startswith("rank 1"), output
-    assert told["steps_redone"] <= 1, output
+    [reported] = restarts(tmp_path / "run")
+    assert reported["reason"].startswith("rank 1"), output
+    assert reported["steps_redone"] <= 1, output
     assert [line["step"] for line in step_lines(tmp_path / "run")] == list(range(1, 31)), output
     assert [len(found) for found in samples_by_step(tmp_path / "run").values()] == 3 * ([16] * 9 + [6]), output
     hashes = [path.read_text() for path in (tmp_path / "pids").iterdir() if path.read_text()]

@@ -36,20 +36,22 @@ def tell(rank: int) -> tuple[list[object], dict[str, tuple[str, str, str, str]]]
 
 
 @pytest.fixture(scope="module")
-def told() -> list[Any]:
+def reported() -> list[Any]:
     return run_ranks(WORKERS, tell)
 
 
-def test_plain_values_come_to_all_by_rank(told: Any) -> None:
+def test_plain_values_come_to_all_by_rank(reported: Any) -> None:
     expected = [{"rank": rank, "text": "größer", "none": None, "list": [1.5, rank]} for rank in range(WORKERS)]
-    assert [values for values, _ in told] == [expected] * WORKERS
+    assert [values for values, _ in reported] == [expected] * WORKERS
 
 
 @pytest.mark.parametrize(("case", "kind", "first"), [("one", "DataError", 1), ("several", "ConfigError", 0)])
-def test_error_of_the_first_worker_is_raised_on_all(told: Any, case: str, kind: str, first: int) -> None:
-    assert [raised[case] for _, raised in told] == [(kind, f"what {first}", f"where {first}", f"fix {first}")] * WORKERS
+def test_error_of_the_first_worker_is_raised_on_all(reported: Any, case: str, kind: str, first: int) -> None:
+    assert [raised[case] for _, raised in reported] == [
+        (kind, f"what {first}", f"where {first}", f"fix {first}")
+    ] * WORKERS
 
 
-def test_error_of_a_kind_that_others_may_not_know_comes_as_the_kind_it_derives_from(told: Any) -> None:
+def test_error_of_a_kind_that_others_may_not_know_comes_as_the_kind_it_derives_from(reported: Any) -> None:
     expected = ("SnapshotError", "what 2", "where 2", "fix 2")
-    assert [raised["of a kind from elsewhere"] for _, raised in told] == [expected] * WORKERS
+    assert [raised["of a kind from elsewhere"] for _, raised in reported] == [expected] * WORKERS

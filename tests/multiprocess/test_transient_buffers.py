@@ -52,12 +52,12 @@ SCRIPT = """
 
 @pytest.mark.parametrize("parts", [0, 4])
 def test_transient_buffers_go_to_a_new_worker(parts: int, tmp_path: Path) -> None:
-    told = []
+    reported = []
     for kill in ("", "1"):
         folder = tmp_path / f"killed {kill}"
         folder.mkdir()
         done = run(folder, SCRIPT, "--workers", "2", "--env", f"KILL={kill}", "--env", f"PARTS={parts}")
         assert done.code == 0, done.err
         assert len(restarts(folder / "run")) == len(kill), done.err
-        told.append(summary(folder / "run")["weights_sha256"])
-    assert told[0] == told[1]
+        reported.append(summary(folder / "run")["weights_sha256"])
+    assert reported[0] == reported[1]

@@ -57,8 +57,8 @@ def test_two_who_watch_see_a_run_to_its_end_and_it_trains_as_if_nobody_did(tmp_p
     assert drawn.said.rindex("completed") > drawn.said.rindex("running")
     assert "held_script.py" in drawn.said
     assert "rank 1" in drawn.said
-    told = [line for line in lines.said.splitlines() if "validation" in line]
-    assert len(told) == 4
+    reported = [line for line in lines.said.splitlines() if "validation" in line]
+    assert len(reported) == 4
     assert trained_to(run) == trained_to(alone)
 
 
@@ -71,7 +71,7 @@ def test_run_that_is_killed_broke_off_for_who_watches(terminal: bool, tmp_path: 
             kill_all(run.process)
             assert watcher.end() == 1, watcher.said
     step = max(line["step"] for line in step_lines(run.run_dir))
-    assert f"the last step is {step}, and the same command goes on" in " ".join(watcher.said.split())
+    assert f"the last step is {step}, and the same command continues" in " ".join(watcher.said.split())
 
 
 def test_run_that_fails_is_told_with_its_reason_and_code(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_ctrl_c_ends_the_watching_and_leaves_the_run_alone(tmp_path: Path) -> No
     with held_run(tmp_path) as run:
         with watching_held(run) as watcher:
             assert watcher.close() == 130
-            assert "watching has ended; the run goes on" in watcher.said
+            assert "watching has ended; the run continues" in watcher.said
         run.go_on()
         assert run.end() == 0, run.output
     assert summary(run.run_dir)["status"] == "completed"

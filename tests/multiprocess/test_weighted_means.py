@@ -288,8 +288,8 @@ def test_what_a_piece_counts_is_kept_by_compressions_and_by_workers_that_step_al
             if CASES[name].weight is not None:
                 rounds = averaged_every_round(CASES[name], workers, alike=alike)
                 assert_near(first[way][name]["weights"], rounds, 1e-5, f"{way}: {name}")
-            told = [event["text"] for event in events(tmp_path / way / name.replace(" ", "-"), "note")]
-            assert sum("workers alike" in text for text in told) == (alike and workers > 1), told
+            reported = [event["text"] for event in events(tmp_path / way / name.replace(" ", "-"), "note")]
+            assert sum("workers alike" in text for text in reported) == (alike and workers > 1), reported
 
 
 def assert_near(given: list[Any], wanted: list[Tensor], tolerance: float, about: str) -> None:

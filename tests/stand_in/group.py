@@ -46,7 +46,7 @@ class _Collective:
         self.work: Any = None
 
     def __call__(self) -> bool:
-        """Go on with it. Whether it is over."""
+        """Continue with it. Whether it is over."""
         if not self.is_over and not self.group.is_aborted:
             with suppress(RuntimeError):  # that others are gone: a GPU would wait for them all the same
                 self._go_on()

@@ -3,7 +3,7 @@
 A stream does nothing by itself. What was launched on it runs when somebody waits for it: the host, or another stream by
 an event. So whoever forgets to wait reads what was there before, every time and not one time in a thousand. A thread
 runs what nobody has waited for in a while, as a GPU would have long ago. While a collective waits for other workers,
-those of other groups go on, as they do on a GPU.
+those of other groups continue, as they do on a GPU.
 """
 
 from __future__ import annotations

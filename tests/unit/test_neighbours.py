@@ -53,8 +53,8 @@ def seen(folder: Path, monkeypatch: pytest.MonkeyPatch, busy_s: float, taken_s: 
 
 
 def test_neighbour_that_takes_a_core_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = seen(tmp_path, monkeypatch, 19.0, {os.getpid(): 7.0, 11: 1.0, 10: 1.0, 77: 10.0})
-    assert told.startswith(
+    reported = seen(tmp_path, monkeypatch, 19.0, {os.getpid(): 7.0, 11: 1.0, 10: 1.0, 77: 10.0})
+    assert reported.startswith(
         "other programs took 1.0 of the 2 cores of this host meanwhile, most of it blender (process 77"
     )
 
@@ -79,6 +79,6 @@ def test_verdict_names_who_was_beside(tmp_path: Path) -> None:
     text = "other programs took 1.0 of the 2 cores of this host meanwhile, most of it blender (process 77, 1.0): steps"
     lines.insert(-1, json.dumps({"event": "note", "step": 40, "time": 1001.0, "text": text}))
     path.write_text("\n".join(lines) + "\n")
-    told = known(asked, tmp_path / "S", 0.5).verdict()
-    assert "CAREFUL: in 1 of 2 runs others used the machine (with 2 workers, other programs took 1.0" in told
-    assert "blender (process 77" in told
+    reported = known(asked, tmp_path / "S", 0.5).verdict()
+    assert "CAREFUL: in 1 of 2 runs others used the machine (with 2 workers, other programs took 1.0" in reported
+    assert "blender (process 77" in reported

@@ -54,11 +54,11 @@ def group_with_nccl() -> None:
 def test_refusal_becomes_a_sentence_with_the_line(ask: Callable[[], object], what: str, fix: str) -> None:
     with pytest.raises(Exception) as caught:  # noqa: PT011  # each build of PyTorch raises its own kind
         ask()
-    told = refusals.explained(caught.value)
-    assert isinstance(told, ScriptError)
-    assert what in told.what
-    assert fix in told.fix
-    assert told.where.startswith(f"{__file__}, line "), "the innermost line that is the user's own"
+    reported = refusals.explained(caught.value)
+    assert isinstance(reported, ScriptError)
+    assert what in reported.what
+    assert fix in reported.fix
+    assert reported.where.startswith(f"{__file__}, line "), "the innermost line that is the user's own"
 
 
 def test_other_errors_are_left_as_they_are() -> None:

@@ -108,11 +108,11 @@ def test_process_forked_from_a_worker_says_nothing(agent: Agent, address: str) -
 
 def test_whoever_waits_for_a_kind_of_report_is_called_once(address: str, agent: Agent) -> None:
     called: list[str] = []
-    when_told("trainer of this test", lambda: called.append("told"))
+    when_told("trainer of this test", lambda: called.append("reported"))
     reporter = Reporter(address, 0)
     reporter.send("say", text="something else")
     assert called == []
     reporter.send("trainer of this test")
     reporter.send("trainer of this test")
-    assert called == ["told"]
+    assert called == ["reported"]
     reporter.close()

@@ -83,10 +83,10 @@ def compare(first: Path, second: Path, to: Path, *, resamples: int, names: tuple
             fix="compare runs of scripts that hold out the same data, in the same order",
         )
     draws = statistics.resamples(len(ours["targets"]), resamples)
-    told = {"first": names[0], "second": names[1], **statistics.paired(ours, theirs, draws, names=names)}
+    reported = {"first": names[0], "second": names[1], **statistics.paired(ours, theirs, draws, names=names)}
     found = read_json(to / NAME)
-    write_json_whole(to / NAME, {**found, "comparison": to_words(told)})
-    return told
+    write_json_whole(to / NAME, {**found, "comparison": to_words(reported)})
+    return reported
 
 
 def _folder(run_dir: Path) -> str:

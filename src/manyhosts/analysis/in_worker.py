@@ -98,7 +98,7 @@ def _write(run: TrainedRun, dataset: Any, found: Mapping[str, Tensor], asked: Ma
     arrays = {"outputs": outputs.numpy(), "targets": targets.numpy(), "losses": losses.double().numpy()}
     samples, kind = len(losses), statistics.kind_of(arrays["outputs"], arrays["targets"])
     draws = statistics.resamples(samples, asked["resamples"])
-    told: dict[str, Any] = {
+    reported: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "run": asked["run"],
         "data": asked["data"],
@@ -113,21 +113,21 @@ def _write(run: TrainedRun, dataset: Any, found: Mapping[str, Tensor], asked: Ma
     kept: dict[str, Any] = {"losses": arrays["losses"], "targets": arrays["targets"]}
     right = None
     if kind == "classes":
-        told |= statistics.of_classes(arrays["outputs"], arrays["targets"])
+        reported |= statistics.of_classes(arrays["outputs"], arrays["targets"])
         shares = statistics.probabilities(arrays["outputs"])
         right = shares.argmax(1) == arrays["targets"]
         kept |= {"predicted": shares.argmax(1), "confidence": shares.max(1), "right": right}
     elif kind == "numbers":
         kept["predicted"] = arrays["outputs"]
     worst = np.argsort(-arrays["losses"], kind="stable")[: asked["worst"]]
-    told["worst"] = [_sample(kept, int(index), kind) for index in worst]
-    told["slices"] = {name: _sliced(run, dataset, name, right, arrays["losses"]) for name in asked["slices"]}
+    reported["worst"] = [_sample(kept, int(index), kind) for index in worst]
+    reported["slices"] = {name: _sliced(run, dataset, name, right, arrays["losses"]) for name in asked["slices"]}
     folder = Path(asked["to"])
-    _keep_pictures(folder / "analysis-worst.npz", dataset, told["worst"])
+    _keep_pictures(folder / "analysis-worst.npz", dataset, reported["worst"])
     with (folder / ".analysis.npz.half").open("wb") as file:
         np.savez_compressed(file, **kept)
     os.replace(folder / ".analysis.npz.half", folder / "analysis.npz")
-    write_json_whole(folder / "analysis.json", to_words(told))
+    write_json_whole(folder / "analysis.json", to_words(reported))
 
 
 def _values(run: TrainedRun, found: Mapping[str, Tensor], kind: str) -> Any:
@@ -141,28 +141,28 @@ def _values(run: TrainedRun, found: Mapping[str, Tensor], kind: str) -> Any:
         each = losses[rows].double()
         counts = None if weights is None or kind != "classes" else weights.cpu().double()[targets[rows]]
         mean = each.mean() if counts is None else (each * counts).sum() / counts.sum()
-        told = {"loss": float(mean)}
+        reported = {"loss": float(mean)}
         for name, metric in metrics.items():
             metric.reset()
             metric.update(outputs[rows], targets[rows])
             value = metric.compute()
             if isinstance(value, Tensor) and value.numel() == 1:
-                told[name] = float(value)
+                reported[name] = float(value)
         if kind == "numbers":
-            told |= statistics.of_numbers(outputs[rows].numpy(), targets[rows].numpy())
-        elif kind == "classes" and "accuracy" not in told:
-            told["accuracy"] = float((outputs[rows].argmax(1) == targets[rows]).double().mean())
-        return told
+            reported |= statistics.of_numbers(outputs[rows].numpy(), targets[rows].numpy())
+        elif kind == "classes" and "accuracy" not in reported:
+            reported["accuracy"] = float((outputs[rows].argmax(1) == targets[rows]).double().mean())
+        return reported
 
     return values
 
 
 def _sample(kept: Mapping[str, Any], index: int, kind: str) -> dict[str, Any]:
-    told: dict[str, Any] = {"index": index, "loss": float(kept["losses"][index])}
+    reported: dict[str, Any] = {"index": index, "loss": float(kept["losses"][index])}
     if kind == "classes":
-        told |= {name: int(kept[key][index]) for name, key in (("target", "targets"), ("predicted", "predicted"))}
-        told["confidence"] = float(kept["confidence"][index])
-    return told
+        reported |= {name: int(kept[key][index]) for name, key in (("target", "targets"), ("predicted", "predicted"))}
+        reported["confidence"] = float(kept["confidence"][index])
+    return reported
 
 
 def _sliced(run: TrainedRun, dataset: Any, name: str, right: Any, losses: Any) -> list[dict[str, Any]]:

@@ -57,11 +57,11 @@ def with_intervals(
     """Of each of `values` over given samples: over all of them, and the interval that the draws leave it."""
     found = values(np.arange(samples))
     drawn = [values(draw) for draw in draws]
-    told = {}
+    reported = {}
     for name, value in found.items():
         low, high = np.percentile([each[name] for each in drawn], _PERCENT)
-        told[name] = {"value": float(value), "low": float(low), "high": float(high)}
-    return told
+        reported[name] = {"value": float(value), "low": float(low), "high": float(high)}
+    return reported
 
 
 def probabilities(outputs: Array) -> Array:
@@ -132,11 +132,15 @@ def of_slices(values: Sequence[Any], right: Array | None, losses: Array) -> list
     found = []
     for value in np.unique(column):
         chosen = column == value
-        told: dict[str, Any] = {"slice": str(value), "samples": int(chosen.sum()), "loss": float(losses[chosen].mean())}
+        reported: dict[str, Any] = {
+            "slice": str(value),
+            "samples": int(chosen.sum()),
+            "loss": float(losses[chosen].mean()),
+        }
         if right is not None:
             within = binomtest(int(right[chosen].sum()), int(chosen.sum())).proportion_ci(method="wilson")
-            told |= {"accuracy": float(right[chosen].mean()), "low": float(within.low), "high": float(within.high)}
-        found.append(told)
+            reported |= {"accuracy": float(right[chosen].mean()), "low": float(within.low), "high": float(within.high)}
+        found.append(reported)
     return sorted(found, key=lambda each: (each.get("accuracy", 0.0), -each["loss"]))
 
 
@@ -151,33 +155,37 @@ def paired(
     from scipy.stats import binomtest, wilcoxon
 
     gaps = {"loss": second["losses"] - first["losses"]}
-    told: dict[str, Any] = {"samples": len(gaps["loss"]), "level": LEVEL}
+    reported: dict[str, Any] = {"samples": len(gaps["loss"]), "level": LEVEL}
     if "right" in first and "right" in second:
         gaps["accuracy"] = second["right"].astype(float) - first["right"].astype(float)
         alone = int((gaps["accuracy"] < 0).sum()), int((gaps["accuracy"] > 0).sum())
-        told |= {"only_first_right": alone[0], "only_second_right": alone[1]}
-        told["test"], told["p"] = "McNemar, exact", float(binomtest(alone[0], sum(alone)).pvalue) if sum(alone) else 1.0
+        reported |= {"only_first_right": alone[0], "only_second_right": alone[1]}
+        reported["test"], reported["p"] = (
+            "McNemar, exact",
+            float(binomtest(alone[0], sum(alone)).pvalue) if sum(alone) else 1.0,
+        )
     else:
         same = not gaps["loss"].any()
-        told["test"], told["p"] = "Wilcoxon, signed ranks", 1.0 if same else float(wilcoxon(gaps["loss"]).pvalue)
-    told["differences"] = with_intervals(
+        reported["test"], reported["p"] = (
+            "Wilcoxon, signed ranks",
+            1.0 if same else float(wilcoxon(gaps["loss"]).pvalue),
+        )
+    reported["differences"] = with_intervals(
         lambda chosen: {name: float(gap[chosen].mean()) for name, gap in gaps.items()}, len(gaps["loss"]), draws
     )
-    told["differ"] = bool(told["p"] < LEVEL)
-    told["verdict"] = _verdict(told, names)
-    return told
+    reported["differ"] = bool(reported["p"] < LEVEL)
+    reported["verdict"] = _verdict(reported, names)
+    return reported
 
 
-def _verdict(told: Mapping[str, Any], names: tuple[str, str]) -> str:
-    what = "accuracy" if "accuracy" in told["differences"] else "loss"
-    gap = told["differences"][what]
+def _verdict(reported: Mapping[str, Any], names: tuple[str, str]) -> str:
+    what = "accuracy" if "accuracy" in reported["differences"] else "loss"
+    gap = reported["differences"][what]
     span = f"by {gap['value']:+.4f} ({gap['low']:+.4f} to {gap['high']:+.4f})"
-    if not told["differ"]:
+    if not reported["differ"]:
         return (
-            f"no difference is shown: {names[1]} departs in {what} {span} on {told['samples']:,} samples,"
-            f" which chance alone does with p = {told['p']:.2g}"
+            f"no difference is shown: {names[1]} departs in {what} {span} on {reported['samples']:,} samples,"
+            f" which chance alone does with p = {reported['p']:.2g}"
         )
     better = (gap["value"] > 0) == (what == "accuracy")
-    return (
-        f"{names[1]} is {'better' if better else 'worse'}: {what} departs {span}, p = {told['p']:.2g} ({told['test']})"
-    )
+    return f"{names[1]} is {'better' if better else 'worse'}: {what} departs {span}, p = {reported['p']:.2g} ({reported['test']})"

@@ -53,8 +53,8 @@ def analyse(runs: tuple[str, ...], as_json: bool, trace: bool, workers: int, **a
                 of_other = replace(request, snapshot=step, slices=(), worst=0)
                 analysing.analyse(directory, of_other, to=Path(scratch), command=_MANYHOSTS, workers=workers)
                 names = (runs[0], runs[1])
-                told = analysing.compare(folder, Path(scratch), folder, resamples=request.resamples, names=names)
-                found = {**found, "comparison": told}
+                reported = analysing.compare(folder, Path(scratch), folder, resamples=request.resamples, names=names)
+                found = {**found, "comparison": reported}
     except analysing.Failed as failed:
         return failed.code
     if as_json:

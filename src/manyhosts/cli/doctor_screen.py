@@ -35,15 +35,15 @@ def _hosts(hosts: Sequence[Facts]) -> list[str]:
 
 
 def _host_row(host: Facts) -> list[str]:
-    told = host.get("condition", {})
-    memory, clock = told.get("memory"), host.get("clock")
-    disk = told.get("disks", {}).get("run directory")
+    reported = host.get("condition", {})
+    memory, clock = reported.get("memory"), host.get("clock")
+    disk = reported.get("disks", {}).get("run directory")
     speed = host.get("speed", {})
     return [
         host["name"],
         host["python"],
         host["torch"] or "none",
-        str(told.get("cores", "")),
+        str(reported.get("cores", "")),
         bytes_in_words(memory["available"]) if memory else "",
         bytes_in_words(disk["free"]) if disk else "",
         _gpus(host.get("graphics", {})),

@@ -57,11 +57,11 @@ def export(
         print(f"would write {request.format}, {request.precision}, of {request.snapshot} in {run} to {request.folder}")
         return 0
     folder, described = exported(request, lambda line: print(f"{line} …", file=sys.stderr, flush=True))
-    print((folder / "export.json").read_text() if as_json else _told(folder, described))
+    print((folder / "export.json").read_text() if as_json else _reported(folder, described))
     return 0
 
 
-def _told(folder: Path, described: Description) -> str:
+def _reported(folder: Path, described: Description) -> str:
     seen = described.verified
     sizes = ", ".join(map(str, BATCHES))
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -36,7 +36,7 @@ def status(run: str, as_json: bool, trace: bool) -> int:
 
 
 @click.command()
-@click.option("--follow", is_flag=True, help="Go on until the job is over.")
+@click.option("--follow", is_flag=True, help="Continue until the job is over.")
 @_TRACE
 @_RUN
 def logs(run: str, follow: bool, trace: bool) -> int:

@@ -22,7 +22,7 @@ _ORDERS = {
     "cut": "Pull the cable of HOST.",
     "mend": "Put the cable of HOST back.",
     "freeze": "Stop everything that runs on HOST.",
-    "thaw": "Let HOST go on.",
+    "thaw": "Let HOST continue.",
     "kill": "Cut the power of HOST.",
     "boot": "Switch HOST on again, with an empty disk.",
 }

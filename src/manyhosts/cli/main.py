@@ -25,7 +25,7 @@ VERBS = {
     "runs": ("manyhosts.cli.runs:runs", "What runs there are: state, time spent, best value."),
     "tune": ("manyhosts.cli.tune:tune", "Search settings and flags of a script, within a budget."),
     "report": ("manyhosts.cli.report:report", "One HTML page of a run, a study or several runs, for any browser."),
-    "watch": ("manyhosts.cli.watch:watch", "A run or a study while it goes on, in the terminal or as a page."),
+    "watch": ("manyhosts.cli.watch:watch", "A run or a study while it continues, in the terminal or as a page."),
     "analyse": ("manyhosts.cli.analyse:analyse", "The best model on held-out data, with intervals; two runs compared."),
     "reproduce": (
         "manyhosts.cli.reproduce:reproduce",

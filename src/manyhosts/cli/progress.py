@@ -18,7 +18,7 @@ class Progress:
             self._stream.flush()
 
     def doing(self, text: str) -> None:
-        """Replace the line by what goes on."""
+        """Replace the line by what happens."""
         self.tell(f"{text} …")
 
     def close(self) -> None:

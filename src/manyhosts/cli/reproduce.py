@@ -47,8 +47,8 @@ def reproduce(run: str, here: bool, dry_run: bool, as_json: bool, trace: bool, o
         if dry_run:
             say(again.command(root))
             if as_json:
-                told = [{"kind": each.kind, "what": each.what} for each in before]
-                print(json.dumps({"run": str(again.run_dir), "then": again.then, "differences": told}))
+                reported = [{"kind": each.kind, "what": each.what} for each in before]
+                print(json.dumps({"run": str(again.run_dir), "then": again.then, "differences": reported}))
             return 0
         found = again(root, _MANYHOSTS, quiet=as_json)
         _tell([each for each in found.differences if each not in before], say)

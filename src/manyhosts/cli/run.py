@@ -165,7 +165,7 @@ _ENV = "A variable that all workers get; NAME alone takes the value that it has 
 @measuring_options
 @click.option("--run-dir", metavar="DIR", help="Where the record is kept.  [default: runs/SCRIPT-TIME]")
 @click.option(
-    "--resume", type=click.Choice(["last"]), metavar="last", help="Go on with the newest run of SCRIPT in runs."
+    "--resume", type=click.Choice(["last"]), metavar="last", help="Continue with the newest run of SCRIPT in runs."
 )
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as in `python -m`.")
 @click.option("--no-python", is_flag=True, help="SCRIPT is an executable, started as it is.")
@@ -230,7 +230,7 @@ def _check_words(words: Mapping[str, Any]) -> None:
         raise ConfigError(
             "both --resume last and --run-dir are given",
             where="--resume",
-            fix="give one: a run directory that holds a run is gone on with",
+            fix="give one: a run directory that holds a run is resumed",
         )
 
 

@@ -47,7 +47,7 @@ _OURS = {"duration": "--budget", "seed": "--repeat"}
 def study(script: str, as_json: bool, dry_run: bool, **words: Any) -> int:
     """Run SCRIPT at several sizes, and say what each size gained, what it lost and why, and how far it pays.
 
-    SCRIPT is run as it is. A study that was interrupted goes on where it was when the same command is given again;
+    SCRIPT is run as it is. A study that was interrupted continues where it was when the same command is given again;
     sizes, seeds and values to try may be added. DIR/study.json holds the result, DIR/points the runs, DIR/plots plots.
 
     Exit codes: 0 every run ended well, 1 one did not, 2 the request was wrong, 130 interrupted.
@@ -75,7 +75,7 @@ def study(script: str, as_json: bool, dry_run: bool, **words: Any) -> int:
             fix="see to that disk, or choose another folder with --run-dir DIR",
         ) from cause
     except Interrupted:
-        print("manyhosts: interrupted; the same command goes on with what is not done", file=sys.stderr)
+        print("manyhosts: interrupted; the same command continues with what is not done", file=sys.stderr)
         return _INTERRUPTED
     note = _draw(found) if found.sizes else ""
     if words["proposal"] is not None and found.sizes:

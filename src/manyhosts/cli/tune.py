@@ -59,7 +59,7 @@ _PROGRAM = (sys.executable, "-m", "manyhosts.cli.main")
 def tune(script: str, as_json: bool, dry_run: bool, **words: Any) -> int:
     """Search the settings and flags of SCRIPT that are best for a metric of its validations, within a budget.
 
-    Each trial is a `manyhosts run` with a run directory of its own, in DIR/trials. The same command goes on where a
+    Each trial is a `manyhosts run` with a run directory of its own, in DIR/trials. The same command continues where a
     search was interrupted or killed; DIR/tune.json holds the result, and `manyhosts report DIR` shows it.
 
     Exit codes: 0 the search has a result, 1 every trial failed, 2 the request was wrong, 130 interrupted.
@@ -84,7 +84,7 @@ def tune(script: str, as_json: bool, dry_run: bool, **words: Any) -> int:
     try:
         tuner.run()
     except Interrupted:
-        say("interrupted; the same command goes on")
+        say("interrupted; the same command continues")
         return _INTERRUPTED
     finally:
         progress.close()

@@ -1,4 +1,4 @@
-"""`manyhosts watch`: a run or a study while it goes on, in the terminal and, on request, as a page on this machine."""
+"""`manyhosts watch`: a run or a study while it continues, in the terminal and, on request, as a page on this machine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _INTERRUPTED = 130
 @click.option("--trace", is_flag=True, help="Show where in manyhosts an error was raised.")
 @click.argument("directory", metavar="RUN")
 def watch(directory: str, web: bool, port: int, trace: bool) -> int:
-    """Show a run or a study while it goes on. Nothing that is done here changes it.
+    """Show a run or a study while it continues. Nothing that is done here changes it.
 
     RUN is a directory, the handle that `run --detach` printed, or `last`.
 
@@ -68,7 +68,7 @@ def watch(directory: str, web: bool, port: int, trace: bool) -> int:
             (_draw if can_draw else _print)(live, lock, console, stays=web)
         except KeyboardInterrupt:
             if not live.is_over:
-                print("manyhosts: watching has ended; the run goes on", file=sys.stderr)
+                print("manyhosts: watching has ended; the run continues", file=sys.stderr)
                 return _INTERRUPTED
     return live.exit_code
 
@@ -88,7 +88,7 @@ def _read_all(live: LiveRun | LiveStudy, lock: threading.Lock) -> None:
 
 
 def _draw(live: LiveRun | LiveStudy, lock: threading.Lock, console: Console, *, stays: bool) -> None:
-    """One screen, drawn anew several times a second."""
+    """One screen, drawn again several times a second."""
     from rich.live import Live
 
     from manyhosts.watch.screen import drawn

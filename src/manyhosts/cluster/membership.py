@@ -3,13 +3,13 @@
 One connection per worker to the socket of its agent, both ways, one JSON object per line. The agent passes everything
 on between its workers and the head, which alone decides. From the worker (`kind`):
 
-    begin      call, most                a call that all make together has begun: others may go, and this worker goes on
-    done       call, outcome             it is over, on every worker, and the script goes its own way until the next
-    regroup    call, step                the group is broken, or is to change: this worker has finished so many steps
-    join       call, most                a worker that was started later is ready to be one of them
+    begin      call, most                a call that all make together has begun: others may go, and this worker
+    continues done       call, outcome             it is over, on every worker, and the script goes its own way until
+    the next regroup    call, step                the group is broken, or is to change: this worker has finished so many
+    steps join       call, most                a worker that was started later is ready to be one of them
     accuse     group, rank, what         the bits of that worker of the group are wrong: leave it out, and its host
-    saving                               nobody goes on, and this worker saves what it holds: its agent waits for it
-    withdraw                             from now on nobody can go on without this worker, or come to it
+    saving                               nobody continues, and this worker saves what it holds: its agent waits for it
+    withdraw                             from now on nobody can continue without this worker, or come to it
 
 Calls (`fit`, `test`, …) are numbered in the order in which the script makes them, from 1.
 
@@ -19,7 +19,7 @@ To the worker (`message`):
     broken     group                     somebody of `group` is gone: whoever waits for them waits in vain
     group      see `Group`               the answer to `regroup` and `join`
     passed     call, outcome, replaces   another answer: the others have finished that call
-    refused    reason                    the last one: nobody goes on
+    refused    reason                    the last one: nobody continues
     headless   reason                    the head is gone, so nobody will: finish the step if that can be, save, and end
 """
 
@@ -68,7 +68,7 @@ class Group:
     reason: str = ""
     """What failed, in one sentence with host and rank; empty where the group only grew."""
     how: str = ""
-    """How it goes on, in a few words."""
+    """How it continues, in a few words."""
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Group:
@@ -78,10 +78,10 @@ class Group:
 
 
 class Refused(Exception):
-    """The head says that nobody goes on."""
+    """The head says that nobody continues."""
 
 
-class Passed(Exception):
+class CallAlreadyFinished(Exception):
     """The others have finished the call that this worker stands in."""
 
     def __init__(self, outcome: Any, *, replaces: bool = True) -> None:
@@ -158,7 +158,7 @@ class Membership:
         return self._answer()
 
     def regroup(self, call: int, step: int) -> Group:
-        """Wait until it is known who goes on.
+        """Wait until it is known who continues.
 
         Raises:
             Passed: the others have finished that call.
@@ -172,11 +172,11 @@ class Membership:
         self._send("accuse", group=self.group, rank=rank, what=what)
 
     def saving(self) -> None:
-        """Say that this worker, without whom nobody goes on, is about to save what it holds."""
+        """Say that this worker, without whom nobody continues, is about to save what it holds."""
         self._send("saving")
 
     def withdraw(self) -> None:
-        """Say that nobody can go on without this worker any more. Safe to call twice."""
+        """Say that nobody can continue without this worker any more. Safe to call twice."""
         if self._socket is not None and os.getpid() == self._process:
             self._send("withdraw")
             with contextlib.suppress(OSError):
@@ -199,7 +199,7 @@ class Membership:
     def _answer(self) -> Group:
         answer = self._answers.get()
         if answer["message"] == "passed":
-            raise Passed(answer["outcome"], replaces=answer["replaces"])
+            raise CallAlreadyFinished(answer["outcome"], replaces=answer["replaces"])
         if answer["message"] != "group":
             raise Refused(answer.get("reason", ""))
         group = Group.from_message(answer)

@@ -30,7 +30,7 @@ class Place:
     """Where the store is that the workers meet at."""
     head_port: int = 0
     restart: int = 0
-    """How often the workers were started anew."""
+    """How often the workers were started again."""
     run_id: str = ""
 
     @classmethod

@@ -11,10 +11,10 @@ Kinds that the agent and the head know:
                 optimizer (one was made), shapes, weights, samples (fingerprints), libraries, steps, ended
     fault       what may be a fault of the script, for the head to compare (`agent.script_faults`): fault, host,
                 workers, world, apart, and what belongs to it
-    busy        something goes on that takes long and is no step (an evaluation, a snapshot): no hang
+    busy        something continues that takes long and is no step (an evaluation, a snapshot): no hang
     rest        no steps are to be expected any more: training has ended
     trainer     a Trainer was made, so the settings of `--set` were heard
-    directory   a Trainer's run has begun in a run directory, and can be gone on with: path
+    directory   a Trainer's run has begun in a run directory, and can be resumed: path
 """
 
 from __future__ import annotations

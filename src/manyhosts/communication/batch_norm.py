@@ -60,7 +60,7 @@ class GlobalBatch:
         return self.stack(own.view(-1)).sum(0).view_as(own)
 
     def _shared(self) -> SharedRows | None:
-        """What these workers share; made anew, by all of them together, where they have changed."""
+        """What these workers share; made again, by all of them together, where they have changed."""
         members = self.members
         if members.size == 1 or members.device.type != "cpu":
             return None

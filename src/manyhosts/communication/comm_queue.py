@@ -68,7 +68,7 @@ class CommQueue:
         self._made_for: object = None
 
     def ready(self) -> None:
-        """Called by all workers before a step's first job: makes the queues, anew where the world has changed."""
+        """Called by all workers before a step's first job: makes the queues, again where the world has changed."""
         world = self.world
         self._next = 0
         if self._made_for is world.group:

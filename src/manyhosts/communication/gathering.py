@@ -78,11 +78,11 @@ def gather_plain(world: Collectives, own: Any, error: errors.ManyhostsError | No
     Raises:
         ManyhostsError: the first `error` that a worker tells in place of a value, on all workers alike.
     """
-    told: list[Any] = [own]
+    reported: list[Any] = [own]
     if error is not None:
         kind = next(each for each in type(error).__mro__ if each.__module__ == errors.__name__)
-        told = [kind.__name__, error.what, error.where, error.fix]
-    rows = [json.loads(word) for word in gather_words(world, json.dumps(told))]
+        reported = [kind.__name__, error.what, error.where, error.fix]
+    rows = [json.loads(word) for word in gather_words(world, json.dumps(reported))]
     for name, what, where, fix in (row for row in rows if len(row) > 1):
         raise getattr(errors, name)(what, where=where, fix=fix)
     return [value for (value,) in rows]

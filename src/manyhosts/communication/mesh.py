@@ -104,8 +104,8 @@ class Mesh:
     def along(self, *axes: str) -> Collectives:
         """The workers that differ from this one along `axes` alone, by rank: the world, where that is all of them.
 
-        Ask for it anew where the workers may have changed. The first time since then all workers of the world call this
-        together, for groups are made.
+        Ask for it again where the workers may have changed. The first time since then all workers of the world call
+        this together, for groups are made.
         """
         wanted = tuple(axis for axis in AXES if axis in axes)
         assert len(wanted) == len(axes), f"axes are {AXES}, each named once, got {axes}"

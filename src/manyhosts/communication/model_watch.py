@@ -273,24 +273,24 @@ class ModelWatch:
         for place in places:
             place.take_checksum()
         found = {place.name: [place.checksum, place.persistent, _shape(place.tensor)] for place in places}
-        told = gather_plain(self.world, [found, [name for name, _ in self.unfrozen()]])
-        self._compare_trained([set(names) for _, names in told])
-        self._compare_buffers([buffers for buffers, _ in told])
+        reported = gather_plain(self.world, [found, [name for name, _ in self.unfrozen()]])
+        self._compare_trained([set(names) for _, names in reported])
+        self._compare_buffers([buffers for buffers, _ in reported])
 
-    def _compare_trained(self, told: Sequence[set[str]]) -> None:
+    def _compare_trained(self, reported: Sequence[set[str]]) -> None:
         for name, _ in self.frozen:
-            those = [rank for rank, names in enumerate(told) if name in names]
-            if 0 < len(those) < len(told):
+            those = [rank for rank, names in enumerate(reported) if name in names]
+            if 0 < len(those) < len(reported):
                 raise ConfigError(
-                    f"the parameter {name!r} is to be trained on {len(those)} of {len(told)} workers",
+                    f"the parameter {name!r} is to be trained on {len(those)} of {len(reported)} workers",
                     where=f"rank {', '.join(map(str, those))}",
                     fix="set requires_grad on every worker in the same step: not in a listener, nor for the first only",
                 )
 
-    def _compare_buffers(self, told: Sequence[dict[str, list[object]]]) -> None:
+    def _compare_buffers(self, reported: Sequence[dict[str, list[object]]]) -> None:
         caches = set()
-        for name, first in told[0].items():
-            others = [buffers[name] for buffers in told]
+        for name, first in reported[0].items():
+            others = [buffers[name] for buffers in reported]
             if all(other == first for other in others):
                 continue
             _, persistent, _ = first

@@ -157,12 +157,12 @@ def among(members: Collectives, length: int, *, same_host: bool, timeout_s: floa
                 os.close(descriptor)
     made: SharedRows | None = None
     try:
-        told = torch.zeros(_NAME_BYTES, dtype=torch.uint8, device=members.device)
+        reported = torch.zeros(_NAME_BYTES, dtype=torch.uint8, device=members.device)
         if path is not None:
             name_bytes = path.name.encode()
-            told[: len(name_bytes)] = torch.tensor(list(name_bytes), dtype=torch.uint8)
-        told = members.broadcast(told)
-        name = bytes(cast(list[int], told.tolist())).rstrip(b"\0").decode()
+            reported[: len(name_bytes)] = torch.tensor(list(name_bytes), dtype=torch.uint8)
+        reported = members.broadcast(reported)
+        name = bytes(cast(list[int], reported.tolist())).rstrip(b"\0").decode()
         if able and name:
             with contextlib.suppress(OSError):
                 made = SharedRows(members, _MEMORY / name, length, timeout_s)

@@ -264,7 +264,8 @@ class World(Collectives):
             dist.destroy_process_group()
 
     def confirm(self) -> None:
-        """See that all exchanges that were asked for so far came to their end, where others go on without a lost one.
+        """See that all exchanges that were asked for so far came to their end, where others continue without a lost
+        one.
 
         On a GPU an exchange that is cut off ends without a word, and leaves anything at all. So the host waits, and an
         abort leaves its mark before it cuts anything off: where there is none behind the wait, all is whole.
@@ -282,7 +283,7 @@ class World(Collectives):
                 fix="see what was printed about the others",
             )
 
-    def comes_to_rest(self) -> bool:
+    def drain(self) -> bool:
         """Whether this worker's device comes to the end of what it was asked for, and all of that is whole.
 
         An exchange to which others do not come is cut off after some seconds.
@@ -383,7 +384,7 @@ class World(Collectives):
         return work
 
 
-def is_break(error: BaseException) -> bool:
+def is_connection_error(error: BaseException) -> bool:
     """Whether `error` says that the connection to other workers broke, and not that something else went wrong."""
     if isinstance(error, CommunicationError | dist.DistError):
         return True

@@ -39,7 +39,7 @@ def check_kinds(settings: Any, *, prefix: str = "") -> None:
             continue  # one that another package adds
         if not any(_is(value, kind) for kind in kinds):
             fix = _FIXES.get(name) or f"give it {' or '.join(_word(kind, name) for kind in kinds)}"
-            raise ConfigError(f"{prefix}{name} is {_told(value)}", where=f"{prefix}{name}", fix=fix)
+            raise ConfigError(f"{prefix}{name} is {_reported(value)}", where=f"{prefix}{name}", fix=fix)
 
 
 @functools.cache
@@ -62,7 +62,7 @@ def _is(value: Any, kind: Any) -> bool:
     return isinstance(value, {int: Integral, float: Real}.get(kind, kind))
 
 
-def _told(value: Any) -> str:
+def _reported(value: Any) -> str:
     if isinstance(value, type):
         return f"the class {value.__name__}"
     return repr(value) if isinstance(value, (str, int, float)) else f"of the type {type(value).__name__}"

@@ -70,9 +70,9 @@ class DiLoCo:
     fragments: int = 4
     """Into how many parts the model is cut, which take turns: one is exchanged every `sync_every / fragments` steps."""
     overlap_steps: int = 1
-    """Inner steps that go on while a fragment travels."""
+    """Inner steps that continue while a fragment travels."""
     mixing: float = 0.5
-    """What a worker keeps of its own fragment where inner steps went on; 0 where none did."""
+    """What a worker keeps of its own fragment where inner steps continued; 0 where none did."""
     outer_compression: str = "int8"
     """How outer gradients travel: any compression that `DDP` knows."""
     inside_node: Literal["exact", "alike"] = "exact"

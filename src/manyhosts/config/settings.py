@@ -67,7 +67,7 @@ class Settings:
     threads: int | None = None
     """Threads that torch computes with in one worker. None: torch's own choice; 1 with virtual workers."""
     on_bad_step: Literal["stop", "skip", "rewind"] = "stop"
-    """What to do about a loss or gradient that is NaN or infinite: stop; leave that step's update out and go on;
+    """What to do about a loss or gradient that is NaN or infinite: stop; leave that step's update out and continue;
     or go back to the last snapshot, and leave its samples out when they come again."""
     compile: bool = False
     activation_checkpointing: ActivationCheckpointing = None

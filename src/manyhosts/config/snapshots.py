@@ -18,7 +18,7 @@ class Snapshots:
 
     `every` is a duration (`"500 steps"`, `"1 epoch"`, `"10 min"`, or several joined by `or`). The best model is kept
     beside them, in `best/`. `to` is a remote copy that each one is copied to beside training: an object store such as
-    `"s3://bucket/path"`, or a folder. A run whose disk is empty goes on from there. One run, one address.
+    `"s3://bucket/path"`, or a folder. A run whose disk is empty continues from there. One run, one address.
     """
 
     every: str = "10 min"
@@ -30,7 +30,7 @@ class Snapshots:
         Duration.parse(self.every, where="snapshots.every")
         if self.keep < 1:
             raise ConfigError(
-                f"keep is {self.keep}, but a run needs at least one snapshot to go on from",
+                f"keep is {self.keep}, but a run needs at least one snapshot to continue from",
                 where="snapshots.keep",
                 fix="set it to 1 or more; 3 is usual, so that a damaged one has others behind it",
             )

@@ -33,7 +33,7 @@ class Display(Protocol):
 
 
 class PlainDisplay:
-    """Prints lines and no progress. Where nobody reads any more, it goes on in silence."""
+    """Prints lines and no progress. Where nobody reads any more, it continues in silence."""
 
     def __init__(self, out: TextIO, err: TextIO) -> None:
         self._out, self._err = out, err

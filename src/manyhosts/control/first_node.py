@@ -28,7 +28,7 @@ from manyhosts.errors import LaunchError, ManyhostsError
 from manyhosts.hosts import addresses, interfaces
 
 AGAIN = 75
-"""The exit code of a node that was asked to end, or has lost the others: started again, the run goes on."""
+"""The exit code of a node that was asked to end, or has lost the others: started again, the run continues."""
 PATIENCE_S = 900.0
 """How long nodes wait for each other: an engine starts one minutes after another, images have to be pulled."""
 _CALL_AGAIN_S = 0.5
@@ -77,7 +77,9 @@ def run(job: Job, node_info: NodeInfo, *, patience_s: float = PATIENCE_S) -> int
         )
         code = head.run()
         if code >= 128:  # signals: the engine wants the node back
-            display.warn("manyhosts: this node was asked to end; started again, the run goes on from its last snapshot")
+            display.warn(
+                "manyhosts: this node was asked to end; started again, the run continues from its last snapshot"
+            )
             return AGAIN
         return code
 

@@ -37,7 +37,7 @@ class Job:
     nodes_are_chosen: bool = True
     """Whether the user has said how many; if not, an engine that has given us some uses all of them."""
     least_nodes: int | None = None
-    """With how many nodes the run goes on where others are gone, and begins where others are late. None: with all."""
+    """With how many nodes the run continues where others are gone, and begins where others are late. None: with all."""
     workers_per_node: int = 1
     workers_are_chosen: bool = True
     """Whether the user has said how many; if not, every host starts as many as it has GPUs, and one without any."""
@@ -48,7 +48,7 @@ class Job:
     head_timeout_s: float = 300.0
     """How long agents that have lost the head keep their workers and call it again. 0: not at all."""
     restarts: int = 0
-    """How often all workers are started anew after a failure."""
+    """How often all workers are started again after a failure."""
     show: tuple[int, ...] = ()
     """The ranks whose output is shown; all where it is empty. Logs are kept of all."""
     prefix: bool = True
@@ -154,7 +154,7 @@ class Job:
 
     @property
     def recovers(self) -> bool:
-        """Whether workers are told how to go on without one of them: alone, none can."""
+        """Whether workers are told how to continue without one of them: alone, none can."""
         return self.workers > 1
 
     @property

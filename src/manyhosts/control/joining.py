@@ -63,7 +63,7 @@ def join(wish: Wish) -> int:
         raise LaunchError(
             f"the head of {offer.run} has no place for this host: {offer.refused}",
             where=wish.place,
-            fix="start the run with more --nodes; with MIN:MAX hosts come while it goes on",
+            fix="start the run with more --nodes; with MIN:MAX hosts come while it continues",
         )
     _see_versions(offer, wish.place)
     _see_files(offer, wish.folder)

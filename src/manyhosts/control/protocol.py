@@ -61,7 +61,7 @@ class Asked(FromAgent):
 class Condition(FromAgent):
     """How the host is, where `Prepare` asks for it, and at which port others may try to connect (0: none)."""
 
-    told: dict[str, Any]
+    reported: dict[str, Any]
     """As `agent.host_state` gathers it."""
     port: int
 
@@ -126,7 +126,7 @@ class Trouble(FromAgent):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Warm(FromAgent):
+class ModulesPreloaded(FromAgent):
     """Modules that are loaded because the script imports them: a host that comes later need not find that out."""
 
     modules: list[str]
@@ -143,7 +143,7 @@ class Output(OfWorker):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Unshown(OfWorker):
+class LinesDropped(OfWorker):
     """So many lines of a worker were left out: the head did not keep up."""
 
     CHANGES_STATE = False
@@ -364,14 +364,25 @@ class Leave(FromHead):
     """End everything."""
 
     code: int | None = 0
-    """What the run ends with; None where it goes on without this host."""
+    """What the run ends with; None where it continues without this host."""
     why: str = ""
     """For the user of a host that is turned away."""
 
 
 FROM_AGENT: Mapping[str, type[FromAgent]] = by_name(
-    *(Alive, Asked, Condition, Connectivity, ConnectionsTried, StoreOpened, Trouble, Warm, Seen, MemberSays),
-    *(AskStore, Output, Unshown, Unlogged, Report, Ended),
+    *(
+        Alive,
+        Asked,
+        Condition,
+        Connectivity,
+        ConnectionsTried,
+        StoreOpened,
+        Trouble,
+        ModulesPreloaded,
+        Seen,
+        MemberSays,
+    ),
+    *(AskStore, Output, LinesDropped, Unlogged, Report, Ended),
 )
 """What an agent may say, by its name on the wire."""
 FROM_HEAD: Mapping[str, type[FromHead]] = by_name(

@@ -5,7 +5,7 @@ connection breaks, both sides tell on the next how far they have heard, and what
 Messages without a number (signs of life, and those of `control.proof`) are never sent again.
 
 A side that writes down how far it is (`head.takeover`) holds its messages back until that is done. So another process
-can go on with the conversation: nothing was said that it does not know of.
+can continue with the conversation: nothing was said that it does not know of.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class Session:
         """Whether there are as many messages of ours as the other side says that it has heard."""
         return number <= self._sent
 
-    def written_down(self) -> dict[str, Any]:
-        """All that another process needs to go on with this conversation."""
+    def to_dict(self) -> dict[str, Any]:
+        """All that another process needs to continue with this conversation."""
         return {"sent": self._sent, "heard": self.heard, "kept": [[n, words.decode()] for n, words in self._kept]}
 
-    def go_on_from(self, written: Mapping[str, Any]) -> None:
+    def restore(self, written: Mapping[str, Any]) -> None:
         """Be the session that was written down. What was not heard of it goes out over the next connection."""
         self._sent = self._released = int(written["sent"])
         self.heard = int(written["heard"])
@@ -69,7 +69,7 @@ class Session:
         self._kept_bytes = sum(len(words) for _, words in self._kept)
 
     def attach(self, channel: Channel, heard: int = 0) -> None:
-        """Go on over `channel`. `heard` is how many of our messages the other side has."""
+        """Continue over `channel`. `heard` is how many of our messages the other side has."""
         if self.channel is not None:
             self.channel.close()
         self.channel, channel.on_message = channel, self._take

@@ -33,7 +33,7 @@ class Identity:
         self.fingerprint = hashlib.sha256(ssl.PEM_cert_to_DER_cert(certificate.decode())).digest()
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._context.minimum_version = ssl.TLSVersion.TLSv1_3
-        self._context.num_tickets = 0  # nobody goes on with a session of before
+        self._context.num_tickets = 0  # nobody continues with a session of before
         with tempfile.NamedTemporaryFile(prefix="manyhosts-") as file:  # for us alone; OpenSSL wants a name
             file.write(key + certificate)
             file.flush()

@@ -24,9 +24,9 @@ _NATIVE = re.compile(
 
 def text(error: BaseException) -> str:
     """The traceback of `error` and of the errors behind it, as Python prints them."""
-    told = traceback.TracebackException.from_exception(error)
-    _strip(told)
-    return without_native_frames("".join(told.format()).rstrip())
+    reported = traceback.TracebackException.from_exception(error)
+    _strip(reported)
+    return without_native_frames("".join(reported.format()).rstrip())
 
 
 def summary(error: BaseException) -> str:
@@ -77,11 +77,11 @@ def is_idle_notice(line: str) -> bool:
     return _NOTICES.match(line) is not None
 
 
-def _strip(told: traceback.TracebackException | None) -> None:
-    if told is None:
+def _strip(reported: traceback.TracebackException | None) -> None:
+    if reported is None:
         return
-    told.stack[:] = [frame for frame in told.stack if not frame.filename.startswith(_OURS)]
-    _strip(told.__cause__)
-    _strip(told.__context__)
-    for inner in getattr(told, "exceptions", None) or ():
+    reported.stack[:] = [frame for frame in reported.stack if not frame.filename.startswith(_OURS)]
+    _strip(reported.__cause__)
+    _strip(reported.__context__)
+    for inner in getattr(reported, "exceptions", None) or ():
         _strip(inner)

@@ -70,7 +70,7 @@ def of_all(job: Job, *, address: str = CHOSEN_AT_START) -> tuple[Mapping[str, st
 
 
 def of_member(job: Job, *, member: int, late: bool) -> dict[str, str]:
-    """What a worker needs to go on when others are lost, or to come to them while they train."""
+    """What a worker needs to continue when others are lost, or to come to them while they train."""
     if not job.recovers:
         return {}
     return {membership.MEMBER: str(member), **({membership.JOINS: "1"} if late else {})}

@@ -1,6 +1,6 @@
 """What tells one training set from another: its length, and what a few of its samples hold.
 
-A snapshot keeps this, so that a run is not gone on with on other data unseen. Each sample is read under its own random
+A snapshot keeps this, so that a run is not resumed on other data unseen. Each sample is read under its own random
 address, so augmentation does not matter. Floating-point numbers and pictures are compared by a few sums and not by
 their bits: another processor, or another version of a decoder, may round otherwise.
 """

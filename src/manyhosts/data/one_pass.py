@@ -23,7 +23,7 @@ class Pass:
         stride: int = 1,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        """`state`: what `state` gave in an earlier pass, from where this one goes on if the dataset can."""
+        """`state`: what `state` gave in an earlier pass, from where this one continues if the dataset can."""
         self.seed, self.dataset, self.epoch, self.first, self.stride = seed, dataset, epoch, first, stride
         self.read = 0
         """Samples read so far."""
@@ -56,7 +56,7 @@ class Pass:
                 yield sample
 
     def state(self) -> dict[str, Any]:
-        """What it takes to go on after the samples taken so far."""
+        """What it takes to continue after the samples taken so far."""
         state: dict[str, Any] = {"read": self.read}
         if hasattr(self.dataset, "state_dict"):
             state["dataset"] = self.dataset.state_dict()

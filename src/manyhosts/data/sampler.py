@@ -110,7 +110,7 @@ class Order(Sampler[list[int]]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there, on any number of workers and with any batch size.
+        """Continue from there, on any number of workers and with any batch size.
 
         Raises:
             ConfigError: it is the place in another order.

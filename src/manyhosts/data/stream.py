@@ -1,7 +1,7 @@
 """Streams: datasets without an index, read in the order in which they come.
 
 Every worker reads the whole stream and keeps its part of each global batch, so that a stream is cut like any other
-dataset. One that offers `shard(index, count)` is read in shards instead: see `shards`. Going on from a snapshot skips
+dataset. One that offers `shard(index, count)` is read in shards instead: see `shards`. Continuing from a snapshot skips
 what was read, or uses the dataset's `state_dict` and `load_state_dict` where it has them.
 """
 
@@ -58,13 +58,13 @@ class Stream:
 
     def ahead(self, make: Callable[[], Iterator[Made]]) -> Generator[Made, None, None]:
         """What `make` gives, made ahead of time in a loader process where that was asked for."""
-        told = partial(self._told, make)
+        reported = partial(self._reported, make)
         if not self.processes:
-            made: Iterator[Made | Failed] = told()
+            made: Iterator[Made | Failed] = reported()
         else:
             made = iter(
                 DataLoader(
-                    _Produced(told),
+                    _Produced(reported),
                     batch_size=None,
                     num_workers=1,
                     multiprocessing_context=loader_process.context(),
@@ -76,7 +76,7 @@ class Stream:
                 raise each.error
             yield each
 
-    def _told(self, make: Callable[[], Iterator[Made]]) -> Iterator[Made | Failed]:
+    def _reported(self, make: Callable[[], Iterator[Made]]) -> Iterator[Made | Failed]:
         """What `make` gives, and at its end the error that it raised, where it did: in a sentence."""
         try:
             yield from make()
@@ -152,7 +152,7 @@ class Stream:
         return DataError(
             f"the {self.name} stream gave no sample in epoch {epoch}",
             where=type(self.dataset).__name__,
-            fix="let __iter__ begin anew each time it is called",
+            fix="let __iter__ begin again each time it is called",
         )
 
 

@@ -171,8 +171,8 @@ def _bytes_sent() -> int:
                 if os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
                     with socket.socket(fileno=os.dup(int(entry))) as found:
                         if found.family in (socket.AF_INET, socket.AF_INET6):
-                            told = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                            sent += int.from_bytes(told[_ACKNOWLEDGED : _ACKNOWLEDGED + 8], sys.byteorder)
+                            reported = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                            sent += int.from_bytes(reported[_ACKNOWLEDGED : _ACKNOWLEDGED + 8], sys.byteorder)
             except OSError:
                 continue
     except OSError:

@@ -23,11 +23,11 @@ def findings(hosts: Sequence[Facts]) -> Iterator[Finding]:
         for host in with_gpus
     }
     if len(set(kinds.values())) > 1:
-        told = "; ".join(f"{name}: {' and '.join(kind) or 'none'}" for name, kind in kinds.items())
+        reported = "; ".join(f"{name}: {' and '.join(kind) or 'none'}" for name, kind in kinds.items())
         yield Finding(
             level="warning",
             check="fabric",
-            what=f"hosts with GPUs have different fast networks, so NCCL can use none between all of them: {told}",
+            what=f"hosts with GPUs have different fast networks, so NCCL can use none between all of them: {reported}",
             where="between the hosts",
             fix="see the adapters of those that have none, and their cables; or run on the others alone",
         )
@@ -66,11 +66,11 @@ def _of_nvlinks(hosts: Sequence[Facts]) -> Iterator[Finding]:
         links = {each["gpu"]: each["links"] for each in host["fabric"]["nvlink"]}
         counts = [links.get(number, 0) for number in range(len(host["graphics"]["gpus"]))]
         if links and len(set(counts)) > 1:
-            told = ", ".join(f"GPU {number} {count}" for number, count in enumerate(counts))
+            reported = ", ".join(f"GPU {number} {count}" for number, count in enumerate(counts))
             yield Finding(
                 level="warning",
                 check="fabric",
-                what=f"GPUs of host {host['name']} have different numbers of NVLinks up: {told}",
+                what=f"GPUs of host {host['name']} have different numbers of NVLinks up: {reported}",
                 where=f"host {host['name']}",
                 fix="`nvidia-smi nvlink --status` and `--errorcounters` there say which are down",
             )

@@ -37,11 +37,11 @@ def findings(
         mine = {**mine, "python": "", "torch": ""}  # hosts have those of their image, whatever this machine has
     found = [*_of_images(hosts), *_of_versions(hosts, mine)]
     for host in hosts:
-        told = host.get("condition")
-        if told is None:
+        reported = host.get("condition")
+        if reported is None:
             continue
         clock = host.get("clock", {"offset_s": 0, "unsure_s": 0})
-        found += checks.host_findings(host["name"], told, offset_s=clock["offset_s"], unsure_s=clock["unsure_s"])
+        found += checks.host_findings(host["name"], reported, offset_s=clock["offset_s"], unsure_s=clock["unsure_s"])
         found += [*_of_graphics(host), *_of_quota(host)]
     machines = {host["machine"]: host for host in reversed(hosts) if "machine" in host}  # hosts of a lab share one
     found += [finding for host in reversed(machines.values()) for finding in _of_load(host)]
@@ -62,7 +62,7 @@ def _of_images(hosts: Sequence[Facts]) -> Iterator[Finding]:
             check="image",
             what=f"host {host} has another image than {usual}: {has}, and {usual} has {most}",
             where=f"host {host}",
-            fix="have the same one everywhere: pull it anew on each host, or copy the file; NAME@sha256:… names it for"
+            fix="have the same one everywhere: pull it again on each host, or copy the file; NAME@sha256:… names it for"
             " good",
         )
 
@@ -97,13 +97,13 @@ def _of_versions(hosts: Sequence[Facts], mine: Mapping[str, str]) -> Iterator[Fi
 
 
 def _of_quota(host: Facts) -> Iterator[Finding]:
-    told = host.get("condition", {"cores": 1})
-    quota = told.get("cpu_quota")
-    if quota is not None and quota < told["cores"]:
+    reported = host.get("condition", {"cores": 1})
+    quota = reported.get("cpu_quota")
+    if quota is not None and quota < reported["cores"]:
         yield Finding(
             level="note",
             check="load",
-            what=f"host {host['name']} has {told['cores']} cores, of which this cgroup is let the time of {quota:.2g}:"
+            what=f"host {host['name']} has {reported['cores']} cores, of which this cgroup is let the time of {quota:.2g}:"
             " when that is used up, all of its processes stand still for a moment",
             where=f"host {host['name']}",
             fix="raise its cpu.max (CPUQuota= of systemd, --cpus of a container), or give workers fewer threads",
@@ -111,12 +111,12 @@ def _of_quota(host: Facts) -> Iterator[Finding]:
 
 
 def _of_load(host: Facts) -> Iterator[Finding]:
-    told = host.get("condition", {"load": 0.0, "cores": 1})
-    if told["load"] > 1.5 * told["cores"] + 1:
+    reported = host.get("condition", {"load": 0.0, "cores": 1})
+    if reported["load"] > 1.5 * reported["cores"] + 1:
         yield Finding(
             level="note",
             check="load",
-            what=f"host {host['name']} has {told['load']:.1f} programs at work on {told['cores']} cores already",
+            what=f"host {host['name']} has {reported['load']:.1f} programs at work on {reported['cores']} cores already",
             where=f"host {host['name']}",
             fix="see who they are: `top` there",
         )
@@ -298,5 +298,5 @@ def _reason(slow: Facts, hosts: Sequence[Facts]) -> str:
 
 
 def _cores(host: Facts) -> float:
-    told = host.get("condition", {"cores": 0, "cpu_quota": None})
-    return float(min(told["cores"], told["cpu_quota"] or told["cores"]))
+    reported = host.get("condition", {"cores": 0, "cpu_quota": None})
+    return float(min(reported["cores"], reported["cpu_quota"] or reported["cores"]))

@@ -61,12 +61,12 @@ def suspects(hosts: Sequence[Facts], pairs: Sequence[dict[str, Any]]) -> list[di
 
 def _of_large_packets(pairs: Sequence[Facts]) -> Iterator[Finding]:
     """Ways that open, and do not let through what is sent then."""
-    told = set()
+    reported = set()
     for pair in pairs:
         both = frozenset((pair["from"], pair["to"]))
-        if not pair["trouble"] or pair["stage"] == "connect" or both in told:
+        if not pair["trouble"] or pair["stage"] == "connect" or both in reported:
             continue
-        told.add(both)
+        reported.add(both)
         one, other = pair["from"], pair["to"]
         if pair["stage"] == "send":
             what = f"small packets from host {one} to host {other} arrive, large ones do not: {pair['trouble']}"
@@ -147,11 +147,11 @@ def _of_latency(pairs: Sequence[Facts]) -> Iterator[Finding]:
 def _of_packets(hosts: Sequence[Facts]) -> Iterator[Finding]:
     sizes = {host["name"]: host["mtu"] for host in hosts if host.get("mtu")}
     if len(set(sizes.values())) > 1:
-        told = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        reported = ", ".join(f"{name} {size}" for name, size in sizes.items())
         yield Finding(
             level="warning",
             check="mtu",
-            what=f"hosts send packets of different sizes (MTU): {told}",
+            what=f"hosts send packets of different sizes (MTU): {reported}",
             where="between the hosts",
             fix="give all of them one size: `ip link set dev INTERFACE mtu 1500`, and the switches as large a one",
         )

@@ -138,7 +138,7 @@ class ProbeServer:
         self._over = threading.Event()
         self._came: list[Connected] = []
         self._listening = addresses.listen(address, port, backlog=64)
-        self._doorman = wires.Doorman(self._listening, self._admit)
+        self._doorman = wires.ConnectionGate(self._listening, self._admit)
         threading.Thread(target=self._pulse, daemon=True).start()
 
     @property

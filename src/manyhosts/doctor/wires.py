@@ -34,7 +34,7 @@ _PAUSE_S = 0.2
 _IP_MTU, _IPV6_MTU, _TCP_MAXSEG = 14, 24, 2
 
 
-class Doorman:
+class ConnectionGate:
     """Serves connections on threads of their own, and lets no number of strangers keep others out."""
 
     def __init__(self, listening: socket.socket, serve: Callable[[socket.socket], None]) -> None:
@@ -88,7 +88,7 @@ class Listener:
         listening = socket.create_server((address, 0), family=family, backlog=64)
         self._token = token
         self.port: int = listening.getsockname()[1]
-        self._doorman = Doorman(listening, self._answer)
+        self._doorman = ConnectionGate(listening, self._answer)
 
     def close(self) -> None:
         """Take no more connections."""

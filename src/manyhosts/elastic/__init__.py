@@ -1,4 +1,4 @@
-"""Going on when workers are lost or come: the others keep their processes, model and optimizer.
+"""Continuing when workers are lost or come: the others keep their processes, model and optimizer.
 
 One protocol for everything that workers do together, one rule: the state of the most advanced worker is taken by all
 others. Imports run one way: training -> elastic -> communication.
@@ -7,7 +7,7 @@ others. Imports run one way: training -> elastic -> communication.
   From the first on, workers may go and come; one that comes late goes through the script from its beginning, is told
   what came out of the calls that the others have finished, and joins them in the first that they have not.
 * `work`: what a call is to those who take a worker through a change. A training has progress of its own; any other call
-  is made again from its beginning (`Repeated`), so there all that were there are level.
+  is made again from its beginning (`RestartedCall`), so there all that were there are level.
 * `rendezvous`: when a collective breaks, or all have heard that somebody waits to join, each worker
 
       1. cuts the connections of the group, so that nobody waits in vain, and lets go of what is under way in it,
@@ -21,5 +21,5 @@ others. Imports run one way: training -> elastic -> communication.
   Where that breaks off, it begins again from 1. The leader says what happened, in the records of the run.
 * `state_transfer`: nested state from one worker to those that lack it, without pickle and without a disk.
 
-Where nobody goes on, the head says so (`Refused`), and only snapshots are left: see `training.last_snapshot`.
+Where nobody continues, the head says so (`Refused`), and only snapshots are left: see `training.last_snapshot`.
 """

@@ -1,4 +1,5 @@
-"""Going on in one call when workers are lost or come: meet those that are left, and have all be as far as the farthest.
+"""Continuing in one call when workers are lost or come: meet those that are left, and have all be as far as the
+farthest.
 
 The rule is one for every call: the state of the most advanced worker is taken by all others. A call that is made again
 from its beginning (an evaluation) has nothing but what was there before it, so there all that were there are level.
@@ -13,29 +14,37 @@ from typing import Any
 
 import torch
 
-from manyhosts.cluster.membership import Group, Membership, Passed, Refused
-from manyhosts.communication.world import is_break
+from manyhosts.cluster.membership import CallAlreadyFinished, Group, Membership, Refused
+from manyhosts.communication.world import is_connection_error
 from manyhosts.elastic import state_transfer
 from manyhosts.elastic.session import CollectiveCalls
-from manyhosts.elastic.work import NOWHERE, Records, Repeated, StateProvider, Work, WorkerProgress, most_advanced
+from manyhosts.elastic.work import (
+    NO_STATE,
+    Records,
+    RecoverableCall,
+    RestartedCall,
+    StateProvider,
+    WorkerProgress,
+    most_advanced,
+)
 from manyhosts.errors import CommunicationError
 from manyhosts.events import Note, Recovered
 
 
-class NobodyHasIt(Exception):
+class NoWorkerHasState(Exception):
     """There are only snapshots left."""
 
 
 class Rendezvous:
     """Takes one worker through the changes of the workers in one call."""
 
-    def __init__(self, calls: CollectiveCalls, work: Work, *, most: int) -> None:
+    def __init__(self, calls: CollectiveCalls, work: RecoverableCall, *, most: int) -> None:
         """`most`: any number of workers up to this gives the same bits; 0: each gives its own."""
-        assert calls.world.membership is not None, "CollectiveCalls.begin() has said that workers go on"
+        assert calls.world.membership is not None, "CollectiveCalls.begin() has said that workers continue"
         self.calls, self.world, self.work, self.most = calls, calls.world, work, most
         self.membership: Membership = calls.world.membership
         self.refused = ""
-        """Why nobody goes on; empty where somebody does."""
+        """Why nobody continues; empty where somebody does."""
 
     def make(self, once: Callable[[], None]) -> None:
         """Join the others where this worker comes late, and call `once` until all have done it together.
@@ -51,7 +60,7 @@ class Rendezvous:
                 once()
                 self.world.barrier()  # nobody leaves before everybody has done its part
             except Exception as error:
-                if not is_break(error):
+                if not is_connection_error(error):
                     raise
                 self.go_on(error)
             else:
@@ -76,31 +85,31 @@ class Rendezvous:
             group = self.membership.join(self.calls.number, most=self.most)
         except Refused as refused:
             raise CommunicationError(
-                f"this worker was to join others, and they do not go on: {refused}",
+                f"this worker was to join others, and they do not resume: {refused}",
                 where="recovery",
                 fix="see what was printed about the others",
             ) from None
         try:
             self._meet(group, lost=False)
-        except NobodyHasIt as nobody:
+        except NoWorkerHasState as nobody:
             raise CommunicationError(str(nobody), where="recovery", fix="start it again") from None
         except Exception as error:
-            if not is_break(error):
+            if not is_connection_error(error):
                 raise
             self.go_on(error)
 
     def go_on(self, error: Exception | None) -> None:
-        """Leave the group that broke or is to change, meet those that are left, and stand where all can go on.
+        """Leave the group that broke or is to change, meet those that are left, and stand where all can continue.
 
         `error`: what broke it; None where all is well, and somebody waits to join.
 
         Raises:
             Passed: they have finished this call.
-            Exception: `error`, where nobody goes on.
+            Exception: `error`, where nobody continues.
         """
         lost = False
         while True:
-            if error is not None and is_break(error):
+            if error is not None and is_connection_error(error):
                 self.world.abort()  # so that the others, and threads of Gloo that still wait, hear of it at once
             lost = self.work.let_go() or lost
             try:
@@ -110,10 +119,10 @@ class Rendezvous:
                 raise error or _ended(self.refused) from None
             try:
                 self._meet(group, lost=lost)
-            except NobodyHasIt as nobody:
+            except NoWorkerHasState as nobody:
                 raise error or _ended(str(nobody)) from None
             except Exception as again:
-                if not is_break(again):
+                if not is_connection_error(again):
                     raise
                 error = again
             else:
@@ -134,9 +143,9 @@ class Rendezvous:
         work.compare(progress)
         source = most_advanced(progress)
         if progress[source].new:
-            raise NobodyHasIt("no worker is left that holds the state of the run")
+            raise NoWorkerHasState("no worker is left that holds the state of the run")
         new = [rank for rank, found in enumerate(progress) if found.new]
-        if progress[source].step == NOWHERE:
+        if progress[source].step == NO_STATE:
             self.calls.hand_over(new, source)
             work.begin()
         else:
@@ -154,7 +163,7 @@ class Rendezvous:
     def _tell(self, records: Records, group: Group, *, redone: int) -> None:
         if not self.world.is_leader:
             return
-        records.take_lead()
+        records.become_leader()
         now, step = time.time(), self.work.step
         if group.reason:
             lost_s = max(0.0, now - self.work.since)
@@ -170,12 +179,12 @@ class Rendezvous:
                 )
             )
         else:
-            records.tell(Note(text=f"goes on {group.how}", step=step, time=now))
+            records.tell(Note(text=f"continues {group.how}", step=step, time=now))
         records.flush()  # the next failure may come soon, and to this worker
 
 
 def _ended(why: str) -> CommunicationError:
-    return CommunicationError(why, where="recovery", fix="start it again: it goes on from its last snapshot")
+    return CommunicationError(why, where="recovery", fix="start it again: it continues from its last snapshot")
 
 
 def make(
@@ -196,11 +205,11 @@ def make(
     if not calls.begin(most=most, survives=survives):
         return once()
     own = provider if provider is not None and provider.records is not None else None
-    rendezvous = Rendezvous(calls, Repeated(lambda: own or calls.last_provider), most=most)
+    rendezvous = Rendezvous(calls, RestartedCall(lambda: own or calls.last_provider), most=most)
     found: list[Any] = []
     try:
         rendezvous.make(lambda: found.append(once()))
-    except Passed as passed:
+    except CallAlreadyFinished as passed:
         if not found:
             found.append(passed.outcome if has_outcome else once())
     except BaseException:

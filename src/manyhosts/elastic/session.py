@@ -2,8 +2,8 @@
 
 The first of them lets workers go and come; from then on each has a number. Where workers are lost in a call, those
 that are left meet in a new group and make it again from where it stood: see `rendezvous`. A worker that comes late runs
-the script from its beginning. Of a call that the others have finished it is told what came out (`Passed`), and joins
-them in the first that they have not: there it is given what every trainer of the script holds.
+the script from its beginning. Of a call that the others have finished it is told what came out (`CallAlreadyFinished`),
+and joins them in the first that they have not: there it is given what every trainer of the script holds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class CollectiveCalls:
         self.number = 0
         """Of the call under way, or the last one."""
         self.over = world.membership is None
-        """Whether no worker goes on without the others any more."""
+        """Whether no worker continues without the others any more."""
         self.new = world.apart
         """Whether this worker has yet to be given what the others hold."""
         self._providers: weakref.WeakValueDictionary[int, StateProvider] = weakref.WeakValueDictionary()
@@ -43,7 +43,7 @@ class CollectiveCalls:
     # One call.
 
     def begin(self, *, most: int, survives: bool) -> bool:
-        """The next call begins. `most`: see `Membership`. Returns whether the others go on where workers are lost."""
+        """The next call begins. `most`: see `Membership`. Returns whether the others continue where workers are lost."""
         self.number += 1
         membership = self.world.membership
         if membership is None or self.over:

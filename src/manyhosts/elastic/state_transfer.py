@@ -41,8 +41,8 @@ def gather(world: Collectives, own: Mapping[str, Any]) -> list[dict[str, Any]]:
         apart = flatten(own)
     except SnapshotError as found:
         error = SnapshotError(found.what, where=f"rank {world.rank}", fix=found.fix)
-    told = gather_plain(world, [apart.nodes, list(apart.tensors)], error)
+    reported = gather_plain(world, [apart.nodes, list(apart.tensors)], error)
     rows = gather_lists(world, list(apart.tensors.values()))
     return [
-        unflatten(nodes, dict(zip(names, row, strict=True))) for (nodes, names), row in zip(told, rows, strict=True)
+        unflatten(nodes, dict(zip(names, row, strict=True))) for (nodes, names), row in zip(reported, rows, strict=True)
     ]

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from manyhosts.cluster.membership import Group
 from manyhosts.events import Event
 
-NOWHERE = -1
+NO_STATE = -1
 """The step of a worker whose state is of no use to others."""
 
 
@@ -19,8 +19,8 @@ class WorkerProgress:
     """How far a worker is in a call."""
 
     step: int = 0
-    """Steps finished; `NOWHERE` for one whose state is of no use."""
-    duties: int = 0
+    """Steps finished; `NO_STATE` for one whose state is of no use."""
+    done_actions: int = 0
     """Of what is due after that step, how much is done."""
     tried: int = 0
     """The step that broke off; 0 where none did."""
@@ -28,13 +28,13 @@ class WorkerProgress:
     """Whether a snapshot that was being written is lost."""
     new: int = 0
     """Whether it lacks what the others hold of every trainer of the script."""
-    trusted: int = NOWHERE
-    """The last step that is not in doubt, where some are; `NOWHERE` where none is."""
+    trusted: int = NO_STATE
+    """The last step that is not in doubt, where some are; `NO_STATE` where none is."""
 
     @property
     def reached(self) -> tuple[int, int]:
         """What is compared."""
-        return self.step, self.duties
+        return self.step, self.done_actions
 
 
 def most_advanced(progress: Sequence[WorkerProgress]) -> int:
@@ -45,7 +45,7 @@ def most_advanced(progress: Sequence[WorkerProgress]) -> int:
 class Records(Protocol):
     """What is written and said of a run, as far as a change of the workers is told there."""
 
-    def take_lead(self) -> None:
+    def become_leader(self) -> None:
         """Be the leader from now on, and tell what every worker knows and the last leader has not written."""
 
     def tell(self, event: Event) -> None:
@@ -76,8 +76,8 @@ class StateProvider(Protocol):
         """Hold what `everything` gave on another worker."""
 
 
-class Work(Protocol):
-    """What workers do together in one call, and go on with when some of them are lost.
+class RecoverableCall(Protocol):
+    """What workers do together in one call, and continue with when some of them are lost.
 
     What is written here is that of a call with no progress of its own: all stand at its beginning.
     """
@@ -144,7 +144,7 @@ class Work(Protocol):
         return
 
 
-class Repeated(Work):
+class RestartedCall(RecoverableCall):
     """A call that is made again from its beginning: what was held before it is held still."""
 
     def __init__(self, teller: Callable[[], StateProvider | None]) -> None:

@@ -48,13 +48,13 @@ def compare(
             else:
                 same = torch.cat([same, (one.argmax(dim) == other.argmax(dim)).reshape(-1)])
             gaps.append(gap)
-    told: dict[str, Any] = {"samples": sum(len(row[0]) for row in wanted), "largest_difference": max(gaps)}
+    reported: dict[str, Any] = {"samples": sum(len(row[0]) for row in wanted), "largest_difference": max(gaps)}
     if not len(same):
-        return told
+        return reported
     share = float(same.double().mean())
     if share < SAME_ANSWERS:
         raise _wrong(f"the same first answer in {share:.1%} of {len(same)} cases, and 99 % are wanted", "int8", where)
-    return told | {"same_first_answers": share}
+    return reported | {"same_first_answers": share}
 
 
 def _gap(one: Tensor, other: Tensor, place: str, where: str) -> float:

@@ -56,7 +56,7 @@ _TROUBLES = [
     (
         r"REMOTE HOST IDENTIFICATION HAS CHANGED",
         "host {host} shows another key than the one that is known of it",
-        "if it was installed anew, `ssh-keygen -R {host}` forgets the old key; if not, somebody may be in between",
+        "if it was installed again, `ssh-keygen -R {host}` forgets the old key; if not, somebody may be in between",
     ),
     (
         r"Host key verification failed|No \S+ host key is known",
@@ -263,9 +263,9 @@ class Connection:
         with self._outpost.stdout as stream:
             for line in stream:
                 text = line.decode(errors="replace")
-                _, mark, told = text.partition(remote_probe.MARK)
+                _, mark, reported = text.partition(remote_probe.MARK)
                 if mark:  # the rest, which need not end with a line break, is what a login shell has to say
-                    self._lines.put(told)
+                    self._lines.put(reported)
         self._lines.put(None)
 
     def _read_errors(self) -> None:

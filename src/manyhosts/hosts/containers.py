@@ -140,7 +140,7 @@ def to_have_the_same(image: str) -> str:
     """How all hosts come to have one image."""
     if image.startswith("/"):
         return "copy the file from one of them to the others, or keep it in a folder that all share"
-    return "pull it anew on each of them, or name it by its digest: NAME@sha256:…"
+    return "pull it again on each of them, or name it by its digest: NAME@sha256:…"
 
 
 _TROUBLES = (

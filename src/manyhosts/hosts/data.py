@@ -1,6 +1,6 @@
 """Brings data to hosts by what it holds: each content once, and never again to a host that has it.
 
-Files are compared by hash, so neither times nor names matter. What a lost connection leaves half done goes on from
+Files are compared by hash, so neither times nor names matter. What a lost connection leaves half done continues from
 there, and a file gets its name when it is whole.
 """
 
@@ -61,13 +61,13 @@ class Data:
         """
         hashes = contents.Hashes()
         files: dict[str, File] = {}
-        told, read = time.monotonic(), 0
+        reported, read = time.monotonic(), 0
 
         def tell(count: int) -> None:
-            nonlocal told, read
+            nonlocal reported, read
             read += count
-            if time.monotonic() - told > _TELL_S:
-                told = time.monotonic()
+            if time.monotonic() - reported > _TELL_S:
+                reported = time.monotonic()
                 warn(f"manyhosts: {bytes_in_words(read)} of the data are hashed")
 
         for word in wanted:
@@ -140,7 +140,7 @@ def bring(connection: Connection, python: str, data: Data, warn: Warn) -> int:
         }
         _see_that_it_fits(host, data, found, sum(sizes[digest] - start for digest, start in lacks.items()))
         total = _tell_what_goes(host, data, lacks, sizes, warn)
-        gone, told = 0, time.monotonic()
+        gone, reported = 0, time.monotonic()
         paths = data.paths()
         for digest, start in lacks.items():
             line.say({"sha256": digest, "size": sizes[digest], "from": start})
@@ -148,8 +148,8 @@ def bring(connection: Connection, python: str, data: Data, warn: Warn) -> int:
                 if not line.send(chunk):
                     break  # the connection is lost, which is told below
                 gone += len(chunk)
-                if time.monotonic() - told > _TELL_S:
-                    told = time.monotonic()
+                if time.monotonic() - reported > _TELL_S:
+                    reported = time.monotonic()
                     warn(f"manyhosts: {bytes_in_words(gone)} of {bytes_in_words(total)} of the data are on {host}")
             line.hear()
         line.say({"end": True})
@@ -181,7 +181,7 @@ def _tell_what_goes(host: str, data: Data, lacks: Mapping[str, int], sizes: Mapp
         warn(f"manyhosts: {host} has all {whole}: nothing is sent")
         return 0
     begun = sum(lacks.values())
-    rest = f", going on after {bytes_in_words(begun)} that came before" if begun else ""
+    rest = f", continuing after {bytes_in_words(begun)} that came before" if begun else ""
     warn(f"manyhosts: {whole}: {bytes_in_words(total)} go to {host}{rest}")
     if total > MUCH_BYTES:
         paths = data.paths()
@@ -281,7 +281,7 @@ class _Line:
         return LaunchError(
             f"data could not be brought to host {self._host}: {why}",
             where=f"host {self._host}",
-            fix="see that its disk has room and may be written to; started again, it goes on where it has stopped",
+            fix="see that its disk has room and may be written to; started again, it continues where it has stopped",
         )
 
     def _listen(self) -> None:

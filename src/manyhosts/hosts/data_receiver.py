@@ -9,7 +9,7 @@ It is told which files there are to be (path, size, hash), says which contents i
     from it  {"has": sha256}                                      when it is whole and on the disk
     from it  {"placed": number of files}                          or, at any time, {"trouble": text}
 
-What has come of a content stays when the connection is lost, and the next one goes on from there.
+What has come of a content stays when the connection is lost, and the next one continues from there.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ State = list[int]
 """Of a file: its size, its time of the last change in ns."""
 
 
-class Keeper:
+class DataReceiver:
     """The data below one folder of this host."""
 
     def __init__(self, folder: str, files: dict[str, list[Any]], say: Callable[[dict[str, Any]], None]) -> None:
@@ -47,7 +47,7 @@ class Keeper:
         """Path → its state when its content was known, and the hash of that; of files that have come by us: True."""
         with contextlib.suppress(OSError, ValueError), open(os.path.join(self._store, _INDEX)) as file:
             self._index = dict(json.load(file))
-        self._hashed, self._told = 0, time.monotonic()
+        self._hashed, self._reported = 0, time.monotonic()
 
     def look(self) -> dict[str, Any]:
         """Which contents are not here, and which files would have to be overwritten that have not come by us."""
@@ -162,8 +162,8 @@ class Keeper:
 
     def _read(self, count: int) -> None:
         self._hashed += count
-        if time.monotonic() - self._told > _TELL_S:
-            self._told = time.monotonic()
+        if time.monotonic() - self._reported > _TELL_S:
+            self._reported = time.monotonic()
             self._say({"hashed": self._hashed})
 
     def _come_of(self, digest: str) -> int:
@@ -208,14 +208,14 @@ def say(content: dict[str, Any]) -> None:
 def serve(stream: BinaryIO) -> None:
     """Hear what there is to be, take what is lacking, and put everything in its place."""
     asked = json.loads(stream.readline())
-    keeper = Keeper(asked["folder"], asked["files"], say)
+    keeper = DataReceiver(asked["folder"], asked["files"], say)
     say(keeper.look())
     while line := stream.readline():
-        told = json.loads(line)
-        if told.get("end"):
+        reported = json.loads(line)
+        if reported.get("end"):
             say({"placed": keeper.place()})
             return
-        keeper.take(told["sha256"], told["size"], told["from"], stream)
+        keeper.take(reported["sha256"], reported["size"], reported["from"], stream)
 
 
 def main() -> None:

@@ -64,7 +64,7 @@ class Disks:
         return folders
 
     def find_again(self, hosts: Mapping[int, Connection], known: Mapping[int, int]) -> None:
-        """Go on with what another process has `known` of these disks: only what it had left there is left anew.
+        """Continue with what another process has `known` of these disks: only what it had left there is left again.
 
         Raises:
             LaunchError: a host does not answer.

@@ -115,7 +115,7 @@ class Files:
             raise LaunchError(
                 f"{path} is not what it was when the run began, so a host that comes now would run something else",
                 where=str(self.folder / path),
-                fix="put it back, or start the run again: it goes on from its newest snapshot",
+                fix="put it back, or start the run again: it continues from its newest snapshot",
             )
 
 

@@ -131,7 +131,7 @@ def _patience_s(address: str) -> float:
 
 
 def _is_tunnel(name: str) -> bool:
-    """Whether what is sent over an interface is packed anew: WireGuard, and what a program does as Tailscale."""
+    """Whether what is sent over an interface is packed again: WireGuard, and what a program does as Tailscale."""
     return _kind(name) == "wireguard" or os.path.exists(f"/sys/class/net/{name}/tun_flags")
 
 
@@ -262,7 +262,7 @@ def make(path: str) -> bool:
     return os.access(path, os.W_OK)
 
 
-DEEDS: Mapping[str, Callable[..., Any]] = {
+COMMANDS: Mapping[str, Callable[..., Any]] = {
     "mark": write_marker,
     "marks": find_markers,
     "unmark": remove_marker,
@@ -280,7 +280,7 @@ DEEDS: Mapping[str, Callable[..., Any]] = {
 def main() -> None:
     """Say what this host is, then answer until nobody asks any more."""
     held: list[socket.socket] = []
-    deeds = {**DEEDS, "listen": lambda address, ports: listen(address, ports, held)}
+    deeds = {**COMMANDS, "listen": lambda address, ports: listen(address, ports, held)}
     serve(sys.stdin, sys.stdout, facts(), deeds, remove_markers)
 
 

@@ -1,6 +1,6 @@
 # Starts a command in a container of this host: RUNTIME IMAGE make|look MOUNTS MORE_MOUNTS gpus|no-gpus COMMAND...
 #
-# Sent to hosts as one line, without these comments: every line ends with `;` or a word after which sh goes on reading.
+# Sent to hosts as one line, without these comments: every line ends with `;` or a word after which sh continues reading.
 # It becomes the container's client by exec, so that signals reach it. What goes wrong before that is said in a sentence.
 runtime=$1; image=$2; make=$3; mounts=$4; more=$5; gpus=$6; shift 6;
 host=$(hostname 2>/dev/null || uname -n);

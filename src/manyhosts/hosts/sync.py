@@ -65,14 +65,14 @@ def bring(connection: Connection, files: Files, *, tell: Tell | None = None) -> 
     if wanted:
 
         def pack(stream: IO[bytes]) -> None:
-            total, gone, told = sum(states[path].st_size for path in wanted), 0, time.monotonic()
+            total, gone, reported = sum(states[path].st_size for path in wanted), 0, time.monotonic()
             with tarfile.open(fileobj=stream, mode="w|") as archive:
                 for path in wanted:
                     with contextlib.suppress(FileNotFoundError):  # it was removed meanwhile
                         archive.add(folder / path, arcname=path, recursive=False)
                     gone += states[path].st_size
-                    if tell is not None and time.monotonic() - told > _TELL_S:
-                        told = time.monotonic()
+                    if tell is not None and time.monotonic() - reported > _TELL_S:
+                        reported = time.monotonic()
                         tell(gone, total)
 
         _stream(connection, ["tar", "--extract", "--directory", str(folder)], pack)
@@ -111,7 +111,7 @@ def fetch(connection: Connection, folder: Path, *, only: str = ".") -> list[str]
 
     names = "".join(f"./{path}\0" for path in wanted).encode(errors="surrogateescape")
     tar = ["tar", "--create", "--directory", str(source), "--no-recursion", "--null", "--files-from=-"]
-    _stream(connection, ["sh", "-c", _AFTER, _BEGINS.decode(), *tar], unpack, told=names)
+    _stream(connection, ["sh", "-c", _AFTER, _BEGINS.decode(), *tar], unpack, reported=names)
     return left
 
 
@@ -132,7 +132,7 @@ def _stays(member: tarfile.TarInfo, source: Path) -> str:
 
 
 def _stream(
-    connection: Connection, words: Sequence[str], work: Callable[[IO[bytes]], None], told: bytes | None = None
+    connection: Connection, words: Sequence[str], work: Callable[[IO[bytes]], None], reported: bytes | None = None
 ) -> None:
     """Run `words` on the host while `work` writes its standard input; or reads its output, where it is `told` that.
 
@@ -141,16 +141,16 @@ def _stream(
     """
     pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
     with tempfile.TemporaryFile() as listed:  # a pipe may be full while the other side waits for us to read
-        listed.write(told or b"")
+        listed.write(reported or b"")
         listed.seek(0)
         there = subprocess.Popen(
             connection.command(shlex.join(words)),
-            stdin=pipe if told is None else listed,
-            stdout=nothing if told is None else pipe,
+            stdin=pipe if reported is None else listed,
+            stdout=nothing if reported is None else pipe,
             stderr=pipe,
             start_new_session=True,
         )
-    stream = there.stdin if told is None else there.stdout
+    stream = there.stdin if reported is None else there.stdout
     assert stream is not None, "it was asked for as a pipe"
     said: deque[str] = deque(maxlen=50)
     reading = threading.Thread(target=_listen, args=(there.stderr, said), daemon=True)  # or a full pipe stops both

@@ -148,7 +148,7 @@ class Host:
             self._frozen += fresh
 
     def thaw(self) -> None:
-        """Let it go on."""
+        """Let it continue."""
         for process in self._frozen:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGCONT)

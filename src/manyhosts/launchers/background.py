@@ -1,4 +1,4 @@
-"""Runs that go on without a terminal where no engine keeps them: their head is a process on this machine.
+"""Runs that continue without a terminal where no engine keeps them: their head is a process on this machine.
 
     python -P -m manyhosts.launchers.background TARGET RUN_DIR/detached/job.json
 
@@ -48,7 +48,7 @@ class Background:
         """Start the head of `plan` in the background. Returns the run directory.
 
         Raises:
-            ConfigError: this run is going on already, or its directory cannot be written to.
+            ConfigError: this run is in progress already, or its directory cannot be written to.
             LaunchError: the process did not start.
         """
         folder, log = plan.job.run_dir / "detached", _log(plan.job.run_dir)
@@ -78,7 +78,7 @@ class Background:
             if head.stdout.readline() != _READY:
                 head.wait()
                 raise LaunchError("the head did not start", where=shlex.join(words), fix=f"{log} says why")
-        head.returncode = 0  # it goes on by itself: nobody is to warn that it still runs
+        head.returncode = 0  # it continues by itself: nobody is to warn that it still runs
         return str(plan.job.run_dir)
 
     def status(self, name: str) -> Status:
@@ -139,7 +139,7 @@ def main(words: list[str] | None = None) -> int:
     folder = job.run_dir / "detached"
     lock = _hold(folder)
     if lock is None:
-        sys.stderr.write("manyhosts: a run in this directory is going on\n")
+        sys.stderr.write("manyhosts: a run in this directory is in progress\n")
         return 2
     engine = LAUNCHERS.load(target)()
     own = {

@@ -1,4 +1,4 @@
-"""Jobs that go on without this terminal: how they are named, asked after, read and ended."""
+"""Jobs that continue without this terminal: how they are named, asked after, read and ended."""
 
 from __future__ import annotations
 
@@ -124,11 +124,11 @@ def send_and_follow(
 
 def _follow(jobs: Jobs, name: str, display: Display, wait: Callable[[float], None]) -> int:
     """Show why the job waits, and what it prints, until it is over. Returns its exit code."""
-    told = ""
+    reported = ""
     while (status := jobs.status(name)).state == "waiting":
-        if status.reason and status.reason != told:
-            told = status.reason
-            display.warn(f"manyhosts: the job waits: {told}")
+        if status.reason and status.reason != reported:
+            reported = status.reason
+            display.warn(f"manyhosts: the job waits: {reported}")
         wait(_LOOK_S)
     _show(jobs, name, display, wait)
     status = jobs.status(name)

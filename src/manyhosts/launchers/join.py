@@ -99,11 +99,11 @@ class Join(Engine):
             display.warn("manyhosts: the command that started this run is gone; this one takes it over")
             with contextlib.suppress(takeover.NobodyCame):
                 return _run(plan, display, left)
-            display.warn("manyhosts: no host has kept its workers: the run starts again, and hosts join it anew")
+            display.warn("manyhosts: no host has kept its workers: the run starts again, and hosts join it again")
         return _run(plan, display, None)
 
 
-def _run(plan: Plan, display: Display, left: takeover.Handover | None) -> int:
+def _run(plan: Plan, display: Display, left: takeover.HeadCheckpoint | None) -> int:
     from manyhosts.control.head.state import Joining  # here, for it loads OpenSSL
     from manyhosts.control.tls import Identity
 
@@ -124,12 +124,12 @@ def _run(plan: Plan, display: Display, left: takeover.Handover | None) -> int:
     if left is not None:
         display.warn("manyhosts: hosts that have joined need do nothing; for others that are to come:")
     _tell_how(job, endpoint, bind if not _is_any(bind) else address, port, display)
-    succession = takeover.Succession(
+    succession = takeover.TakeoverConfig(
         job=job,
-        facts=joining.written_down,
+        facts=joining.to_dict,
         left=left,
         gone=[] if left is None else _gone(left),
-        name=lambda nodes: joining.go_on_from(known, nodes),
+        name=lambda nodes: joining.restore(known, nodes),
     )
     job = replace(job, environment={**job.environment, run_directory.APART: "1"})
     remote_probe.write_marker(str(job.run_dir), joining.mark)
@@ -140,7 +140,7 @@ def _run(plan: Plan, display: Display, left: takeover.Handover | None) -> int:
         remote_probe.remove_marker(str(job.run_dir), joining.mark)
 
 
-def _gone(left: takeover.Handover) -> list[int]:
+def _gone(left: takeover.HeadCheckpoint) -> list[int]:
     """The first node, where its agent has ended, which is of this machine. Of the others nothing is known."""
     process = left.state["agents"][0]["facts"].get("process")
     return [] if process is not None and run_owner.began(process) else [0]
@@ -204,14 +204,14 @@ def _offer(job: Job) -> Offer:
     files = Files.to_bring(job.folder, leave_out=[job.run_dir], needed=needed)
     hashes = contents.Hashes()
     deciding = {*files.stamps, *({needed} & set(files.paths))}
-    told = {path: hashes.of(job.folder / path) for path in sorted(deciding) if (job.folder / path).is_file()}
+    reported = {path: hashes.of(job.folder / path) for path in sorted(deciding) if (job.folder / path).is_file()}
     hashes.keep()
     return Offer(
         run=job.run_id,
         script=job.program,
         folder=str(job.folder),
         run_dir=os.path.relpath(job.run_dir, job.folder),
-        files=told if job.sync else {},
+        files=reported if job.sync else {},
         versions=version_check.here(__version__),
         host=_name_here(),
     )

@@ -1,7 +1,7 @@
 """A run whose agents are started by commands of an engine (mpirun, srun), with this process as their head.
 
-Those commands go on where this process is killed, and so do the agents, which call for another head. The same command
-typed again is that one. What an engine gets and prints shows neither the run's secret nor values of `--env`.
+Those commands continue where this process is killed, and so do the agents, which call for another head. The same
+command typed again is that one. What an engine gets and prints shows neither the run's secret nor values of `--env`.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ CommandFor = Callable[[Sequence[int]], Sequence[str]]
 
 
 def run(plan: Plan, command_for: CommandFor, display: Display, *, address: Callable[[Plan], str], inside: str) -> int:
-    """Run a job on its hosts to its end, or go on with its run where only the last command is gone.
+    """Run a job on its hosts to its end, or resume its run where only the last command is gone.
 
     `address` is where the hosts reach this machine, `inside` the allocation that they are of, where there is one.
 
     Raises:
-        ConfigError: another run has taken the run directory, or another command began the one that goes on there.
+        ConfigError: another run has taken the run directory, or another command began the one that continues there.
         LaunchError: a host was not reached.
         ManyhostsError: workers failed; the error is that of the one that failed first.
     """
@@ -66,7 +66,7 @@ class _Commands:
         command_for: CommandFor,
         display: Display,
         inside: str,
-        left: takeover.Handover | None = None,
+        left: takeover.HeadCheckpoint | None = None,
     ) -> None:
         self._plan, self._command_for, self._display, self._inside = plan, command_for, display, inside
         self._left, self._enrolment = left, Enrolment()
@@ -84,7 +84,7 @@ class _Commands:
             self._display,
             address=address,
             endpoint=HeadEndpoint(enrolment=self._enrolment),
-            succession=takeover.Succession(job=plan.job, facts=self._facts, left=left),
+            succession=takeover.TakeoverConfig(job=plan.job, facts=self._facts, left=left),
         ).run()
 
     def _start(self, nodes: Sequence[int], head: str) -> subprocess.Popen[bytes]:
@@ -171,7 +171,7 @@ class _NodeAgent:
 
     def wait(self, timeout: float | None = None) -> int:
         if self._given_up and self._shared.wanted_by:
-            return 0  # the others' agents go on
+            return 0  # the others' agents continue
         if self._shared.patience_is_over and self._shared.wanted_by:
             timeout = 0
         try:
@@ -201,7 +201,7 @@ def _shown(job: Job, variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def _living(known: Mapping[str, Any]) -> list[int]:
-    """The engine's commands that the last head had started on this machine, and that go on."""
+    """The engine's commands that the last head had started on this machine, and that continue."""
     return [number for number, began in known.get("processes", ()) if began and run_owner.began(number) == began]
 
 

@@ -73,7 +73,7 @@ def check_run_dir(job: Job) -> None:
             raise ConfigError(
                 "the record of this run cannot be read",
                 where=str(job.run_dir / "run.json"),
-                fix="give another --run-dir, or move that file away to begin anew",
+                fix="give another --run-dir, or move that file away to begin again",
             ) from cause
         if job.kind == "script" and not _same_script(record, job.folder / job.program):
             raise ConfigError(
@@ -103,11 +103,11 @@ def last_run_dir(program: str, kind: Kind, *, elsewhere: bool = False) -> Path:
         raise ConfigError(
             f"the run of {program} that was started last has no record here: it never began, or other hosts have it",
             where=str(unknown[1]),
-            fix=f"name the directory of the run to go on with, as in --run-dir {name}",
+            fix=f"name the directory of the run to continue with, as in --run-dir {name}",
         )
     if newest[1] is None:
         raise ConfigError(
-            f"there is no run of {program} to go on with",
+            f"there is no run of {program} to continue with",
             where=str(runs),
             fix="leave --resume out to begin one, or name its directory with --run-dir",
         )

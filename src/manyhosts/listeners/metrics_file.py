@@ -16,14 +16,14 @@ class WriteMetrics:
     def __init__(self, metrics: MetricsFile) -> None:
         self.metrics = metrics
         self._resumed_at = -1
-        """The step of the snapshot that the run has gone on from last."""
+        """The step of the snapshot that the run has continued from last."""
 
     def __call__(self, event: Event) -> None:
         """Take note of `event`."""
         if type(event) is StepDone:
             self.metrics.add(event)
         elif isinstance(event, ValidationDone | SnapshotSaved) and event.step == self._resumed_at:
-            self.metrics.tell_again(event)  # where the run goes on from a snapshot whose validation was cut off
+            self.metrics.tell_again(event)  # where the run continues from a snapshot whose validation was cut off
         elif isinstance(event, TestDone):
             self.metrics.tell_again(event)  # a script that was killed after its test makes it once more
         else:

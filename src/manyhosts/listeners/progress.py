@@ -106,7 +106,7 @@ class ShowProgress:
                 self._restarts += 1
                 cost = f"{amount(event.steps_redone, 'step')} redone, {seconds_in_words(event.seconds_lost)} lost"
                 also = f"; lost with it: {event.lost}" if event.lost else ""
-                self._voice.say(paint(f"went on {event.how} after {event.reason}: {cost}{also}", "yellow"))
+                self._voice.say(paint(f"continued {event.how} after {event.reason}: {cost}{also}", "yellow"))
             case Slowdown():
                 self._voice.say(paint(event.text, "yellow") if event.factor > 1 else event.text)
             case Note():
@@ -123,7 +123,7 @@ class ShowProgress:
         lines = [f"{paint(words[0], 'bold')}  " + " · ".join(word for word in words[1:] if word)]
         if event.step:
             source = f" ({Path(event.resumed_from).name})" if event.resumed_from else ""
-            lines.append(f"goes on after step {event.step}{source}")
+            lines.append(f"continues after step {event.step}{source}")
         return "\n".join(lines)
 
     def _say_epoch(self, validation: ValidationDone | None) -> None:

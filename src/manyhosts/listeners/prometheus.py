@@ -80,7 +80,7 @@ class Figures:
             "manyhosts_steps", "Optimizer steps of the run, those before a resume included", value=self._steps
         )
         yield counter("manyhosts_samples", "Samples trained on since this leader began", value=self._samples)
-        yield counter("manyhosts_restarts", "Times that training went on after a failure", value=self._restarts)
+        yield counter("manyhosts_restarts", "Times that training continued after a failure", value=self._restarts)
         if self._last is not None:
             yield gauge("manyhosts_loss", "Loss of the last step, the mean over its batch", value=self._last.loss)
             yield gauge("manyhosts_learning_rate", "Learning rate of the last step", value=self._last.lr)

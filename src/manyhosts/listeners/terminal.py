@@ -157,7 +157,7 @@ class _Guarded:
 
 def live_line(fields: Fields, width: int, with_bar: bool = True) -> str:
     """The line for `epoch` (from 1), `epochs`, `step`, `total_steps`, `loss`, `lr`, `samples_per_second`,
-    `seconds_left`, `waiting` (the share of the last steps that went on waiting for other workers), `fraction` (of the
+    `seconds_left`, `waiting` (the share of the last steps that continued waiting for other workers), `fraction` (of the
     run, 0 to 1) and `restarts`, in at most `width` columns. What is not known is left out. Before there is anything to
     know: `awaited`, for so many `seconds`.
     """

@@ -18,7 +18,7 @@ from manyhosts.launchers import scripts
 from manyhosts.measure import lines
 from manyhosts.measure.request import Request
 from manyhosts.planner.measured import Measured, Network
-from manyhosts.trials.forked import Stage
+from manyhosts.trials.forked import LocalTrialRunner
 from manyhosts.trials.runs import Signals, Trial
 
 INSIDE = "manyhosts.measure.in_worker"
@@ -114,7 +114,7 @@ Starts = Callable[[Request, int, int], Told]
 """Starts the script to be measured, to its end: so many nodes, and workers on each."""
 
 
-def measure(asked: Asked, tell: Callable[[str], None], stage: Stage | None = None) -> Found:
+def measure(asked: Asked, tell: Callable[[str], None], stage: LocalTrialRunner | None = None) -> Found:
     """Measure on this machine. `tell` hears what is being measured, for somebody who waits.
 
     `stage` is what workers are forked from, where one is there already; it stays.
@@ -131,20 +131,20 @@ def measure(asked: Asked, tell: Callable[[str], None], stage: Stage | None = Non
 def collect(asked: Asked, start: Starts, *, between: bool = False) -> Found:
     """Start as often as is needed. `between`: there are several machines to try the network between."""
     alone = start(Request(workers=asked.workers, seconds=asked.seconds, patience_s=asked.patience_s), 1, 1)
-    told = alone.of("measured", asked.script)
-    measured = Measured.from_json(told["measured"])
+    reported = alone.of("measured", asked.script)
+    measured = Measured.from_json(reported["measured"])
     together = Request(
         workers=asked.workers,
         seconds=_TOGETHER_S,
         patience_s=asked.patience_s,
         together=True,
-        whole=told["strategy"]["name"] in CUTS,  # its passes exchange, and its hosts must share a disk
+        whole=reported["strategy"]["name"] in CUTS,  # its passes exchange, and its hosts must share a disk
     )
     contention: dict[int, float] = {}
     of_hosts: dict[int, float] = {}
     within = across = None
     sharing = 1
-    for count in _tried(asked, measured, told["devices"]):
+    for count in _tried(asked, measured, reported["devices"]):
         said = start(together, 1, count).of("together", asked.script)
         contention[count] = _slower(said, measured, at_once=count)
         # What its workers share is what all of them send at once.
@@ -160,7 +160,9 @@ def collect(asked: Asked, start: Starts, *, between: bool = False) -> Found:
         contention={count: times for count, times in contention.items() if times},
         contention_of_hosts={count: times for count, times in of_hosts.items() if times},
     )
-    return Found(measured=measured, strategy=told["strategy"], within=within, between=across, hosts_per_machine=sharing)
+    return Found(
+        measured=measured, strategy=reported["strategy"], within=within, between=across, hosts_per_machine=sharing
+    )
 
 
 def _slower(said: Mapping[str, Any], measured: Measured, *, at_once: int) -> float:
@@ -190,13 +192,13 @@ def _tried(asked: Asked, measured: Measured, devices: int) -> list[int]:
     return able if len(able) <= _MOST_TOGETHER else [*able[: _MOST_TOGETHER - 1], able[-1]]
 
 
-def make_stage(asked: Asked) -> Stage:
+def make_stage(asked: Asked) -> LocalTrialRunner:
     """What workers are forked from: it has loaded what the script needs."""
-    return Stage(scripts.preload(asked.script, "script", own=_TRAINING), asked.folder)
+    return LocalTrialRunner(scripts.preload(asked.script, "script", own=_TRAINING), asked.folder)
 
 
 @contextlib.contextmanager
-def _on_this_machine(asked: Asked, tell: Callable[[str], None], given: Stage | None) -> Iterator[Starts]:
+def _on_this_machine(asked: Asked, tell: Callable[[str], None], given: LocalTrialRunner | None) -> Iterator[Starts]:
     """Workers forked from one process."""
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="manyhosts-plan-", ignore_cleanup_errors=True))
@@ -209,7 +211,7 @@ def _on_this_machine(asked: Asked, tell: Callable[[str], None], given: Stage | N
             nonlocal number
             assert nodes == 1, f"{nodes} machines, and this is one"
             number += 1
-            told = Told(tell)
+            reported = Told(tell)
             tell("starting the script")
             job = Job(
                 program=asked.script,
@@ -219,8 +221,8 @@ def _on_this_machine(asked: Asked, tell: Callable[[str], None], given: Stage | N
                 workers_per_node=workers_per_node,
                 environment={**asked.environment, **environment(asked, request), variables.FIRST: INSIDE},
             )
-            told.error, told.output = stage.run(job, hang_s=request.patience_s + 60, hear=told.hear)
-            return told
+            reported.error, reported.output = stage.run(job, hang_s=request.patience_s + 60, hear=reported.hear)
+            return reported
 
         yield start
 
@@ -285,33 +287,33 @@ def _by_run(asked: Asked, where: Where, tell: Callable[[str], None]) -> Iterator
 
 def _heard(words: Sequence[str], log: Path, asked: Asked, tell: Callable[[str], None]) -> Told:
     """Run a command to its end, hearing each line."""
-    told = Told(tell)
+    reported = Told(tell)
     with Signals() as signals:
-        trial = Trial(words, log, environment=asked.environment, folder=asked.folder, hear=told.hear)
+        trial = Trial(words, log, environment=asked.environment, folder=asked.folder, hear=reported.hear)
         code = trial.wait(signals)
         signals.check()
     if code:
-        told.error = LaunchError(
+        reported.error = LaunchError(
             "; ".join(line.strip() for line in trial.reason().splitlines()),
             where="manyhosts run",
             fix="see that the script runs there: manyhosts run, with the same hosts",
         )
-    return told
+    return reported
 
 
-def _why(told: Told, script: str) -> ManyhostsError:
+def _why(reported: Told, script: str) -> ManyhostsError:
     """Why there is no measurement."""
-    if "trains alone" in told.by_kind:
+    if "trains alone" in reported.by_kind:
         return without_trainer(script)
-    if (late := told.by_kind.get("late")) is not None:
+    if (late := reported.by_kind.get("late")) is not None:
         return ConfigError(
             f"the script has not come to fit in {late['seconds']:g} seconds",
             where=script,
             fix="give it longer with --patience SECONDS, or arguments with which it prepares less",
         )
-    if told.error is not None:
-        return told.error
-    if (ended := told.by_kind.get("no fit")) is not None:
+    if reported.error is not None:
+        return reported.error
+    if (ended := reported.by_kind.get("no fit")) is not None:
         if not ended["made"]:
             return without_trainer(script)
         return ConfigError(

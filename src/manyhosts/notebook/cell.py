@@ -64,7 +64,7 @@ class CellDisplay(PlainDisplay):
             super().line("\n".join(lines), prefix, True)
         self._raised.clear()
 
-    def told(self, error: ManyhostsError) -> ManyhostsError:
+    def reported(self, error: ManyhostsError) -> ManyhostsError:
         """`error` as the cell is to show it: what the first worker has raised, once, and none of our frames."""
         lines = _own_frames(next(iter(self._raised.values()), []))
         self._raised.clear()

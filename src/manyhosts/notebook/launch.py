@@ -45,7 +45,7 @@ def run(  # noqa: PLR0913  # what `manyhosts run` takes
 ) -> Any:
     """Run a script, or a function, on `workers` workers: here, or on each of `hosts`, which ssh reaches.
 
-    A function is called as `task(*arguments)` on every worker, in a process that begins anew. It may use what the
+    A function is called as `task(*arguments)` on every worker, in a process that begins again. It may use what the
     notebook has defined and imported, as it is now: small values travel with it, packages must be installed where it
     runs. What it changes, changes there. Open files, locks, and models on a GPU do not travel: make them inside.
 
@@ -97,7 +97,7 @@ def run(  # noqa: PLR0913  # what `manyhosts run` takes
         digest = hashlib.sha256(packed).hexdigest()
         code = launch.run(program.relative_to(Path.cwd()), [digest], run_dir=place, display=display, **words)
     except ManyhostsError as error:
-        raise (display.told(error) if isinstance(display, CellDisplay) else error) from None
+        raise (display.reported(error) if isinstance(display, CellDisplay) else error) from None
     finally:
         display.close()
         shutil.rmtree(folder, ignore_errors=True)

@@ -87,7 +87,7 @@ def whole(model: ModelBytes, *, workers: int, strategy: int = 0) -> Memory:
     """Where each of `workers` holds the whole model, and its strategy keeps so much beside it.
 
     Gradients lie in buckets from the beginning on; on a GPU those of earlier micro-batches wait outside of them.
-    After the first step the buckets are made anew, in the order in which gradients came.
+    After the first step the buckets are made again, in the order in which gradients came.
     """
     waiting = model.gradients if model.several and workers > 1 and not model.on_cpu else 0
     anew = model.gradients - model.optimizer if workers > 1 else 0

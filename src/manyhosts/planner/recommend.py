@@ -143,16 +143,16 @@ def _up_or_out(up: Prediction | None, out: Prediction | None) -> str:
     (word, first), (other, second) = sorted((("up", up), ("out", out)), key=lambda each: _time(each[1]))
     times = second.epoch_seconds / first.epoch_seconds
     if times < TOLERANCE:
-        told = f"Up or out is the same: {name_of(up)} and {name_of(out)} differ by {round(100 * (times - 1))} %."
+        reported = f"Up or out is the same: {name_of(up)} and {name_of(out)} differ by {round(100 * (times - 1))} %."
     else:
         lost = second.limit()
-        told = (
+        reported = (
             f"Scale {word}: {name_of(first)} is {times:.2g} times as fast as {name_of(second)}, "
             f"the best way {other}, whose limit is {LIMITS[lost]}."
         )
     if first.price is not None and second.price is not None and second.price < first.price:
-        told += f" Scaling {other} costs {second.price:.3g} an epoch instead of {first.price:.3g}."
-    return told
+        reported += f" Scaling {other} costs {second.price:.3g} an epoch instead of {first.price:.3g}."
+    return reported
 
 
 def _cheapest(best: Prediction, steady: Sequence[Prediction]) -> str:

@@ -83,7 +83,8 @@ def timeline(measured: Measured, group: Group) -> Timeline:
 
 
 def exposed_after(measured: Measured, group: Group, lines: Timeline, *, last_end: float, processor_s: float) -> float:
-    """Seconds for which exchanges go on after the passes: until the last has come, and the cores have done their part.
+    """Seconds for which exchanges continue after the passes: until the last has come, and the cores have done their
+    part.
 
     Exchanging keeps cores of each worker busy for `processor_s`, from when the first bucket is ready: packing, sending,
     adding up. Workers that share a machine's cores wait for each other there, however fast the wire is; and what the
@@ -96,7 +97,7 @@ def exposed_after(measured: Measured, group: Group, lines: Timeline, *, last_end
 
 
 def assemble(measured: Measured, group: Group, lines: Timeline, *, exposed: float) -> Step:
-    """The step whose exchanges go on for `exposed` seconds after, and beside, its passes, BatchNorm's left out."""
+    """The step whose exchanges continue for `exposed` seconds after, and beside, its passes, BatchNorm's left out."""
     # The update and the rest keep a core busy, also where passes wait for something else and hardly slow each other.
     slower = max(slowdown(measured, group), crowding(measured, group) / group.speed)
     own = lines.passes

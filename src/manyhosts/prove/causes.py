@@ -91,7 +91,7 @@ def _of_resumed_inputs(found: Departure) -> Cause | None:
         return Cause(
             "samples",
             "after the resume the run takes other samples than it would have taken: some twice, or some never",
-            "give mh.Data the same dataset in the same order each time; a stream must go on where it stood",
+            "give mh.Data the same dataset in the same order each time; a stream must continue where it stood",
             f"step {found.step} takes {found.seen[0]} undisturbed, and {found.seen[1]} after a kill and a resume",
         )
     if found.what == "learning rate":

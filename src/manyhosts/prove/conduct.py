@@ -11,7 +11,7 @@ VARIABLE = "MANYHOSTS_PROVE"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Conduct:
+class TrialConfig:
     """What differs between the workers of one trial and those of another."""
 
     folder: str
@@ -38,6 +38,6 @@ class Conduct:
         return {VARIABLE: json.dumps(asdict(self))}
 
     @classmethod
-    def from_environment(cls) -> Conduct:
+    def from_environment(cls) -> TrialConfig:
         """The one of this worker."""
         return cls(**json.loads(os.environ[VARIABLE]))

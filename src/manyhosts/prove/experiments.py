@@ -145,7 +145,7 @@ class Experimented:
         """Plain values that a forward pass changes, and that no snapshot has."""
         return self._of_change(
             "changed",
-            "a forward pass changes {names}: it counts passes, whose number depends on the workers and begins anew"
+            "a forward pass changes {names}: it counts passes, whose number depends on the workers and begins again"
             " after a resume",
             "keep such state in a registered buffer, which snapshots have, and have nothing depend on how many passes"
             " a step has",

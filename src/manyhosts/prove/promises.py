@@ -88,7 +88,7 @@ def resume(trials: Trials) -> Verdict:
     since = min((line["step"] for line in back.trace.begins.values()), default=0)
     if not since:
         cause = Cause(
-            "no snapshot", "the killed run left no snapshot to go on from", "see what the script does to them"
+            "no snapshot", "the killed run left no snapshot to continue from", "see what the script does to them"
         )
         return Verdict(promise="resume", status="fails", where=where, cause=cause)
     found = of_start(whole.trace, back.trace, since) or compare.in_bits(whole.trace, back.trace, since=since)

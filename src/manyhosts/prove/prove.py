@@ -13,7 +13,7 @@ from typing import Any
 from manyhosts.errors import ConfigError
 from manyhosts.prove.promises import PROMISES, Verdict
 from manyhosts.prove.trials import Asked, Setup, Trials, make_stage
-from manyhosts.trials.forked import Stage
+from manyhosts.trials.forked import LocalTrialRunner
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +51,7 @@ def names(asked: Asked) -> tuple[str, ...]:
     return tuple(name for name in PROMISES if not asked.promises or name in asked.promises)
 
 
-def prove(asked: Asked, tell: Callable[[str], None], stage: Stage | None = None) -> Proof:
+def prove(asked: Asked, tell: Callable[[str], None], stage: LocalTrialRunner | None = None) -> Proof:
     """Try the promises on a script. `tell` is called with what each trial is, before it begins.
 
     `stage` is what workers are forked from, where one is there already; it stays.

@@ -14,10 +14,10 @@ from manyhosts.control import variables
 from manyhosts.control.job import Job
 from manyhosts.errors import ManyhostsError
 from manyhosts.launchers import scripts
-from manyhosts.prove.conduct import Conduct
+from manyhosts.prove.conduct import TrialConfig
 from manyhosts.prove.trace import Trace, imported
 from manyhosts.records.run_record import RunRecord
-from manyhosts.trials.forked import Stage
+from manyhosts.trials.forked import LocalTrialRunner
 
 _INSIDE = "manyhosts.prove.in_worker"
 _TRAINING = ("manyhosts.training.trainer", "manyhosts.data.data", _INSIDE, "manyhosts.prove.in_worker.recorder")
@@ -96,7 +96,7 @@ class Trial:
 class Trials:
     """Every trial that was asked for, each run once."""
 
-    def __init__(self, asked: Asked, folder: Path, stage: Stage, tell: Callable[[str], None]) -> None:
+    def __init__(self, asked: Asked, folder: Path, stage: LocalTrialRunner, tell: Callable[[str], None]) -> None:
         """`folder` takes all that the trials write. `tell` is called with what each trial is, before it begins."""
         self.asked, self.folder, self.stage, self.tell = asked, folder, stage, tell
         self.done: dict[Setup, Trial] = {}
@@ -140,7 +140,7 @@ class Trials:
     def job(self, setup: Setup, place: Path, *, traces: str = "trace", die_after: int | None = None) -> Job:
         """What `manyhosts run` would be told for this setup."""
         asked = self.asked
-        conduct = Conduct(
+        conduct = TrialConfig(
             folder=str(place / traces),
             steps=asked.steps,
             die_after=die_after,
@@ -176,9 +176,9 @@ class Trials:
         )
 
 
-def make_stage(asked: Asked) -> Stage:
+def make_stage(asked: Asked) -> LocalTrialRunner:
     """What the workers of all trials are forked from: it has loaded what the script needs."""
-    return Stage(scripts.preload(asked.script, "script", own=_TRAINING), asked.folder)
+    return LocalTrialRunner(scripts.preload(asked.script, "script", own=_TRAINING), asked.folder)
 
 
 def planned(asked: Asked, promises: Sequence[str]) -> list[Setup]:

@@ -110,7 +110,9 @@ class LineFile(Generic[T]):
                     del self._unwritten[: os.write(self._descriptor, self._unwritten)]
             except OSError as trouble:
                 if self._trouble is None:
-                    _LOG.warning("cannot write %s: %s. Training goes on; its lines wait.", self.path, trouble.strerror)
+                    _LOG.warning(
+                        "cannot write %s: %s. Training continues; its lines wait.", self.path, trouble.strerror
+                    )
                 self._trouble = trouble
             else:
                 self._trouble = None
@@ -154,7 +156,7 @@ def _backwards(path: Path) -> Iterator[tuple[int, Line]]:
             file.seek(start)
             block = file.read(size) + rest
             pieces = block.splitlines(keepends=True)
-            rest = pieces.pop(0) if start > 0 else b""  # may go on in the block before
+            rest = pieces.pop(0) if start > 0 else b""  # may continue in the block before
             place = start + len(block)
             for text in reversed(pieces):
                 place -= len(text)

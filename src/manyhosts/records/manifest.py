@@ -59,7 +59,7 @@ class Facts:
     model: Mapping[str, tuple[str, tuple[int, ...]]]
     """The fingerprint of the model: name → (dtype, shape) of every parameter and buffer."""
     run: Mapping[str, Any] = field(default_factory=dict)
-    """What the run was asked, to be held against what it is asked when it goes on; empty in format 1."""
+    """What the run was asked, to be held against what it is asked when it continues; empty in format 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

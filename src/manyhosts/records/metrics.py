@@ -21,7 +21,7 @@ Every line has `event`, `step`, `epoch` (from 0) and `time` (seconds since the U
 
 A number that is none is one of the strings "NaN", "Infinity" and "-Infinity", and `read` gives it back as a number.
 
-No step stands here twice, and none is missing, however often the run was killed: when it goes on from a snapshot of
+No step stands here twice, and none is missing, however often the run was killed: when it continues from a snapshot of
 step s, what is told of later steps is taken away (`resume_at`), for it will be told again.
 """
 
@@ -132,7 +132,7 @@ class Told:
     lines: frozenset[tuple[Any, Any]]
     """The `event` and `step` of each line since then."""
     end: bool
-    """Whether it has told that the run ended, and nobody has gone on since."""
+    """Whether it has told that the run ended, and nobody has continued since."""
 
     def __call__(self, event: Event) -> bool:
         """Whether it is among them, or before them."""
@@ -149,7 +149,7 @@ class MetricsFile:
         """Add one event. Its line is with the operating system within a second."""
 
     def resume_at(self, step: int, *, time: float) -> Resumed:
-        """Make the lines those of a run that stands after `step` and starts to go on at `time`.
+        """Make the lines those of a run that stands after `step` and starts to continue at `time`.
 
         Steps, epochs, validations and snapshots after `step` are taken away; what broke the run off, notes and tests
         stay. Told whole or not at all.
@@ -177,7 +177,7 @@ class MetricsFile:
         self.add(event)
 
     def take_over(self) -> Told:
-        """Go on with the file of a worker that is gone. Returns what that worker has told.
+        """Continue with the file of a worker that is gone. Returns what that worker has told.
 
         The file gets a new body under its old name: where the other worker still lives, cut off, it writes into the
         old body, which nobody reads any more.

@@ -88,7 +88,7 @@ class Provenance:
     described: Mapping[str, str]
     """`architecture`, `parameters`, `optimizer`, `schedule` and `data`, in PyTorch's words."""
     changed_on_resume: Sequence[str] = ()
-    """What was another when the run was gone on with."""
+    """What was another when the run was resumed."""
     schema_version: int = field(default=SCHEMA_VERSION)
 
 
@@ -102,7 +102,7 @@ def keep(
 ) -> Provenance:
     """Write down what the run of `script` in `run_dir` comes from, as this process sees it. Returns it.
 
-    A run that is gone on with keeps its first one, and says what has changed since.
+    A run that is resumed keeps its first one, and says what has changed since.
     """
     folder = run_dir / NAME
     found = _look(run_dir, script, hardware=hardware, identity=identity, described=described)
@@ -111,8 +111,8 @@ def keep(
             before = read(run_dir)
             changed = [kind for kind in ("code", "data", "packages") if _differs(before, found, kind)]
             if new := [kind for kind in changed if kind not in before.changed_on_resume]:
-                told = {**asdict(before), "changed_on_resume": [*before.changed_on_resume, *new]}
-                write_json_whole(folder / "state.json", told)
+                reported = {**asdict(before), "changed_on_resume": [*before.changed_on_resume, *new]}
+                write_json_whole(folder / "state.json", reported)
             return before
     diff, left_out = _changes(Path(found.code.root), found.code.commit, run_dir)
     found = replace(found, code=replace(found.code, changed=bool(diff), left_out=left_out))
@@ -137,9 +137,9 @@ def add_data(run_dir: Path) -> None:
             if name not in files:
                 files[name] = digest
                 write_whole(run_dir / NAME / "sources" / name.lstrip("/"), Path(root, name).read_bytes())
-        told = {**asdict(before), "data": {name: asdict(each) for name, each in data.items()}}
-        told["code"]["files"], told["data_left_out"] = files, opened_files.left_out()
-        write_json_whole(run_dir / NAME / "state.json", told)
+        reported = {**asdict(before), "data": {name: asdict(each) for name, each in data.items()}}
+        reported["code"]["files"], reported["data_left_out"] = files, opened_files.left_out()
+        write_json_whole(run_dir / NAME / "state.json", reported)
 
 
 def read(run_dir: Path) -> Provenance:

@@ -98,7 +98,7 @@ class RunDirectory:
 
     @property
     def snapshots(self) -> Path:
-        """The folder of what the run can go on from."""
+        """The folder of what the run can continue from."""
         return self.path / "snapshots"
 
     @property
@@ -130,7 +130,7 @@ class RunDirectory:
         return self.logs / f"samples-{rank}.jsonl"
 
     def open_for(self, script: Path) -> RunDirectory:
-        """Make the directory, for a run of `script`. One that is there already is gone on with.
+        """Make the directory, for a run of `script`. One that is there already is resumed.
 
         Raises:
             ConfigError: it is the run of another script, something stands where its folders go, or it cannot be made.

@@ -110,7 +110,7 @@ def take(run_dir: Path, token: str, *, launches: bool = False, succeeds: bool = 
     `succeeds`: another head of the same start held it, and must not live any more.
 
     Raises:
-        ConfigError: another run is going on in it.
+        ConfigError: another run is in progress in it.
         OSError: the disk takes no lock.
     """
     path = run_dir.absolute() / NAME
@@ -184,7 +184,7 @@ def alone_in(run_dir: Path, name: str) -> Iterator[bool]:
             path.unlink(missing_ok=True)
 
 
-def wrest(run_dir: Path, token: str) -> bool:
+def steal_lock(run_dir: Path, token: str) -> bool:
     """Whether the owner of `run_dir`, of the start `token`, no longer runs there; one that is back later, cannot.
 
     An owner elsewhere that has shown no sign of life for some beats finds another owner in the file, and ends. Called
@@ -230,7 +230,7 @@ def goes_on(run_dir: Path) -> bool:
 
 
 def see_that_free(run_dir: Path, token: str = "") -> None:
-    """See that no run is going on in `run_dir`, without a trace. Workers of the start `token` may be there still.
+    """See that no run is in progress in `run_dir`, without a trace. Workers of the start `token` may be there still.
 
     Raises:
         ConfigError: one is.

@@ -65,7 +65,7 @@ class Owner:
         """That this owner runs in `run_dir`."""
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
         return ConfigError(
-            f"a run in this directory is going on: process {self.process} on host {self.host}, since {since}",
+            f"a run in this directory is in progress: process {self.process} on host {self.host}, since {since}",
             where=str(run_dir),
             fix="wait for its end or end it, or give another directory with --run-dir DIR",
         )

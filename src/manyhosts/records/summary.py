@@ -58,7 +58,7 @@ class Summary:
     compression_reason: str = ""
     """Why `auto` took the compression that it took."""
     restarts: int
-    """How often training went on after a failure."""
+    """How often training continued after a failure."""
     steps_redone: int
     seconds_lost: float
     """What failures cost: the work done again and the time down."""
@@ -72,7 +72,7 @@ class Summary:
     weights_sha256: str
     """Over the parameters and buffers in name order: equal hash, equal bits."""
     seconds: float
-    """From the first start to the end, without the time between an orderly end and going on later."""
+    """From the first start to the end, without the time between an orderly end and continuing later."""
     schema_version: int = field(default=SCHEMA_VERSION)
 
     def write(self, path: Path) -> None:
@@ -211,7 +211,7 @@ class Story:
             self.loss_weight += weight
 
     def _clock(self, kind: str, time: float) -> None:
-        """Count from each start, or what led to it, to the end; a run that broke off goes on counting."""
+        """Count from each start, or what led to it, to the end; a run that broke off continues counting."""
         if self._running_since is not None:
             self.seconds += time - self._running_since
         elif kind != "start":

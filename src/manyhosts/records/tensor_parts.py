@@ -134,14 +134,14 @@ class TensorRecord:
         return cls(*from_dtype_and_shape(what), parts)
 
 
-def joined(told: Iterable[Mapping[str, TensorRecord]]) -> dict[str, TensorRecord]:
+def joined(reported: Iterable[Mapping[str, TensorRecord]]) -> dict[str, TensorRecord]:
     """What several have written of each tensor, together, by name in the order of the names.
 
     Raises:
         ValueError: two of them disagree about what a tensor is.
     """
     found: dict[str, TensorRecord] = {}
-    for records in told:
+    for records in reported:
         for name, record in records.items():
             known = found.get(name)
             if known is None:

@@ -112,7 +112,7 @@ def put_in_place() -> None:
         note("saved GPU tensors are loaded to this machine's CPU")
         return load(file, _CPU, *args, **kwargs)
 
-    @functools.wraps(make_loader)  # libraries make a loader anew by what its signature says
+    @functools.wraps(make_loader)  # libraries make a loader again by what its signature says
     def make_unpinned(self: Any, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("pin_memory"):
             note("pinned memory becomes ordinary memory")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 COLOURS = ("#1f6fb4", "#d1631f", "#2a8a57", "#8e4bb0", "#b3273a", "#5b6470", "#a07c00", "#0f8b8d")
-"""Of curves, in order; told apart by their dashes, too."""
+"""Of curves, in order; distinguished by their dashes, too."""
 _DASHES = ("", "7 4", "2 4", "10 3 2 3")
 _WIDTH, _HEIGHT = 560, 330
 _LEFT, _RIGHT, _TOP, _BOTTOM = 88, 18, 12, 50

@@ -112,11 +112,11 @@ def _confusion(found: Mapping[str, Any]) -> str:
 
 def _calibration(found: Mapping[str, Any]) -> str:
     bins = found["calibration"]["bins"]
-    told = Curve("accuracy", [(each["confidence"], each["accuracy"]) for each in bins])
+    reported = Curve("accuracy", [(each["confidence"], each["accuracy"]) for each in bins])
     even = Curve("as confident as right", [(0.0, 0.0), (1.0, 1.0)])
     words = f"Confidence departs from accuracy by {_figure(found['calibration']['expected_error'])} on average."
     counts = Curve("samples", [(each["confidence"], each["samples"]) for each in bins])
-    drawn = [figure("Calibration", [told, even], x="confidence"), figure("Samples", [counts], x="confidence")]
+    drawn = [figure("Calibration", [reported, even], x="confidence"), figure("Samples", [counts], x="confidence")]
     return paragraphs([words]) + grid(drawn)
 
 

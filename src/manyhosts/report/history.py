@@ -38,7 +38,7 @@ class Stretch:
     begin: float
     end: float
     status: str = ""
-    """How it ended; empty while it goes on, and where it broke off."""
+    """How it ended; empty while it continues, and where it broke off."""
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class History:
     validations: list[tuple[float, int, Mapping[str, float]]] = field(default_factory=list)
     """Of each the seconds of training, the step, and its values."""
     happenings: deque[Happening] = field(default_factory=lambda: deque(maxlen=_MOST_HAPPENINGS))
-    told: int = 0
+    reported: int = 0
     """How many things have happened, also those that are too long ago to be in `happenings`."""
     stretches: list[Stretch] = field(default_factory=list)
     snapshots: list[float] = field(default_factory=list)
@@ -103,10 +103,10 @@ class History:
             self.stretches[-1].end = line["time"]
         if text := sentence(line):
             self.happenings.append(Happening(line["time"], line["step"], kind, text, is_trouble(line)))
-            self.told += 1
+            self.reported += 1
 
     def clock(self, time: float) -> float:
-        """Seconds of training up to `time`; what lay between an end and going on is not in it."""
+        """Seconds of training up to `time`; what lay between an end and continuing is not in it."""
         return self._passed + (time - self.stretches[-1].begin if self.stretches else 0.0)
 
     @property

@@ -59,7 +59,7 @@ class Run:
         if self.history.end:
             return str(self.history.end["reason"])
         if status == "broke off":
-            return f"no end is on record; the last step is {last:,}, and the same command goes on"
+            return f"no end is on record; the last step is {last:,}, and the same command continues"
         return ""
 
     @property

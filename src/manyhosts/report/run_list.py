@@ -33,7 +33,7 @@ class ListedRun:
     workers: int | None
     steps: int
     seconds: float
-    """Of training, without the time between an orderly end and going on later."""
+    """Of training, without the time between an orderly end and continuing later."""
     best: Mapping[str, Any]
     """`metric`, `value` and `step` of the best validation; empty where there was none."""
 

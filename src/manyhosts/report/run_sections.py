@@ -114,7 +114,7 @@ def workers_by_steps(run: Run) -> str:
 
 
 def time_line(run: Run) -> str:
-    """When it trained, was saved, went on after a failure, and was held up."""
+    """When it trained, was saved, continued after a failure, and was held up."""
     history = run.history
     if not history.stretches:
         return ""
@@ -142,7 +142,7 @@ def time_line(run: Run) -> str:
         Strip("training", trained, amount(len(history.stretches), "start")),
         Strip("validations", moments("validation", COLOURS["evaluation"]), str(len(history.validations))),
         Strip("snapshots", saved, str(len(saved))),
-        Strip("went on after a failure", moments("restart", RED), str(history.restarts)),
+        Strip("continued after a failure", moments("restart", RED), str(history.restarts)),
         *(Strip(f"slow: {who}", _slow_pieces(changes, begin, end, whole)) for who, changes in history.slow.items()),
     ]
     shown = [row for row in rows if row.pieces]
@@ -152,14 +152,14 @@ def time_line(run: Run) -> str:
 
 def happenings(run: Run, *, most: int = _MOST_TOLD) -> str:
     """The last things that happened, the newest first; epochs and snapshots are told of elsewhere."""
-    told = [each for each in run.history.happenings if each.kind not in ("epoch", "snapshot", "copied")]
+    reported = [each for each in run.history.happenings if each.kind not in ("epoch", "snapshot", "copied")]
     rows = [["when", "step", "what"]]
-    for each in reversed(told[-most:]):
+    for each in reversed(reported[-most:]):
         when = time.strftime("%m-%d %H:%M:%S", time.localtime(each.time))
         rows.append([when, f"{each.step:,}", ("▲ " if each.is_trouble else "") + each.text])
     if len(rows) == 1:
         return paragraphs(["Nothing has happened yet."])
-    older = len(told) - most
+    older = len(reported) - most
     note = paragraphs([f"{older:,} older ones are in metrics.jsonl."]) if older > 0 else ""
     head, seen, rest = rows[0], rows[1 : 1 + _AT_ONCE], rows[1 + _AT_ONCE :]
     hidden = folded(f"{amount(len(rest), 'earlier one')}", table([head, *rest], kind="told")) if rest else ""

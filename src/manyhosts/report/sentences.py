@@ -25,7 +25,7 @@ def _start(line: Line) -> str:
     if not line["step"]:
         return "training begins"
     source = f" from {_last_word(line['resumed_from'])}" if line.get("resumed_from") else ""
-    return f"goes on after step {line['step']}{source}"
+    return f"continues after step {line['step']}{source}"
 
 
 def _validation(line: Line) -> str:
@@ -40,7 +40,7 @@ def _snapshot(line: Line) -> str:
 def _restart(line: Line) -> str:
     cost = f"{amount(line['steps_redone'], 'step')} redone, {seconds_in_words(line['seconds_lost'])} lost"
     also = f"; lost with it: {line['lost']}" if line.get("lost") else ""
-    return f"went on {line['how']} after {line['reason']}: {cost}{also}"
+    return f"continued {line['how']} after {line['reason']}: {cost}{also}"
 
 
 def _end(line: Line) -> str:

@@ -64,7 +64,7 @@ class Again:
             raise ConfigError(
                 f"this run has no weights to compare with: {run.status}{': ' * bool(run.reason)}{run.reason}",
                 where=str(run_dir),
-                fix="let it come to its end: the same command goes on with it",
+                fix="let it come to its end: the same command continues with it",
             )
         self.run_dir, self.then = run_dir, run.summary.weights_sha256
         self.record, self.found = run.record, provenance.read(run_dir)
@@ -90,10 +90,10 @@ class Again:
         """`run` with everything that this run was told, for the code in `root`."""
         found, words = self.found, ["run", "--run-dir", str(self.run_dir_again)]
         words += self._options or ["--workers", str(self.record.workers)]
-        told = json.loads(found.environment.get(overrides.VARIABLE, "{}"))
+        reported = json.loads(found.environment.get(overrides.VARIABLE, "{}"))
         if Duration.parse(str(self.record.settings["duration"])).seconds is not None:
-            told["duration"] = f"{self._steps} steps"  # a clock would end it elsewhere
-        for key, value in told.items():
+            reported["duration"] = f"{self._steps} steps"  # a clock would end it elsewhere
+        for key, value in reported.items():
             words += ["--set", f"{key}={value}"]
         is_module = found.kind == "module"
         program = found.program if is_module else str(root / provenance.below(Path(found.code.root), found.program))
@@ -104,9 +104,7 @@ class Again:
         said = []
         if self.found.changed_on_resume:
             changed = " and ".join(self.found.changed_on_resume)
-            said.append(
-                f"the run was gone on with after its {changed} had changed: here all of it is as at its beginning"
-            )
+            said.append(f"the run was resumed after its {changed} had changed: here all of it is as at its beginning")
         if len(self.record.hosts) > 1 and not self._options:
             said.append(
                 f"the run had {len(self.record.hosts)} hosts, and all {self.record.workers} workers are here now"
@@ -127,16 +125,21 @@ class Again:
             env=self._environment(root),
             stdout=sys.stderr if quiet else None,
         )
-        told, now = self.differences_before(root), ""
+        reported, now = self.differences_before(root), ""
         if code == 0:
             again = read_run(self.run_dir_again)
             now = "" if again.summary is None else again.summary.weights_sha256
-            told = differences(self.run_dir, self.found, provenance.read(self.run_dir_again))
+            reported = differences(self.run_dir, self.found, provenance.read(self.run_dir_again))
             record = RunRecord.read(self.run_dir_again / "run.json")
             if len(record.hosts) != len(self.record.hosts):
-                told.append(Difference("hardware", f"hosts: {len(record.hosts)}, and was {len(self.record.hosts)}"))
+                reported.append(Difference("hardware", f"hosts: {len(record.hosts)}, and was {len(self.record.hosts)}"))
         return Reproduction(
-            run=str(self.run_dir), again=str(self.run_dir_again), then=self.then, now=now, code=code, differences=told
+            run=str(self.run_dir),
+            again=str(self.run_dir_again),
+            then=self.then,
+            now=now,
+            code=code,
+            differences=reported,
         )
 
     def command(self, root: Path) -> str:
@@ -147,7 +150,7 @@ class Again:
         folder = root / provenance.below(Path(self.found.code.root), self.found.folder)
         if not folder.is_dir():
             raise ConfigError(
-                "the working directory of the run is gone", where=str(folder), fix="make it anew: the script ran in it"
+                "the working directory of the run is gone", where=str(folder), fix="make it again: the script ran in it"
             )
         return folder
 

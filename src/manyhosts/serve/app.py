@@ -205,11 +205,11 @@ class Server:
 
     async def _body(self, request: Request) -> bytes:
         most = self.options.limits.body_bytes
-        told = request.headers.get("content-length", "0")
-        if not told.isdigit():
+        reported = request.headers.get("content-length", "0")
+        if not reported.isdigit():
             raise Refused(411, "the length of the body is not a number")
-        if int(told) > _READ_OVER * most:
-            raise Refused(413, f"the body has {told} bytes, and {most} are allowed")
+        if int(reported) > _READ_OVER * most:
+            raise Refused(413, f"the body has {reported} bytes, and {most} are allowed")
         body, count = bytearray(), 0
         try:
             async with asyncio.timeout(self.options.limits.body_s):

@@ -29,7 +29,7 @@ from manyhosts.export.export import describe, named_function
 from manyhosts.export.model_call import ModelCall, without_cache
 from manyhosts.serve import frames
 from manyhosts.serve.tensors import Arrays, Refused, from_json
-from manyhosts.training.setup.collective_forward import called_by_all
+from manyhosts.training.setup.collective_forward import collective_forward
 from manyhosts.training.trained_script import open_run
 
 
@@ -38,7 +38,7 @@ class OfRun:
 
     def __init__(self, run: Any, preprocess: str) -> None:
         self._run = run
-        called_by_all(run.model).__enter__()  # from here to the end: all workers are asked the same, in one order
+        collective_forward(run.model).__enter__()  # from here to the end: all workers are asked the same, in one order
         call = ModelCall(run)
         self._program = call.program()
         batches = list(call.batches())[:3]
@@ -147,12 +147,12 @@ def main() -> None:
     try:
         with opened(request) as model:
             if line is not None:
-                told = {
+                reported = {
                     "kind": "ready",
                     "described": dataclasses.asdict(model.described),
                     "preprocesses": model.preprocess is not None,
                 }
-                line.sendall(frames.frame(told))
+                line.sendall(frames.frame(reported))
             while (asked := _next(line, size)) is not None:
                 reply = _answer(model, *asked)
                 if line is not None:
@@ -170,9 +170,9 @@ def _next(line: socket.socket | None, size: int) -> tuple[dict[str, Any], Arrays
     asked = None if line is None else frames.read_blocking(line)
     if size == 1:
         return asked
-    told = [asked]
-    torch.distributed.broadcast_object_list(told, src=0)
-    return told[0]
+    reported = [asked]
+    torch.distributed.broadcast_object_list(reported, src=0)
+    return reported[0]
 
 
 def _answer(model: Model, head: dict[str, Any], arrays: Arrays) -> bytes:

@@ -91,16 +91,16 @@ def _word_of(half: Path, rank: int) -> Part | None:
     with suppress(FileNotFoundError):
         return Part(failure=(half / _failure_name(rank)).read_text(errors="replace") or os.strerror(errno.ENOSPC))
     with suppress(FileNotFoundError):
-        told = json.loads((half / _record_name(rank)).read_text())
+        reported = json.loads((half / _record_name(rank)).read_text())
         return Part(
-            {name: FileRecord(**file) for name, file in told["files"].items()},
-            {name: TensorRecord.from_text(record) for name, record in told["tensors"].items()},
+            {name: FileRecord(**file) for name, file in reported["files"].items()},
+            {name: TensorRecord.from_text(record) for name, record in reported["tensors"].items()},
         )
     return None
 
 
 def tensors_told(
-    told: Iterable[Part], wanted: Mapping[str, tuple[str, tuple[int, ...]]], where: str
+    reported: Iterable[Part], wanted: Mapping[str, tuple[str, tuple[int, ...]]], where: str
 ) -> dict[str, TensorRecord]:
     """Where the tensors of a state are, as those say who wrote them. `wanted`: name → (dtype, shape) of each.
 
@@ -108,7 +108,7 @@ def tensors_told(
         SnapshotError: the parts of one are not just that tensor, or are of none of these.
     """
     try:
-        found = joined(part.tensors for part in told)
+        found = joined(part.tensors for part in reported)
     except ValueError as cause:
         raise SnapshotError(f"the workers do not hold the same state: {cause}", where=where) from cause
     for name in sorted(found.keys() | wanted.keys()):

@@ -1,4 +1,4 @@
-"""What there is to go on from, and in what condition. No torch here: the command line looks, too."""
+"""What there is to continue from, and in what condition. No torch here: the command line looks, too."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from manyhosts.snapshot.owns import Owns
 from manyhosts.snapshot.slices import TensorReader
 
 Fits = Callable[[Manifest], str]
-"""Why a run cannot go on from the snapshot with this manifest; nothing where it can."""
+"""Why a run cannot continue from the snapshot with this manifest; nothing where it can."""
 
 
 def everything_fits(manifest: Manifest) -> str:
@@ -118,7 +118,7 @@ def newest(folder: Path, fits: Fits, world: World, *, apart: bool = False) -> Lo
     look at one disk share out the check: together they read it once.
 
     Raises:
-        SnapshotError: there are snapshots, and none can be gone on from.
+        SnapshotError: there are snapshots, and none can be continued from.
     """
     skipped: list[SnapshotSkipped] = []
     tried = 0
@@ -138,9 +138,9 @@ def newest(folder: Path, fits: Fits, world: World, *, apart: bool = False) -> Lo
         return None
     named = "\n".join(f"  {one.path.name}: {one.reason}" for one in skipped)
     raise SnapshotError(
-        f"no snapshot here can be gone on from:\n{named}",
+        f"no snapshot here can be continued from:\n{named}",
         where=str(folder),
-        fix="mend what is named above (permissions, a disk that is not there), or begin anew in another --run-dir",
+        fix="mend what is named above (permissions, a disk that is not there), or begin again in another --run-dir",
     )
 
 
@@ -155,14 +155,14 @@ def _attempt(found: Found, fits: Fits, world: World, *, apart: bool) -> tuple[Lo
 
 def _reason(mine: str, world: World) -> str:
     """Why a snapshot is passed over: what this worker found or, where it found nothing, the first that did."""
-    told = [(rank, reason) for rank, reason in enumerate(gather_words(world, mine)) if reason]
-    return mine or next(f"{reason} (found by worker {rank})" for rank, reason in told)
+    reported = [(rank, reason) for rank, reason in enumerate(gather_words(world, mine)) if reason]
+    return mine or next(f"{reason} (found by worker {rank})" for rank, reason in reported)
 
 
 def _agreed(folder: Path, mine: Found | None, world: World) -> Found | None:
     """What the leader has found, on every worker."""
-    told = gather_plain(world, None if mine is None else [mine.step, mine.how])[0]
-    if told is None or mine is not None:
+    reported = gather_plain(world, None if mine is None else [mine.step, mine.how])[0]
+    if reported is None or mine is not None:
         return mine
-    step, how = told
+    step, how = reported
     return Found(path=folder / f"step-{step:08d}{'.' if how else ''}{how}", step=step, how=how)

@@ -12,7 +12,7 @@ def surplus(folder: Path, *, keep: int, newest: int, bad: Collection[Path]) -> l
     """What may go once the snapshot of step `newest` is whole: all but the last `keep` up to it, and the `bad` ones.
 
     What lies beyond `newest` is left alone: the run fell back behind it, because it was damaged or of another model,
-    and it will be written anew or looked at by somebody.
+    and it will be written again or looked at by somebody.
     """
     whole, gone = [], []
     for found in found_in(folder):

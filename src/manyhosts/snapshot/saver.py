@@ -204,9 +204,9 @@ def _agreed(number: int) -> int:
     """Rank 0's `number`."""
     if _size() == 1:
         return number
-    told = torch.tensor([number], device=_device())
-    dist.broadcast(told, 0)
-    return int(told)
+    reported = torch.tensor([number], device=_device())
+    dist.broadcast(reported, 0)
+    return int(reported)
 
 
 def _gathered(own: Tensor) -> Tensor:

@@ -51,8 +51,8 @@ def send_own(
                     transfer.give(group, rank, text, held)
         elif group.rank in to:
             text, held = transfer.take(group, source)
-        if group.rank in to and (told := json.loads(text)) is not None:
-            found[source] = (_text(told), held)
+        if group.rank in to and (reported := json.loads(text)) is not None:
+            found[source] = (_text(reported), held)
     return found
 
 
@@ -88,12 +88,14 @@ def bring_newest(folder: Path, world: World, disk: Disk) -> None:
     is_first = first_of_disk(world)
     own = newest_whole(folder) if is_first else None
     path = None if own is None else own.path
-    told = [word.split() for word in gather_words(world, "" if path is None else f"{path.name} {_content(path)}")]
-    if not any(told):
+    reported = [word.split() for word in gather_words(world, "" if path is None else f"{path.name} {_content(path)}")]
+    if not any(reported):
         return
-    source = max((rank for rank in range(world.size) if told[rank]), key=lambda rank: (_order(told[rank][0]), -rank))
-    name = told[source][0].partition(".")[0]
-    writes = is_first and told[world.rank] != told[source]
+    source = max(
+        (rank for rank in range(world.size) if reported[rank]), key=lambda rank: (_order(reported[rank][0]), -rank)
+    )
+    name = reported[source][0].partition(".")[0]
+    writes = is_first and reported[world.rank] != reported[source]
     _bring(path if world.rank == source else None, folder / name if writes else None, world, disk, source=source)
 
 
@@ -104,10 +106,10 @@ def bring_best(path: Path, world: World, disk: Disk, step: int) -> None:
     """
     is_first = first_of_disk(world)
     own = f"{read(path).facts.step} {_content(path)}" if (path / NAME).exists() else ""
-    told = [word.split() for word in gather_words(world, own)]
-    source = next((rank for rank, words in enumerate(told) if words and int(words[0]) == step), 0)
-    if told[source]:
-        writes = is_first and told[world.rank] != told[source]
+    reported = [word.split() for word in gather_words(world, own)]
+    source = next((rank for rank, words in enumerate(reported) if words and int(words[0]) == step), 0)
+    if reported[source]:
+        writes = is_first and reported[world.rank] != reported[source]
         _bring(path if world.rank == source else None, path if writes else None, world, disk, source=source)
 
 

@@ -1,4 +1,4 @@
-"""Snapshots that must not be gone on from, kept under another name for whoever wants to look at them."""
+"""Snapshots that must not be continued from, kept under another name for whoever wants to look at them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A folder of snapshots, each either whole or absent, written beside training by all workers together.
 
-store.save(state, facts)          returns when what may change is copied; copying the rest, hashing and writing go on
+store.save(state, facts)          returns when what may change is copied; copying the rest, hashing and writing continue
 ... forward and backward pass
 store.before_update()             waits until the rest is copied, too: usually not at all
 ... the optimizer changes the parameters
@@ -68,8 +68,8 @@ class Store:
         self._disk = disk or Disk()
         self._patience_s = patience_s
         self._holds = holds
-        told = bool(os.environ.get(run_directory.APART))
-        self.apart = self._world.is_shared and (told if apart is None else apart)
+        reported = bool(os.environ.get(run_directory.APART))
+        self.apart = self._world.is_shared and (reported if apart is None else apart)
         """Whether hosts have disks of their own."""
         self.is_writer = not self.apart
         """Whether the last snapshot is on this worker's disk, as far as it was told."""
@@ -164,7 +164,7 @@ class Store:
         self._count_stall(begin)
 
     def _side_group(self) -> SideGroup | None:
-        """The connections that a snapshot travels over, made anew where the workers have changed. All call this."""
+        """The connections that a snapshot travels over, made again where the workers have changed. All call this."""
         if self._world.size > 1 and (self._side is None or not self._side.is_of(self._world)):
             self._side = SideGroup(self._world)
         return self._side
@@ -278,7 +278,7 @@ class Store:
         are named in `skipped`.
 
         Raises:
-            SnapshotError: there are snapshots, and none can be gone on from; each is named with its reason.
+            SnapshotError: there are snapshots, and none can be continued from; each is named with its reason.
         """
         self.gather()
         loaded = newest(self.folder, fits, self._world, apart=self.apart)
@@ -340,8 +340,8 @@ class Store:
             raise
 
     def _commit(self, task: Task) -> None:
-        told = hear(task.half, task.writers, self._patience_s, lambda: self._gave_up)
-        manifest = seal(task, told, self._disk)
+        reported = hear(task.half, task.writers, self._patience_s, lambda: self._gave_up)
+        manifest = seal(task, reported, self._disk)
         self._news.append(
             SnapshotSaved(
                 step=task.facts.step,

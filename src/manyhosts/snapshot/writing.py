@@ -144,7 +144,7 @@ def see_one_moment(copying: Copying) -> None:
         )
 
 
-def seal(task: Task, told: Mapping[int, Part], disk: Disk) -> Manifest:
+def seal(task: Task, reported: Mapping[int, Part], disk: Disk) -> Manifest:
     """Make a snapshot of the files that all have written: see that they hold the state, write the manifest, rename.
 
     Raises:
@@ -155,8 +155,8 @@ def seal(task: Task, told: Mapping[int, Part], disk: Disk) -> Manifest:
     manifest = Manifest(
         facts=task.facts,
         world_size=task.size,
-        files={name: file for rank in task.writers for name, file in sorted(told[rank].files.items())},
-        tensors=tensors_told(told.values(), wanted, str(task.path)),
+        files={name: file for rank in task.writers for name, file in sorted(reported[rank].files.items())},
+        tensors=tensors_told(reported.values(), wanted, str(task.path)),
         time=time.time(),
     )
     remove_words(task.half, task.writers, disk)

@@ -99,22 +99,22 @@ class WrongBits(TrainingError):
         """The last step up to which nothing speaks against what they did."""
 
 
-def find_wrong(told: Mapping[int, Sequence[int]]) -> set[int] | None:
+def find_wrong(reported: Mapping[int, Sequence[int]]) -> set[int] | None:
     """The ranks that computed wrongly, by the digests that each has `told` of the same part, the last ones twice.
 
     Right is what two of them, or one of two, say every time that they compute it, if everybody else changes or has an
     answer of its own. None: it cannot be told, or the part itself has other bits every time, and nobody is accused.
     """
-    steady = {rank: digests[0] for rank, digests in told.items() if len(set(digests)) == 1}
+    steady = {rank: digests[0] for rank, digests in reported.items() if len(set(digests)) == 1}
     if not steady:
         return None
     [(value, votes), *others] = Counter(steady.values()).most_common()
-    if len(told) > 2:
-        return {rank for rank in told if steady.get(rank) != value} if votes > 1 else None
+    if len(reported) > 2:
+        return {rank for rank in reported if steady.get(rank) != value} if votes > 1 else None
     # Of two workers, one that changes its own answer to that of the other has been wrong before.
-    changed = [digests for rank, digests in told.items() if rank not in steady]
+    changed = [digests for rank, digests in reported.items() if rank not in steady]
     back = all(digests[-_AGAIN:] == [value] * _AGAIN for digests in changed)
-    return {rank for rank in told if rank not in steady} if not others and back else None
+    return {rank for rank in reported if rank not in steady} if not others and back else None
 
 
 class Auditor:
@@ -237,7 +237,7 @@ class Auditor:
         mine = [self._of(each, again) for each in self.due]
         weights = self.digest()
         weights.add([value for value in model.state_dict().values() if isinstance(value, Tensor)])
-        rows = self._told([weights.value, *mine])
+        rows = self._reported([weights.value, *mine])
         self._compare_weights([row[0] for row in rows])
         audits = [each.audit for each in self.due]
         first = [{rank: rows[rank][1 + place] for rank in audit.ranks[:2]} for place, audit in enumerate(audits)]
@@ -256,7 +256,7 @@ class Auditor:
             return self.digests[each.audit.part].value
         return again(each.audit.part, each.pieces) if self.world.rank == each.audit.auditor else _NOT_COMPUTED
 
-    def _told(self, own: Sequence[int]) -> list[list[int]]:
+    def _reported(self, own: Sequence[int]) -> list[list[int]]:
         """What every worker tells, by rank."""
         found: list[list[int]] = self.world.stack(
             torch.tensor(own, dtype=torch.int64, device=self.world.device)
@@ -269,7 +269,7 @@ class Auditor:
         Raises:
             WrongBits: always, as far as the workers' digests of their `weights` differ.
         """
-        self._compare_weights([row[0] for row in self._told([weights])])
+        self._compare_weights([row[0] for row in self._reported([weights])])
 
     def _compare_weights(self, digests: Sequence[int]) -> None:
         value, count = Counter(digests).most_common(1)[0]
@@ -294,25 +294,27 @@ class Auditor:
             each = self.due[place]
             concerned = self.world.rank in each.audit.ranks
             mine += [again(each.audit.part, each.pieces) if concerned else _NOT_COMPUTED for _ in range(_AGAIN)]
-        rows = self._told(mine)
+        rows = self._reported(mine)
         guilty: dict[int, str] = {}
         for number, place in enumerate(disputed):
             audit = self.due[place].audit
             columns = slice(_AGAIN * number, _AGAIN * (number + 1))
-            told = {
+            reported = {
                 rank: [*([first[place][rank]] if rank in first[place] else []), *rows[rank][columns]]
                 for rank in audit.ranks
             }
-            found = find_wrong(told)
+            found = find_wrong(reported)
             if found is None or len(found) == self.world.size:
-                self._end(*self._undecided(audit, told))
+                self._end(*self._undecided(audit, reported))
             for rank in sorted(found):
-                guilty[rank] = self._found_wrong(rank, audit, told, found)
+                guilty[rank] = self._found_wrong(rank, audit, reported, found)
         self._accuse(guilty)
 
-    def _found_wrong(self, rank: int, audit: Audit, told: Mapping[int, Sequence[int]], guilty: Collection[int]) -> str:
+    def _found_wrong(
+        self, rank: int, audit: Audit, reported: Mapping[int, Sequence[int]], guilty: Collection[int]
+    ) -> str:
         right = [self._who(other) for other in audit.ranks if other not in guilty]
-        own = "which are others each time" if len(set(told[rank])) > 1 else "which are the same each time"
+        own = "which are others each time" if len(set(reported[rank])) > 1 else "which are the same each time"
         return (
             f"computed part {audit.part} of step {self.step} wrongly: its bits, {own}, are not those of"
             f" {' and '.join(right)}; it was compared before in step {self._agreed_by([rank])}, and was right"
@@ -321,11 +323,11 @@ class Auditor:
     def _agreed_by(self, ranks: Iterable[int]) -> int:
         return min(self.agreed[self.members[rank].name] for rank in ranks)
 
-    def _undecided(self, audit: Audit, told: Mapping[int, Sequence[int]]) -> tuple[str, str]:
+    def _undecided(self, audit: Audit, reported: Mapping[int, Sequence[int]]) -> tuple[str, str]:
         """What is said where nobody can be named, and what to do."""
         who = " and ".join(self._who(rank) for rank in audit.ranks)
         part = f"part {audit.part} of step {self.step}"
-        if all(len(set(digests)) > 1 for digests in told.values()):
+        if all(len(set(digests)) > 1 for digests in reported.values()):
             return (
                 f"{part} has other bits every time that {who} compute it, so the model or its step is to blame and no"
                 " machine: something in it draws random numbers of its own, or remembers what it has seen",

@@ -24,7 +24,7 @@ from manyhosts.config.strategies import DDP
 from manyhosts.events import CompressionChosen
 from manyhosts.strategies.measured_compression import Stopwatch
 from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome, Steppable
-from manyhosts.strategies.tally import Agreed, Tally
+from manyhosts.strategies.tally import Agreed, StepMetrics
 from manyhosts.strategies.traits import TRAITS
 from manyhosts.strategies.whole_model import WholeModel
 
@@ -155,7 +155,7 @@ class DataParallel(WholeModel):
         """Accumulate the gradients of this worker's pieces and sum them over the workers."""
         buckets = self._begin(scale)
         watch = self.stopwatch
-        tally = Tally(control_flags, self.agreed, self.world)
+        tally = StepMetrics(control_flags, self.agreed, self.world)
         for piece in pieces[:-1]:
             _backward(scale(tally.add(compute(model, piece), piece.weight)), buckets)
         last = scale(tally.add(compute(model, pieces[-1]), pieces[-1].weight)) if pieces else None
@@ -165,8 +165,8 @@ class DataParallel(WholeModel):
         # every sum: whoever gets it knows that no other will have to do the step again with what it keeps changed.
         last_word = buckets.compressing and self.world.membership is not None
         rides = self.world.size > 1 and not last_word
-        told = self.model_watch.numbers() if self.model_watch is not None and self.world.size > 1 else []
-        tally.control_flags = [*control_flags, *told]
+        reported = self.model_watch.numbers() if self.model_watch is not None and self.world.size > 1 else []
+        tally.control_flags = [*control_flags, *reported]
         buckets.arm(tally.packed(self.world.device) if rides else None)
         if last is not None:
             _backward(last, buckets)
@@ -183,7 +183,7 @@ class DataParallel(WholeModel):
             self.world.wait(tally.start_sum())
         else:
             tally.take(summed)
-        self._heed(tally, len(told))
+        self._heed(tally, len(reported))
         outcome = tally.outcome()
         if self.config.compression_errors and buckets.compressor is not None:
             errors = buckets.compressor.errors()
@@ -216,11 +216,11 @@ class DataParallel(WholeModel):
             buckets.begin(compressing=self.steps >= self.config.compression_warmup, scale=factor)
         return buckets
 
-    def _heed(self, tally: Tally, count: int) -> None:
+    def _heed(self, tally: StepMetrics, count: int) -> None:
         """See that all workers agree, by the last `count` sums of control flags, and take these out of the tally."""
         if count and self.model_watch is not None:
-            told, tally.control_flags = tally.control_flags[-count:], tally.control_flags[:-count]
-            if (sums := self.model_watch.read(told)) is not None:
+            reported, tally.control_flags = tally.control_flags[-count:], tally.control_flags[:-count]
+            if (sums := self.model_watch.read(reported)) is not None:
                 self.model_watch.check(sums)
         self._take_in_unfrozen()
 
@@ -240,8 +240,8 @@ class DataParallel(WholeModel):
     def _merge_buckets(self) -> None:
         """Where parameters were unfrozen: let their gradients leave with the others, while the backward pass runs.
 
-        What a compression keeps and remembers belongs to the parameters it knows; then the others go on travelling by
-        themselves, behind it and as they are.
+        What a compression keeps and remembers belongs to the parameters it knows; then the others continue travelling
+        by themselves, behind it and as they are.
         """
         if self.more and self.buckets is not None and self.buckets.compressor is None:
             self._make_buckets()

@@ -1,7 +1,7 @@
 """DiLoCo: each worker steps alone; what all moved by, on the mean, is one step of an outer optimizer with momentum.
 
 The model is cut into fragments, which take turns. When a fragment's turn comes, each worker sends how far it has moved
-since the last time (the outer gradient, in int8, what is dropped kept for the next time), and goes on with its inner
+since the last time (the outer gradient, in int8, what is dropped kept for the next time), and continues with its inner
 steps while that travels. When it has arrived, the outer optimizer (SGD with Nesterov's momentum) moves the fragment
 that all share, and each worker mixes it with its own.
 
@@ -183,7 +183,7 @@ class OuterSteps(LocalStepping):
 
     @torch.no_grad()
     def meet(self, source: int, *, new: bool, gone: int) -> str:
-        """Let all go on from the mean of the models, and from the outer optimizer of those that have come farthest.
+        """Let all continue from the mean of the models, and from the outer optimizer of those that have come farthest.
 
         What the survivors have moved by since a fragment was sent is in that mean, and sent when its turn comes. A
         fragment that was on its way is sent again.
@@ -198,7 +198,7 @@ class OuterSteps(LocalStepping):
                 fragment.shared, fragment.reached = fragment.now(), self.steps
                 fragment.momentum.zero_()
             self.began = self.steps
-            return lost.told()
+            return lost.reported()
         return f"what {lost.who} learned alone in up to {self.steps - oldest} steps" if lost.who else ""
 
     def _meet_fragments(self, *, new: bool) -> bool:
@@ -248,7 +248,7 @@ class OuterSteps(LocalStepping):
         }
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Take up what `state_dict` gave; where the workers changed, all go on from the mean."""
+        """Take up what `state_dict` gave; where the workers changed, all continue from the mean."""
         if not states or not states[0]:
             return
         super().load_state_dict(states)

@@ -32,7 +32,7 @@ class LocalSteps(LocalStepping):
             self.rounds.next()
 
     def meet(self, source: int, *, new: bool, gone: int) -> str:
-        """Let all go on from the mean of those that trained, as if that had been due; a round begins with it."""
+        """Let all continue from the mean of those that trained, as if that had been due; a round begins with it."""
         lost = super().meet(source, new=new, gone=gone)
         self.rounds.next()
         return lost

@@ -51,7 +51,7 @@ class Lost:
     steps: int = 0
     """In how many steps; -1 where nobody is left who trained with them."""
 
-    def told(self) -> str:
+    def reported(self) -> str:
         """In words; empty where nothing is."""
         if not self.who:
             return ""
@@ -95,7 +95,7 @@ def first_of(ranks: Sequence[int], local_progress: Sequence[LocalProgress]) -> i
 
 
 def optimizers_from(local_progress: Sequence[LocalProgress], levels: Levels | None) -> list[int]:
-    """For each worker, by rank, whose optimizer it goes on with: of those of a node all are to be alike."""
+    """For each worker, by rank, whose optimizer it continues with: of those of a node all are to be alike."""
     givers = list(range(len(local_progress)))
     for ranks in () if levels is None else levels.nodes:
         first = first_of(ranks, local_progress)
@@ -125,7 +125,7 @@ class LocalStepping(WholeModel):
         """What a meeting that broke off has found to be lost."""
         self.is_new = self.in_doubt = False
         """Since a meeting began, until the next step: whether this worker had not trained before it, and whether its
-        optimizer may be another than those of its node. A meeting may break off, and begin anew among others."""
+        optimizer may be another than those of its node. A meeting may break off, and begin again among others."""
 
     def place(self, model: nn.Module) -> nn.Module:
         """Move `model` to this worker's device and make it equal to the leader's."""
@@ -214,11 +214,11 @@ class LocalStepping(WholeModel):
         self.rounds.take_shared(state)
 
     def meet(self, source: int, *, new: bool, gone: int) -> str:
-        """Let all go on from the mean of the models of those that trained, weighted by the samples each has seen.
+        """Let all continue from the mean of the models of those that trained, weighted by the samples each has seen.
 
         Where one of them has the mean that was due already, with the part of a lost worker in it, all take that.
         """
-        return self.meet_models(source, new=new).told()
+        return self.meet_models(source, new=new).reported()
 
     def meet_models(self, source: int, *, new: bool) -> Lost:
         """Have one model on all workers, and find who steps alone from now on. Returns what is lost."""
@@ -264,7 +264,7 @@ class LocalStepping(WholeModel):
         }
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Take up what `state_dict` gave; where the workers changed, all go on from the mean."""
+        """Take up what `state_dict` gave; where the workers changed, all continue from the mean."""
         if not states or not states[0]:
             return
         assert self.model is not None, "place() comes before load_state_dict()"

@@ -18,7 +18,7 @@ from manyhosts.communication.world import World
 from manyhosts.device import is_asynchronous
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome, Steppable
-from manyhosts.strategies.tally import Agreed, Tally
+from manyhosts.strategies.tally import Agreed, StepMetrics
 
 BUCKET_BYTES = 25_000_000
 """Of tensors that travel together: the gradients inside a node, the models to their mean."""
@@ -191,7 +191,7 @@ class LocalGradient:
             )
         for parameter in model.parameters():
             parameter.grad = None
-        tally = Tally(control_flags, self.agreed, self.world)
+        tally = StepMetrics(control_flags, self.agreed, self.world)
         self.whole, self._before = False, (self.share, self.steps)
         mine = sum(piece.weight for piece in pieces)
         own: float | Tensor = mine
@@ -232,7 +232,7 @@ class LocalGradient:
                 parameter.grad.div_(own)
 
     def _backward_together(
-        self, buckets: GradientBuckets, model: nn.Module, pieces: Sequence[Piece], compute: Compute, tally: Tally
+        self, buckets: GradientBuckets, model: nn.Module, pieces: Sequence[Piece], compute: Compute, tally: StepMetrics
     ) -> None:
         """All backward passes; the gradients of those that step together are summed while the last one runs."""
         buckets.begin()
@@ -289,7 +289,7 @@ class LocalState:
         }
 
     def load_state_dict(self, model: nn.Module, states: Sequence[Mapping[str, Any]], *, same: bool) -> None:
-        """Take up this worker's own, where the `same` step alone; else all go on from the mean in the snapshot."""
+        """Take up this worker's own, where the `same` step alone; else all continue from the mean in the snapshot."""
         tensors = states[self.world.rank].get("tensors") if same else None
         if tensors:
             assert self.optimizer is not None, "hold() comes before load_state_dict()"

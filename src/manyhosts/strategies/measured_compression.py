@@ -50,7 +50,7 @@ class Stopwatch:
         return time.perf_counter()
 
     def decide(self, config: DDP, parameters: Sequence[nn.Parameter], *, bucket_bytes: int) -> Choice:
-        """The compression to go on with, the same on every worker. All workers call it together."""
+        """The compression to continue with, the same on every worker. All workers call it together."""
         world = self.world
         network = probe(world)
         timed = self.times[1:]

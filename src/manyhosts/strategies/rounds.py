@@ -51,7 +51,7 @@ class Rounds:
         self.length, self.highest, self.rate = state["round"], state["highest_rate"], state["rate"]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` gave; a run that was begun with another rule goes on with the one of now."""
+        """Take up what `state_dict` gave; a run that was begun with another rule continues with the one of now."""
         self.highest = state.get("highest_rate", 0.0)
         if self.config.sync_rule != "fixed":
             self.length = state.get("round", self.config.sync_every)

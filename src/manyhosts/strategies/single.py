@@ -9,7 +9,7 @@ from torch import nn
 
 from manyhosts.communication.world import World
 from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome, Steppable
-from manyhosts.strategies.tally import Agreed, Tally
+from manyhosts.strategies.tally import Agreed, StepMetrics
 from manyhosts.strategies.traits import TRAITS
 from manyhosts.strategies.whole_model import WholeModel
 
@@ -36,7 +36,7 @@ class SingleProcess(WholeModel):
         """Accumulate the gradients of all pieces."""
         for parameter in self.parameters:
             parameter.grad = None
-        tally = Tally(control_flags, self.agreed, self.world)
+        tally = StepMetrics(control_flags, self.agreed, self.world)
         for piece in pieces:
             scale(tally.add(compute(model, piece), piece.weight)).backward()
         return tally.outcome()

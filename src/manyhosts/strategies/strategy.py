@@ -96,10 +96,10 @@ Scale = Callable[[Tensor], Tensor]
 
 
 @runtime_checkable
-class Survivable(Protocol):
+class Elastic(Protocol):
     """A strategy whose workers each hold everything, so that any one of them can tell the others where the run stands.
 
-    Between two steps the world it was made with may have changed; it asks the world anew for ranks and sizes.
+    Between two steps the world it was made with may have changed; it asks the world again for ranks and sizes.
     """
 
     @property

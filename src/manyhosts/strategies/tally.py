@@ -35,7 +35,7 @@ class Agreed:
 
 
 @dataclass(slots=True)
-class Own:
+class LocalSums:
     """What one part of a batch has given on one worker, by name. Ghosts count for nothing, whatever they give."""
 
     sums: dict[str, Tensor] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class Own:
         zero = None if len(self.sums) >= len(names) and self.fits(names) else _zero(device)
         return [self.sums[name].double().reshape(1) if name in self.sums else _given(zero) for name in names]
 
-    def told(self) -> str:
+    def reported(self) -> str:
         """In words, for the others."""
         rows = {
             name: [value.item(), self.weights[name], self.pieces[name]] for name, value in sorted(self.sums.items())
@@ -84,13 +84,17 @@ def _given(zero: Tensor | None) -> Tensor:
     return zero
 
 
-def settled(world: World, agreed: Agreed, parts: Sequence[Own], known: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def resolve_names(
+    world: World, agreed: Agreed, parts: Sequence[LocalSums], known: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """The mean of every value over the samples that had it, from what all workers' `parts` of the batch have given.
 
     Sums run in the tree of the parts, so that no bit depends on who has computed which. `known` are the sums of the
     names that had a place: they count where every piece had the name. Every worker calls this.
     """
-    found = json.loads("[" + ",".join(gather_words(world, "[" + ",".join(part.told() for part in parts) + "]")) + "]")
+    found = json.loads(
+        "[" + ",".join(gather_words(world, "[" + ",".join(part.reported() for part in parts) + "]")) + "]"
+    )
     rows = [(of, values) for worker in found for of, values in worker]
     names = sorted({name for _, values in rows for name in values}, key=lambda name: (name != "loss", name))
     pieces = sum(of for of, _ in rows)
@@ -119,7 +123,7 @@ def _in_tree(values: Iterable[float]) -> float:
     return total
 
 
-class Tally:
+class StepMetrics:
     """Sums the weighted values of a step, over pieces and then over workers.
 
     Control flags are small numbers that travel with the loss and are summed over the workers: a clock, a request to
@@ -129,7 +133,7 @@ class Tally:
     def __init__(self, control_flags: Sequence[float], agreed: Agreed, world: World) -> None:
         self.control_flags: Sequence[float] | Tensor = control_flags
         self.agreed, self.world = agreed, world
-        self.own = Own()
+        self.own = LocalSums()
         self._summed: Tensor | None = None
 
     def add(self, values: Mapping[str, Tensor], weight: float) -> Tensor:
@@ -167,10 +171,10 @@ class Tally:
         names, summed = self.agreed.names, self._summed
         if summed is not None:
             known = dict(zip(names, summed, strict=False))
-            settle = partial(settled, self.world, self.agreed, [self.own], known)
+            settle = partial(resolve_names, self.world, self.agreed, [self.own], known)
             return outcome(self.world, known, self.control_flags, summed[-1], settle)
         fits = self.own.fits(names)
-        values = self.own.sums if fits else settled(self.world, self.agreed, [self.own], {})
+        values = self.own.sums if fits else resolve_names(self.world, self.agreed, [self.own], {})
         return StepOutcome(values, self.control_flags)
 
 

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 class Traits:
     """What holds for every run of a strategy."""
 
-    steps_together: bool = True
+    synchronous: bool = True
     """Whether all workers make each step by one gradient, so that between two steps they hold one model. Where not, the
     strategy has the calls of `LocalUpdates`."""
-    meets_in_forward: bool = False
+    communicates_in_forward: bool = False
     """Whether workers exchange something in every forward pass, so that all must make equally many."""
     holds_whole_model: bool = True
     """Whether each worker holds every tensor whole. Where not, `Strategy.holding` says what it holds."""
     survives_loss: bool = True
-    """Whether the workers that are left can go on without one that is lost. Then it has the calls of `Survivable`."""
+    """Whether the workers that are left can continue without one that is lost. Then it has the calls of `Elastic`."""
     computes_fixed_parts: bool = False
     """Whether each batch is cut into parts that do not depend on the number of workers. Then it has those of
     `FixedParts`."""
@@ -29,9 +29,9 @@ class Traits:
 TRAITS = {
     "single": Traits(survives_loss=False),
     "ddp": Traits(),
-    "fsdp": Traits(meets_in_forward=True, holds_whole_model=False, survives_loss=False),
+    "fsdp": Traits(communicates_in_forward=True, holds_whole_model=False, survives_loss=False),
     "virtual": Traits(computes_fixed_parts=True),
-    "local-sgd": Traits(steps_together=False),
-    "diloco": Traits(steps_together=False),
+    "local-sgd": Traits(synchronous=False),
+    "diloco": Traits(synchronous=False),
 }
 """By the name of the strategy, as settings have it; `virtual` is `ddp` with virtual workers."""

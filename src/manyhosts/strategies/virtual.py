@@ -28,7 +28,7 @@ from manyhosts.data.order import bounds
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.audit import Auditor, Digest
 from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome, Steppable
-from manyhosts.strategies.tally import Agreed, Own, outcome, settled
+from manyhosts.strategies.tally import Agreed, LocalSums, outcome, resolve_names
 from manyhosts.strategies.traits import TRAITS
 from manyhosts.strategies.whole_model import WholeModel
 
@@ -48,7 +48,7 @@ class VirtualWorkers(WholeModel):
             raise ConfigError(
                 f"virtual_workers is {parts}, but there are {world.size} workers, and each needs a part of the batch",
                 where="virtual_workers",
-                fix=f"start at most {parts} workers, or begin anew with virtual_workers={world.size} or more",
+                fix=f"start at most {parts} workers, or begin again with virtual_workers={world.size} or more",
             )
         super().__init__(world)
         self.parts, self.bucket_mb, self.auditor = parts, bucket_mb, auditor
@@ -90,7 +90,7 @@ class VirtualWorkers(WholeModel):
         """Nothing is under way between two steps."""
 
     def step_back(self) -> None:
-        """Forget what the forward passes of a step that broke off have left; the rest is made anew in each step."""
+        """Forget what the forward passes of a step that broke off have left; the rest is made again in each step."""
         self.statistics.take()
         self.changed = []
         if self.gradients is not None:
@@ -135,7 +135,7 @@ class VirtualWorkers(WholeModel):
         gradients.begin(held)
         if late is not None:
             late.begin(held)
-        self.news.begin(held, [*control_flags, *([0.0] * self._told())])
+        self.news.begin(held, [*control_flags, *([0.0] * self._reported())])
         for part in own:
             last = part == own[-1]
             self._watch(self._digest_of(part))
@@ -192,14 +192,14 @@ class VirtualWorkers(WholeModel):
         self._watch(None)
         return digest.value
 
-    def _told(self) -> int:
+    def _reported(self) -> int:
         """How many numbers each worker tells of buffers and of what is trained."""
         return 3 if self.model_watch is not None and self.model_watch.may_differ else 0
 
-    def _check(self, told: Sequence[float] | Tensor) -> None:
+    def _check(self, reported: Sequence[float] | Tensor) -> None:
         """Refuse, on all workers, a model whose forward pass changes what the next part would see."""
         assert self.model_watch is not None, "place() comes before"
-        if not len(told) or (numbers := self.model_watch.read(told)) is None:
+        if not len(reported) or (numbers := self.model_watch.read(reported)) is None:
             return
         changes, *sums = numbers
         if changes:
@@ -228,11 +228,11 @@ class VirtualWorkers(WholeModel):
         """All forward passes of `part` are done. After the last one the backward pass hides the exchange."""
         assert self.model_watch is not None, "place() comes before"
         self.changed += self.model_watch.watch.changed_state()
-        told = [float(len(self.changed)), *self.model_watch.numbers()] if last and self._told() else []
+        reported = [float(len(self.changed)), *self.model_watch.numbers()] if last and self._reported() else []
         statistics = self.statistics.take()
         if self.digest is not None:
             self.digest.add([*self.news.seen(), *statistics])
-        self.news.close(part, statistics, told)
+        self.news.close(part, statistics, reported)
         if last:
             assert self.gradients is not None, "place() comes before forward_backward()"
             self.exchange.send(self.news.total)
@@ -270,13 +270,13 @@ class News:
         self.world, self.pace = world, pace
         self.total = self._sum_of(0)
         self.agreed = Agreed()
-        self.parts: list[Own] = []
+        self.parts: list[LocalSums] = []
         """What each part that this worker has computed gave, the one under way last."""
 
     def begin(self, held: Sequence[range], control_flags: Sequence[float]) -> None:
         """Forget the last step."""
         self.held, self.control_flags = held, control_flags
-        self.parts, self.own = [], Own()
+        self.parts, self.own = [], LocalSums()
 
     def add(self, values: Mapping[str, Tensor], weight: float) -> Tensor:
         """Add one piece's means. Returns its weighted loss, from which to go backward."""
@@ -289,17 +289,17 @@ class News:
 
     def forget(self) -> list[Tensor]:
         """The same, of a part that does not count."""
-        seen, self.own = self.seen(), Own()
+        seen, self.own = self.seen(), LocalSums()
         return seen
 
     @torch.no_grad()
-    def close(self, part: int, statistics: Sequence[Tensor], told: Sequence[float] = ()) -> None:
+    def close(self, part: int, statistics: Sequence[Tensor], reported: Sequence[float] = ()) -> None:
         """`part` has seen all its samples. `told`: this worker's last control flags, where only these are known."""
         names, first = self.agreed.names, not self.parts
         if first:
             self._open(len(names) + len(self.control_flags) + 1 + sum(len(row) for row in statistics))
         control_flags = self.control_flags if first else [0.0] * len(self.control_flags)
-        numbers = [*control_flags[: len(control_flags) - len(told)], *told, float(not self.own.fits(names))]
+        numbers = [*control_flags[: len(control_flags) - len(reported)], *reported, float(not self.own.fits(names))]
         row = torch.cat(
             [
                 *self.own.in_places(names, self.world.device),
@@ -308,7 +308,7 @@ class News:
             ]
         )
         self.parts.append(self.own)
-        self.own = Own()
+        self.own = LocalSums()
         buffer, adding = self.total.open(part)
         view = buffer[: len(row)]
         view.add_(row) if adding else view.copy_(row)
@@ -328,5 +328,5 @@ class News:
         values = len(self.agreed.names)
         flag = values + len(self.control_flags)
         known = dict(zip(self.agreed.names, sums[:values], strict=True))
-        settle = partial(settled, self.world, self.agreed, self.parts, known)
+        settle = partial(resolve_names, self.world, self.agreed, self.parts, known)
         return outcome(self.world, known, sums[values:flag], sums[flag], settle), sums[flag + 1 :]

@@ -23,7 +23,7 @@ from manyhosts.study.times import CAUSES
 FOLDER = "plots"
 MISSING = "the plots need matplotlib, which is not installed: pip install matplotlib"
 _LINES = ("#1f6fb4", "#d1631f", "#2a8a57", "#8e4bb0", "#b3273a", "#5b6470", "#a07c00", "#0f8b8d")
-"""Of variants and sizes; told apart by their markers, too."""
+"""Of variants and sizes; distinguished by their markers, too."""
 _MARKERS = "osD^vPX*"
 _STYLE = {
     "font.size": 10,

@@ -2,7 +2,7 @@
 
 `proposal.txt` has the table and the paragraph, `proposal.svg` and `proposal.pdf` the figure, where matplotlib is
 installed. Errors of points are standard deviations over the runs of a size; those of predictions are intervals that
-hold 90 % of what is fitted to runs drawn anew from the measured ones (a bootstrap).
+hold 90 % of what is fitted to runs drawn again from the measured ones (a bootstrap).
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def _job(
 
 
 def _drawn(strong: Sequence[Size]) -> list[dict[float, list[float]]]:
-    """Speed-ups by times the smallest size, with the runs of each size drawn anew."""
+    """Speed-ups by times the smallest size, with the runs of each size drawn again."""
     known = {size.row.times or 1.0: [row.speed_up for row in size.rows if row.speed_up] for size in strong}
     draw = random.Random(0)  # noqa: S311  # no secret
     return [{times: draw.choices(values, k=len(values)) for times, values in known.items()} for _ in range(_DRAWS)]

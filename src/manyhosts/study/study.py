@@ -253,7 +253,7 @@ def study(asked: Asked, folder: Path, program: Sequence[str], progress: Progress
     """Run what is not done yet, each as `program run …`, and write `study.json` after each point.
 
     Raises:
-        ConfigError: the folder holds another study, or one is going on in it.
+        ConfigError: the folder holds another study, or one is in progress in it.
         Interrupted: by a signal; what is known by then is in `study.json`.
     """
     see_that_same(asked, folder)
@@ -274,7 +274,7 @@ def study(asked: Asked, folder: Path, program: Sequence[str], progress: Progress
 
 
 class Progress(Protocol):
-    """Hears how the study goes on."""
+    """Hears how the study continues."""
 
     def begins(self, point: Point, place: Place) -> None:
         """A run is about to be started, or one that another study has left running is waited for."""

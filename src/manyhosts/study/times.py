@@ -1,7 +1,7 @@
 """Where the time of one run went, from the lines of its metrics: each part measured by a clock of its own.
 
 The clock runs from the `start` of training to its `end`; what led there (a queue, the start of Python) and what comes
-behind it (the test) are not in it. Of a run that broke off and went on, the time between is not in it either.
+behind it (the test) are not in it. Of a run that broke off and continued, the time between is not in it either.
 
     start_up                from the start to the end of the first step: compiling, the first batch, the first look
     compute, data_wait      of every later step, as the loop measures them
@@ -133,8 +133,8 @@ class Clock:
     """Reads the lines in their order. Numbers of steps are kept close, for there may be millions."""
 
     written: set[int] = field(default_factory=set)
-    """Steps after which something was written to go on from: what lies behind such a step is known by its line alone,
-    which may come many steps later."""
+    """Steps after which something was written to continue from: what lies behind such a step is known by its line
+    alone, which may come many steps later."""
     windows: list[_Window] = field(default_factory=list)
     """These come behind their steps, too."""
     own: array[float] = field(default_factory=lambda: array("d"))

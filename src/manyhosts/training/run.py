@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from manyhosts.cluster.membership import Passed
+from manyhosts.cluster.membership import CallAlreadyFinished
 from manyhosts.cluster.reports import cause
 from manyhosts.communication.gathering import gather_plain
-from manyhosts.communication.world import is_break
+from manyhosts.communication.world import is_connection_error
 from manyhosts.config import profile
 from manyhosts.config.settings import Settings
 from manyhosts.config.strategies import Single
@@ -43,10 +43,10 @@ from manyhosts.training.state.remote_copy import RemoteCopy
 from manyhosts.training.state.run_state import RunState
 from manyhosts.training.state.snapshot_schedule import SnapshotSchedule
 from manyhosts.training.telemetry.notes import announce
-from manyhosts.training.telemetry.pace import Pace
+from manyhosts.training.telemetry.pace import StragglerMonitor
 from manyhosts.training.telemetry.profiling import Profiling, profiling_for
 from manyhosts.training.telemetry.result import Result
-from manyhosts.training.telemetry.run_log import Journal
+from manyhosts.training.telemetry.run_log import RunLog
 
 
 class Run:
@@ -67,7 +67,7 @@ class Run:
     ) -> None:
         """Nothing is opened, and no other worker met, before `fit`. `report` tells the head; see `cluster.reports`.
 
-        `go_on_with`: the command that goes on with this run, where nobody else tells it.
+        `go_on_with`: the command that resumes this run, where nobody else tells it.
         """
         self.go_on_with = go_on_with
         self.calls, self.provider = calls, provider
@@ -81,10 +81,10 @@ class Run:
             keep=keep,
             strategy=settings.strategy.name if self.world.is_shared else Single.name,
             settings=settings,
-            tell=lambda news: self.journal.tell(news),
+            tell=lambda news: self.run_log.tell(news),
             second=second,
         )
-        self.journal = Journal(
+        self.run_log = RunLog(
             world=self.world,
             settings=settings,
             directory=directory,
@@ -94,8 +94,8 @@ class Run:
             report=report,
         )
         self.state = RunState()
-        self.run_end = RunEnd(self.parts, self.state, self.snapshot_schedule, self.journal)
-        provider.run, provider.records = self.state, self.journal
+        self.run_end = RunEnd(self.parts, self.state, self.snapshot_schedule, self.run_log)
+        provider.run, provider.records = self.state, self.run_log
         self.loaded: Loaded | None = None
         self._loop: Loop | None = None
         self.recovery: Rendezvous | None = None
@@ -114,7 +114,7 @@ class Run:
         survives, bad = not why_not_survive(self.parts), None
         survives = self.calls.begin(most=self.settings.virtual_workers or 0, survives=survives)
         try:
-            with self.failures_told():
+            with self.report_failures():
                 self.make_loop(survives=survives)
                 self.enter()
                 with self.run_end.failures_recorded(), self.loop.stop_signals.listening():
@@ -126,19 +126,19 @@ class Run:
                                 outcome = self.conclude(reason)
                                 break
                         except BadStep as found:
-                            self.loop.hold_nothing()  # that is of use to those that have not come so far
+                            self.loop.invalidate_state()  # that is of use to those that have not come so far
                             bad = found
                         except WrongBits as wrong:
                             bad = None
                             self.leave_out(wrong)
                         except Exception as error:
-                            if self.recovery is None or not is_break(error):
+                            if self.recovery is None or not is_connection_error(error):
                                 raise
-                            bad = None  # whoever goes on stands before it, and will come to it again
+                            bad = None  # whoever continues stands before it, and will come to it again
                             self.recover(error)
                         else:
                             self.recover(None)  # nothing broke: somebody waits to join
-        except Passed as passed:
+        except CallAlreadyFinished as passed:
             outcome = passed.outcome
             self.take_end(outcome, replaces=passed.replaces)
         self.calls.done(outcome)
@@ -147,10 +147,10 @@ class Run:
     # The beginning.
 
     def make_loop(self, *, survives: bool) -> None:
-        """Make what trains and, where others go on without a worker that is lost, what takes this one through that."""
-        journal, settings, mesh = self.journal, self.settings, self.parts.strategy.mesh
+        """Make what trains and, where others continue without a worker that is lost, what takes this one through that."""
+        run_log, settings, mesh = self.run_log, self.settings, self.parts.strategy.mesh
         balance = Balance(self.parts.cut_batches) if settings.balance == "speed" else None
-        self.profiling = profiling_for(profile.asked(), self.world, self.directory.profile, journal.tell)
+        self.profiling = profiling_for(profile.asked(), self.world, self.directory.profile, run_log.tell)
         self._loop = Loop(
             self.parts,
             settings=settings,
@@ -159,19 +159,21 @@ class Run:
             snapshot_schedule=self.snapshot_schedule,
             stop_signals=StopSignals(cause),
             tell=self.tell_step,
-            flush=journal.flush,
-            note_samples=journal.note_samples if settings.record_samples and mesh.leads_replica else None,
-            see_first=journal.keep_pictures if settings.keep_pictures else None,
+            flush=run_log.flush,
+            note_samples=run_log.note_samples if settings.record_samples and mesh.leads_replica else None,
+            see_first=run_log.keep_pictures if settings.keep_pictures else None,
             keep_buffers=survives,
-            pace=Pace(self.world, journal.remembered, journal.tell, balance) if self.world.is_shared else None,
+            pace=StragglerMonitor(self.world, run_log.remembered, run_log.tell, balance)
+            if self.world.is_shared
+            else None,
         )
         if survives:
-            training = SharedTraining(self.provider, self.snapshot_schedule, journal, self._loop, begin=self.begin)
+            training = SharedTraining(self.provider, self.snapshot_schedule, run_log, self._loop, begin=self.begin)
             self.recovery = Rendezvous(self.calls, training, most=settings.virtual_workers or 0)
 
     def tell_step(self, news: Event) -> None:
         """Tell what the loop has to tell, to a profile that is being made as well."""
-        self.journal.tell(news)
+        self.run_log.tell(news)
         if self.profiling is not None:
             self.profiling.hear(news)
 
@@ -186,7 +188,7 @@ class Run:
                 recovery.check()
             self.begin()
         except Exception as error:
-            if recovery is None or not is_break(error):
+            if recovery is None or not is_connection_error(error):
                 raise
             recovery.work.stand_nowhere()
             recovery.go_on(error)  # perhaps where others have come to by then
@@ -198,14 +200,14 @@ class Run:
 
         Raises:
             ConfigError, DataError: the directory is that of another script, or something has changed that must not.
-            SnapshotError: there are snapshots, and none can be gone on from.
+            SnapshotError: there are snapshots, and none can be continued from.
         """
-        self.journal.lay_down()
+        self.run_log.lay_down()
         self.provider.refresh()
         self._open_directory()  # nobody looks into it before the leader has made it
         found, self.loaded = self.snapshot_schedule.begin()
         self.state.become(found)
-        if self.parts.strategy.traits.steps_together:
+        if self.parts.strategy.traits.synchronous:
             compare_weights(self.parts, f"at the beginning, at step {found.step}")
         lengths, optimizer = {"duration": str(self.settings.duration)}, optimizer_described(self.parts.optimizer)
         compare_descriptions(self.world, {"arguments of fit": lengths, "optimizers": optimizer})
@@ -213,31 +215,31 @@ class Run:
             self.snapshot_schedule.check_watched(names)
         self.loop.stand()
         self.loop.flags.start_clock()
-        self.journal.open_records(self.state.step)
+        self.run_log.open_records(self.state.step)
         if self.snapshot_schedule.second is not None:
             self.snapshot_schedule.second.catch_up()
         why_not = (
-            "" if self.recovery else why_not_survive(self.parts) or "nobody can go on since a call before this one"
+            "" if self.recovery else why_not_survive(self.parts) or "nobody can continue since a call before this one"
         )
-        announce(self.loop, self.journal, self.loaded, why_not_survive=why_not)
+        announce(self.loop, self.run_log, self.loaded, why_not_survive=why_not)
 
     def _open_directory(self) -> None:
         """Lock the run directory, on each disk that has one, and make it. Where that cannot be, every worker raises.
 
         Raises:
-            ConfigError: another run is going on in it, or it is that of another script.
+            ConfigError: another run is in progress in it, or it is that of another script.
         """
         refused: ConfigError | None = None
         if self.snapshot_schedule.store.leads_disk():
             try:
-                self.journal.lock()
+                self.run_log.lock()
                 if self.world.is_leader:
                     self.directory.open_for(self.script)
             except ConfigError as error:
                 refused = error
         gather_plain(self.world, None, refused)
         if self.world.is_leader:
-            self.journal.report("directory", path=str(self.directory.path))
+            self.run_log.report("directory", path=str(self.directory.path))
 
     # Ways back into training.
 
@@ -247,46 +249,46 @@ class Run:
         Where that may come, see that there always is one to go back to. Every worker calls this.
         """
         if bad is not None:
-            self.tell_way_back(rewind.from_bad_step(bad, self.loop, self.snapshot_schedule))
+            self.report_rewind(rewind.from_bad_step(bad, self.loop, self.snapshot_schedule))
         if (trusted := self.loop.at.trusted) is not None:
-            self.tell_way_back(rewind.from_doubt(trusted, self.loop, self.snapshot_schedule))
+            self.report_rewind(rewind.from_doubt(trusted, self.loop, self.snapshot_schedule))
         may_go_back = self.settings.on_bad_step == "rewind" or self.settings.audit is not None
         if may_go_back and self.snapshot_schedule.saved_at < 0:
-            self.loop.duties.save()
+            self.loop.after_step.save()
 
-    def tell_way_back(self, news: Recovered | Note) -> None:
+    def report_rewind(self, news: Recovered | Note) -> None:
         """Tell that the run has gone back, or why not; what came after is told again."""
         if isinstance(news, Recovered):
-            self.journal.recent.clear()
-            self.journal.resume_samples(self.state.step)
-        self.journal.tell(news)
-        self.journal.flush()
+            self.run_log.recent.clear()
+            self.run_log.resume_samples(self.state.step)
+        self.run_log.tell(news)
+        self.run_log.flush()
 
     def recover(self, error: Exception | None) -> None:
-        """Meet those that are left, or wait to join; where nobody goes on, keep what this worker holds, and end.
+        """Meet those that are left, or wait to join; where nobody continues, keep what this worker holds, and end.
 
         Raises:
-            Exception: `error`, where nobody goes on.
-            SystemExit: nobody goes on, for the run was asked to stop.
+            Exception: `error`, where nobody continues.
+            SystemExit: nobody continues, for the run was asked to stop.
         """
-        assert self.recovery is not None, "where nobody goes on nobody joins, and a break ends the run"
+        assert self.recovery is not None, "where nobody continues nobody joins, and a break ends the run"
         try:
             self.recovery.go_on(error)
-        except Passed:
+        except CallAlreadyFinished:
             raise
         except Exception:
             if self.recovery.refused:
-                LastSnapshot(self.snapshot_schedule, self.journal, self.loop).make()
+                LastSnapshot(self.snapshot_schedule, self.run_log, self.loop).make()
                 if self.loop.stop_signals.grant_own():  # a worker was lost, or came, when all were asked
                     self.run_end.record("interrupted", self.loop.stop_signals.granted)
                     self._exit_by(self.loop.stop_signals.number)
             raise
 
     def leave_out(self, wrong: WrongBits) -> None:
-        """Go on without workers that compute wrongly, or end where that cannot be.
+        """Continue without workers that compute wrongly, or end where that cannot be.
 
         Raises:
-            WrongBits: nobody can go on, or nobody knows who is wrong.
+            WrongBits: nobody can continue, or nobody knows who is wrong.
         """
         if self.recovery is None or not wrong.guilty:
             rewind.keep_from_resuming(self.snapshot_schedule, self.world, wrong.trusted)
@@ -301,23 +303,23 @@ class Run:
 
     def conclude(self, reason: str) -> dict[str, Any]:
         """Validate, save and record that training is over. Returns what came out, in plain values."""
-        state, stop_signals, duties = self.state, self.loop.stop_signals, self.loop.duties
-        if duties.pace is not None and self.world.size > 1:
-            duties.pace.compare(self.loop.at.taken, is_last=True)
+        state, stop_signals, after_step = self.state, self.loop.stop_signals, self.loop.after_step
+        if after_step.pace is not None and self.world.size > 1:
+            after_step.pace.compare(self.loop.at.taken, is_last=True)
         if self.profiling is not None:
             self.profiling.finish()
         if self.validation is not None and state.step and state.validated_at != state.step and not stop_signals.granted:
-            duties.validate()
-        duties.keep_best()
+            after_step.validate()
+        after_step.keep_best()
         self.run_end.save(self.loop)
-        duties.call_callbacks("end")
-        self.snapshot_schedule.finish_copies(partial(self.journal.report, "busy"))
+        after_step.call_callbacks("end")
+        self.snapshot_schedule.finish_copies(partial(self.run_log.report, "busy"))
         if isinstance(self.parts.strategy, LocalUpdates):
             self.parts.strategy.average(self.parts.trained)  # a run ends with one model
         compare_weights(self.parts, f"at the end, at step {state.step}")
         if (auditor := self.parts.auditor) is not None:
             text = f"audit: of {auditor.compared} parts that were computed again every bit was equal"
-            self.journal.tell(Note(text=text, step=state.step, time=time.time()))
+            self.run_log.tell(Note(text=text, step=state.step, time=time.time()))
         status = "interrupted" if stop_signals.granted else "stopped early" if state.ended else "completed"
         weights = self.run_end.record(status, reason, is_failure=False)
         if self.snapshot_schedule.second is not None:
@@ -350,7 +352,7 @@ class Run:
     def _exit_by(self, number: int) -> NoReturn:
         """End this script as that signal has asked it to."""
         if self.go_on_with and self.world.is_leader:
-            sys.stderr.write(f"manyhosts: go on with: {self.go_on_with}\n")
+            sys.stderr.write(f"manyhosts: resume with: {self.go_on_with}\n")
         raise SystemExit(128 + number)
 
     def take_end(self, outcome: dict[str, Any], *, replaces: bool) -> None:
@@ -364,11 +366,11 @@ class Run:
             os.environ["RANK"] = os.environ["LOCAL_WORLD_SIZE"]
 
     @contextmanager
-    def failures_told(self) -> Iterator[None]:
+    def report_failures(self) -> Iterator[None]:
         """Whatever ends this call within: the others and the launcher know that this worker is in it no more."""
         try:
             yield
-        except Passed:
+        except CallAlreadyFinished:
             raise
         except BaseException as error:
             self.calls.fail()
@@ -378,4 +380,4 @@ class Run:
         finally:
             if self.profiling is not None:
                 self.profiling.close()
-            self.journal.report("rest")
+            self.run_log.report("rest")

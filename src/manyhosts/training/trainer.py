@@ -249,7 +249,7 @@ class Trainer:
     def fit(self, duration: str | None = None) -> Result:
         """Train until the run is `duration` long: `"20 epochs"`, `"500 steps"`, `"2h30m"`, `"20 epochs or 2h"`.
 
-        A run directory that holds snapshots is gone on with; what it has behind it counts. The random generators of
+        A run directory that holds snapshots is resumed; what it has behind it counts. The random generators of
         the script (torch, NumPy, Python) are afterwards as they were before, here and in `validate` and `test`.
 
         Raises:
@@ -261,7 +261,7 @@ class Trainer:
         if duration is not None and "duration" not in overrides.from_environment():
             settings = dataclasses.replace(settings, duration=duration)
         if self._run is not None:
-            self._run.journal.close()
+            self._run.run_log.close()
         directory, listeners = self._place.directory(self.world), self.listeners
         validation = None if self.data.validation is None else self._evaluation("validation")
         if watching.watcher is not None:
@@ -322,9 +322,9 @@ class Trainer:
         if self._run is None:
             return
         if self.world.is_leader and not self._collective_calls.over:
-            self._run.journal.take_lead()  # another one may have led while it trained
-        self._run.journal.tell(Note(text=text, step=self._run.state.step, time=time.time()))
-        self._run.journal.flush()
+            self._run.run_log.become_leader()  # another one may have led while it trained
+        self._run.run_log.tell(Note(text=text, step=self._run.state.step, time=time.time()))
+        self._run.run_log.flush()
 
     def test(self, *, weights: Literal["best", "last"] = "best") -> dict[str, float]:
         """`loss` and every metric over the whole test set, each sample once.
@@ -415,7 +415,7 @@ class Trainer:
             values = self._evaluated(evaluation, "the test of the best model" if used.is_best else "the test")
         if self._run is not None:
             if self.world.is_leader and not self._collective_calls.over:
-                self._run.journal.take_lead()  # another one may have led while it trained
+                self._run.run_log.become_leader()  # another one may have led while it trained
             news = TestDone(
                 step=self._run.state.step,
                 values=values,
@@ -424,8 +424,8 @@ class Trainer:
                 weights="best" if used.is_best else "last",
                 weights_step=used.step,
             )
-            self._run.journal.tell(news)
-            self._run.journal.flush()
+            self._run.run_log.tell(news)
+            self._run.run_log.flush()
         return values
 
     def _evaluation(self, name: Literal["validation", "test"]) -> Evaluation:

@@ -1,7 +1,7 @@
 """Trials whose workers are forked, on this machine, from one process with torch loaded.
 
-A run of `manyhosts run` has a head and agents, which go on without lost workers and take seconds to start. Trials want
-neither: workers here get torchrun's variables and nothing else, and where one fails the others are ended.
+A run of `manyhosts run` has a head and agents, which continue without lost workers and take seconds to start. Trials
+want neither: workers here get torchrun's variables and nothing else, and where one fails the others are ended.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _WARM_S = 60.0
 _SHOWN_LINES = 30
 
 
-class Stage:
+class LocalTrialRunner:
     """Holds the process that workers are forked from."""
 
     def __init__(self, preload: Sequence[str], folder: Path) -> None:

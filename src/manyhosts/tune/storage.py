@@ -54,7 +54,7 @@ def open_study(
     if study.direction.name != direction.upper():
         fix = "give another --study or --run-dir"
         raise ConfigError(f"the search {name!r} is to {study.direction.name.lower()}", where="--metric", fix=fix)
-    # A search that goes on must not draw again what it has drawn.
+    # A search that continues must not draw again what it has drawn.
     study.sampler = _sampler(optuna, sampler, seed + len(study.get_trials(deepcopy=False)))
     study.pruner = {
         "median": lambda: optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=1),

@@ -103,7 +103,7 @@ class Asked:
 
 @dataclass(slots=True)
 class _UnderWay:
-    """A trial whose run is going on."""
+    """A trial whose run is in progress."""
 
     trial: Any
     slot: Slot
@@ -170,7 +170,7 @@ class Tuner:
         """Search until the budget is spent, all is tried, or a signal comes.
 
         Raises:
-            ConfigError: another search goes on in the folder, or no trial has the metric.
+            ConfigError: another search continues in the folder, or no trial has the metric.
             ScriptError: the first trials all failed.
             Interrupted: by a signal, when everything under way has ended in order.
         """
@@ -245,7 +245,7 @@ class Tuner:
         return replace(spent, worker_seconds=workers, money=None if price is None else workers * price)
 
     def _seconds_left(self, extra: float = 0.0, workers: int | None = None) -> float:
-        """How long what is under way may go on; `extra`: seconds of trials that are promised already."""
+        """How long what is under way may continue; `extra`: seconds of trials that are promised already."""
         spent = self._plus(self.spent(), extra)
         busy = self.asked.workers * max(1, len(self.under_way)) if workers is None else workers
         return self.asked.budget.seconds_left(spent, busy, self.asked.price_s or 0.0)

@@ -1,1 +1,1 @@
-"""Runs and studies watched while they go on: in the terminal, and as a page on this machine."""
+"""Runs and studies watched while they resume: in the terminal, and as a page on this machine."""

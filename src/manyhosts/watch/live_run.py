@@ -1,4 +1,4 @@
-"""A run that may be going on: looked at again and again, until nobody trains in its directory any more."""
+"""A run that may be in progress: looked at again and again, until nobody trains in its directory any more."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class LiveRun:
         self.directory = RunDirectory(folder)
         self.history = History()
         self.begun_again = 0
-        """How often all that was read has been read anew, for the run went back and cut its record."""
+        """How often all that was read has been read again, for the run went back and cut its record."""
         self.record = record_of(self.directory)
         self.owner = OwnerWatch(folder)
         self._follower = Follower(self.directory.metrics, metrics.decoded)

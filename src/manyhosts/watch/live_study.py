@@ -1,4 +1,4 @@
-"""A study that may be going on: each of its runs as it stands."""
+"""A study that may be in progress: each of its runs as it stands."""
 
 from __future__ import annotations
 

@@ -51,10 +51,10 @@ def _run(live: LiveRun, console: Console) -> RenderableType:
     if workers:
         parts += [Text(), _workers(workers, console)]
     room = console.height - len(current_facts(run)) - min(len(workers), _MOST_WORKERS) - 9
-    told = list(run.history.happenings)[-max(_LEAST_TOLD, room) :]
-    if told:
+    reported = list(run.history.happenings)[-max(_LEAST_TOLD, room) :]
+    if reported:
         parts.append(Text())
-    for each in told:
+    for each in reported:
         when = time.strftime("%H:%M:%S", time.localtime(each.time))
         line = Text.assemble((f"{when} ", "dim"), (each.text, "yellow" if each.is_trouble else ""))
         line.no_wrap, line.overflow = True, "ellipsis"
@@ -136,7 +136,7 @@ class Lines:
     EVERY_S = 10.0
 
     def __init__(self) -> None:
-        self._told = 0
+        self._reported = 0
         self._begun_again = 0
         self._last = 0.0
         """When what was printed last has happened."""
@@ -156,18 +156,18 @@ class Lines:
 
     def _of_run(self, live: LiveRun) -> list[str]:
         history = live.history
-        told, lines = list(history.happenings), []
-        if live.begun_again != self._begun_again:  # the record was cut and read anew: most of it was printed before
+        reported, lines = list(history.happenings), []
+        if live.begun_again != self._begun_again:  # the record was cut and read again: most of it was printed before
             self._begun_again = live.begun_again
-            new = [each for each in told if each.time > self._last]
+            new = [each for each in reported if each.time > self._last]
         else:
-            count = min(history.told - self._told, len(told))
-            new = told[len(told) - count :]
+            count = min(history.reported - self._reported, len(reported))
+            new = reported[len(reported) - count :]
         for each in new:
             when = time.strftime("%H:%M:%S", time.localtime(each.time))
             lines.append(f"{when}  step {each.step:<8,} {each.text}")
             self._last = each.time
-        self._told = history.told
+        self._reported = history.reported
         if not lines and time.monotonic() >= self._next and live.run.status == "running":
             lines.append(self._progress(live))
         if lines:

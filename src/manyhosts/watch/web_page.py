@@ -1,4 +1,4 @@
-"""The live page: the sections of a run's page, which a small script of its own asks for anew every second."""
+"""The live page: the sections of a run's page, which a small script of its own asks for again every second."""
 
 from __future__ import annotations
 

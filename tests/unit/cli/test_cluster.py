@@ -82,7 +82,7 @@ def test_value_that_the_option_cannot_have_is_named(dry_run, tmp_path: Path) -> 
 
 def test_last_run_is_looked_for_on_other_hosts_too_and_excludes_a_directory(dry_run, tmp_path: Path) -> None:
     text, code = dry_run("--resume", "last")
-    assert (code, "there is no run of train.py to go on with" in text) == (2, True), text
+    assert (code, "there is no run of train.py to continue with" in text) == (2, True), text
     older = tmp_path / "runs" / "train-20260101-100000"
     older.mkdir(parents=True)
     (older / "run.json").write_text(json.dumps({"script": str(tmp_path / "train.py"), "started": 1767261600.0}))

@@ -63,12 +63,12 @@ def test_wrong_request_is_told_with_a_remedy_and_ends_with_2(
     words: list[str], what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err.startswith("manyhosts: ")
-    assert what in told.err
-    assert "  fix:   " in told.err
-    assert "Traceback" not in told.err
+    reported = capsys.readouterr()
+    assert reported.out == ""
+    assert reported.err.startswith("manyhosts: ")
+    assert what in reported.err
+    assert "  fix:   " in reported.err
+    assert "Traceback" not in reported.err
 
 
 def test_near_setting_is_suggested(capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,8 +78,8 @@ def test_near_setting_is_suggested(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_trace_shows_where_an_error_was_raised(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--trace", "--workers", "0", __file__]) == 2
-    told = capsys.readouterr().err
-    assert told.index("Traceback") < told.index("manyhosts: --workers is 0")
+    reported = capsys.readouterr().err
+    assert reported.index("Traceback") < reported.index("manyhosts: --workers is 0")
 
 
 @pytest.mark.parametrize(
@@ -129,8 +129,8 @@ def test_option_of_run_behind_the_script_is_told(
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("known = '--workers --set'")
     assert main(["run", "--dry-run", "train.py", *behind]) == 0
-    told = capsys.readouterr().err
-    assert told.startswith(f"manyhosts: {note}") if note else told == ""
+    reported = capsys.readouterr().err
+    assert reported.startswith(f"manyhosts: {note}") if note else reported == ""
 
 
 def test_workers_are_as_many_as_there_are_gpus(

@@ -71,10 +71,10 @@ def test_option_behind_a_script_that_does_not_know_it_is_refused(
     Path("options.py").write_text("import argparse\nargparse.ArgumentParser().add_argument('--workers')")
     Path("train.py").write_text(source)
     code = main(["run", "--dry-run", "train.py", "--workers", "2"])
-    told = capsys.readouterr().err
+    reported = capsys.readouterr().err
     assert code == (0 if knows else 2)
-    assert ("type: manyhosts run --workers 2 train.py; if it is for the script" in told) is not knows
-    assert ("--workers stands behind train.py and so goes to it" in told) is knows
+    assert ("type: manyhosts run --workers 2 train.py; if it is for the script" in reported) is not knows
+    assert ("--workers stands behind train.py and so goes to it" in reported) is knows
     assert main(["run", "--dry-run", "--", "train.py", "--workers", "2"]) == 0, "marked as the script's own"
 
 

@@ -143,7 +143,7 @@ def test_what_was_sent_and_what_is_kept_are_all_gradients_also_when_the_workers_
 def test_steps_that_break_off_leave_what_was_kept_and_a_lost_worker_takes_only_its_own(
     name: str, workers: int, steps: list[str], new: bool
 ) -> None:
-    """The last of the workers is lost after `steps`; all others go on, perhaps with a new one."""
+    """The last of the workers is lost after `steps`; all others continue, perhaps with a new one."""
 
     def before(link: ThreadLink) -> tuple[Worker, Tensor]:
         worker = Worker(make(name), link)

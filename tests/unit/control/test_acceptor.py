@@ -148,10 +148,10 @@ def test_whoever_does_not_prove_it_or_says_nonsense_is_hung_up_on(changed: dict[
 def test_host_whose_address_is_none_is_named_and_its_words_are_not_obeyed(address: str, scene: Scene) -> None:
     scene.take_over()
     assert say(scene, {"node": 0, **FACTS, "address": address}) == ["prove", "leave"]
-    told = str(scene.state.result)
-    assert "the agent of host far gives" in told
-    assert "as its address, which is none" in told
-    assert "\x1b" not in told
+    reported = str(scene.state.result)
+    assert "the agent of host far gives" in reported
+    assert "as its address, which is none" in reported
+    assert "\x1b" not in reported
 
 
 @pytest.mark.parametrize("more", [{"gpus": 10**9}, {"gpus": -1}, {"cores": 10**9}])
@@ -165,8 +165,8 @@ def test_host_whose_message_lacks_what_the_head_looks_for_is_named(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, line = scene.train()
-    monkeypatch.setattr(Owner, "hear", lambda self, node, message: host_findings(node.name, message.told))
-    line.say(Condition(told={}, port=0))
+    monkeypatch.setattr(Owner, "hear", lambda self, node, message: host_findings(node.name, message.reported))
+    line.say(Condition(reported={}, port=0))
     scene.run(lambda: scene.state.result is not None)
     assert "('condition') of the agent of host far could not be followed: it lacks 'disks'" in str(scene.state.result)
 
@@ -177,7 +177,7 @@ def test_one_who_speaks_another_version_is_told_of_with_both(scene: Scene) -> No
     assert say(scene, {"node": 7, **FACTS}) == ["prove", "leave"]
     assert say(scene, {"node": 0, **FACTS, "heard": 3}) == ["prove", "leave"]
     say(scene, {"node": 0, **FACTS}, own=PROTOCOL + 1)
-    told = str(scene.state.result)
-    assert f"host far speaks version {PROTOCOL + 1}" in told
-    assert f"this head version {PROTOCOL}" in told
-    assert scene.told == []
+    reported = str(scene.state.result)
+    assert f"host far speaks version {PROTOCOL + 1}" in reported
+    assert f"this head version {PROTOCOL}" in reported
+    assert scene.reported == []

@@ -67,9 +67,9 @@ def test_line_follows_what_is_awaited_and_ends_with_the_first_word() -> None:
     assert len(shown.due) == 1, "one clock, whatever is awaited"
     beginning.end()
     assert shown.fields[-1] == {"ended": True}
-    told = len(shown.fields)
+    reported = len(shown.fields)
     shown.tick()
     beginning.end()
     beginning.await_workers(4)
-    assert len(shown.fields) == told, "a host that comes later does not bring it back"
+    assert len(shown.fields) == reported, "a host that comes later does not bring it back"
     assert shown.due == []

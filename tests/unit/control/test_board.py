@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from manyhosts.control.head.store import Asker, Board
+from manyhosts.control.head.store import Asker, KeyValueStore
 
 FIRST, SECOND = Asker(node=0, line=0, id=1), Asker(node=1, line=0, id=1)
 LOST = "a worker of this group is lost"
@@ -21,7 +21,7 @@ def text(word: str) -> str:
 class Scene:
     def __init__(self) -> None:
         self.answers: list[tuple[Asker, Any]] = []
-        self.board = Board(self.note)
+        self.board = KeyValueStore(self.note)
 
     def note(self, asker: Asker, value: Any = None, error: str = "") -> None:
         self.answers.append((asker, error or value))
@@ -87,9 +87,9 @@ def test_head_that_takes_over_has_the_values_and_those_who_wait(scene: Scene) ->
     scene.ask("set", values={"a": text("1")})
     scene.ask("get", SECOND, names=["a", "b"])
     scene.board.close(-1, 7)
-    written = json.loads(json.dumps(scene.board.written_down()))
-    scene.board = Board(scene.note)
-    scene.board.go_on_from(written)
+    written = json.loads(json.dumps(scene.board.to_dict()))
+    scene.board = KeyValueStore(scene.note)
+    scene.board.restore(written)
     scene.ask("set", values={"b": text("2")})
     assert scene.answers[-1] == (SECOND, [text("1"), text("2")])
     assert scene.ask("names", group=(-1, 7)) == LOST

@@ -55,25 +55,25 @@ def test_earliest_is_told_where_nothing_explains_it() -> None:
     ],
 )
 def test_failure_is_one_sentence_with_rank_and_host(failure: Failure, others: int, what: str) -> None:
-    error = failure.told(others)
+    error = failure.reported(others)
     assert (type(error), error.what, error.exit_code) == (ScriptError, what, 1)
 
 
 def test_kill_for_want_of_memory_is_told_as_such() -> None:
-    assert "for want of memory just then" in failed(0, signal=9, out_of_memory=True).told(0).fix
+    assert "for want of memory just then" in failed(0, signal=9, out_of_memory=True).reported(0).fix
     memory = {"killed": True, "peak": 3_100_000_000, "limit": 4_000_000_000, "of_cgroup": True}
-    error = failed(0, signal=9, out_of_memory=True, memory=memory).told(1)
+    error = failed(0, signal=9, out_of_memory=True, memory=memory).reported(1)
     assert error.what == (
         "rank 0 on host n2 was killed by the kernel for want of memory (it had 3.1 GB, and all of its cgroup may have"
         " 4.0 GB); 1 other worker was ended"
     )
-    loader = failed(0, error={"summary": "RuntimeError: DataLoader worker is killed"}, memory=memory).told(0)
+    loader = failed(0, error={"summary": "RuntimeError: DataLoader worker is killed"}, memory=memory).reported(0)
     assert loader.what.endswith("is killed; the kernel has ended a process there for want of memory")
-    assert "just then" not in failed(0, signal=9).told(0).fix
+    assert "just then" not in failed(0, signal=9).reported(0).fix
 
 
 def test_lost_host_is_a_failure_of_communication() -> None:
-    error = failed(0, lost="its agent is gone").told(1)
+    error = failed(0, lost="its agent is gone").reported(1)
     assert (type(error), error.exit_code) == (RankLost, 4)
     assert error.what == "rank 0 on host n2 was lost: its agent is gone; 1 other worker was ended"
 
@@ -84,21 +84,21 @@ def words(kind: str, exit_code: int) -> dict[str, Any]:
 
 def test_error_raised_on_purpose_comes_back_as_it_was() -> None:
     failure = Failure(rank=0, host="n2", error={"summary": "x", "text": "y", "words": words("ConfigError", 2)})
-    error = failure.told(3)
+    error = failure.reported(3)
     assert (type(error), error.what, error.where, error.fix) == (ConfigError, "no such key", "lr", "use lr=")
     assert failure.traceback == "", "its words say it all"
 
 
 def test_error_of_a_kind_that_the_head_does_not_know_keeps_its_exit_code() -> None:
-    error = Failure(rank=0, host="n2", error={"words": words("PluginError", 5)}).told(0)
+    error = Failure(rank=0, host="n2", error={"words": words("PluginError", 5)}).reported(0)
     assert isinstance(error, ManyhostsError)
     assert (error.what, error.exit_code) == ("no such key", 5)
 
 
 def test_error_about_what_a_host_reads_names_that_host_and_the_rank() -> None:
-    error = Failure(rank=1, host="n2", error={"words": words("DataError", 2)}).told(0)
+    error = Failure(rank=1, host="n2", error={"words": words("DataError", 2)}).reported(0)
     assert error.where == "lr, rank 1 on host n2"
-    error = Failure(rank=1, host="n2", error={"words": {**words("DataError", 2), "where": "n2:/data/a"}}).told(0)
+    error = Failure(rank=1, host="n2", error={"words": {**words("DataError", 2), "where": "n2:/data/a"}}).reported(0)
     assert error.where == "n2:/data/a", "the host is named already"
 
 

@@ -1,4 +1,4 @@
-"""Who goes on when a worker is lost, in which order, and when that makes no sense any more."""
+"""Who continues when a worker is lost, in which order, and when that makes no sense any more."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Scene:
         )
 
     @property
-    def told(self) -> list[str]:
+    def reported(self) -> list[str]:
         return self.state.display.said
 
     def answer(self, node: Node, message: FromHead) -> None:
@@ -206,7 +206,7 @@ def test_silent_host_is_named_with_the_seconds(
     here.pass_by(0.5, alive=(0,))
     name, seconds = here.silent[0]
     assert (name, seconds) == ("n1", pytest.approx(limit_s, abs=0.5))
-    assert here.told == ["manyhosts: host n1 has not been heard from for 2.5 s"]
+    assert here.reported == ["manyhosts: host n1 has not been heard from for 2.5 s"]
 
 
 def test_silent_host_whose_workers_go_on_is_given_more_time(scene: Callable[..., Scene]) -> None:
@@ -228,8 +228,8 @@ def test_agent_that_waits_for_its_disk_is_named_and_given_up_as_a_worker_that_ha
     for tenths in range(0, 70, 5):
         here.hosts.nodes[1].held_s = tenths / 10
         here.pass_by(0.5)
-    words = "manyhosts: host n1 is there, but its agent has waited for a disk or the like for 6 s; its workers go on"
-    assert here.told == [f"{words} if they can"]
+    words = "manyhosts: host n1 is there, but its agent has waited for a disk or the like for 6 s; its workers continue"
+    assert here.reported == [f"{words} if they can"]
     for step in range(20):
         here.hosts.nodes[1].held_s = 1000.0
         here.report(0, "step", step=step)
@@ -241,7 +241,7 @@ def test_agent_that_waits_for_its_disk_is_named_and_given_up_as_a_worker_that_ha
     assert [name for name, _ in here.silent[:1]] == ([] if limit_s is None else ["n1"])
     here.hosts.nodes[1].held_s = 0.0
     here.pass_by(1)
-    assert here.told[-1] == "manyhosts: the agent of host n1 goes on after 1000 s"
+    assert here.reported[-1] == "manyhosts: the agent of host n1 continues after 1000 s"
 
 
 def test_host_that_is_back_after_a_while_is_named_and_forgiven(scene: Callable[..., Scene]) -> None:
@@ -249,14 +249,14 @@ def test_host_that_is_back_after_a_while_is_named_and_forgiven(scene: Callable[.
     here.pass_by(20)
     here.pass_by(5, alive=(0,))
     here.pass_by(20)
-    assert here.told == [
+    assert here.reported == [
         "manyhosts: host n1 has not been heard from for 2.5 s",
         "manyhosts: host n1 is back after 5.2 s",
     ]
     assert here.silent == []
     here.pass_by(9, alive=(0,))
     here.pass_by(1)
-    assert len(here.told) == 2, "such silences are known of it by now"
+    assert len(here.reported) == 2, "such silences are known of it by now"
 
 
 def test_time_that_the_head_itself_was_asleep_is_nobodys_fault(scene: Callable[..., Scene]) -> None:

@@ -85,7 +85,7 @@ class FakeAgent:
                 message = json.loads(line)
                 self.heard.append(message)
                 if message.get("tell_condition"):
-                    self.send("condition", told=host_state.gather("/tmp", {}), port=0)
+                    self.send("condition", reported=host_state.gather("/tmp", {}), port=0)
                 if message["message"] == "try_connections":
                     self.send("connections_tried", answers=[])
                 if message["message"] == "open_store":
@@ -188,7 +188,7 @@ UNREAD = [
     {"message": "member", "member": 0, "kind": "accuse", "fields": {"group": 0, "rank": 0, "what": "w"}},
     {"message": "store", "generation": 0, "port": 1, "shared": True, "listens": True},
     {"message": "ask_store", "line": 0, "id": 1, "do": "get", "fields": {"group": [0, 0], "names": ["a"]}},
-    {"message": "condition", "told": {"time_s": 0}, "port": 0},
+    {"message": "condition", "reported": {"time_s": 0}, "port": 0},
     {"message": "connections_tried", "answers": []},
     {"message": "seen", "round": 0, "workers": []},
     {"message": "trouble", "text": "t", "where": "w", "early": True},
@@ -411,7 +411,7 @@ def test_comer_that_can_start_no_worker_stays_outside_and_is_told_of_once(tmp_pa
     assert scene.head.run() == 0
     said = "\n".join(scene.display.said)
     assert said.count("no folder") == 1, said
-    assert "the run goes on without host n1" in said
+    assert "the run continues without host n1" in said
 
 
 def test_host_that_can_start_no_worker_at_the_start_ends_the_run(tmp_path: Path) -> None:
@@ -423,11 +423,11 @@ def test_host_that_can_start_no_worker_at_the_start_ends_the_run(tmp_path: Path)
         Scene(job(tmp_path, nodes=2, least_nodes=1), play).head.run()
 
 
-@pytest.mark.parametrize(("gpus", "chosen", "told"), [(1, "29500-29600", 1), (0, "29500-29600", 0), (1, "", 0)])
+@pytest.mark.parametrize(("gpus", "chosen", "reported"), [(1, "29500-29600", 1), (0, "29500-29600", 0), (1, "", 0)])
 def test_ports_that_nccl_takes_elsewhere_are_told_at_the_start(
-    gpus: int, chosen: str, told: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpus: int, chosen: str, reported: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(FACTS, "gpus", gpus)
     scene = Scene(job(tmp_path, nodes=2, ports=chosen))
     assert scene.head.run() == 0
-    assert sum("NCCL takes ports that the system chooses" in text for text in scene.display.said) == told
+    assert sum("NCCL takes ports that the system chooses" in text for text in scene.display.said) == reported

@@ -89,8 +89,10 @@ class Session:
 
 
 def hello(session: str, machine: str = "", host: str = "box", **more: Any) -> Hello:
-    told = {"session": session, "machine": machine, "host": host, "folder": "/home/b", "mark": session, **more}
-    return Hello(**{"node": ANY_NODE, "address": "10.0.0.2", "heard": 0, "process": 1, "cores": 1, "gpus": 0, **told})
+    reported = {"session": session, "machine": machine, "host": host, "folder": "/home/b", "mark": session, **more}
+    return Hello(
+        **{"node": ANY_NODE, "address": "10.0.0.2", "heard": 0, "process": 1, "cores": 1, "gpus": 0, **reported}
+    )
 
 
 OFFER = Offer(run="r", script="s", host="box", folder="/p", run_dir="runs/x", files={}, versions={})
@@ -107,10 +109,10 @@ class Scene:
         self.nodes = [Node(number, f"node{number}", ExternalAgent()) for number in range(3)]
         self.nodes[0].channel, self.nodes[0].name = Session(), "box"  # type: ignore[assignment]
 
-    def come(self, told: Hello) -> Node | None:
-        node: Node | None = self.joining.place_for(told, self.nodes)
+    def come(self, reported: Hello) -> Node | None:
+        node: Node | None = self.joining.place_for(reported, self.nodes)
         if node is not None and node.channel is None:
-            node.facts, node.session, node.channel = told, told.session, Session()  # type: ignore[assignment]
+            node.facts, node.session, node.channel = reported, reported.session, Session()  # type: ignore[assignment]
             self.joining.take_in(node, self.nodes)
         return node
 

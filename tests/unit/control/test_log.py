@@ -71,18 +71,18 @@ def test_full_log_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
 
 
 def test_full_disk_is_told_once(tmp_path: Path) -> None:
-    told: list[str] = []
+    reported: list[str] = []
     (tmp_path / "log").symlink_to("/dev/full")
-    log = Log(tmp_path / "log", 0, told.append)
+    log = Log(tmp_path / "log", 0, reported.append)
     for _ in range(3):
         log.write("out", b"a line\n")
     log.close()
-    nowhere = Log(tmp_path / "no folder" / "log", 0, told.append)
+    nowhere = Log(tmp_path / "no folder" / "log", 0, reported.append)
     nowhere.write("out", b"first\n")
     (tmp_path / "no folder").mkdir()
     nowhere.write("out", b"second\n")
     nowhere.close()
-    assert told == ["No space left on device", "No such file or directory"]
+    assert reported == ["No space left on device", "No such file or directory"]
     assert (tmp_path / "no folder" / "log").read_bytes() == b"second\n"
 
 

@@ -68,8 +68,8 @@ def test_process_that_ends_a_moment_after_its_connection_is_waited_for(number: i
     ],
 )
 def test_silent_host_is_told_with_what_its_system_does(unanswered_s: float | None, said: str) -> None:
-    told = failures.why_silent(10.2, Line(unanswered_s))
-    assert told == f"the host has given no sign of life for 10 s{said}"
+    reported = failures.why_silent(10.2, Line(unanswered_s))
+    assert reported == f"the host has given no sign of life for 10 s{said}"
 
 
 def test_system_that_has_just_answered_is_known_to() -> None:

@@ -57,7 +57,7 @@ def test_messages_come_once_and_in_order_though_the_connection_breaks_again_and_
     assert relay.calls > 5
     assert say(scene, {"node": 0, **FACTS}) == ["prove", "leave"], "another agent for the same host"
     scene.run(lambda: line.backlog_bytes == session.backlog_bytes == 0)
-    assert scene.told == ["welcome"]
+    assert scene.reported == ["welcome"]
     relay.close()
 
 
@@ -80,7 +80,7 @@ def test_agent_that_has_lost_its_head_makes_one_call_at_a_time(scene: Scene, mon
     over[0]()
     assert len(asked) == calls, "the head is being called already"
     scene.run(lambda: is_connected(node) and not line.is_away)
-    assert scene.told == ["welcome"]
+    assert scene.reported == ["welcome"]
     relay.close()
 
 
@@ -95,9 +95,9 @@ def test_agent_whose_ssh_has_ended_is_lost_at_once_but_not_where_the_way_to_it_w
     scene.run(lambda: not is_connected(node))
     if silent_s:
         scene.run(lambda: is_connected(node) and not line.is_away)
-        assert (scene.told, node.agent.poll()) == (["welcome"], None), "it has outlived what had started it"
+        assert (scene.reported, node.agent.poll()) == (["welcome"], None), "it has outlived what had started it"
     else:
-        assert scene.told[1:] == ["its agent is gone: it was killed, or ssh has lost the host (exit code 255)"]
+        assert scene.reported[1:] == ["its agent is gone: it was killed, or ssh has lost the host (exit code 255)"]
     relay.close()
 
 
@@ -115,10 +115,10 @@ def test_agent_whose_way_is_being_opened_again_is_waited_for_until_that_has_been
     over: list[bool] = []
     scene.loop.after(3 * agents._FINDS_BACK_S, lambda: over.append(True))
     scene.run(lambda: bool(over))
-    assert scene.told == ["welcome"], "it could not call yet"
+    assert scene.reported == ["welcome"], "it could not call yet"
     scene.ssh = 255
-    scene.run(lambda: bool(scene.told[1:]))
-    assert scene.told[1:] == ["its agent is gone: it was killed, or ssh has lost the host (exit code 255)"]
+    scene.run(lambda: bool(scene.reported[1:]))
+    assert scene.reported[1:] == ["its agent is gone: it was killed, or ssh has lost the host (exit code 255)"]
     relay.close()
 
 
@@ -144,7 +144,7 @@ def test_agent_that_was_given_up_finds_its_place_taken_and_ends(scene: Scene) ->
     assert scene.agents is not None
     scene.agents.give_up(node, "it was silent")
     scene.run(lambda: bool(scene.ended))
-    assert scene.told == ["welcome", "it was silent"]
+    assert scene.reported == ["welcome", "it was silent"]
 
 
 def test_agent_that_is_not_heard_again_is_lost_and_gives_up_too(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,5 +152,5 @@ def test_agent_that_is_not_heard_again_is_lost_and_gives_up_too(scene: Scene, mo
     relay = Relay(scene.loop, scene.acceptor.place)
     scene.train(relay)
     relay.close()
-    scene.run(lambda: bool(scene.ended and scene.told[1:]))
-    assert scene.told == ["welcome", "its agent is gone"]
+    scene.run(lambda: bool(scene.ended and scene.reported[1:]))
+    assert scene.reported == ["welcome", "its agent is gone"]

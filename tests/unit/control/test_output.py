@@ -10,12 +10,12 @@ from manyhosts.control.agent.log import Lines
 
 @given(st.text(alphabet="ab\n\N{EURO SIGN}"), st.lists(st.integers(1, 7)))
 def test_lines_are_the_same_however_the_bytes_are_cut(text: str, cuts: list[int]) -> None:
-    lines, data, told = Lines(), text.encode(), []
+    lines, data, reported = Lines(), text.encode(), []
     for cut in cuts:
-        told += lines.feed(data[:cut])
+        reported += lines.feed(data[:cut])
         data = data[cut:]
-    told += lines.feed(data) + lines.end()
-    assert told == text.removesuffix("\n").split("\n") if text else told == []
+    reported += lines.feed(data) + lines.end()
+    assert reported == text.removesuffix("\n").split("\n") if text else reported == []
 
 
 def test_of_a_line_that_was_overwritten_the_last_state_counts() -> None:
@@ -40,6 +40,6 @@ def test_question_without_a_line_break_is_no_bar() -> None:
 
 def test_endless_line_is_cut_before_it_fills_the_memory() -> None:
     lines = Lines()
-    told = [line for _ in range(40) for line in lines.feed(b"x" * (1 << 16))]
-    assert sum(len(line) for line in told + lines.end()) == 40 << 16
-    assert len(told) >= 2
+    reported = [line for _ in range(40) for line in lines.feed(b"x" * (1 << 16))]
+    assert sum(len(line) for line in reported + lines.end()) == 40 << 16
+    assert len(reported) >= 2

@@ -39,9 +39,9 @@ class Scene:
         self.look.begin()
 
     def tell(self, number: int, *, ahead_s: float = 0, **changes: Any) -> None:
-        told = {**host_state.gather("/tmp", {}), **well(), **changes}
-        told["time_s"] = time.time() + ahead_s
-        self.look.hear(self.agents.nodes[number], Condition(told=told, port=4000 + number))
+        reported = {**host_state.gather("/tmp", {}), **well(), **changes}
+        reported["time_s"] = time.time() + ahead_s
+        self.look.hear(self.agents.nodes[number], Condition(reported=reported, port=4000 + number))
 
     def answer(self, number: int, *answers: str) -> None:
         self.look.hear(self.agents.nodes[number], ConnectionsTried(answers=list(answers)))
@@ -69,7 +69,7 @@ def test_workers_start_when_all_have_told_and_reached_each_other() -> None:
     assert not scene.begun
     scene.tell(1)
     question = TryConnections(places=[["10.0.0.0", 4000], ["10.0.0.1", 4001]])
-    assert scene.agents.told == [(0, question), (1, question)]
+    assert scene.agents.reported == [(0, question), (1, question)]
     scene.answer(0, "", "")
     assert not scene.begun
     scene.answer(1, "", "")
@@ -82,7 +82,7 @@ def test_where_the_ways_are_known_nobody_knocks() -> None:
     scene.tell(0)
     scene.tell(1)
     scene.begin()
-    assert (scene.begun, scene.agents.told) == (True, [])
+    assert (scene.begun, scene.agents.reported) == (True, [])
 
 
 def test_error_ends_the_run_with_one_sentence_that_counts_the_others() -> None:

@@ -116,7 +116,7 @@ def test_signal_that_no_system_has_is_refused(number: int) -> None:
 @pytest.mark.parametrize(
     "wire",
     [
-        {"message": "condition", "told": {}, "port": 70_000},
+        {"message": "condition", "reported": {}, "port": 70_000},
         {"message": "connectivity", "port": -1},
         {"message": "store", "generation": 0, "port": 1 << 40, "shared": True, "listens": True},
         {"message": "ended", **ENDED, "code": 10**30},

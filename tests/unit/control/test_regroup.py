@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from manyhosts.control.head.group_state import MOST_WITHOUT_PROGRESS, Member
-from manyhosts.control.head.membership import BREAK_AFTER_S, KILL_AFTER_S, START_LIMIT_S, UNKNOWN_S, Regroup
+from manyhosts.control.head.membership import BREAK_AFTER_S, KILL_AFTER_S, START_LIMIT_S, UNKNOWN_S, GroupCoordinator
 
 
 class Clock:
@@ -34,12 +34,12 @@ class Hosts:
     """Notes what workers are told. The store is always there."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[int, str, dict[str, Any]]] = []
+        self.reported: list[tuple[int, str, dict[str, Any]]] = []
         self.killed: list[int] = []
         self.started: list[int] = []
 
     def tell_member(self, member: Member, kind: str, /, **content: Any) -> None:
-        self.told.append((member.number, kind, content))
+        self.reported.append((member.number, kind, content))
 
     def start_late(self, member: Member) -> None:
         self.started.append(member.number)
@@ -54,7 +54,7 @@ class Hosts:
         pass
 
     def heard_by(self, number: int) -> list[str]:
-        return [kind for whom, kind, _ in self.told if whom == number]
+        return [kind for whom, kind, _ in self.reported if whom == number]
 
 
 @pytest.fixture
@@ -68,39 +68,39 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def regroup(hosts: Hosts, clock: Clock) -> Regroup:
+def regroup(hosts: Hosts, clock: Clock) -> GroupCoordinator:
     """Two workers that have begun the first call of the script."""
-    made = Regroup(clock, hosts, 0, clock=lambda: clock.now)  # type: ignore[arg-type]  # all of a loop that it uses
+    made = GroupCoordinator(clock, hosts, 0, clock=lambda: clock.now)  # type: ignore[arg-type]  # all of a loop that it uses
     for number in range(2):
         made.add(Member(number=number, node=0, local_rank=number, rank=number))
         made.hear(number, "begin", {"call": 1, "most": 0})
     return made
 
 
-def lose(regroup: Regroup, number: int, successor: int) -> bool:
+def lose(regroup: GroupCoordinator, number: int, successor: int) -> bool:
     def replace(lost: Member) -> Member:
         return Member(number=successor, node=0, local_rank=lost.local_rank, rank=lost.rank, late=True)
 
     return regroup.goes_on_without(number, "it was killed", replace=replace)
 
 
-def finish_call(regroup: Regroup, call: int, outcome: Any = None) -> None:
+def finish_call(regroup: GroupCoordinator, call: int, outcome: Any = None) -> None:
     for member in regroup.group_state.trained():
         regroup.hear(member.number, "done", {"call": call, "outcome": outcome})
 
 
-def test_new_worker_is_told_what_came_out_of_a_call_that_is_over(regroup: Regroup, hosts: Hosts) -> None:
+def test_new_worker_is_told_what_came_out_of_a_call_that_is_over(regroup: GroupCoordinator, hosts: Hosts) -> None:
     finish_call(regroup, 1, {"loss": 0.5})
     assert lose(regroup, 1, 2)
     regroup.hear(2, "join", {"call": 1, "most": 0})
-    assert hosts.told[-1] == (2, "passed", {"call": 1, "outcome": {"loss": 0.5}, "replaces": True})
+    assert hosts.reported[-1] == (2, "passed", {"call": 1, "outcome": {"loss": 0.5}, "replaces": True})
     regroup.hear(2, "join", {"call": 2, "most": 0})
     regroup.hear(0, "regroup", {"call": 2, "step": 0, "group": 0})
     assert (hosts.heard_by(0)[-1], hosts.heard_by(2)[-1]) == ("group", "group")
 
 
 def test_worker_that_broke_off_in_the_end_of_a_call_hears_that_another_has_left_it(
-    regroup: Regroup, hosts: Hosts
+    regroup: GroupCoordinator, hosts: Hosts
 ) -> None:
     regroup.add(Member(number=5, node=0, local_rank=2, rank=2))
     regroup.hear(5, "begin", {"call": 1, "most": 0})
@@ -108,12 +108,12 @@ def test_worker_that_broke_off_in_the_end_of_a_call_hears_that_another_has_left_
     regroup.hear(0, "regroup", {"call": 1, "step": 7, "group": 0})
     assert hosts.heard_by(0) == []
     regroup.hear(5, "done", {"call": 1, "outcome": 3})
-    assert hosts.told[-1] == (0, "passed", {"call": 1, "outcome": 3, "replaces": True})
+    assert hosts.reported[-1] == (0, "passed", {"call": 1, "outcome": 3, "replaces": True})
     assert regroup.group_state.members[0].asked is None, "it waits no more"
 
 
 def test_worker_that_does_what_the_script_does_between_two_calls_takes_its_time(
-    regroup: Regroup, hosts: Hosts, clock: Clock
+    regroup: GroupCoordinator, hosts: Hosts, clock: Clock
 ) -> None:
     finish_call(regroup, 1)
     assert lose(regroup, 1, 2)
@@ -124,13 +124,15 @@ def test_worker_that_does_what_the_script_does_between_two_calls_takes_its_time(
     assert hosts.heard_by(0) == ["broken"], "so that it does not wait for the lost one there"
 
 
-def make_steps(regroup: Regroup, clock: Clock, number: int, step_s: float) -> None:
+def make_steps(regroup: GroupCoordinator, clock: Clock, number: int, step_s: float) -> None:
     for _ in range(3):
         clock.pass_time(step_s)
         regroup.note_report(number, "step")
 
 
-def test_worker_that_does_not_answer_in_a_call_counts_as_hung(regroup: Regroup, hosts: Hosts, clock: Clock) -> None:
+def test_worker_that_does_not_answer_in_a_call_counts_as_hung(
+    regroup: GroupCoordinator, hosts: Hosts, clock: Clock
+) -> None:
     make_steps(regroup, clock, 0, 1.0)
     assert lose(regroup, 1, 2)
     clock.pass_time(2 * KILL_AFTER_S)
@@ -141,7 +143,7 @@ def test_worker_that_does_not_answer_in_a_call_counts_as_hung(regroup: Regroup, 
 
 @pytest.mark.parametrize("before", [40.0, None])
 def test_worker_whose_steps_are_long_or_unknown_does_not(
-    regroup: Regroup, hosts: Hosts, clock: Clock, before: float | None
+    regroup: GroupCoordinator, hosts: Hosts, clock: Clock, before: float | None
 ) -> None:
     if before:
         make_steps(regroup, clock, 0, before)
@@ -153,7 +155,7 @@ def test_worker_whose_steps_are_long_or_unknown_does_not(
     assert 0 in hosts.killed
 
 
-def test_worker_that_tells_that_it_is_busy_is_waited_for(regroup: Regroup, hosts: Hosts, clock: Clock) -> None:
+def test_worker_that_tells_that_it_is_busy_is_waited_for(regroup: GroupCoordinator, hosts: Hosts, clock: Clock) -> None:
     make_steps(regroup, clock, 0, 1.0)
     assert lose(regroup, 1, 2)
     for _ in range(5):
@@ -163,7 +165,7 @@ def test_worker_that_tells_that_it_is_busy_is_waited_for(regroup: Regroup, hosts
 
 
 def test_new_worker_may_be_on_its_way_for_as_long_as_the_first_were(hosts: Hosts, clock: Clock) -> None:
-    slow = Regroup(clock, hosts, 0, clock=lambda: clock.now)  # type: ignore[arg-type]  # all of a loop that it uses
+    slow = GroupCoordinator(clock, hosts, 0, clock=lambda: clock.now)  # type: ignore[arg-type]  # all of a loop that it uses
     for number in range(2):
         slow.add(Member(number=number, node=0, local_rank=number, rank=number))
     clock.pass_time(2 * START_LIMIT_S)  # the script reads a large file, say
@@ -178,7 +180,7 @@ def test_new_worker_may_be_on_its_way_for_as_long_as_the_first_were(hosts: Hosts
 
 
 def test_new_worker_does_the_rest_of_the_script_where_the_others_have_come_to_its_end(
-    regroup: Regroup, hosts: Hosts
+    regroup: GroupCoordinator, hosts: Hosts
 ) -> None:
     finish_call(regroup, 1)
     assert lose(regroup, 1, 2)
@@ -191,7 +193,7 @@ def test_new_worker_does_the_rest_of_the_script_where_the_others_have_come_to_it
     assert hosts.heard_by(2) == ["passed", "refused"], "nobody will come to that call"
 
 
-def test_new_worker_that_waits_for_those_that_have_ended_is_refused(regroup: Regroup, hosts: Hosts) -> None:
+def test_new_worker_that_waits_for_those_that_have_ended_is_refused(regroup: GroupCoordinator, hosts: Hosts) -> None:
     finish_call(regroup, 1)
     assert lose(regroup, 1, 2)
     regroup.hear(2, "join", {"call": 2, "most": 0})
@@ -200,14 +202,14 @@ def test_new_worker_that_waits_for_those_that_have_ended_is_refused(regroup: Reg
     assert hosts.heard_by(2) == ["refused"]
 
 
-def test_worker_that_came_to_help_is_told_that_it_takes_nobodys_place(regroup: Regroup, hosts: Hosts) -> None:
+def test_worker_that_came_to_help_is_told_that_it_takes_nobodys_place(regroup: GroupCoordinator, hosts: Hosts) -> None:
     finish_call(regroup, 1)
     regroup.add_late(Member(number=2, node=1, local_rank=0, rank=2, late=True))
     regroup.hear(2, "join", {"call": 1, "most": 0})
-    assert hosts.told[-1] == (2, "passed", {"call": 1, "outcome": None, "replaces": False})
+    assert hosts.reported[-1] == (2, "passed", {"call": 1, "outcome": None, "replaces": False})
 
 
-def test_worker_that_came_to_help_is_not_needed_when_the_others_have_ended(regroup: Regroup) -> None:
+def test_worker_that_came_to_help_is_not_needed_when_the_others_have_ended(regroup: GroupCoordinator) -> None:
     finish_call(regroup, 1)
     regroup.add_late(Member(number=2, node=1, local_rank=0, rank=2, late=True))
     regroup.drop(0)
@@ -215,7 +217,7 @@ def test_worker_that_came_to_help_is_not_needed_when_the_others_have_ended(regro
     assert not regroup.goes_its_own_way(regroup.group_state.members[2])
 
 
-def test_failures_in_calls_that_follow_each_other_are_no_failures_in_a_row(regroup: Regroup) -> None:
+def test_failures_in_calls_that_follow_each_other_are_no_failures_in_a_row(regroup: GroupCoordinator) -> None:
     lost = 1
     for call in range(1, 2 * MOST_WITHOUT_PROGRESS):
         assert lose(regroup, lost, lost + 1), f"in call {call}"
@@ -229,11 +231,11 @@ def test_failures_in_calls_that_follow_each_other_are_no_failures_in_a_row(regro
 
 
 def test_where_nobody_goes_on_those_that_wait_for_a_silent_host_are_told_to_wait_no_more(
-    regroup: Regroup, hosts: Hosts, clock: Clock
+    regroup: GroupCoordinator, hosts: Hosts, clock: Clock
 ) -> None:
     regroup.hear(1, "done", {"call": 1, "outcome": None})
     regroup.refuse()
     regroup.refuse()
-    assert hosts.told == [], "they may find out by themselves"
+    assert hosts.reported == [], "they may find out by themselves"
     clock.pass_time(BREAK_AFTER_S)
-    assert [(number, kind) for number, kind, _ in hosts.told] == [(0, "broken")], "the other waits for nobody"
+    assert [(number, kind) for number, kind, _ in hosts.reported] == [(0, "broken")], "the other waits for nobody"

@@ -24,7 +24,7 @@ def arrivals(latency: Latency, seconds: float, seed: int) -> Iterator[float]:
         yield newest
 
 
-def told(latency: Latency, seconds: float, seed: int) -> list[float]:
+def reported(latency: Latency, seconds: float, seed: int) -> list[float]:
     """The silences that are told, where somebody looks all the time."""
     rhythm, last, found = Rhythm(), 0.0, []
     for now in arrivals(latency, seconds, seed):
@@ -54,13 +54,13 @@ def slow(draw: random.Random) -> float:
 
 @pytest.mark.parametrize("latency", [starved, lossy, slow])
 def test_no_false_alarm_in_ten_minutes_on_bad_hosts_and_links(latency: Latency) -> None:
-    assert [told(latency, 600, seed) for seed in range(10)] == [[]] * 10
+    assert [reported(latency, 600, seed) for seed in range(10)] == [[]] * 10
 
 
 @pytest.mark.parametrize("alpha", [1.1, 1.5, 2.5])
 def test_a_heavy_tail_is_told_of_rarely(alpha: float) -> None:
     """Delays without a mean to speak of: what is told are the few that surpass all others of ten minutes."""
-    counts = [len(told(lambda draw: 0.05 * draw.paretovariate(alpha), 3600, seed)) for seed in range(10)]
+    counts = [len(reported(lambda draw: 0.05 * draw.paretovariate(alpha), 3600, seed)) for seed in range(10)]
     assert max(counts) <= 12, "two in ten minutes"
 
 

@@ -65,7 +65,7 @@ def test_reader_that_stops_for_a_while_holds_nobody_up_and_gets_everything(monke
         began = time.monotonic()
         for number, line in enumerate(lines):
             (screen.out if number % 2 else screen.err).write(line + "\n")
-        assert time.monotonic() - began < 60, "nobody reads, and the writer went on"
+        assert time.monotonic() - began < 60, "nobody reads, and the writer continued"
         reader = out.drain(pause_s=0.3)
         assert screen.close(stuck_s=5)
         out.stream.close()

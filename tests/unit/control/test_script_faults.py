@@ -18,14 +18,14 @@ class Told:
 
 
 def test_file_that_two_ranks_of_a_host_write_is_told_once_and_of_two_hosts_never() -> None:
-    told = Told()
-    told.hear(0, "file", path="/x/best.pt")
-    told.hear(1, "file", path="/x/best.pt", host="b")
-    told.hear(1, "file", path="/x/last-1.pt")
-    assert told.words == []
+    reported = Told()
+    reported.hear(0, "file", path="/x/best.pt")
+    reported.hear(1, "file", path="/x/best.pt", host="b")
+    reported.hear(1, "file", path="/x/last-1.pt")
+    assert reported.words == []
     for _ in range(2):
-        told.hear(1, "file", path="/x/best.pt")
-    [words] = told.words
+        reported.hear(1, "file", path="/x/best.pt")
+    [words] = reported.words
     assert words.startswith("manyhosts: ranks 0 and 1 all write best.pt, each over the others: /x/best.pt; fix: ")
 
 
@@ -36,29 +36,29 @@ def test_validation_is_told_where_all_go_through_the_same_samples() -> None:
         ({"apart": True}, 0),
         ({"world": 1}, 0),
     ):
-        told = Told()
+        reported = Told()
         whole = {"samples": 100, "batches": 4, "fingerprint": "a", "train_mode": False}
-        told.hear(0, "validation", **whole)
-        told.hear(1, "validation", **(whole | second))
-        assert len(told.words) == count, (second, told.words)
+        reported.hear(0, "validation", **whole)
+        reported.hear(1, "validation", **(whole | second))
+        assert len(reported.words) == count, (second, reported.words)
 
 
 def test_epoch_that_was_over_and_is_trained_again_is_told() -> None:
     for epoch, whole, count in ((3, True, 1), (4, True, 0), (3, False, 0)):
-        told = Told()
-        told.hear(0, "saved", path="/x/s.pt", epoch=3, whole=whole)
-        told.hear(0, "began", 1, epoch=epoch, loaded=["/x/s.pt"], other_ways=False)
-        assert len(told.words) == count, (epoch, whole)
+        reported = Told()
+        reported.hear(0, "saved", path="/x/s.pt", epoch=3, whole=whole)
+        reported.hear(0, "began", 1, epoch=epoch, loaded=["/x/s.pt"], other_ways=False)
+        assert len(reported.words) == count, (epoch, whole)
 
 
 def test_restart_that_finds_nothing_of_what_was_saved_is_told() -> None:
     for loaded, other_ways, count in (([], False, 1), ([], True, 0), (["/x/other.pt"], False, 0)):
-        told = Told()
-        told.hear(0, "began", 0, epoch=0, loaded=[], other_ways=False)
-        assert told.words == [], "the first start has nothing to load"
-        told.hear(0, "saved", path="/x/s.pt", epoch=0, whole=True)
-        told.hear(0, "began", 1, epoch=0, loaded=loaded, other_ways=other_ways)
-        assert len(told.words) == count, (loaded, other_ways)
+        reported = Told()
+        reported.hear(0, "began", 0, epoch=0, loaded=[], other_ways=False)
+        assert reported.words == [], "the first start has nothing to load"
+        reported.hear(0, "saved", path="/x/s.pt", epoch=0, whole=True)
+        reported.hear(0, "began", 1, epoch=0, loaded=loaded, other_ways=other_ways)
+        assert len(reported.words) == count, (loaded, other_ways)
 
 
 def test_workers_of_a_host_on_one_of_its_gpus_are_told() -> None:

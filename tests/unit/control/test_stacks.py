@@ -83,7 +83,9 @@ def test_a_worker_answers_where_it_stands_whatever_it_does() -> None:
     reading, writing = os.pipe()
     inspection.answer_on(writing)
     try:
-        signal.pthread_kill(threading.get_ident(), inspection.SIGNAL)  # to this thread: it has answered when it goes on
+        signal.pthread_kill(
+            threading.get_ident(), inspection.SIGNAL
+        )  # to this thread: it has answered when it continues
         found = diagnosis.parse(os.read(reading, 1 << 16).decode())
     finally:
         faulthandler.unregister(inspection.SIGNAL)

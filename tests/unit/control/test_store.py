@@ -18,7 +18,7 @@ class Scene:
     def __init__(self) -> None:
         self.clock = Clock()
         self.hosts = Hosts(self.clock, 4)
-        self.told: list[tuple[str, int]] = []
+        self.reported: list[tuple[str, int]] = []
         self.answers: list[tuple[Asker, Any]] = []
         self.store = self.another()
 
@@ -34,11 +34,11 @@ class Scene:
         """What hosts were asked to do."""
         return [
             (number, message.NAME if getattr(message, "listens", True) else "take_port")
-            for number, message in self.hosts.told
+            for number, message in self.hosts.reported
         ]
 
     def wish(self, *best: int, listens: bool = True) -> None:
-        self.store.open(lambda address, port: self.told.append((address, port)), best=best, listens=listens)
+        self.store.open(lambda address, port: self.reported.append((address, port)), best=best, listens=listens)
 
     def answer(self, number: int, port: int, *, listens: bool = True) -> None:
         self.store.take(self.hosts.nodes[number], port, shared=True, listens=listens)
@@ -56,10 +56,10 @@ def test_store_that_is_open_is_told_at_once_until_it_is_closed(scene: Scene) -> 
     scene.wish()
     scene.answer(0, 7)
     scene.wish()
-    assert scene.told == [("10.0.0.0", 7)] * 2
+    assert scene.reported == [("10.0.0.0", 7)] * 2
     scene.store.close()
     scene.wish()
-    assert len(scene.told) == 2
+    assert len(scene.reported) == 2
     assert scene.asked == [(0, "open_store"), (0, "close_store"), (0, "open_store")]
 
 
@@ -73,7 +73,7 @@ def test_host_that_is_lost_before_it_has_answered_leaves_nobody_waiting(scene: S
     scene.wish(2, 3)
     scene.lose(2)
     scene.answer(3, 8)
-    assert scene.told == [("10.0.0.3", 8)]
+    assert scene.reported == [("10.0.0.3", 8)]
 
 
 def test_host_that_comes_back_with_an_old_answer_is_not_believed(scene: Scene) -> None:
@@ -81,9 +81,9 @@ def test_host_that_comes_back_with_an_old_answer_is_not_believed(scene: Scene) -
     scene.lose(2)
     scene.hosts.come_back(2)
     scene.answer(2, 7)
-    assert scene.told == []
+    assert scene.reported == []
     scene.answer(3, 8)
-    assert scene.told == [("10.0.0.3", 8)]
+    assert scene.reported == [("10.0.0.3", 8)]
 
 
 def test_store_goes_with_its_host_and_no_other(scene: Scene) -> None:
@@ -95,7 +95,7 @@ def test_store_goes_with_its_host_and_no_other(scene: Scene) -> None:
     assert scene.store.place is None
     scene.wish(3)
     scene.answer(3, 9)
-    assert scene.told[-1] == ("10.0.0.3", 9)
+    assert scene.reported[-1] == ("10.0.0.3", 9)
 
 
 WORKER, OTHER = Asker(node=1, line=0, id=1), Asker(node=2, line=3, id=1)
@@ -106,7 +106,7 @@ def test_store_is_served_when_the_first_worker_asks_for_it_and_once(scene: Scene
     scene.store.serve(WORKER)
     assert scene.asked == [(0, "take_port")], "one thing after the other"
     scene.answer(0, 7, listens=False)
-    assert scene.told == [("10.0.0.0", 7)], "workers may start"
+    assert scene.reported == [("10.0.0.0", 7)], "workers may start"
     scene.store.serve(OTHER)
     assert scene.answers == []
     scene.answer(0, 7)
@@ -140,8 +140,8 @@ def test_head_that_takes_over_answers_those_that_have_asked_the_last_one(scene: 
     scene.wish(listens=False)
     scene.answer(0, 7, listens=False)
     scene.store.serve(WORKER)
-    written = json.loads(json.dumps(scene.store.written_down()))
+    written = json.loads(json.dumps(scene.store.to_dict()))
     scene.store = scene.another()
-    scene.store.go_on_from(written)
+    scene.store.restore(written)
     scene.answer(0, 7)
     assert scene.answers == [(WORKER, ["10.0.0.0", 7])]

@@ -35,21 +35,21 @@ def test_those_that_do_not_know_how_many_they_are_meet_all_the_same(tmp_path: Pa
 
 
 def test_all_who_wait_for_one_that_is_lost_are_told(hundred: Swarm) -> None:
-    told: list[str] = []
+    reported: list[str] = []
 
     def work(rank: int) -> None:
         try:
             hundred.work(rank, 7, [])
         except dist.DistStoreError as error:
-            told.append(str(error))
+            reported.append(str(error))
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(WORKERS - 1)]
     for thread in threads:
         thread.start()
-    while sum(len(some) for some in hundred.board.written_down()["waiting"]) < 3 * HOSTS:
+    while sum(len(some) for some in hundred.board.to_dict()["waiting"]) < 3 * HOSTS:
         pass  # a question of each host waits at the head
     hundred.head.after(0, lambda: hundred.board.close(0, 7))
     for thread in threads:
         thread.join()
-    assert len(told) == WORKERS - 1
-    assert all("a worker of this group is lost" in each for each in told)
+    assert len(reported) == WORKERS - 1
+    assert all("a worker of this group is lost" in each for each in reported)

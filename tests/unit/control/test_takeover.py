@@ -13,10 +13,10 @@ import pytest
 
 from manyhosts.control.head import takeover
 from manyhosts.control.head.group_state import GroupState, Member
-from manyhosts.control.head.takeover import Handover, Record, fingerprint, left_for
+from manyhosts.control.head.takeover import HeadCheckpoint, Record, fingerprint, left_for
 from manyhosts.control.job import Job
 from manyhosts.control.loop import Channel
-from manyhosts.control.protocol import Asked, Start, Tell, Trouble, Warm
+from manyhosts.control.protocol import Asked, ModulesPreloaded, Start, Tell, Trouble
 from manyhosts.control.session import Session
 from manyhosts.errors import ConfigError
 from manyhosts.records import run_directory
@@ -68,16 +68,16 @@ def test_another_session_goes_on_from_what_was_written_and_every_message_counts_
     assert (wires[0].way, first.holds_some_back) == ([], True), "nothing leaves before it is written down"
     first.release()
     wires[0].arrive()
-    for said in (Asked(signal=15), Warm(modules=["lost on the way"])):
+    for said in (Asked(signal=15), ModulesPreloaded(modules=["lost on the way"])):
         agent.say(said)
     wires[1].way.pop()
     wires[1].arrive()
     first.say(Tell(member=0, content={}))
-    written = json.loads(json.dumps(first.written_down()))
+    written = json.loads(json.dumps(first.to_dict()))
     agent.say(Trouble(text="never heard by the first", where="", early=False))
 
     second = head()
-    second.go_on_from(written)
+    second.restore(written)
     assert [second.has_sent(number) for number in (2, 3)] == [True, False], "agents that have heard more know better"
     wires = join(second, agent)
     for wire in wires:
@@ -99,7 +99,7 @@ def test_roster_is_the_same_after_it_was_written_down() -> None:
     group_state.add(Member(number=3, node=1, local_rank=0, rank=1, late=True))
     for number, step in ((0, 7), (2, 7), (3, -1)):
         group_state.ask(number, step, group=0)
-    again = GroupState.of(json.loads(json.dumps(group_state.written_down())))
+    again = GroupState.of(json.loads(json.dumps(group_state.to_dict())))
     assert again == group_state
     assert [member.number for member in again.form()] == [member.number for member in group_state.form()]
     assert again == group_state
@@ -110,9 +110,9 @@ def job(tmp_path: Path) -> Job:
     return Job(program="train.py", folder=tmp_path, run_dir=tmp_path / "run", hosts=("a", "b"), nodes=2)
 
 
-def left(job: Job, **changes: Any) -> Handover:
+def left(job: Job, **changes: Any) -> HeadCheckpoint:
     """What the head of `job` writes."""
-    told = Handover(
+    reported = HeadCheckpoint(
         token="5e" * 16,
         start="start",
         address="127.0.0.1",
@@ -122,7 +122,7 @@ def left(job: Job, **changes: Any) -> Handover:
         launcher={},
         state={},
     )
-    found = replace(told, **changes)
+    found = replace(reported, **changes)
     job.run_dir.mkdir(exist_ok=True)
     Record(job.run_dir, lambda: found).write()
     return found

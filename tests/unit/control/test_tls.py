@@ -282,14 +282,14 @@ def test_one_who_says_too_much_before_a_proof_is_not_heard_out(called: Callable[
 
 def test_message_in_records_of_one_byte_is_understood(scene: Scene) -> None:
     """Whoever knows the secret may cut its words as it likes."""
-    caller, told = Caller(TOKEN), list[str]()
+    caller, reported = Caller(TOKEN), list[str]()
 
     def act(peer: Peer) -> None:
         peer.shake_hands()
         peer.say(json.dumps({"message": "call", **caller.call()}).encode() + b"\n", record=1)
-        while b"\n" not in "".join(told).encode():
+        while b"\n" not in "".join(reported).encode():
             with contextlib.suppress(ssl.SSLWantReadError):
-                told.append(peer.tls.read().decode())
+                reported.append(peer.tls.read().decode())
                 continue
             peer.came.write(peer.socket.recv(1 << 16))
         peer.say_goodbye()
@@ -297,4 +297,4 @@ def test_message_in_records_of_one_byte_is_understood(scene: Scene) -> None:
     peer = Peer(act, answers=False)
     peer.start(head_connection.connect(scene.acceptor.place))
     scene.run(peer.over.is_set)
-    assert json.loads("".join(told))["message"] == "prove"
+    assert json.loads("".join(reported))["message"] == "prove"

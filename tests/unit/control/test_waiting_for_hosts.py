@@ -14,7 +14,7 @@ from manyhosts.control.job import Job
 
 
 class Scene:
-    """Three hosts with a worker each; the last is not heard any more. Time goes on when a test says so."""
+    """Three hosts with a worker each; the last is not heard any more. Time continues when a test says so."""
 
     def __init__(self, clock: Clock, head_timeout_s: float, hang_timeout_s: float | None) -> None:
         self.clock, self.hosts = clock, Hosts(clock, 3)

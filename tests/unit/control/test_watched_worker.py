@@ -27,13 +27,13 @@ class Host:
     def __init__(self, folder: Path, address: Path) -> None:
         self.loop = Loop()
         (folder / "logs").mkdir()
-        self.told: list[tuple[str, dict[str, Any]]] = []
+        self.reported: list[tuple[str, dict[str, Any]]] = []
         self.store = StoreLines(self.tell)
         self.desk = ReportServer(
             self.loop,
             address,
-            lambda _, kind, fields: self.told.append(("report", {"kind": kind, **fields})),
-            lambda member, kind, fields: self.told.append(("member", {"member": member, "kind": kind, **fields})),
+            lambda _, kind, fields: self.reported.append(("report", {"kind": kind, **fields})),
+            lambda member, kind, fields: self.reported.append(("member", {"member": member, "kind": kind, **fields})),
             self.store,
         )
         self.error_file = folder / "error.json"
@@ -54,7 +54,7 @@ class Host:
         self.out, self.err, self.line, self.stack = self.worker.open_pipes()
 
     def tell(self, message: FromAgent) -> None:
-        self.told.append((message.NAME, content_of(message)))
+        self.reported.append((message.NAME, content_of(message)))
 
     def note_failure(self, worker: WatchedWorker) -> None:
         self.failed += 1
@@ -67,7 +67,7 @@ class Host:
             os.close(pipe)
         self.worker.end(code, number)
         self.loop.run(until=lambda: self.worker.ended)
-        kind, fields = self.told[-1]
+        kind, fields = self.reported[-1]
         assert kind == "ended"
         return fields
 
@@ -85,9 +85,9 @@ def test_end_is_told_after_everything_that_was_written(host: Host) -> None:
     os.write(host.out, b"one\ntwo")
     os.write(host.err, b"three\n")
     host.end(0, 0)
-    lines = [line for kind, fields in host.told if kind == "output" for line in fields["lines"]]
+    lines = [line for kind, fields in host.reported if kind == "output" for line in fields["lines"]]
     assert sorted(lines) == ["one", "three", "two"]
-    assert [kind for kind, _ in host.told].index("ended") == len(host.told) - 1
+    assert [kind for kind, _ in host.reported].index("ended") == len(host.reported) - 1
 
 
 def test_log_that_cannot_be_written_is_told_once_and_every_line_is_passed_on(host: Host, tmp_path: Path) -> None:
@@ -109,8 +109,8 @@ def test_log_that_cannot_be_written_is_told_once_and_every_line_is_passed_on(hos
     os.write(host.out, b"one\n")
     os.write(host.err, b"two\n")
     host.end(0, 0)
-    assert [fields["why"] for kind, fields in host.told if kind == "unlogged"] == ["No space left on device"]
-    lines = [line for kind, fields in host.told if kind == "output" for line in fields["lines"]]
+    assert [fields["why"] for kind, fields in host.reported if kind == "unlogged"] == ["No space left on device"]
+    lines = [line for kind, fields in host.reported if kind == "output" for line in fields["lines"]]
     assert sorted(lines) == ["one", "two"]
 
 
@@ -122,7 +122,7 @@ def test_last_report_is_told_before_the_end(host: Host) -> None:
     reporter.send("say", text="last words")
     host.loop.run(until=lambda: host.worker.ended)
     reporter.close()
-    assert [kind for kind, _ in host.told] == ["report", "ended"]
+    assert [kind for kind, _ in host.reported] == ["report", "ended"]
 
 
 def test_main_module_that_ended_well_is_told_whatever_comes_then(host: Host) -> None:
@@ -164,7 +164,7 @@ def test_report_that_makes_no_sense_harms_nobody(host: Host) -> None:
     reporter.send("say", text="sense")
     reporter.close()
     host.end()
-    assert [fields.get("text") for kind, fields in host.told if kind == "report"] == ["sense"]
+    assert [fields.get("text") for kind, fields in host.reported if kind == "report"] == ["sense"]
 
 
 def test_what_a_worker_has_imported_is_passed_on(host: Host) -> None:
@@ -175,14 +175,14 @@ def test_what_a_worker_has_imported_is_passed_on(host: Host) -> None:
 
 def ask(host: Host, line: StoreLine, do: str, timeout_s: float = 60, **fields: Any) -> Future[Any]:
     """What the worker is answered, on a thread of its own; the question has reached the head when this returns."""
-    before = len(host.told)
+    before = len(host.reported)
     found = ThreadPoolExecutor(max_workers=1).submit(line.ask, do, timeout_s, **fields)
-    host.loop.run(until=lambda: len(host.told) > before)
+    host.loop.run(until=lambda: len(host.reported) > before)
     return found
 
 
-def answer(host: Host, told: int, **content: Any) -> None:
-    kind, question = host.told[told]
+def answer(host: Host, reported: int, **content: Any) -> None:
+    kind, question = host.reported[reported]
     assert kind == "ask_store"
     host.store.answer(AnswerStore(line=question["line"], answer={"id": question["id"], **content}))
 
@@ -190,7 +190,7 @@ def answer(host: Host, told: int, **content: Any) -> None:
 def test_questions_of_workers_to_the_store_are_answered_each_to_the_one_that_has_asked(host: Host) -> None:
     one, other = (StoreLine(str(host.desk.address), start=0, group=4) for _ in range(2))
     asked = [ask(host, one, "get", names=["a"]), ask(host, other, "get", names=["b"])]
-    assert [fields["fields"] for _, fields in host.told] == [{"group": [0, 4], "names": [name]} for name in "ab"]
+    assert [fields["fields"] for _, fields in host.reported] == [{"group": [0, 4], "names": [name]} for name in "ab"]
     answer(host, 1, value=["2"])
     answer(host, 0, value=["1"])
     assert [each.result(60) for each in asked] == [["1"], ["2"]]

@@ -22,7 +22,7 @@ from manyhosts.data.steps import LoadedPiece, Loader, Step
 
 
 class Slow(Dataset[torch.Tensor]):
-    """Samples that are drawn anew each time they are read, each after a while."""
+    """Samples that are drawn again each time they are read, each after a while."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -63,7 +63,7 @@ def test_fetching_that_waits_leaves_room_for_more_processes_than_fetching_that_c
 
 
 class Clock:
-    """Goes on when a test says so."""
+    """Continues when a test says so."""
 
     def __init__(self) -> None:
         self.now, self.busy = 0.0, 0.0

@@ -1,4 +1,4 @@
-"""Datasets of two workers are told apart without running the script's code, and equal ones are not."""
+"""Datasets of two workers are distinguished without running the script's code, and equal ones are not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams: read in their own order, cut like any dataset, gone on with where they were left."""
+"""Streams: read in their own order, cut like any dataset, resumed where they were left."""
 
 from __future__ import annotations
 

@@ -90,9 +90,9 @@ def test_no_way_that_is_closed_is_left_out_whatever_is_closed() -> None:
     ways = ["".join(pair) for pair in permutations(names, 2)]
     for number in range(1 << len(ways)):
         shut = {way: DROPPED for place, way in enumerate(ways) if number >> place & 1}
-        told = " ".join(finding.what for finding in found(names, shut))
+        reported = " ".join(finding.what for finding in found(names, shut))
         for one, other in shut:
-            assert f"host {one}" in told or f"host {other}" in told, (shut, told)
+            assert f"host {one}" in reported or f"host {other}" in reported, (shut, reported)
 
 
 def test_every_firewall_that_a_host_may_have_has_its_remedy() -> None:

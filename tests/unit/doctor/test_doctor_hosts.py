@@ -26,7 +26,7 @@ GPU = {
 }
 
 
-def told(**more: Any) -> dict[str, Any]:
+def reported(**more: Any) -> dict[str, Any]:
     disk = {"path": "/runs", "free": 100 << 30, "total": 200 << 30, "files_left": 10**6, "writable": True}
     return {
         "time_s": 0.0,
@@ -49,7 +49,7 @@ def host(name: str, **more: Any) -> dict[str, Any]:
         "name": name,
         **MINE,
         "executable": "/usr/bin/python3",
-        "condition": told(),
+        "condition": reported(),
         "clock": {"offset_s": 0.0, "unsure_s": 0.001},
         "graphics": {"gpus": [], "trouble": ""},
         "machine": name,
@@ -128,7 +128,7 @@ CONDITIONS = [
 
 @pytest.mark.parametrize(("more", "level", "expected"), CONDITIONS, ids=[row[2] for row in CONDITIONS])
 def test_condition_that_harms_a_run_is_named(more: dict[str, Any], level: str, expected: str) -> None:
-    finding = only(host("a"), host("b", condition=told(**more)))
+    finding = only(host("a"), host("b", condition=reported(**more)))
     assert (finding.level, expected in finding.what) == (level, True), finding.what
     assert "host b" in finding.where
 
@@ -142,23 +142,23 @@ def test_condition_that_harms_a_run_is_named(more: dict[str, Any], level: str, e
     ],
 )
 def test_variables_that_do_no_harm_are_not_named(environment: dict[str, str]) -> None:
-    assert found(host("a", condition=told(environment=environment))) == []
+    assert found(host("a", condition=reported(environment=environment))) == []
 
 
 @pytest.mark.parametrize(("free", "level"), [(10 << 20, "error"), (500 << 20, "warning")])
 def test_disk_that_is_nearly_full_is_named_by_what_it_holds(free: int, level: str) -> None:
-    disks = told()["disks"]
+    disks = reported()["disks"]
     disks["run directory"]["free"] = free
-    finding = only(host("a", condition=told(disks=disks)))
+    finding = only(host("a", condition=reported(disks=disks)))
     assert (finding.level, finding.check) == (level, "disk")
     assert finding.what.startswith("the disk of host a is nearly full: ")
     assert finding.where == "host a, /runs"
 
 
 def test_disk_without_room_for_more_files_is_full_too() -> None:
-    disks = told()["disks"]
+    disks = reported()["disks"]
     disks["temporary files"]["files_left"] = 0
-    finding = only(host("a", condition=told(disks=disks)))
+    finding = only(host("a", condition=reported(disks=disks)))
     assert (finding.level, "0 more files fit for the temporary files" in finding.what) == ("error", True)
 
 
@@ -200,7 +200,7 @@ def test_script_that_differs_is_an_error_only_where_hosts_share_a_disk() -> None
 
 
 def test_slow_host_is_named_with_its_factor_and_its_cores() -> None:
-    slow = host("d", speed={**SPEED, "cpu": 50.0}, condition=told(cores=4))
+    slow = host("d", speed={**SPEED, "cpu": 50.0}, condition=reported(cores=4))
     finding = only(host("a"), host("b"), host("c"), slow)
     what = "host d computes 2.0 times slower than the others; it has 4 cores, others have 8"
     assert (finding.level, finding.what) == ("warning", what)
@@ -214,7 +214,7 @@ def test_host_of_which_others_take_half_is_named_unless_it_is_the_same_machine()
 
 
 def test_container_that_is_held_to_some_cores_is_named_with_them() -> None:
-    held = host("c", speed={**SPEED, "cpu": 25.0}, condition=told(cpu_quota=2.0))
+    held = host("c", speed={**SPEED, "cpu": 25.0}, condition=reported(cpu_quota=2.0))
     [quota, slow] = sorted(found(host("a"), host("b"), held), key=lambda finding: finding.check)
     assert (quota.check, quota.level, slow.check) == ("load", "note", "speed")
     assert slow.what.endswith("4.0 times slower than the others; it has 2 cores, others have 8")
@@ -265,7 +265,7 @@ def test_driver_that_gives_no_answer_is_an_error() -> None:
 
 
 def test_hosts_of_one_machine_have_its_load_told_once() -> None:
-    busy = told(load=30.0)
+    busy = reported(load=30.0)
     assert only(host("a", machine="one", condition=busy), host("b", machine="one", condition=busy)).check == "load"
 
 
@@ -286,7 +286,7 @@ def test_host_that_told_nothing_of_its_condition_is_left_out() -> None:
     alone = host("a")
     del alone["condition"]
     assert [each for each in found(alone) if each.check != "speed"] == []
-    assert checks.host_findings("a", told()) == []
+    assert checks.host_findings("a", reported()) == []
 
 
 @pytest.mark.parametrize(
@@ -309,6 +309,6 @@ def test_quota_is_that_of_the_processs_own_cgroup_and_those_around_it(
 
 
 def test_quota_below_the_cores_is_a_note() -> None:
-    finding = only(host("a", condition=told(cpu_quota=2.0)))
+    finding = only(host("a", condition=reported(cpu_quota=2.0)))
     assert (finding.level, finding.check) == ("note", "load")
     assert "has 8 cores, of which this cgroup is let the time of 2:" in finding.what

@@ -240,8 +240,10 @@ def test_no_gpu_is_no_trouble(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 
 def test_address_of_a_proxy_is_told_to_nobody() -> None:
-    told = host_state.variables({"HTTP_PROXY": "http://user:secret@proxy", "no_proxy": "a", "OTHER": "x", "RANK": "0"})
-    assert told == {"HTTP_PROXY": "set", "no_proxy": "a", "RANK": "0"}
+    reported = host_state.variables(
+        {"HTTP_PROXY": "http://user:secret@proxy", "no_proxy": "a", "OTHER": "x", "RANK": "0"}
+    )
+    assert reported == {"HTTP_PROXY": "set", "no_proxy": "a", "RANK": "0"}
 
 
 def test_condition_of_a_folder_that_is_yet_to_be_made_is_that_of_the_disk_it_comes_to(tmp_path: Path) -> None:

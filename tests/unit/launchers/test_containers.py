@@ -42,8 +42,8 @@ class Host:
     def have(self, *runtimes: str, **more: Any) -> Host:
         """Give it these runtimes, with one image."""
         for runtime in runtimes:
-            told = str(self.folder / "told")
-            install(runtime, self._bin, **{"images": {NAME: image()}, "told": told, "hidden": (), **more})
+            reported = str(self.folder / "reported")
+            install(runtime, self._bin, **{"images": {NAME: image()}, "reported": reported, "hidden": (), **more})
         return self
 
     def run(self, job: Job, *words: str, looks: bool = False, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -59,9 +59,9 @@ class Host:
         )
 
     @property
-    def told(self) -> dict[str, Any]:
+    def reported(self) -> dict[str, Any]:
         """What the last container was started with."""
-        found: dict[str, Any] = json.loads((self.folder / "told").read_text().splitlines()[-1])
+        found: dict[str, Any] = json.loads((self.folder / "reported").read_text().splitlines()[-1])
         return found
 
 
@@ -89,17 +89,17 @@ def test_docker_and_podman_get_folders_user_network_and_memory_of_the_host_and_v
     assert variables["NCCL_DEBUG"] == "a b s3cret"
     assert "OTHER" not in variables
     assert containers.known_as({"image": variables[containers.VARIABLE]}) == {"sha256:" + "11" * 32}
-    assert "s3cret" not in json.dumps(host.told)
-    options = {tuple(option) for option in host.told["options"]}
+    assert "s3cret" not in json.dumps(host.reported)
+    options = {tuple(option) for option in host.reported["options"]}
     assert options >= {("--network", "host"), ("--ipc", "host"), ("--pid", "host"), ("--rm", ""), ("--interactive", "")}
     assert options >= {("--user", f"{os.getuid()}:{os.getgid()}"), ("--env", "NCCL_DEBUG")}
 
 
 def options_of(host: Host, asked: Job) -> list[list[str]]:
-    (host.folder / "told").unlink(missing_ok=True)
+    (host.folder / "reported").unlink(missing_ok=True)
     done = host.run(asked, "true")
-    assert (host.folder / "told").exists(), done.stderr
-    options: list[list[str]] = host.told["options"]
+    assert (host.folder / "reported").exists(), done.stderr
+    options: list[list[str]] = host.reported["options"]
     return options
 
 
@@ -132,18 +132,18 @@ def test_apptainer_sees_the_image_file_and_no_python_packages_of_the_home(tmp_pa
     assert known.startswith("sif:60000:")
     folder = asked.folder
     bound = f"{folder}:{folder},{folder}/runs:{folder}/runs,{mounts}"
-    assert host.told["options"] == [["--bind", bound], ["--pwd", str(folder)]]
+    assert host.reported["options"] == [["--bind", bound], ["--pwd", str(folder)]]
 
 
 def test_runtime_that_has_the_image_is_taken_and_can_be_named(tmp_path: Path) -> None:
     host = Host(tmp_path).have("docker", images={}).have("podman")
     options_of(host, job(tmp_path, container=NAME))
-    assert host.told["runtime"] == "podman"
+    assert host.reported["runtime"] == "podman"
     host.have("docker")
     options_of(host, job(tmp_path, container=NAME))
-    assert host.told["runtime"] == "docker"
+    assert host.reported["runtime"] == "docker"
     options_of(host, job(tmp_path, container=NAME, container_runtime="podman"))
-    assert host.told["runtime"] == "podman"
+    assert host.reported["runtime"] == "podman"
 
 
 DENIED = "permission denied while trying to connect to the Docker daemon socket"
@@ -289,11 +289,11 @@ def test_slurm_without_pyxis_is_named_before_anything_is_queued(tmp_path: Path) 
     assert not asked.run_dir.exists()
 
 
-def told(*words: str) -> dict[str, str]:
+def reported(*words: str) -> dict[str, str]:
     return {"image": " ".join(["docker", *words])}
 
 
 def test_images_are_the_same_where_hosts_know_them_by_one_word_and_others_are_named() -> None:
-    same = {"a": told("sha256:1", "sha256:9"), "b": told("sha256:2", "sha256:9"), "c": told("sha256:1")}
+    same = {"a": reported("sha256:1", "sha256:9"), "b": reported("sha256:2", "sha256:9"), "c": reported("sha256:1")}
     assert version_check.different_images({**same, "d": {"image": "docker "}, "e": {}}) == []
-    assert version_check.different_images({"x": told("sha256:7"), **same}) == [("a", "x")]
+    assert version_check.different_images({"x": reported("sha256:7"), **same}) == [("a", "x")]

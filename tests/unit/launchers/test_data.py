@@ -13,7 +13,7 @@ import pytest
 from manyhosts.errors import ConfigError, LaunchError
 from manyhosts.hosts import contents, data
 from manyhosts.hosts.data import Data
-from manyhosts.hosts.data_receiver import FOLDER, Keeper
+from manyhosts.hosts.data_receiver import FOLDER, DataReceiver
 
 
 @pytest.fixture(autouse=True)
@@ -36,9 +36,9 @@ class Scene:
         self.folder, self.sent = folder, 0
         folder.mkdir()
 
-    def keeper(self, here: dict[str, bytes]) -> Keeper:
+    def keeper(self, here: dict[str, bytes]) -> DataReceiver:
         files = {path: [len(content), sha(content), 1_700_000_000 * 10**9] for path, content in here.items()}
-        return Keeper(str(self.folder), files, lambda _: None)
+        return DataReceiver(str(self.folder), files, lambda _: None)
 
     def bring(self, here: dict[str, bytes]) -> dict[str, Any]:
         """What `data.bring` does, without a connection."""

@@ -78,7 +78,7 @@ def placement(nodes: int) -> tuple[Placement, list[list[int]]]:
 def test_one_process_starts_all_agents_and_a_lost_one_is_started_alone() -> None:
     placed, started = placement(3)
     node_agents = [placed.start_agent(number, "h:1", "secret") for number in range(3)]
-    node_agents[1].kill()  # the head gives the lost one up before it starts it anew
+    node_agents[1].kill()  # the head gives the lost one up before it starts it again
     assert node_agents[1].wait() == 0
     again = placed.start_agent(1, "h:1", "secret")
     still_there = node_agents[0].poll() is None

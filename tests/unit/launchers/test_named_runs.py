@@ -34,7 +34,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_last_is_the_run_that_was_begun_last(runs: Path) -> None:
     assert named_runs.directory_of("last") == runs / "newest"
-    begun(runs / "first", 4000.0)  # gone on with
+    begun(runs / "first", 4000.0)  # resumed
     assert named_runs.directory_of("last") == runs / "first"
     assert [path.name for path in named_runs.runs_in(runs)] == ["first", "newest", "older"]
 
@@ -111,5 +111,5 @@ def test_run_that_is_over_is_listed_without_reading_its_steps(runs: Path, capsys
     summary.write(runs / "newest" / "summary.json")
     (runs / "newest" / "metrics.jsonl").unlink()
     main(["runs", "--json"])
-    told = json.loads(capsys.readouterr().out)
-    assert [run["best"] for run in told] == [run["best"] for run in json.loads(before)]
+    reported = json.loads(capsys.readouterr().out)
+    assert [run["best"] for run in reported] == [run["best"] for run in json.loads(before)]

@@ -147,7 +147,7 @@ def test_last_run_is_that_of_the_same_script_or_module_which_began_last(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for program, kind in (("train.py", "script"), ("pkg.train", "module")):
-        with pytest.raises(ConfigError, match=f"there is no run of {program} to go on with") as refused:
+        with pytest.raises(ConfigError, match=f"there is no run of {program} to continue with") as refused:
             scripts.last_run_dir(program, kind)
         assert (refused.value.where, "--run-dir" in refused.value.fix) == (str(tmp_path / "runs"), True)
     (tmp_path / "train.py").touch()

@@ -30,10 +30,10 @@ class FakeSlurm:
     """Answers as Slurm does, and remembers what it was told. An answer that is an error is raised."""
 
     def __init__(self, **answers: str | Exception | list[str]) -> None:
-        self.answers, self.told = answers, []
+        self.answers, self.reported = answers, []
 
     def __call__(self, command: Sequence[str]) -> str:
-        self.told.append(list(command))
+        self.reported.append(list(command))
         answer = self.answers.get("sinfo", "") if command[0] == "sinfo" else self.answers[command[0]]
         if isinstance(answer, list):
             return answer.pop(0) if len(answer) > 1 else answer[0]
@@ -99,7 +99,7 @@ def test_values_of_env_are_for_the_owner_of_the_job_alone(tmp_path: Path) -> Non
 def test_plan_touches_nothing_and_dry_run_shows_files_and_command(tmp_path: Path) -> None:
     fake = FakeSlurm()
     plan = Slurm({}, fake).plan(job(tmp_path))
-    assert (fake.told, list(tmp_path.iterdir())) == ([], [])
+    assert (fake.reported, list(tmp_path.iterdir())) == ([], [])
     assert f"$ sbatch --parsable {tmp_path}/run/job.sbatch" in str(plan)
     assert "#SBATCH --nodes=2" in str(plan)
 
@@ -164,7 +164,7 @@ def test_interactive_shell_of_an_allocation_is_no_task() -> None:
 def test_states_of_slurm_in_our_words(said: str, state: str, code: int) -> None:
     status = slurm(scontrol=f"JobId=4711 {said} NodeList=n1\n").status("4711")
     assert (status.state, status.exit_code) == (state, code)
-    assert (status.code is None) == (not status.over), "one that goes on has no exit code yet"
+    assert (status.code is None) == (not status.over), "one that continues has no exit code yet"
 
 
 def test_job_that_is_long_over_is_looked_up_in_the_accounts() -> None:
@@ -206,7 +206,7 @@ def test_more_nodes_than_the_partition_has_are_refused_and_do_not_wait_for_ever(
         return
     with pytest.raises(ConfigError, match=refused):
         engine.send(plan)
-    assert [words[0] for words in fake.told] == ["sinfo"], "nothing was queued"
+    assert [words[0] for words in fake.reported] == ["sinfo"], "nothing was queued"
     assert not (tmp_path / "run").exists()
 
 
@@ -258,7 +258,7 @@ def test_launcher_that_is_ended_cancels_the_job_that_it_waits_for(tmp_path: Path
     engine = Slurm({}, fake, lambda _: os.kill(os.getpid(), signal.SIGTERM))
     before = signal.getsignal(signal.SIGTERM)
     assert engine.submit(engine.plan(job(tmp_path)), PlainDisplay(sys.stdout, sys.stderr)) == 130
-    assert fake.told[-1] == ["scancel", "4711"]
+    assert fake.reported[-1] == ["scancel", "4711"]
     assert signal.getsignal(signal.SIGTERM) == before
 
 
@@ -277,7 +277,7 @@ def test_launcher_that_is_ended_while_slurm_is_asked_leaves_no_job(
 
     engine = Slurm({}, run, lambda _: None)
     assert engine.submit(engine.plan(job(tmp_path)), PlainDisplay(sys.stdout, sys.stderr)) == 130
-    assert fake.told[-1] == ["scancel", "4711"]
+    assert fake.reported[-1] == ["scancel", "4711"]
 
 
 def test_second_interrupt_does_not_wait_for_an_engine_that_does_not_answer(
@@ -298,7 +298,7 @@ def test_job_that_saved_no_step_is_not_queued_again(
     saves: bool, requeued: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would be so for ever. What a script without our trainer keeps is not known, so it is queued again."""
-    run_dir, told = tmp_path / "run", []
+    run_dir, reported = tmp_path / "run", []
     (run_dir / "snapshots" / "step-00000010").mkdir(parents=True)
     (run_dir / "run.json").write_text("{}")
     job_file.write_hidden(job_file.text_of(job(tmp_path)), run_dir / "job.json")
@@ -315,14 +315,14 @@ def test_job_that_saved_no_step_is_not_queued_again(
             return 143
 
     monkeypatch.setattr(batch, "Slurm", Warned)
-    monkeypatch.setattr(batch, "run_command", told.append)
+    monkeypatch.setattr(batch, "run_command", reported.append)
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     before = signal.getsignal(signal.SIGUSR1)
     try:
         assert batch.main([str(run_dir / "job.json")]) == 143
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert bool(told) == requeued
+    assert bool(reported) == requeued
 
 
 @pytest.mark.parametrize(

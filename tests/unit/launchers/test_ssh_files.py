@@ -94,7 +94,7 @@ class Far:
 
     def ask(self, question: str, *, timeout_s: float = 0, **details: Any) -> Any:
         there = {key: value.replace(self.here, self.root) for key, value in details.items() if isinstance(value, str)}
-        return remote_probe.DEEDS[question](**{**details, **there})
+        return remote_probe.COMMANDS[question](**{**details, **there})
 
 
 def test_shell_with_a_banner_and_much_on_stderr_stops_nothing(tmp_path: Path) -> None:
@@ -104,8 +104,8 @@ def test_shell_with_a_banner_and_much_on_stderr_stops_nothing(tmp_path: Path) ->
     found = Files.to_bring(here)
     (here / "gone.py").unlink()
     far = Far(here, root)
-    told: list[tuple[int, int]] = []
-    sync.bring(far, found, tell=lambda *numbers: told.append(numbers))
+    reported: list[tuple[int, int]] = []
+    sync.bring(far, found, tell=lambda *numbers: reported.append(numbers))
     assert sorted(str(path.relative_to(root)) for path in root.rglob("*.*")) == ["data/x.bin", "train.py"]
     put(root, "run/result.txt", "run/logs/far-0.log", f"run/{MARK_OF_DISK}1")
     sync.fetch(far, here / "run")

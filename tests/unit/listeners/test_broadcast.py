@@ -24,7 +24,7 @@ class Finishing:
         self.fails, self.calls = fails, []
 
     def __call__(self, event: Event) -> None:
-        self.calls.append("told")
+        self.calls.append("reported")
 
     def flush(self) -> None:
         self.calls.append("flush")
@@ -88,5 +88,5 @@ def test_flush_and_close_reach_those_who_have_them_though_one_fails(caplog: pyte
     tell.flush()
     tell(stepped(1))
     tell.close()
-    assert failing.calls == fine.calls == ["flush", "told", "close"]  # a disk that was full has room again
+    assert failing.calls == fine.calls == ["flush", "reported", "close"]  # a disk that was full has room again
     assert "Finishing could not flush: OSError: full" in caplog.text

@@ -1,4 +1,4 @@
-"""What is shown while a run goes on."""
+"""What is shown while a run continues."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_start_says_what_runs_where(tmp_path: Path) -> None:
 
 def test_start_says_where_it_goes_on() -> None:
     voice = show([started(4, resumed_from="/runs/x/snapshots/step-00000004")])
-    assert voice.said[1] == "goes on after step 4 (step-00000004)"
+    assert voice.said[1] == "continues after step 4 (step-00000004)"
 
 
 def test_epoch_and_its_validation_are_one_line_with_a_mark_when_best() -> None:
@@ -90,7 +90,7 @@ def test_what_went_wrong_and_what_is_worth_saying_once_is_said() -> None:
     assert voice.said[1:] == [
         "BatchNorm is global",
         "snapshot step-4 is left out: one bit is wrong",
-        "went on without it after rank 1 died: 1 step redone, 0.5 s lost",
+        "continued without it after rank 1 died: 1 step redone, 0.5 s lost",
     ]
 
 

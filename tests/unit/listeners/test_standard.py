@@ -201,10 +201,10 @@ def test_telling_a_step_costs_the_loop_less_than_writing_its_line_would(tmp_path
         begin = time.perf_counter()
         for _ in range(200):
             tell(step)
-        told = time.perf_counter()
+        reported = time.perf_counter()
         for _ in range(200):
             json.dumps(line_of(step))
-        rounds.append((told - begin) / (time.perf_counter() - told))
+        rounds.append((reported - begin) / (time.perf_counter() - reported))
     tell.close()
     assert sorted(rounds)[len(rounds) // 2] < 0.2
 

@@ -26,19 +26,19 @@ class Hosts:
         self.sharing, self.pass_s, self.strategy = sharing, pass_s, strategy
 
     def __call__(self, request: Request, nodes: int, workers_per_node: int) -> Told:
-        told = Told(lambda _: None)
+        reported = Told(lambda _: None)
         if not request.together:
             measured = replace(MEASURED, cores=2).to_json()
-            told.by_kind["measured"] = {"measured": measured, "strategy": {"name": self.strategy}, "devices": 0}
-            return told
+            reported.by_kind["measured"] = {"measured": measured, "strategy": {"name": self.strategy}, "devices": 0}
+            return reported
         in_parts = settings_of(asked(), request).get("strategy", self.strategy) == "fsdp"
         said: dict[str, Any] = {
             "samples": 9, "pass_s": self.pass_s * (10 if in_parts else 1), "latency_s": 0.001, "bandwidth": 1000.0,
             "of_one_machine": self.sharing,
             "processor_s_per_message": 0.01, "processor_s_per_byte": 1e-9,
         }  # fmt: skip
-        told.by_kind["together"] = said
-        return told
+        reported.by_kind["together"] = said
+        return reported
 
 
 def asked(**changes: Any) -> Asked:

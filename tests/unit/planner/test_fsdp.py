@@ -163,11 +163,11 @@ def test_copies_of_hosts_are_those_of_so_many_workers() -> None:
 
 def test_copies_that_the_workers_cannot_be_shared_out_to_are_told() -> None:
     found = predictions(CUT, machines(3), [(3, 1)], ways(CUT, FSDP(shard=2)))
-    told = {each.why_not for each in found if each.strategy == "fsdp"}
-    assert told == {"3 workers cannot share copies of the model among 2 each"}
+    reported = {each.why_not for each in found if each.strategy == "fsdp"}
+    assert reported == {"3 workers cannot share copies of the model among 2 each"}
     found = predictions(CUT, machines(3, 2), [(3, 2)], ways(CUT, FSDP(shard=3)))
-    told = {each.why_not for each in found if each.strategy == "fsdp"}
-    assert told == {"copies among 3 workers end within hosts of 2: that is not planned"}
+    reported = {each.why_not for each in found if each.strategy == "fsdp"}
+    assert reported == {"copies among 3 workers end within hosts of 2: that is not planned"}
 
 
 def test_model_without_units_is_refused() -> None:

@@ -38,7 +38,7 @@ class Simulated:
         self.clock = 0
 
     def moves(self) -> list[tuple[int, int]]:
-        """Which phase of which transfer could go on now."""
+        """Which phase of which transfer could continue now."""
         found = []
         for queue in self.queues:
             if queue and self.transfers[queue[0]].ready <= self.clock:

@@ -116,8 +116,8 @@ def test_workers_of_hosts_that_are_one_machine_share_its_cores() -> None:
     lab = replace(group(4), hosts_per_machine=4)
     assert (lab.beside, group(4).beside, replace(group(2, 3), hosts_per_machine=4).beside) == (4, 1, 6)
     assert compute.slowdown(measured, lab) == 2
-    told = replace(measured, contention={4: 3.0}, contention_of_hosts={4: 1.5})  # a device that a host has once
-    assert (compute.slowdown(told, lab), compute.slowdown(told, group(1, 4))) == (1.5, 3.0)
+    reported = replace(measured, contention={4: 3.0}, contention_of_hosts={4: 1.5})  # a device that a host has once
+    assert (compute.slowdown(reported, lab), compute.slowdown(reported, group(1, 4))) == (1.5, 3.0)
     assert compute.crowding(measured, lab) == 2
     assert compute.crowding(replace(measured, device="cuda"), lab) == 1
     assert compute.crowding(measured, group(4)) == 1
@@ -187,8 +187,8 @@ def test_workers_of_a_machine_share_its_cores_and_its_loaders_do() -> None:
     alone, beside = (compute.passes(measured, group(1, each)).total for each in (1, 2))
     assert beside == pytest.approx(alone)  # half of the samples, with half of the cores
     assert compute.passes(replace(measured, threads=1), group(1, 2)).total == pytest.approx(alone / 2)
-    told = replace(measured, contention={2: 1.25})
-    assert compute.passes(told, group(1, 2)).total == pytest.approx(alone / 2 * 1.25)
+    reported = replace(measured, contention={2: 1.25})
+    assert compute.passes(reported, group(1, 2)).total == pytest.approx(alone / 2 * 1.25)
     assert compute.passes(replace(measured, device="cuda"), group(1, 2)).total == pytest.approx(alone / 2)
 
 

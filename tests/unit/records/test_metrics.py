@@ -257,8 +257,8 @@ def test_however_often_a_run_is_killed_every_step_stands_there_once(
     file.close()
     assert steps_in(path) == list(range(1, snapshot + 5))
     for kind in ("epoch", "validation"):
-        told = [line["step"] for line in metrics.read(path) if line["event"] == kind]
-        assert len(told) == len(set(told))
+        reported = [line["step"] for line in metrics.read(path) if line["event"] == kind]
+        assert len(reported) == len(set(reported))
 
 
 RUN = """
@@ -289,8 +289,8 @@ def test_killed_process_leaves_every_step_that_is_older_than_a_second(tmp_path: 
         time.sleep(1.7 + random.random())
         process.send_signal(signal.SIGKILL)
         killed = time.monotonic()
-        told = [line.split() for line in process.stdout.read().splitlines()]
-    old = [int(step) for step, when in told if float(when) < killed - 1.0]
+        reported = [line.split() for line in process.stdout.read().splitlines()]
+    old = [int(step) for step, when in reported if float(when) < killed - 1.0]
     steps = steps_in(path)
     assert steps == list(range(1, len(steps) + 1))
     assert old, "the process told no step that was older than a second"
@@ -317,10 +317,10 @@ def test_who_takes_a_file_over_knows_whether_the_end_is_told(
 ) -> None:
     write(tmp_path / "metrics.jsonl", *events)
     file = MetricsFile(tmp_path / "metrics.jsonl")
-    told = file.take_over()
+    reported = file.take_over()
     file.close()
-    assert told.end is is_told
-    assert (told(stepped(1)), told(stepped(2))) == (True, False)
+    assert reported.end is is_told
+    assert (reported(stepped(1)), reported(stepped(2))) == (True, False)
 
 
 def test_flush_has_every_line_on_the_disk(tmp_path: Path) -> None:

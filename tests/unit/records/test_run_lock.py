@@ -82,7 +82,7 @@ def test_owner_elsewhere_is_judged_by_its_signs_of_life(tmp_path: Path, elsewher
     beating = threading.Thread(target=beat)
     beating.start()
     try:
-        with pytest.raises(ConfigError, match="is going on"):
+        with pytest.raises(ConfigError, match="is in progress"):
             run_lock.take(tmp_path, "mine")
     finally:
         over.set()
@@ -133,11 +133,11 @@ def test_disk_without_locks_is_settled_by_who_wrote_last(tmp_path: Path, monkeyp
 @pytest.mark.parametrize("launches", [True, False], ids=["head", "leader"])
 def test_owner_here_is_wrested_from_where_it_is_no_head_that_lives(tmp_path: Path, launches: bool) -> None:
     put(tmp_path, replace(parent(), launches=launches))
-    assert run_lock.wrest(tmp_path, "another") is not launches
-    assert not run_lock.wrest(tmp_path, "a third run's")
+    assert run_lock.steal_lock(tmp_path, "another") is not launches
+    assert not run_lock.steal_lock(tmp_path, "a third run's")
     put(tmp_path, replace(parent(), launches=launches, process=2**22 + 1))
-    assert run_lock.wrest(tmp_path, "another")
-    assert not run_lock.wrest(tmp_path / "nowhere", "another")
+    assert run_lock.steal_lock(tmp_path, "another")
+    assert not run_lock.steal_lock(tmp_path / "nowhere", "another")
 
 
 def test_owner_elsewhere_that_beats_keeps_the_directory_and_a_silent_one_that_is_back_finds_it_gone(
@@ -147,16 +147,16 @@ def test_owner_elsewhere_that_beats_keeps_the_directory_and_a_silent_one_that_is
     assert head is not None
     elsewhere = replace(head.owner, machine="another")
     (tmp_path / NAME).write_text(json.dumps(asdict(elsewhere)))
-    assert not run_lock.wrest(tmp_path, "the run's"), "it touches the file"
+    assert not run_lock.steal_lock(tmp_path, "the run's"), "it touches the file"
     head._over.set()  # the host of the head is frozen
     head._thread.join()
     with run_lock.shut(tmp_path, "the run's") as is_ours:
         assert is_ours
-        assert run_lock.wrest(tmp_path, "the run's")
-        assert not run_lock.wrest(tmp_path, "the run's"), "another worker has it"
+        assert run_lock.steal_lock(tmp_path, "the run's")
+        assert not run_lock.steal_lock(tmp_path, "the run's"), "another worker has it"
     back = run_lock.RunLock(tmp_path / NAME, head.owner)  # it is back, and beats again
     back._thread.join(timeout=120)
-    with pytest.raises(ConfigError, match="is going on"):
+    with pytest.raises(ConfigError, match="is in progress"):
         back.check()
     after = run_lock.take(tmp_path, "the next run's")
     assert after is not None, "what is named there never began, so the next start waits for nobody"
@@ -185,7 +185,7 @@ def test_directory_that_is_shut_is_taken_by_nobody_until_it_is_open_again(tmp_pa
 def test_another_head_of_the_same_start_takes_the_lock_only_of_one_that_is_dead(tmp_path: Path) -> None:
     for heir in ("mine", "other"):  # whoever knows the token, and whoever does not
         put(tmp_path, replace(parent(launches=True), token="mine"))
-        with pytest.raises(ConfigError, match="is going on"):
+        with pytest.raises(ConfigError, match="is in progress"):
             run_lock.take(tmp_path, heir, launches=True, succeeds=heir == "mine")
     put(tmp_path, replace(parent(launches=True), token="mine", machine="another"))  # it shows no sign of life
     run_lock.see_that_free(tmp_path, "mine")
@@ -200,7 +200,7 @@ def test_another_head_of_the_same_start_takes_the_lock_only_of_one_that_is_dead(
     lock.check()
     put(tmp_path, replace(parent(launches=True), token="mine"))
     lock._thread.join(timeout=120)
-    with pytest.raises(ConfigError, match="is going on"):
+    with pytest.raises(ConfigError, match="is in progress"):
         lock.check()  # this head stood still, and another one has come in its place
 
 
@@ -216,7 +216,7 @@ def test_head_elsewhere_that_beats_is_not_succeeded(tmp_path: Path, monkeypatch:
     beating = threading.Thread(target=beat)
     beating.start()
     try:
-        with pytest.raises(ConfigError, match="is going on"):
+        with pytest.raises(ConfigError, match="is in progress"):
             run_lock.take(tmp_path, "mine", launches=True, succeeds=True)
     finally:
         over.set()

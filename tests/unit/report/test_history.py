@@ -74,11 +74,11 @@ def test_progress_is_known_by_steps_or_by_time() -> None:
 
 def test_a_line_of_an_unknown_kind_changes_nothing() -> None:
     history = heard(story())
-    told = history.told
+    reported = history.reported
     history.hear({"event": "of the future", "step": 3, "time": BEGIN + 200})
     history.hear({"event": "hear"})
     history.hear({})
-    assert history.told == told
+    assert history.reported == reported
 
 
 def test_long_run_is_kept_in_few_points(tmp_path: Path) -> None:

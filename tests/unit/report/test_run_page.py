@@ -43,10 +43,10 @@ def test_page_tells_everything_and_fetches_nothing(tmp_path: Path) -> None:
     assert page.images == 6  # the first batch
     for part in (
         "A run of train.py", "completed: why it completed", "test accuracy 97.00 %", "Validation accuracy",
-        "rank 3 on a-host-with-a-rather-long-name", "went on with the 3 workers that were left", "<5>",
+        "rank 3 on a-host-with-a-rather-long-name", "continued with the 3 workers that were left", "<5>",
         "host beyond is 2.4 times as slow", "<b>& another model</b>", "early_stopping.metric", "ab" * 32,
         "manyhosts run --hosts here,there,beyond,", "--workers-per-node 1 train.py --width 'a b'", "2.4 times as slow",
-        "slow: host beyond", "went on after a failure",
+        "slow: host beyond", "continued after a failure",
     ):  # fmt: skip
         assert part in words, part
     assert "rank 0 alone" not in words
@@ -74,7 +74,7 @@ def test_page_tells_how_the_run_ended(end: str, tmp_path: Path) -> None:
 def test_run_that_broke_off_says_so_and_how_to_go_on(tmp_path: Path) -> None:
     make_run(tmp_path, end=None)
     words = words_of(written(tmp_path))
-    assert "broke off: no end is on record; the last step is 96, and the same command goes on" in words
+    assert "broke off: no end is on record; the last step is 96, and the same command continues" in words
 
 
 def test_run_whose_launcher_alone_knows_why_it_failed(tmp_path: Path) -> None:
@@ -167,9 +167,9 @@ def test_command_to_do_it_again_has_what_was_typed_by_set_and_by_env(tmp_path: P
     path = RunDirectory(tmp_path).run_json
     typed = {"overrides": {"lr": "0.5", "duration": "3 epochs"}, "environment": ["TOKEN"]}
     replace(RunRecord.read(path), **typed).write(path)
-    told = words_of(written(tmp_path))
-    assert "--set lr=0.5 --set 'duration=3 epochs' --env TOKEN train.py" in told
-    assert "named without their values" in told
+    reported = words_of(written(tmp_path))
+    assert "--set lr=0.5 --set 'duration=3 epochs' --env TOKEN train.py" in reported
+    assert "named without their values" in reported
 
 
 def test_page_of_many_validations_folds_all_but_the_newest(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A snapshot of every format there was is read, and a run goes on from it as one that nothing happened to.
+"""A snapshot of every format there was is read, and a run continues from it as one that nothing happened to.
 
 `formats/N` is the snapshot of format N of a run of `make_trainer`, three steps long. Who raises the format adds one.
 `by_index` is one of format 3 that two workers wrote in a run of `make_adam`: parameters have numbers, in two groups.

@@ -301,13 +301,13 @@ def test_best_that_is_replaced_while_it_is_copied_is_never_mixed(store: Store, t
 def test_removal_that_is_not_allowed_is_told_once_and_copies_go_on(store: Store, tmp_path: Path) -> None:
     store.denied = {"remove"}
     copier = copier_of(tmp_path)
-    told = []
+    reported = []
     for step in (1, 2, 3, 4):
         copier.offer(save(tmp_path, step))
         assert copier.wait(60)
-        told += copier.finished()
-    assert [news.step for news in told if isinstance(news, SnapshotCopied)] == [1, 2, 3, 4]
-    assert [news.text for news in told if isinstance(news, Note)] == [
+        reported += copier.finished()
+    assert [news.step for news in reported if isinstance(news, SnapshotCopied)] == [1, 2, 3, 4]
+    assert [news.text for news in reported if isinstance(news, Note)] == [
         f"older snapshots cannot be removed from {ADDRESS}: Access Denied: remove"
     ]
 

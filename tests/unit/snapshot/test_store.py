@@ -1,4 +1,4 @@
-"""A folder of snapshots as the trainer uses it: saving beside training, going on from the newest, keeping a few."""
+"""A folder of snapshots as the trainer uses it: saving beside training, continuing from the newest, keeping a few."""
 
 from __future__ import annotations
 

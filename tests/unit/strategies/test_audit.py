@@ -14,7 +14,7 @@ R, W = [RIGHT] * 3, [WRONG] * 3  # owner and auditor tell one digest and two mor
 
 
 @pytest.mark.parametrize(
-    ("told", "guilty"),
+    ("reported", "guilty"),
     [
         ({0: R, 1: W, 2: R[:2]}, {1}),  # the owner or the auditor, for good
         ({0: W, 1: R, 2: R[:2]}, {0}),
@@ -31,9 +31,9 @@ R, W = [RIGHT] * 3, [WRONG] * 3  # owner and auditor tell one digest and two mor
     ],
 )
 def test_whoever_disagrees_with_two_that_repeat_themselves_is_wrong(
-    told: dict[int, list[int]], guilty: set[int] | None
+    reported: dict[int, list[int]], guilty: set[int] | None
 ) -> None:
-    assert find_wrong(told) == guilty
+    assert find_wrong(reported) == guilty
 
 
 def digest(*tensors: torch.Tensor | None) -> int:

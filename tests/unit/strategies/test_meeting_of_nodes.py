@@ -70,7 +70,7 @@ def local_progress(*words: str) -> list[LocalProgress]:
 
 
 @pytest.mark.parametrize(
-    ("left", "told"),
+    ("left", "reported"),
     [
         (local_progress("a", "b", "b"), ""),
         (local_progress("a", "new", "b", "b"), ""),
@@ -78,13 +78,15 @@ def local_progress(*words: str) -> list[LocalProgress]:
         (local_progress("new", "new"), "what the 2 lost hosts learned alone since the last mean"),
     ],
 )
-def test_what_is_lost_is_told_of_hosts_and_not_of_each_of_their_workers(left: list[LocalProgress], told: str) -> None:
-    assert what_is_lost(left, [0, 0, 1, 1]).told() == told
+def test_what_is_lost_is_told_of_hosts_and_not_of_each_of_their_workers(
+    left: list[LocalProgress], reported: str
+) -> None:
+    assert what_is_lost(left, [0, 0, 1, 1]).reported() == reported
 
 
 def test_where_each_worker_stepped_alone_workers_are_lost() -> None:
     left = [LocalProgress(4, 4 / 3, 1)]
-    assert what_is_lost(left, [0, 1]).told() == "what the lost worker learned alone from 2.67 batches in 4 steps"
+    assert what_is_lost(left, [0, 1]).reported() == "what the lost worker learned alone from 2.67 batches in 4 steps"
     assert what_is_lost(left, [0, 1, 2]).who == "the 2 lost workers"
     assert what_is_lost([LocalProgress(4, 2, 0), LocalProgress(4, 2, 1)], [0, 1]) == Lost()
 

@@ -1,4 +1,4 @@
-"""A run whose newest snapshot is damaged names it and goes on from the one before."""
+"""A run whose newest snapshot is damaged names it and continues from the one before."""
 
 from __future__ import annotations
 
@@ -146,8 +146,13 @@ def test_full_disk_costs_the_snapshot_and_not_the_run(tmp_path: Path, monkeypatc
     snapshots = mh.Snapshots(every="2 steps", keep=10)
     make_trainer(replace(FIRST_HALF, trainer={"snapshots": snapshots}), tmp_path, listeners=listeners).fit("8 steps")
     found = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    told = [(line["event"], line["step"]) for line in found if "step-" in line.get("path", "")]
-    assert sorted(told, key=lambda one: one[1]) == [("snapshot", 2), ("skipped", 4), ("snapshot", 6), ("snapshot", 8)]
+    reported = [(line["event"], line["step"]) for line in found if "step-" in line.get("path", "")]
+    assert sorted(reported, key=lambda one: one[1]) == [
+        ("snapshot", 2),
+        ("skipped", 4),
+        ("snapshot", 6),
+        ("snapshot", 8),
+    ]
     assert [path.name for path in sorted((tmp_path / "snapshots").iterdir())] == [
         f"step-{step:08d}" for step in (2, 6, 8)
     ]

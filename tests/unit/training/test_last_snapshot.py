@@ -30,7 +30,7 @@ def world_of_the_test() -> Iterator[None]:
 
 
 class Member:
-    """A worker whom the launcher has refused to go on."""
+    """A worker whom the launcher has refused to continue."""
 
     headless = False
 
@@ -69,7 +69,7 @@ def stands(run_dir: Path) -> tuple[LastSnapshot, Member]:
     for _ in range(2):
         loop.stepper.train_step(steps)
         loop.step_reporter.read()
-        loop.at.duties_done = loop.at.all_duties
+        loop.at.done_actions = loop.at.all_actions
     member = Member()
     run.world.membership = member
     journal.led = True

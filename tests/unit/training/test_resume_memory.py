@@ -39,12 +39,12 @@ class Alive:
 def alive(monkeypatch: pytest.MonkeyPatch) -> Alive:
     found, read = Alive(), TensorFile.read
 
-    def told(file: TensorFile, name: str, place: Any = None) -> torch.Tensor:
+    def reported(file: TensorFile, name: str, place: Any = None) -> torch.Tensor:
         tensor = read(file, name, place)
         found.add(tensor)
         return tensor
 
-    monkeypatch.setattr(TensorFile, "read", told)
+    monkeypatch.setattr(TensorFile, "read", reported)
     return found
 
 

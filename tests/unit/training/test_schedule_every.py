@@ -32,8 +32,8 @@ def rates(folder: Path, *, fit: str = f"{EPOCHS} epochs", **more: Any) -> tuple[
         **more,
     )
     trainer.fit(fit)
-    told = [event for event in heard if isinstance(event, StepDone)]
-    return [event.lr for event in told], [event.text for event in heard if isinstance(event, Note)]
+    reported = [event for event in heard if isinstance(event, StepDone)]
+    return [event.lr for event in reported], [event.text for event in heard if isinstance(event, Note)]
 
 
 def tenth(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:

@@ -173,7 +173,7 @@ class Run:
         return [list(each) for each in zip(*by_rank, strict=True)]
 
     def resume(self, size: int, *, lost: Sequence[int] = ()) -> None:
-        """Be `size` workers that go on from a snapshot, in which those `lost` kept no states."""
+        """Be `size` workers that continue from a snapshot, in which those `lost` kept no states."""
         kept = [{**own, "states": {}} if own and rank in lost else own for rank, own in enumerate(self.streams)]
         self.streams = together(size, lambda world: self.source(world).of_snapshot(kept, world.rank, self.position))
 

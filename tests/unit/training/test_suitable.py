@@ -103,7 +103,7 @@ def test_packed_sequence_keeps_its_lengths_on_the_cpu() -> None:
 
 def test_batch_norm_that_sees_micro_batches_is_told(tmp_path: Path) -> None:
     case = Case(lambda: nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)))
-    for size, told in ((4, 1), (10, 0)):
+    for size, reported in ((4, 1), (10, 0)):
         trainer_for(case, tmp_path / f"{size}", micro_batch_size=size).fit("1 steps")
         text = (tmp_path / f"{size}" / "metrics.jsonl").read_text()
-        assert text.count(f"so micro_batch_size={size} changes the model") == told
+        assert text.count(f"so micro_batch_size={size} changes the model") == reported

@@ -120,7 +120,7 @@ def test_lines_that_were_taken_back_count_no_more_and_nothing_is_printed_twice(
     live.look()
     printed += lines.new(live)
     assert live.history.steps == 5
-    tell(started(2, time=BEGIN + 20, resumed_from="snapshots/step-00000002"))  # goes on from step 2
+    tell(started(2, time=BEGIN + 20, resumed_from="snapshots/step-00000002"))  # continues from step 2
     tell(stepped(3, time=BEGIN + 21, loss=7.0))
     file.flush()
     live.look()
@@ -133,7 +133,7 @@ def test_lines_that_were_taken_back_count_no_more_and_nothing_is_printed_twice(
     text = "\n".join(printed)
     assert text.count("training begins") == 1
     assert text.count("the run broke off after step 5") == 1
-    assert text.count("goes on after step 2 from step-00000002") == 1
+    assert text.count("continues after step 2 from step-00000002") == 1
     file.close()
     live.close()
 

@@ -47,7 +47,7 @@ def test_screen_shows_progress_workers_and_what_happened(live: LiveRun) -> None:
         "completed: why",
     ):
         assert part in text, part
-    assert "went on with the 3 workers that were left" in text
+    assert "continued with the 3 workers that were left" in text
 
 
 @pytest.mark.parametrize(("width", "height"), [(40, 20), (80, 24), (200, 10)])

@@ -7,9 +7,9 @@ no torch. It ends when the head says so, when the head is gone, and when it is a
 
 What the two say to each other is in `control.protocol`.
 
-Where the head was killed and another one may take the run over, workers go on for `head_timeout_s`, as where the way to
-it is broken. When the head is gone for good, everything this host runs is ended. Workers that have a Trainer may first
-save what they hold, for `FAREWELL_S` at most; meanwhile nobody else can begin to run in the run directory.
+Where the head was killed and another one may take the run over, workers continue for `head_timeout_s`, as where the way
+to it is broken. When the head is gone for good, everything this host runs is ended. Workers that have a Trainer may
+first save what they hold, for `FAREWELL_S` at most; meanwhile nobody else can begin to run in the run directory.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class Agent:
             case protocol.Leave():
                 self.verdict = message.code
                 if message.why:
-                    self._words.err.write(f"manyhosts: the run goes on without this host: {message.why}\n")
+                    self._words.err.write(f"manyhosts: the run continues without this host: {message.why}\n")
                 self.leave()
             case _:
                 self._obey_about_others(message)

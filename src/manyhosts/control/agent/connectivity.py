@@ -27,7 +27,7 @@ class ConnectivityCheck:
     def tell_condition(self, run_dir: str, environment: Mapping[str, str], *, opens: bool, ports: Range | None) -> None:
         """Say how this host is for workers with `environment`, and at which port others may try it, if it opens one."""
         port = self._open(ports) if opens else 0
-        self._head.say(Condition(told=host_state.gather(run_dir, environment), port=port))
+        self._head.say(Condition(reported=host_state.gather(run_dir, environment), port=port))
 
     def tell_port(self, ports: Range | None) -> None:
         """Say at which port others may connect."""

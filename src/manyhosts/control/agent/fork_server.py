@@ -109,7 +109,7 @@ class ForkServer:
             self._loop.after(_SETTLED_S, lambda: self.ask("warm", modules=list(modules)))
 
     def close(self, *, spare: bool = False) -> None:
-        """End it, and with it every worker. `spare`: what workers that ended well have left behind goes on."""
+        """End it, and with it every worker. `spare`: what workers that ended well have left behind continues."""
         if spare:
             self.ask("spare")
         self.ask("end")

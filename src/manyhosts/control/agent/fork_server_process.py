@@ -41,7 +41,7 @@ _QUIET = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _BURIAL_S = 5.0
 """How long processes that were killed may take to end: the kernel holds some of them."""
 _REST_S = 1.0
-"""The same at the end of a run. Where the script has left something behind that goes on, no other run is waited for."""
+"""The same at the end of a run. Where the script has left something behind that continues, no other run is waited for."""
 
 
 def main() -> None:
@@ -105,11 +105,11 @@ class ForkServerProcess:
         """Where a child says how far it came with what may be loaded."""
         self._to_load: list[str] = []
         self._is_loading = False
-        """Whether an import is under way: the end of a worker is told all the same, others wait for it to go on."""
+        """Whether an import is under way: the end of a worker is told all the same, others wait for it to continue."""
         self._warm: list[str] = []
         """What was loaded for the workers to come."""
         self._spares = False
-        """Whether what workers have left behind goes on when this process ends."""
+        """Whether what workers have left behind continues when this process ends."""
         self._wake, self._woken = os.pipe()
         for end in (self._wake, self._woken):
             os.set_blocking(end, False)

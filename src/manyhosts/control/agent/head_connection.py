@@ -18,7 +18,7 @@ from dataclasses import replace
 from manyhosts.control.handshake import FROM_CALLED, Call, FromCalled, Hello, Prove, Welcome
 from manyhosts.control.loop import Channel, Loop, Message, notice_loss
 from manyhosts.control.proof import PROTOCOL, Caller
-from manyhosts.control.protocol import FromAgent, Output, Unshown
+from manyhosts.control.protocol import FromAgent, LinesDropped, Output
 from manyhosts.control.session import Session
 from manyhosts.control.wire_format import content_of, read
 from manyhosts.hosts import addresses
@@ -204,7 +204,7 @@ class HeadConnection:
             self._session.detach()
             self._lost = now
             if self.patience_s:
-                words = f"it is called again for {self.patience_s:.0f} s, and its workers go on meanwhile"
+                words = f"it is called again for {self.patience_s:.0f} s, and its workers continue meanwhile"
                 self._tell(f"manyhosts: the connection to the head is lost; {words}\n")
         elif channel is not None and not channel.is_cut:
             self._hung_up = self._hung_up or now
@@ -309,7 +309,7 @@ class Outbox:
         self._waiting: deque[tuple[int, Output]] = deque()
         """The size of each message, and the message."""
         self._size = 0
-        self._missed: dict[int, Unshown] = {}
+        self._missed: dict[int, LinesDropped] = {}
         """By member: how many of its lines were left out."""
         self._calls_again = False
 
@@ -332,7 +332,7 @@ class Outbox:
             size, output = self._waiting.popleft()
             self._size -= size
             before = self._missed.get(output.member)
-            self._missed[output.member] = Unshown(
+            self._missed[output.member] = LinesDropped(
                 rank=output.rank,
                 generation=output.generation,
                 member=output.member,

@@ -1,6 +1,6 @@
 """What a worker's script has imported, and whether a fork server may load it for the workers to come.
 
-A replacement runs the script anew, and most of that time goes into imports. A fork server that has loaded the same
+A replacement runs the script again, and most of that time goes into imports. A fork server that has loaded the same
 packages takes it away. But what it has, every worker has: so a child of it tries first, as a worker would, and what
 starts a thread, opens something that stays open, makes a temporary file or asks which worker it is, is left to the
 script.

@@ -57,7 +57,7 @@ class Log:
     """
 
     def __init__(self, path: Path, limit_bytes: int, on_gap: Callable[[str], None]) -> None:
-        """Go on behind what is in the file. `limit_bytes`: how large it grows; 0: as it likes.
+        """Continue behind what is in the file. `limit_bytes`: how large it grows; 0: as it likes.
 
         `on_gap` hears, once, why something could not be written.
         """

@@ -126,7 +126,7 @@ def _spare_groups(distributed: Any) -> None:
     """Run no destructor of a group that the script takes down, unless another one is exchanges_made after it.
 
     At the end of a script Gloo's hung in 7 of 14 runs: it waits for threads that wait for peers which are gone. What is
-    left of the group ends with the process. A script that goes on in another group is to keep no port, no connection
+    left of the group ends with the process. A script that continues in another group is to keep no port, no connection
     and no thread of the one before: its destructor runs on a thread of its own, which may wait as long as it likes.
     """
     take_down, make = distributed.destroy_process_group, distributed.init_process_group

@@ -296,7 +296,7 @@ class ScriptProbe:
             return
         try:
             self._learning.look(optimizer, given)
-        except Exception:  # of a tensor that is another's invention, say; the script is to go on
+        except Exception:  # of a tensor that is another's invention, say; the script is to continue
             self._learning.can_tell = False
         if not self.looks_closely or (self._turn and id(optimizer) not in self._turn):
             return
@@ -307,7 +307,7 @@ class ScriptProbe:
             self._add(f"batch {self.done}", self._batch)
 
     def _look_at_group(self) -> None:
-        with contextlib.suppress(Exception):  # torch may have become another one; the script is to go on
+        with contextlib.suppress(Exception):  # torch may have become another one; the script is to continue
             distributed = self._torch.distributed
             together = distributed.is_available() and distributed.is_initialized()
             size = distributed.get_world_size() if together else 0

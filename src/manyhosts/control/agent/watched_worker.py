@@ -93,7 +93,7 @@ class WatchedWorker:
         self._kills_before = host_state.kills()
         self._peak_bytes = 0
         self._log = Log(log, log_bytes, lambda why: tell(Unlogged(**worker_id.to_json(), why=why)))
-        loop.after(_GLIMPSE_S, self._glimpse)
+        loop.after(_GLIMPSE_S, self._flush_partial_line)
 
     def open_pipes(self) -> list[int]:
         """Start to listen. Returns the worker's ends: stdout, stderr, its line to the agent, the one for its stack."""
@@ -159,12 +159,12 @@ class WatchedWorker:
             self._last_words = next((line.strip() for line in lines if _LAST_WORDS in line), self._last_words)
             self._pass_on(Output(**self.worker_id.to_json(), stream=stream, lines=lines))
 
-    def _glimpse(self) -> None:
+    def _flush_partial_line(self) -> None:
         if not self.ended:
             self._log.glimpse()
             for stream, lines in self._lines.items():
                 self._show(stream, lines.glimpse())
-            self._loop.after(_GLIMPSE_S, self._glimpse)
+            self._loop.after(_GLIMPSE_S, self._flush_partial_line)
 
     def _close(self, stream: str) -> None:
         if stream in self._pipes:
@@ -184,7 +184,7 @@ class WatchedWorker:
         self._conclude()
 
     def _hand_over(self, pipe: int) -> None:
-        """Something goes on behind a worker that has ended well: a closed pipe would end it at its next word."""
+        """Something continues behind a worker that has ended well: a closed pipe would end it at its next word."""
         with contextlib.suppress(OSError), self._log.path.open("ab") as log:
             words = ["cat"]
             keeper = subprocess.Popen(words, stdin=pipe, stdout=log, stderr=subprocess.DEVNULL, start_new_session=True)
@@ -218,8 +218,8 @@ class WatchedWorker:
         before, now = self._kills_before, host_state.kills()
         killed = before.own is not None and now.own is not None and now.own > before.own
         limit, of_cgroup = host_state.limit_bytes() if killed else (0, False)
-        told = {"killed": killed, "peak": self._peak_bytes, "limit": limit, "of_cgroup": of_cgroup}
-        return {"out_of_memory": killed or now.machine > before.machine, "memory": told}
+        reported = {"killed": killed, "peak": self._peak_bytes, "limit": limit, "of_cgroup": of_cgroup}
+        return {"out_of_memory": killed or now.machine > before.machine, "memory": reported}
 
     def _error_in_file(self) -> dict[str, Any] | None:
         """What a program that was not forked by us has written about its end (torchelastic's `record` does)."""

@@ -198,9 +198,9 @@ def _account(error: BaseException) -> dict[str, Any]:
     account: dict[str, Any] = {"summary": tracebacks.summary(error), "monotonic_s": time.monotonic()}
     account["exchanges"] = script_patches.exchanges_made()
     account["step"] = reports.last_step()
-    if (told := error if isinstance(error, ManyhostsError) else refusals.explained(error)) is not None:
-        words = {"what": told.what, "where": told.where, "fix": told.fix}
-        account["words"] = {**words, "exit_code": told.exit_code, "type": type(told).__name__}
+    if (reported := error if isinstance(error, ManyhostsError) else refusals.explained(error)) is not None:
+        words = {"what": reported.what, "where": reported.where, "fix": reported.fix}
+        account["words"] = {**words, "exit_code": reported.exit_code, "type": type(reported).__name__}
     account["text"] = tracebacks.text(error)
     _write_error_file(account)
     put_in_by_script = str(getattr(sys.excepthook, "__module__", "")).partition(".")[0] not in ("sys", "torch")

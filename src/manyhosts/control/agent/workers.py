@@ -25,10 +25,19 @@ from manyhosts.control.agent.processes import command_of, descendants, kill_desc
 from manyhosts.control.agent.store_lines import StoreLines, TcpStore
 from manyhosts.control.agent.watched_worker import ReportServer, WatchedWorker, WorkerId
 from manyhosts.control.loop import Loop, Message
-from manyhosts.control.protocol import FromAgent, MemberSays, NewWorker, Report, SeenWorker, StoreOpened, Trouble, Warm
+from manyhosts.control.protocol import (
+    FromAgent,
+    MemberSays,
+    ModulesPreloaded,
+    NewWorker,
+    Report,
+    SeenWorker,
+    StoreOpened,
+    Trouble,
+)
 
 FAREWELL_S = 30.0
-"""How long workers have, where nobody goes on, to save what they hold and end."""
+"""How long workers have, where nobody continues, to save what they hold and end."""
 _LONGEST_FOLDER = 80  # the name of a Unix socket has at most 107 characters, on macOS 103
 _WAY_OUT_S = 3.0
 
@@ -78,7 +87,7 @@ class LocalWorkers:
         self._trainers: set[int] = set()
         """Members that have a Trainer, which saves and ends where it is asked to stop."""
         self._saving: set[int] = set()
-        """Members that save what they hold, because nobody goes on."""
+        """Members that save what they hold, because nobody continues."""
 
     def prepare(self, setup: WorkerSetup) -> None:
         """Start the fork server, so that it loads torch while the head still waits for other hosts."""
@@ -100,7 +109,7 @@ class LocalWorkers:
                 launcher=setup.launcher,
                 stays_s=setup.stays_s,
                 on_event=self._hear_of_process,
-                on_warm=lambda modules: self._head.say(Warm(modules=modules)),
+                on_warm=lambda modules: self._head.say(ModulesPreloaded(modules=modules)),
                 on_end=self._lose_fork_server,
                 on_words=self._say,
             )
@@ -269,18 +278,19 @@ class LocalWorkers:
         return [each for each in self._watched.values() if not each.ended and each.worker_id.member in trainers]
 
     def have_saved(self, saving: Iterable[WatchedWorker], reason: str) -> None:
-        """Have those of `saving` save what they hold and end, and all others end: nobody goes on."""
+        """Have those of `saving` save what they hold and end, and all others end: nobody continues."""
         for worker in self._watched.values():
             if worker.worker_id.member in self._reports.members:
                 self.tell(worker.worker_id.member, {"message": "headless", "reason": reason})
             elif worker in saving:
-                # None of them could go on without the others, so they save together, as where a scheduler asks them to.
+                # None of them could continue without the others, so they save together, as where a scheduler asks them
+                # to.
                 self._signal(worker, signal.SIGTERM, group=False)
             else:
                 self._kill(worker)
 
     def close(self, *, is_well: bool, is_over: bool = False) -> None:
-        """End everything. `is_well`: what workers that ended well have left behind goes on, as under torchrun.
+        """End everything. `is_well`: what workers that ended well have left behind continues, as under torchrun.
 
         `is_over`: the run has come to its end, so that a fork server which is to stay does so.
         """
@@ -304,4 +314,4 @@ class LocalWorkers:
         below = {process for parent in left for process in descendants(parent)}
         for process in [process for process in left if process not in below]:
             if words := command_of(process):
-                self._say(f"manyhosts: {words} (process {process}) was left behind by the script, and goes on\n")
+                self._say(f"manyhosts: {words} (process {process}) was left behind by the script, and continues\n")

@@ -92,7 +92,7 @@ class Agents:
 
     @property
     def are_enough(self) -> bool:
-        """Whether a run whose nodes may go can go on with those whose agents are here."""
+        """Whether a run whose nodes may go can continue with those whose agents are here."""
         return len(self.present()) >= (self._state.job.least_nodes or 0)
 
     def tell(self, nodes: Sequence[Node], message: FromHead) -> None:
@@ -164,7 +164,7 @@ class Agents:
             node.agent = ExternalAgent()
 
     def session_with(self, node: Node) -> Session:
-        """A conversation with a node's agent that has yet to begin, or to go on."""
+        """A conversation with a node's agent that has yet to begin, or to continue."""
         recorded = self._state.can_be_taken_over
         return Session(self._state.loop.after, lambda message: self._hear(node, message), holds_back=recorded)
 
@@ -204,7 +204,7 @@ class Agents:
     def _refuse(self, node: Node, why: str) -> None:
         error = LaunchError(why, where=f"host {node.name}", fix="install the same manyhosts there and here")
         if self._state.running:
-            self._state.display.warn(f"manyhosts: {error}\nmanyhosts: the run goes on without host {node.name}")
+            self._state.display.warn(f"manyhosts: {error}\nmanyhosts: the run continues without host {node.name}")
         else:
             self._state.result = error
 
@@ -277,7 +277,7 @@ class Agents:
             self._owner.lose(node, why)
 
     def give_up(self, node: Node, why: str) -> None:
-        """Count an agent as lost that is connected still. Should it go on one day, it finds nobody, and ends all."""
+        """Count an agent as lost that is connected still. Should it continue one day, it finds nobody, and ends all."""
         if node.channel is not None:
             self._lose(node, why)
 

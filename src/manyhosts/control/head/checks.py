@@ -33,17 +33,17 @@ _SLOW = {
 }
 
 
-def host_findings(host: str, told: Mapping[str, Any], *, offset_s: float = 0, unsure_s: float = 0) -> list[Finding]:
+def host_findings(host: str, reported: Mapping[str, Any], *, offset_s: float = 0, unsure_s: float = 0) -> list[Finding]:
     """What is wrong with `host`.
 
     Its clock is `offset_s` seconds ahead of ours, known up to `unsure_s` seconds in both directions.
     """
     return [
-        *_of_disks(host, told["disks"]),
-        *_of_memory(host, told["memory"], told["shared_memory"]),
-        *_of_descriptors(host, told["descriptors"]),
+        *_of_disks(host, reported["disks"]),
+        *_of_memory(host, reported["memory"], reported["shared_memory"]),
+        *_of_descriptors(host, reported["descriptors"]),
         *_of_clock(host, offset_s, unsure_s),
-        *_of_variables(host, told),
+        *_of_variables(host, reported),
     ]
 
 
@@ -111,20 +111,20 @@ def _of_clock(host: str, offset_s: float, unsure_s: float) -> Iterator[Finding]:
         )
 
 
-def _of_variables(host: str, told: Mapping[str, Any]) -> Iterator[Finding]:
-    found: Mapping[str, str] = told["environment"]
+def _of_variables(host: str, reported: Mapping[str, Any]) -> Iterator[Finding]:
+    found: Mapping[str, str] = reported["environment"]
 
     def finding(level: Level, what: str, fix: str) -> Finding:
         return Finding(level=level, check="environment", what=what, where=f"host {host}, environment", fix=fix)
 
-    if found.get("CUDA_VISIBLE_DEVICES") in ("", "-1") and told["has_gpus"]:
+    if found.get("CUDA_VISIBLE_DEVICES") in ("", "-1") and reported["has_gpus"]:
         what = f"CUDA_VISIBLE_DEVICES is empty on host {host}, so no worker sees its GPUs"
         yield finding("warning", what, "unset CUDA_VISIBLE_DEVICES, or name the GPUs: CUDA_VISIBLE_DEVICES=0,1")
     threads = found.get("OMP_NUM_THREADS", "1").partition(",")[0].strip()
-    if not threads.isdecimal() or not 1 <= int(threads) <= 2 * told["cores"]:
-        what = f"OMP_NUM_THREADS is {threads!r} on host {host}, which has {told['cores']} cores"
+    if not threads.isdecimal() or not 1 <= int(threads) <= 2 * reported["cores"]:
+        what = f"OMP_NUM_THREADS is {threads!r} on host {host}, which has {reported['cores']} cores"
         yield finding("warning", what, "unset it: the cores are then shared out between the workers")
-    yield from _of_interfaces(finding, host, found, told)
+    yield from _of_interfaces(finding, host, found, reported)
     for name, (bad, effect) in _SLOW.items():
         if found.get(name, "").upper() == bad:
             yield finding("warning", f"{name}={found[name]} on host {host} {effect}: slow", f"unset {name}")
@@ -140,9 +140,9 @@ def _of_variables(host: str, told: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _of_interfaces(
-    finding: Callable[[Level, str, str], Finding], host: str, found: Mapping[str, str], told: Mapping[str, Any]
+    finding: Callable[[Level, str, str], Finding], host: str, found: Mapping[str, str], reported: Mapping[str, Any]
 ) -> Iterator[Finding]:
-    there = told["interfaces"]
+    there = reported["interfaces"]
     names = [name.strip() for name in found.get("GLOO_SOCKET_IFNAME", "").split(",") if name.strip()]
     missing = [name for name in names if name not in there]
     fix = "unset it: manyhosts then takes the one that leads to the other hosts; there are: " + ", ".join(there)
@@ -155,7 +155,7 @@ def _of_interfaces(
         exact = wanted.startswith("=")
         if not any(one == name or (not exact and one.startswith(name)) for one in there for name in names):
             what = f"NCCL_SOCKET_IFNAME names {wanted}, an interface that host {host} does not have"
-            yield finding("error" if told["has_gpus"] else "warning", what, fix)
+            yield finding("error" if reported["has_gpus"] else "warning", what, fix)
 
 
 _LIMIT_S = 20.0
@@ -180,7 +180,7 @@ class Precheck:
         self._asked: dict[int, float] = {}
         self._findings: list[Finding] = []
         self._found = Ways(one_way=one_way)
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
         self._knocked: set[int] = set()
         self._has_begun = False
 
@@ -207,11 +207,11 @@ class Precheck:
         self._go_on()
 
     def _take_condition(self, node: Node, message: Condition) -> None:
-        told, now = message.told, time.time()
+        reported, now = message.reported, time.time()
         before = self._asked[node.number]
-        offset = told["time_s"] - (before + now) / 2
-        self._findings += host_findings(node.name, told, offset_s=offset, unsure_s=(now - before) / 2)
-        self._told.add(node.number)
+        offset = reported["time_s"] - (before + now) / 2
+        self._findings += host_findings(node.name, reported, offset_s=offset, unsure_s=(now - before) / 2)
+        self._reported.add(node.number)
         if message.port:
             self._found.places[node.number] = place_of(node, message.port)
 
@@ -222,7 +222,7 @@ class Precheck:
     def _go_on(self) -> None:
         """Take the next step, if everybody has taken the last one."""
         present = set(self._agents.present())
-        if not self._has_begun or not present <= self._told:
+        if not self._has_begun or not present <= self._reported:
             return
         if self._ways and len(present) > 1 and not self._knocked:
             self._knocked.add(-1)  # asked for
@@ -344,7 +344,7 @@ class Newcomers:
             self._end(then)
             return
         self._state.display.warn(
-            f"manyhosts: {found[0].what} ({found[0].fix})\nmanyhosts: the run goes on without host {node.name}"
+            f"manyhosts: {found[0].what} ({found[0].fix})\nmanyhosts: the run continues without host {node.name}"
         )
         self._end(lambda: self._agents.turn_away(node, f"{found[0].what} ({found[0].fix})"))
 

@@ -93,7 +93,7 @@ def is_loading(stack: Sequence[Frame]) -> bool:
     return any(part in frame.file for frame in stack for part in _LOADERS)
 
 
-def told(stack: Sequence[Frame]) -> str:
+def reported(stack: Sequence[Frame]) -> str:
     """The stack as Python prints one, outermost first."""
     lines = ["Stack (most recent call last):"] if stack else []
     lines += [f'  File "{frame.file}", line {frame.line}, in {frame.function}' for frame in reversed(stack)]
@@ -157,7 +157,7 @@ class Diagnosis:
     """What is said, and about whom."""
 
     guilty: tuple[int, ...]
-    """Members without whom the others could go on; nobody where they wait for one another."""
+    """Members without whom the others could continue; nobody where they wait for one another."""
     what: str
     fix: str
     stack: str = ""
@@ -184,7 +184,7 @@ def doing(sight: Sight) -> tuple[str, str]:
     place = f" at {sight.place}" if sight.place else ""
     if sight.is_stopped:
         how = "by a debugger" if sight.state == "t" else "by a signal"
-        return f"is stopped {how} (process state {sight.state})", "kill -CONT lets it go on; find out who stopped it"
+        return f"is stopped {how} (process state {sight.state})", "kill -CONT lets it continue; find out who stopped it"
     if sight.exchange:
         return f"waits for the others in {sight.exchange}{place}", "see why the others do not come"
     if sight.state == "D":
@@ -215,7 +215,7 @@ def _blame(guilty: Sequence[Sight], all_of_them: Sequence[Sight], limit_s: float
         rest += f"; {waiting} other{'s wait' if waiting > 1 else ' waits'} for {'it' if len(guilty) == 1 else 'them'}"
     what = f"{names} {words}, and has got no further for {_seconds(one, limit_s)} s{_step(one)}{rest}"
     return Diagnosis(
-        guilty=tuple(sight.member for sight in guilty), what=what, fix=fix, stack=told(one.stack or one.loader)
+        guilty=tuple(sight.member for sight in guilty), what=what, fix=fix, stack=reported(one.stack or one.loader)
     )
 
 
@@ -234,13 +234,13 @@ def _dead_lock(waiting: Sequence[Sight], limit_s: float, gone: Sequence[str]) ->
                 guilty=(),
                 what=f"{gone[0]} has come to its end, but {who} for it in {exchange} at {place}, and {since}",
                 fix=EVERY_RANK,
-                stack=told(one.stack),
+                stack=reported(one.stack),
             )
         return Diagnosis(
             guilty=(),
             what=f"{who} in {exchange} at {place}, and {since}",
             fix="see that every worker makes the same exchanges in the same order, and that all hosts reach each other",
-            stack=told(one.stack),
+            stack=reported(one.stack),
         )
     sides: list[str] = []
     for (exchange, place), members in by_size[:_MOST_NAMED]:
@@ -251,7 +251,7 @@ def _dead_lock(waiting: Sequence[Sight], limit_s: float, gone: Sequence[str]) ->
         guilty=(),
         what=f"dead-lock: {', '.join(sides)}, and {since}",
         fix="have every worker make the same exchanges in the same order; see what that script does by rank",
-        stack=told(one.stack),
+        stack=reported(one.stack),
     )
 
 

@@ -1,4 +1,4 @@
-"""What follows when workers end: the others go on, or are ended too, and the run ends or starts again."""
+"""What follows when workers end: the others continue, or are ended too, and the run ends or starts again."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class FailurePolicy:
         self._worker_group = WorkerGroup(state, agents, self.note_failures)
         self._failures: list[Failure] = []
         self._went_on: list[Failure] = []
-        """Losses since the workers last formed a group, which the others go on without."""
+        """Losses since the workers last formed a group, which the others continue without."""
         self._culprit: Failure | None = None
         """Whose failure the others are being ended for. How they end then says nothing."""
         self._others_ended = 0
@@ -57,7 +57,7 @@ class FailurePolicy:
         """The workers whose end this is about."""
         return self._worker_group
 
-    def written_down(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """What another head needs to bring the run to its result."""
         return {
             "failures": [asdict(each) for each in self._failures],
@@ -72,7 +72,7 @@ class FailurePolicy:
             "given_up": sorted(self._given_up),
         }
 
-    def go_on_from(self, written: Mapping[str, Any], worker_group: Mapping[str, Any]) -> None:
+    def restore(self, written: Mapping[str, Any], worker_group: Mapping[str, Any]) -> None:
         """Be as another head has left this and its `worker_group`, and do what it was about to."""
         self._failures = [Failure(**each) for each in written["failures"]]
         self._went_on = [Failure(**each) for each in written["went_on"]]
@@ -84,7 +84,7 @@ class FailurePolicy:
         self._trouble, self.ended_well = dict(written["trouble"]), list(written["ended_well"])
         self._exchanges_of_ended = list(written["exchanges_of_ended"])
         self._given_up = set(written["given_up"])
-        self._worker_group.go_on_from(worker_group)
+        self._worker_group.restore(worker_group)
         if self._failures:
             self._consider()
 
@@ -99,7 +99,7 @@ class FailurePolicy:
 
     def take_trouble(self, node: Node, message: Trouble) -> None:
         """A host can start no worker; the ends of those that it had follow. One that comes to others stays outside."""
-        text, told = message.text, self._trouble.get(node.name)
+        text, reported = message.text, self._trouble.get(node.name)
         self._trouble[node.name] = text
         if not message.early:
             return
@@ -107,8 +107,8 @@ class FailurePolicy:
         error = LaunchError(text, where=where, fix=SEE_ABOVE)
         if not self._worker_group.do_without(node):
             self._state.result = error
-        elif text != told:
-            self._state.display.warn(f"manyhosts: {error}\nmanyhosts: the run goes on without host {node.name}")
+        elif text != reported:
+            self._state.display.warn(f"manyhosts: {error}\nmanyhosts: the run continues without host {node.name}")
 
     def note_end(self, node: Node, message: Ended) -> None:
         """A worker has ended, in one way or another."""
@@ -210,7 +210,7 @@ class FailurePolicy:
         return str(self._state.job.run_dir / "logs" / f"{host}-{rank}.log")
 
     def note_failures(self, failures: Mapping[int, Failure]) -> None:
-        """Workers, by number, have failed or are lost: the others go on, or the run ends or starts again."""
+        """Workers, by number, have failed or are lost: the others continue, or the run ends or starts again."""
         for number, failure in failures.items():
             if not self._worker_group.regroup.group_state.broken:
                 self._went_on.clear()
@@ -218,7 +218,7 @@ class FailurePolicy:
                 self._went_on.append(failure)
                 continue
             if failure.may_be_consequence:
-                self._failures += self._went_on  # a script that exchanges something itself does not go on
+                self._failures += self._went_on  # a script that exchanges something itself does not continue
             self._failures.append(failure)
         if self._failures:
             self._worker_group.regroup.refuse()
@@ -235,7 +235,7 @@ class FailurePolicy:
         }
         if failure.wrong and len(hosts_left) < (self._state.job.least_nodes or 1):
             return False
-        if regroup.goes_on_without(number, failure.told(0).what, replace=self._worker_group.successor):
+        if regroup.goes_on_without(number, failure.reported(0).what, replace=self._worker_group.successor):
             return True
         if regroup.group_state.makes_no_progress:
             failure.note = f", failure {MOST_WITHOUT_PROGRESS + 1} in a row without one more step"
@@ -272,7 +272,7 @@ class FailurePolicy:
         if state.interrupted or failure is None:
             state.result = 130
             return
-        error = failure.told(self._others_ended)
+        error = failure.reported(self._others_ended)
         self._news.show_traceback(failure.traceback)
         wrong_request = error.exit_code == 2  # starting again would not change it
         recurs = failure.recurring is not None and failure.recurring == self._recurring

@@ -37,8 +37,8 @@ _CAUSES = {
     "SIGABRT": "C code gave up on itself; its last words are in the worker's log",
     "SIGILL": "a package was built for another processor; install it for this one",
     "SIGFPE": "C code divided by zero; the worker's log has the Python line",
-    "SIGTERM": "a person or a scheduler asked it to end; start the same command again to go on",
-    "SIGINT": "somebody interrupted it; start the same command again to go on",
+    "SIGTERM": "a person or a scheduler asked it to end; start the same command again to continue",
+    "SIGINT": "somebody interrupted it; start the same command again to continue",
 }
 _OTHER_SIZE = "op.preamble.length"
 """In what Gloo says when it is sent more than it has room for."""
@@ -124,7 +124,7 @@ class Failure:
             return ""
         return str(self.error.get("text", ""))
 
-    def told(self, others_ended: int) -> ManyhostsError:
+    def reported(self, others_ended: int) -> ManyhostsError:
         """The error that ends the run, or that a restart mends."""
         who = f"rank {self.rank} on host {self.host}"
         rest = self.note

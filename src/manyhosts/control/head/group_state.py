@@ -1,7 +1,7 @@
-"""Who trains together: which workers there are, which go on when one is lost, and in which order.
+"""Who trains together: which workers there are, which continue when one is lost, and in which order.
 
-It decides and does nothing: `membership.Regroup` tells it what is heard and carries out what it says. The ranks of
-those that stay keep their order, so that the leader (rank 0) is always one that has trained before.
+It decides and does nothing: `membership.GroupCoordinator` tells it what is heard and carries out what it says. The
+ranks of those that stay keep their order, so that the leader (rank 0) is always one that has trained before.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 MOST_WITHOUT_PROGRESS = 3
-"""After so many failures in a row without one more finished step, going on makes no sense."""
+"""After so many failures in a row without one more finished step, continuing makes no sense."""
 
 
 @dataclass(slots=True)
@@ -24,7 +24,7 @@ class Member:
     rank: int
     """In the present group; where it was started while others train, in the group that it will join."""
     enrolled: bool = False
-    """Whether it trains, and can go on without the others."""
+    """Whether it trains, and can continue without the others."""
     late: bool = False
     """Whether it was started while others train, and has not joined them yet."""
     asked: int | None = None
@@ -59,7 +59,7 @@ class GroupState:
     """The call, and the step in it, that the farthest had come to when a group was formed."""
     _without_progress: int = 0
 
-    def written_down(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """All of it, for another head."""
         return {**asdict(self), "members": [asdict(member) for member in self.members.values()]}
 
@@ -77,7 +77,7 @@ class GroupState:
             self.order.append(member.number)
 
     def lose(self, number: int, reason: str) -> bool:
-        """A worker is gone. Returns whether the others can go on without it.
+        """A worker is gone. Returns whether the others can continue without it.
 
         They can when each of them trains, and some progress was made since they last had to.
         """
@@ -95,7 +95,7 @@ class GroupState:
         return self._without_progress > MOST_WITHOUT_PROGRESS
 
     def all_train(self) -> bool:
-        """Whether nobody stands at a point of its script from which it could not go on."""
+        """Whether nobody stands at a point of its script from which it could not continue."""
         return all(member.enrolled or member.late for member in self.members.values())
 
     def trained(self) -> list[Member]:

@@ -144,8 +144,8 @@ class HangMonitor:
         latest = max(others, default=0.0)
         return latest > node.heard + _UNHEARD_S and now - latest < _UNHEARD_S
 
-    def written_down(self) -> dict[str, Any]:
-        """What another head needs to go on watching: of each worker its last step, and what is expected of it."""
+    def to_dict(self) -> dict[str, Any]:
+        """What another head needs to continue watching: of each worker its last step, and what is expected of it."""
         return {
             "paces": [
                 [number, pace.step, bool(pace.at), pace.tells]
@@ -154,7 +154,7 @@ class HangMonitor:
             ]
         }
 
-    def go_on_from(self, written: Mapping[str, Any]) -> None:
+    def restore(self, written: Mapping[str, Any]) -> None:
         """Be as another head has left it; the time in which nobody watched does not count."""
         now = time.monotonic()
         for number, step, is_expected, tells in written["paces"]:

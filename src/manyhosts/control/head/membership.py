@@ -47,7 +47,7 @@ class Hosts(Protocol):
         """Have everybody who waits for others of the present group wait no more."""
 
 
-class Regroup:
+class GroupCoordinator:
     """The members of one start of the job."""
 
     def __init__(
@@ -75,17 +75,17 @@ class Regroup:
         """What came out of the calls of the script that are over, by number."""
         self.ended = False
 
-    def written_down(self) -> dict[str, Any]:
-        """What another head needs to go on with these workers."""
+    def to_dict(self) -> dict[str, Any]:
+        """What another head needs to continue with these workers."""
         return {
-            "group_state": self.group_state.written_down(),
+            "group_state": self.group_state.to_dict(),
             "outcomes": list(self._outcomes.items()),
             "start_s": self._start_s,
             "longest_s": self._longest_s,
             "ended": self.ended,
         }
 
-    def go_on_from(self, written: Mapping[str, Any]) -> None:
+    def restore(self, written: Mapping[str, Any]) -> None:
         """Be as another head has left it, and do what it was about to."""
         self.group_state, self._outcomes = GroupState.of(written["group_state"]), dict(written["outcomes"])
         self._start_s, self._longest_s = float(written["start_s"]), float(written["longest_s"])
@@ -103,7 +103,7 @@ class Regroup:
 
     @property
     def is_forming(self) -> bool:
-        """Whether workers wait for others, to go on with them in a new group."""
+        """Whether workers wait for others, to continue with them in a new group."""
         return (self._waiting or self._forming) and not self.ended
 
     def hear(self, number: int, kind: str, fields: dict[str, Any]) -> None:
@@ -171,7 +171,7 @@ class Regroup:
         self._hosts.tell_member(member, "passed", call=call, outcome=outcome, replaces=replaces)
 
     def goes_on_without(self, number: int, reason: str, *, replace: Callable[[Member], Member | None]) -> bool:
-        """A worker is lost. Whether the others go on; `replace` makes the one that takes its place, or none."""
+        """A worker is lost. Whether the others continue; `replace` makes the one that takes its place, or none."""
         member = self.group_state.members.get(number)
         if member is None or self.ended:
             return False
@@ -210,7 +210,7 @@ class Regroup:
         self._try()
 
     def refuse(self) -> None:
-        """Nobody goes on: whoever waits is told, and whoever may wait for a host that is silent soon waits no more."""
+        """Nobody continues: whoever waits is told, and whoever may wait for a host that is silent soon waits no more."""
         if not self.ended:
             self._loop.after(BREAK_AFTER_S, self._break)
         self.ended = True

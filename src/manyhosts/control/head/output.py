@@ -117,14 +117,14 @@ class ScriptFaults:
             self._tell("validation", _VALIDATION.format(workers=fields["workers"], samples=fields["samples"]))
 
     def _hear_of_beginning(self, generation: int, fields: Fields) -> None:
-        """The first steps of a start: what was saved in the one before, and where does this one go on?"""
+        """The first steps of a start: what was saved in the one before, and where does this one continue?"""
         before = {path: saved for path, saved in self._saved.items() if saved[2] < generation}
         if not before:
             return
         loaded = [path for path in fields["loaded"] if path in before]
         if not fields["loaded"] and not fields["other_ways"]:
             names = ", ".join(sorted(Path(path).name for path in before))
-            self._tell("anew", _ANEW.format(names=names))
+            self._tell("again", _ANEW.format(names=names))
         elif loaded and fields["epoch"] is not None:
             epoch, whole, _ = before[loaded[-1]]
             if whole and fields["epoch"] <= epoch:
@@ -168,7 +168,7 @@ _ANEW = (
     " fix: see where the script looks for it"
 )
 _AGAIN = (
-    "epoch {epoch} was over when {name} was saved, and the script goes on with epoch {first}: it is trained again;"
+    "epoch {epoch} was over when {name} was saved, and the script continues with epoch {first}: it is trained again;"
     " fix: save the number of the next epoch"
 )
 

@@ -50,14 +50,14 @@ class Head:
         endpoint: HeadEndpoint | None = None,
         start_here: StartHere | None = None,
         ways_are_known: bool = False,
-        succession: takeover.Succession | None = None,
+        succession: takeover.TakeoverConfig | None = None,
     ) -> None:
         """`hosts` are the names of the nodes in order; `address` is where agents can reach this process.
 
         `endpoint` is what agents that an engine starts have been told beforehand; `ways_are_known`: it was seen already
         that all hosts reach each other. `start_here` starts the agents that are on this machine, without a port.
 
-        `succession`: another head may go on where this one is killed, or this one goes on with the run of another.
+        `succession`: another head may continue where this one is killed, or this one resumes the run of another.
 
         Raises:
             ConfigError: another run has taken the run directory, or the head of this one lives.
@@ -174,7 +174,7 @@ class Head:
         self._worker_group.start_all()
 
     def _watch(self) -> None:
-        """Until all workers have ended. Where some are lost, and the others go on, that is done meanwhile."""
+        """Until all workers have ended. Where some are lost, and the others continue, that is done meanwhile."""
         self._wait(lambda: self._failure_policy.all_ended)
 
     def _handle_failure(self) -> None:
@@ -201,7 +201,7 @@ class Head:
         if state.result == 0:
             self._news.tell_end()
         elif command := self._hold.command_to_go_on():
-            state.display.warn(f"manyhosts: go on with: {command}")
+            state.display.warn(f"manyhosts: resume with: {command}")
         return state.result or 0
 
     def _listen_to_clocks_and_signals(self) -> None:
@@ -213,12 +213,12 @@ class Head:
             loop.every(run_lock.BEAT_S, self._record.beat)
             loop.before_waiting = self._commit
 
-    # Where this head is killed, another one goes on.
+    # Where this head is killed, another one continues.
 
-    def _gather(self) -> takeover.Handover:
+    def _gather(self) -> takeover.HeadCheckpoint:
         succession, (address, port) = self._succession, self._agents.place
         assert succession is not None, "it was seen that there is one"
-        return takeover.Handover(
+        return takeover.HeadCheckpoint(
             token=self._agents.token,
             start=self._hold.token,
             address=address,
@@ -227,11 +227,11 @@ class Head:
             unasked=run_directory.UNASKED in self._state.job.environment,
             launcher=succession.facts(),
             state={
-                "head": self._state.written_down(),
-                "agents": takeover.written_down(self._agents.nodes),
-                "worker_group": self._worker_group.written_down(),
-                "ending": self._failure_policy.written_down(),
-                "hang_monitor": self._hang_monitor.written_down(),
+                "head": self._state.to_dict(),
+                "agents": takeover.to_dict(self._agents.nodes),
+                "worker_group": self._worker_group.to_dict(),
+                "ending": self._failure_policy.to_dict(),
+                "hang_monitor": self._hang_monitor.to_dict(),
             },
         )
 
@@ -250,10 +250,10 @@ class Head:
                 state.display.warn(f"manyhosts: if this command is killed, no other can take the run over: {why}")
         self._agents.release()
 
-    def _go_on_from(self, left: takeover.Handover) -> None:
+    def _go_on_from(self, left: takeover.HeadCheckpoint) -> None:
         state = left.state
         self._precheck.is_over = True
-        self._state.go_on_from(state["head"])
+        self._state.restore(state["head"])
         environment = dict(self._state.job.environment)
         environment.pop(run_directory.UNASKED, None)
         environment |= {run_directory.UNASKED: "1"} if left.unasked else {}
@@ -261,8 +261,8 @@ class Head:
         assert self._succession is not None, "a run is taken over"
         self._succession.name(self._agents.nodes)
         takeover.go_on_with(self._agents, state["agents"], self._preparation)
-        self._hang_monitor.go_on_from(state["hang_monitor"])
-        self._failure_policy.go_on_from(state["ending"], state["worker_group"])
+        self._hang_monitor.restore(state["hang_monitor"])
+        self._failure_policy.restore(state["ending"], state["worker_group"])
         for node in self._agents.nodes:
             if node.channel is None and self._state.job.is_elastic:
                 self._agents.call_again(node)
@@ -364,7 +364,7 @@ class Head:
                 self._precheck.hear(node, message)
                 if self._newcomers is not None:
                     self._newcomers.hear(node, message)
-            case protocol.Warm():
+            case protocol.ModulesPreloaded():
                 self._state.warm = tuple(message.modules)
             case protocol.Trouble():
                 self._failure_policy.take_trouble(node, message)
@@ -391,7 +391,7 @@ class Head:
                 self._hang_monitor.take_report(message.member, message.kind, message.fields)
                 self._worker_group.regroup.note_report(message.member, message.kind)
                 self._news.take_report(rank, message.kind, message.fields)
-            case protocol.Unshown():
+            case protocol.LinesDropped():
                 self._news.tell_of_unshown(node, rank, message.lines)
             case protocol.Unlogged():
                 self._news.tell_of_gaps(node, rank, message.why)

@@ -91,8 +91,8 @@ class Silences:
     def look(self, node: Node, now: float, impatience_s: float | None, progress: float) -> None:
         """See how long `node` has been silent. `impatience_s`: a run that gets no further for so long is to end.
 
-        `progress` is when a worker reported a step last. Workers wait for one another: where the others go on, those of
-        the silent host do, too, and its agent waits for a slow disk, say.
+        `progress` is when a worker reported a step last. Workers wait for one another: where the others continue, those
+        of the silent host do, too, and its agent waits for a slow disk, say.
         """
         ear = self._ears.setdefault(node.number, _Ear())
         if node.channel is None or node.channel is not ear.channel:
@@ -125,17 +125,17 @@ class Silences:
             self._tell(f"manyhosts: host {node.name} is back after {silence_s:.1f} s")
 
     def _look_at_held(self, node: Node, ear: _Ear, now: float, impatience_s: float | None, progress: float) -> None:
-        """An agent that waits for its own system is no host that is gone: disks come back, and its workers go on."""
+        """An agent that waits for its own system is no host that is gone: disks come back, and its workers continue."""
         limit_s = HELD_GIVEN_UP_S if impatience_s is None else impatience_s
         if limit_s and min(node.held_s, now - progress) > limit_s:
             self._on_silence(node, node.held_s)
         elif node.held_s > HELD_S:
             if not ear.held_s:
-                what = f"has waited for a disk or the like for {node.held_s:.0f} s; its workers go on if they can"
+                what = f"has waited for a disk or the like for {node.held_s:.0f} s; its workers continue if they can"
                 self._tell(f"manyhosts: host {node.name} is there, but its agent {what}")
             ear.held_s = node.held_s
         elif ear.held_s:
-            self._tell(f"manyhosts: the agent of host {node.name} goes on after {ear.held_s:.0f} s")
+            self._tell(f"manyhosts: the agent of host {node.name} continues after {ear.held_s:.0f} s")
             ear.held_s = 0.0
 
     def _limit_s(self, ear: _Ear) -> float:

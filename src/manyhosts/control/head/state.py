@@ -36,7 +36,7 @@ class HeadState:
     display: Display
     loop: Loop = field(default_factory=Loop)
     generation: int = 0
-    """How often all workers have been started anew."""
+    """How often all workers have been started again."""
     running: set[int] = field(default_factory=set)
     """The workers that run, by their members' numbers."""
     interrupted: float = 0.0
@@ -48,17 +48,17 @@ class HeadState:
     warm: tuple[str, ...] = ()
     """What a host has loaded because the script imports it: one that comes later need not find that out."""
     result: int | ManyhostsError | None = None
-    """How the run has ended; None while it goes on."""
+    """How the run has ended; None while it continues."""
     can_be_taken_over: bool = False
-    """Whether another head can go on with the run where this one was killed."""
+    """Whether another head can resume the run where this one was killed."""
 
     @property
     def is_over(self) -> bool:
         """Whether there is a result."""
         return self.result is not None
 
-    def written_down(self) -> dict[str, Any]:
-        """What another head needs to go on with this run."""
+    def to_dict(self) -> dict[str, Any]:
+        """What another head needs to resume this run."""
         return {
             "generation": self.generation,
             "running": sorted(self.running),
@@ -69,7 +69,7 @@ class HeadState:
             "workers_of": list(self.job.workers_of.items()),
         }
 
-    def go_on_from(self, written: Mapping[str, Any]) -> None:
+    def restore(self, written: Mapping[str, Any]) -> None:
         """Be as far as another head was when it wrote that."""
         self.generation, self.running = int(written["generation"]), set(written["running"])
         self.interrupted = time.monotonic() if written["interrupted"] else 0.0
@@ -192,12 +192,12 @@ class Joining:
     def __post_init__(self) -> None:
         self._marks[self.mark] = 0
 
-    def written_down(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """What another head needs to know of the hosts that have come. It has the private key."""
         hosts = [[number, name, str(at.path), at.disk] for number, (name, at) in self._hosts.items()]
         return {"identity": self.identity.pem, "mark": self.mark, "marks": self._marks, "hosts": hosts}
 
-    def go_on_from(self, written: Mapping[str, Any], nodes: Sequence[Node]) -> None:
+    def restore(self, written: Mapping[str, Any], nodes: Sequence[Node]) -> None:
         """Give `nodes` the names and folders that they have had with another head."""
         self._marks.update(written["marks"])
         for number, name, path, disk in written["hosts"]:

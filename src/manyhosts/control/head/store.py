@@ -57,7 +57,7 @@ Answer = Callable[..., None]
 """Is told the asker, and `value` or `error`."""
 
 
-class Board:
+class KeyValueStore:
     """The table of one group, and those who wait for something to be put there."""
 
     def __init__(self, answer: Answer) -> None:
@@ -73,7 +73,7 @@ class Board:
         self._waiting: dict[str, list[_Waits]] = {}
         """By a name at which there is nothing yet."""
 
-    def written_down(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """All of it, for another head."""
         return {
             "group": self._group,
@@ -82,7 +82,7 @@ class Board:
             "waiting": [[list(each.asker), each.do, each.fields] for some in self._waiting.values() for each in some],
         }
 
-    def go_on_from(self, written: Mapping[str, Any]) -> None:
+    def restore(self, written: Mapping[str, Any]) -> None:
         """Be as another head has left it."""
         self._group, self._closed = _pair(written["group"]), _pair(written["closed"])
         self._values = dict(written["values"])
@@ -247,7 +247,7 @@ class Store:
             node = self._agents.nodes[self._node]
             self._agents.tell([node], OpenStore(generation=generation, address=address, listens=listens))
 
-    def written_down(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Which host keeps it, or was asked to, and who waits for it."""
         return {
             "node": self._node,
@@ -258,7 +258,7 @@ class Store:
             "askers": [list(asker) for asker in self._askers],
         }
 
-    def go_on_from(self, written: Mapping[str, Any]) -> None:
+    def restore(self, written: Mapping[str, Any]) -> None:
         """Be as another head has left it. A host that was asked has yet to answer, and is not asked again."""
         self._node, self._port, self.shared = written["node"], int(written["port"]), bool(written["shared"])
         self.listens, self._is_opening = bool(written["listens"]), bool(written["is_opening"])

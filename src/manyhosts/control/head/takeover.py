@@ -1,6 +1,6 @@
 """A head's hold on its run directory, and what it leaves there to another one: `head.json`, for its user alone.
 
-The file holds the run's secret, where the head listens, and all that the head alone knows. It is written anew, and on
+The file holds the run's secret, where the head listens, and all that the head alone knows. It is written again, and on
 the disk, before anything leaves the head that follows from a change. So whoever takes over knows of everything that
 agents were told, and what it does not know was not yet acknowledged, so that agents say it again.
 
@@ -54,7 +54,7 @@ class NobodyCame(LaunchError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Handover:
+class HeadCheckpoint:
     """What one head has written down."""
 
     token: str = field(repr=False)
@@ -78,14 +78,14 @@ class Handover:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Succession:
+class TakeoverConfig:
     """What a launcher gives a head whose run another one can take over."""
 
     job: Job
     """As the command has asked for it."""
     facts: Callable[[], Mapping[str, Any]]
-    """What the launcher must know of the hosts, where another process goes on."""
-    left: Handover | None = None
+    """What the launcher must know of the hosts, where another process continues."""
+    left: HeadCheckpoint | None = None
     """What the head before has left, where this one takes its run over."""
     gone: Sequence[int] = ()
     """The nodes whose agents are known to have ended since then."""
@@ -96,7 +96,7 @@ class Succession:
 class Record:
     """The file, as the head that writes it has it."""
 
-    def __init__(self, run_dir: Path, gather: Callable[[], Handover]) -> None:
+    def __init__(self, run_dir: Path, gather: Callable[[], HeadCheckpoint]) -> None:
         """`gather` says what is to be written."""
         self._path, self._gather = run_dir / run_directory.HEAD, gather
         self.is_needed = False
@@ -141,11 +141,11 @@ class Record:
 
 
 def nobody(run_dir: Path) -> NobodyCame:
-    """That there is no agent to go on with."""
+    """That there is no agent to continue with."""
     return NobodyCame(
         "no host of this run has kept its workers for another command",
         where=str(run_dir),
-        fix="start it again: it goes on from its newest snapshot",
+        fix="start it again: it continues from its newest snapshot",
     )
 
 
@@ -177,7 +177,7 @@ def silent_s(path: Path) -> float:
     return time.time() - path.stat().st_mtime
 
 
-def left_for(job: Job) -> Handover | None:
+def left_for(job: Job) -> HeadCheckpoint | None:
     """What a head that is gone has left for `job`; None where there is nothing, or agents wait no more.
 
     Raises:
@@ -202,7 +202,7 @@ def left_for(job: Job) -> Handover | None:
     if spoken != {"format": FORMAT, "protocol": PROTOCOL, "manyhosts": __version__}:
         raise _refusal(path, f"was written by manyhosts {spoken['manyhosts']}, and this is {__version__}", job)
     try:
-        left = Handover(**{entry.name: found[entry.name] for entry in fields(Handover)})
+        left = HeadCheckpoint(**{entry.name: found[entry.name] for entry in fields(HeadCheckpoint)})
     except KeyError as cause:
         raise _refusal(path, f"lacks {cause}", job) from cause
     if left.asked != fingerprint(job, left.token):
@@ -236,14 +236,14 @@ def fingerprint(job: Job, token: str) -> str:
     return hmac.new(token.encode(), words, hashlib.sha256).hexdigest()
 
 
-def written_down(nodes: Sequence[Node]) -> list[dict[str, Any]]:
-    """What another head needs to go on with the agents of `nodes`.
+def to_dict(nodes: Sequence[Node]) -> list[dict[str, Any]]:
+    """What another head needs to continue with the agents of `nodes`.
 
     What prepares their workers is left out: it has the values of `--env`, and the same command gives them again.
     """
     found: list[dict[str, Any]] = []
     for node in nodes:
-        talk = None if node.channel is None else node.channel.written_down()
+        talk = None if node.channel is None else node.channel.to_dict()
         if talk is not None:
             talk["kept"] = [[number, None if said.startswith(_PREPARE) else said] for number, said in talk["kept"]]
         facts = {} if node.facts is None else content_of(node.facts)
@@ -262,7 +262,7 @@ def go_on_with(agents: Agents, written: Sequence[Mapping[str, Any]], prepare: Ca
             node.heard = time.monotonic() + CALLERS_S
             node.channel = agents.session_with(node)
             kept = [[n, said or _prepare(n, prepare(node))] for n, said in found["talk"]["kept"]]
-            node.channel.go_on_from({**found["talk"], "kept": kept})
+            node.channel.restore({**found["talk"], "kept": kept})
 
 
 def _prepare(number: int, message: Prepare) -> str:
@@ -279,7 +279,7 @@ class Hold:
         """Take the lock. `succeeds`: the token of the start whose last head is dead.
 
         Raises:
-            ConfigError: another run is going on in the run directory, or that head lives.
+            ConfigError: another run is in progress in the run directory, or that head lives.
         """
         self._state = state
         run_dir = state.job.run_dir
@@ -294,7 +294,7 @@ class Hold:
             self._lock = None
         if before is not None and before.launches and before.token != self.token:  # else it would hold the lock
             state.display.warn(
-                "manyhosts: the command that ran in this directory before was killed, and nothing of it goes on: this"
+                "manyhosts: the command that ran in this directory before was killed, and nothing of it continues: this"
                 " run starts from its newest snapshot, where there is one"
             )
 
@@ -320,7 +320,7 @@ class Hold:
                 self._state.job.run_dir.rmdir()
 
     def command_to_go_on(self) -> str:
-        """What the user types to go on with this run; empty where there is nothing to go on with."""
+        """What the user types to resume this run; empty where there is nothing to continue with."""
         job, begun = self._state.job, self._state.directories
         if not job.words:
             return ""

@@ -9,9 +9,9 @@ from manyhosts.control import variables
 from manyhosts.control.head.agents import Agents
 from manyhosts.control.head.failures import Failure
 from manyhosts.control.head.group_state import Member
-from manyhosts.control.head.membership import Regroup
+from manyhosts.control.head.membership import GroupCoordinator
 from manyhosts.control.head.state import HeadState, Node
-from manyhosts.control.head.store import Asker, Board, Store, Then
+from manyhosts.control.head.store import Asker, KeyValueStore, Store, Then
 from manyhosts.control.protocol import AnswerStore, AskStore, Kill, NewWorker, OfWorker, SeenWorker, Start, Tell
 
 NoteFailures = Callable[[Mapping[int, Failure]], None]
@@ -30,14 +30,14 @@ class WorkerGroup:
         self.killed: dict[int, str] = {}
         """Why workers were killed that others waited for, by number."""
         self.store = Store(state, agents, self._answer)
-        self.board = Board(self._answer)
+        self.board = KeyValueStore(self._answer)
         self._late: dict[int, list[Member]] = {}
         """By node: workers to be started when its agent is back, to join those that train."""
         self._left_out: set[tuple[int, int]] = set()
         """Node and local rank of workers that computed wrongly: nobody takes their places in this start of the job."""
 
-    def _regroup(self, generation: int) -> Regroup:
-        return Regroup(self._state.loop, self, generation, hang_timeout_s=self._state.job.hang_timeout_s)
+    def _regroup(self, generation: int) -> GroupCoordinator:
+        return GroupCoordinator(self._state.loop, self, generation, hang_timeout_s=self._state.job.hang_timeout_s)
 
     def rank(self, message: OfWorker | SeenWorker) -> int:
         """What the rank of the worker that a message is about is now."""
@@ -53,25 +53,25 @@ class WorkerGroup:
         self._next_number += 1
         return self._next_number - 1
 
-    def written_down(self) -> dict[str, Any]:
-        """What another head needs to go on with these workers."""
+    def to_dict(self) -> dict[str, Any]:
+        """What another head needs to continue with these workers."""
         return {
             "next_number": self._next_number,
             "late": [[node, [member.number for member in members]] for node, members in self._late.items()],
             "left_out": sorted(self._left_out),
-            "store": self.store.written_down(),
-            "board": self.board.written_down(),
-            "regroup": self.regroup.written_down(),
+            "store": self.store.to_dict(),
+            "board": self.board.to_dict(),
+            "regroup": self.regroup.to_dict(),
         }
 
-    def go_on_from(self, written: Mapping[str, Any]) -> None:
+    def restore(self, written: Mapping[str, Any]) -> None:
         """Be as another head has left it, and do what it was about to."""
         self._next_number, self.has_begun = int(written["next_number"]), True
         self._left_out = {(node, place) for node, place in written["left_out"]}
-        self.store.go_on_from(written["store"])
-        self.board.go_on_from(written["board"])
+        self.store.restore(written["store"])
+        self.board.restore(written["board"])
         self.regroup = self._regroup(self._state.generation)
-        self.regroup.go_on_from(written["regroup"])
+        self.regroup.restore(written["regroup"])
         members = self.regroup.group_state.members
         for number, late in written["late"]:
             for member in [members[each] for each in late if each in members]:
@@ -158,7 +158,7 @@ class WorkerGroup:
         self._note_failures({each.number: Failure(rank=each.rank, host=node.name, lost=lost) for each in late})
 
     def do_without(self, node: Node) -> bool:
-        """A node that came to those that train can start no worker. Whether they go on without it."""
+        """A node that came to those that train can start no worker. Whether they continue without it."""
         running, members = self._state.running, self.of_node(node)
         others = running - {member.number for member in members}
         if not self._state.job.is_elastic or not others or any(not member.late for member in members):

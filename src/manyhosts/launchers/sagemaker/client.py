@@ -32,7 +32,7 @@ class Client:
         try:
             self._session = boto3.Session(region_name=region or None, profile_name=profile or None)
         except BotoCoreError as trouble:
-            raise told(trouble) from trouble
+            raise reported(trouble) from trouble
         self.region = str(self._session.region_name or "")
         if not self.region:
             raise LaunchError(
@@ -55,11 +55,11 @@ class Client:
                 self._clients[service] = self._session.client(service)
             answer: dict[str, Any] = getattr(self._clients[service], call)(**words)
         except (BotoCoreError, ClientError) as trouble:
-            raise told(trouble) from trouble
+            raise reported(trouble) from trouble
         return answer
 
 
-def told(trouble: Any) -> LaunchError:
+def reported(trouble: Any) -> LaunchError:
     """What is wrong, in one sentence."""
     kind = type(trouble).__name__
     if kind in ("NoCredentialsError", "PartialCredentialsError", "TokenRetrievalError", "SSOTokenLoadError"):

@@ -21,7 +21,7 @@ OPTIONS = {
     "region": "the AWS region (default: that of your AWS configuration)",
     "profile": "the profile of your AWS configuration",
     "time": "the longest time that the run may take (default 24h)",
-    "spot": "yes: spare instances, cheaper, which AWS may take away; the run goes on when there are some again",
+    "spot": "yes: spare instances, cheaper, which AWS may take away; the run continues when there are some again",
     "wait": "with spot, the longest time until the run is over, waiting included (default: time and 24h)",
     "volume": "GB of disk of each instance (default 30)",
     "data": "further input, NAME=s3://BUCKET/FOLDER,...; the script finds it in /opt/ml/input/data/NAME",
@@ -108,7 +108,7 @@ def later(job: Job) -> dict[str, Later]:
 
 
 def place(job: Job) -> str:
-    """Where everything of the run is in S3. A run that goes on finds its record there again."""
+    """Where everything of the run is in S3. A run that continues finds its record there again."""
     return f"{job.options['bucket'].rstrip('/')}/{job.run_id}"
 
 

@@ -110,16 +110,16 @@ class SageMaker(Engine):
     def status(self, name: str) -> Status:
         """What SageMaker says of it."""
         client, job = self._of(name)
-        told = self._description(client, job)
-        if told is None:
+        reported = self._description(client, job)
+        if reported is None:
             return Status(state="unknown", reason=f"SageMaker has no such job in {client.region}")
-        word, second = told["TrainingJobStatus"], told.get("SecondaryStatus", "")
+        word, second = reported["TrainingJobStatus"], reported.get("SecondaryStatus", "")
         state = _STATES.get(word, "running" if second in _AT_WORK else "waiting")
         if second in ("MaxRuntimeExceeded", "MaxWaitTimeExceeded"):
             state = "failed"
-        reason = told.get("FailureReason") or _last_message(told) or second
-        code = re.search(r"exit code: (\d+)", told.get("FailureReason", ""))
-        resources = told.get("ResourceConfig", {})
+        reason = reported.get("FailureReason") or _last_message(reported) or second
+        code = re.search(r"exit code: (\d+)", reported.get("FailureReason", ""))
+        resources = reported.get("ResourceConfig", {})
         return Status(
             state=state,
             reason=f"{second}: {reason}" if reason != second else second,
@@ -156,8 +156,8 @@ class SageMaker(Engine):
     def cancel(self, name: str) -> None:
         """Stop the job. One that is over is left as it is."""
         client, job = self._of(name)
-        told = self._description(client, job)
-        if told is None or told["TrainingJobStatus"] != "InProgress":
+        reported = self._description(client, job)
+        if reported is None or reported["TrainingJobStatus"] != "InProgress":
             return
         try:
             client.ask("sagemaker", "stop_training_job", TrainingJobName=job)
@@ -183,8 +183,8 @@ class SageMaker(Engine):
             raise
 
 
-def _last_message(told: dict[str, Any]) -> str:
-    changes = told.get("SecondaryStatusTransitions", [])
+def _last_message(reported: dict[str, Any]) -> str:
+    changes = reported.get("SecondaryStatusTransitions", [])
     return str(changes[-1].get("StatusMessage", "")) if changes else ""
 
 

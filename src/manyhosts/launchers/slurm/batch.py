@@ -3,7 +3,7 @@
     python -m manyhosts.launchers.slurm.batch RUN_DIR/job.json
 
 Slurm sends SIGUSR1 here some seconds before the time limit. The workers then make a snapshot and end, and the job is
-queued again under its own number: it goes on from there in the same run directory.
+queued again under its own number: it continues from there in the same run directory.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main(words: list[str] | None = None) -> int:
         if RunDirectory(job.run_dir).run_json.exists() and _newest_snapshot(job.run_dir) == before:
             say_last(sys.stderr, _IN_VAIN)
             return code
-        near = "manyhosts: the time limit is near: the job is queued again, and goes on from its last snapshot\n"
+        near = "manyhosts: the time limit is near: the job is queued again, and continues from its last snapshot\n"
         say_last(sys.stderr, near)
         run_command(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]])
     return code

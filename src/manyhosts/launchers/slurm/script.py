@@ -30,7 +30,7 @@ RUNTIMES = (*container_options.OF_FILES, container_options.PYXIS)
 OPTIONS = {
     **{key: meaning for key, (_, meaning) in _FLAGS.items()},
     "exclusive": "yes: nobody else on these nodes",
-    "requeue": "no: do not go on in a new job when the time limit comes or a node fails",
+    "requeue": "no: do not continue in a new job when the time limit comes or a node fails",
     "warning": "seconds before the time limit at which a snapshot is made and the job queued again (default 90)",
     "python": "the Python on the nodes, or in the container, if it is not where it is here",
     **container_options.options(RUNTIMES),
@@ -66,7 +66,7 @@ def script(job: Job) -> str:
         "--ntasks-per-node": "1",
         "--chdir": str(job.folder),
         "--output": f"{run_dir}/logs/slurm-{'%A_%a' if 'array' in job.options else '%j'}.log",
-        "--open-mode": "append",  # a job that was queued again goes on in the same log
+        "--open-mode": "append",  # a job that was queued again continues in the same log
         "--signal": f"B:USR1@{choices.count(job.options, 'warning', 90)}",
     }
     lines |= {flag: job.options[key] for key, (flag, _) in _FLAGS.items() if key in job.options}

@@ -161,13 +161,13 @@ class Slurm(Engine):
             ConfigError: it has fewer.
         """
         try:
-            told = self._ask(["sinfo", "--noheader", "--format", "%P %D"])
+            reported = self._ask(["sinfo", "--noheader", "--format", "%P %D"])
         except LaunchError as trouble:
             if _DOWN.search(trouble.what):
                 raise
             return  # this user may not ask: sbatch says what it thinks
         nodes: Counter[str] = Counter()
-        for name, count in (line.split() for line in told.splitlines() if len(line.split()) == 2):
+        for name, count in (line.split() for line in reported.splitlines() if len(line.split()) == 2):
             nodes[name.rstrip("*")] += int(count) if count.isdecimal() else 0
             nodes[""] += int(count) if name.endswith("*") and count.isdecimal() else 0
         asked = job.options.get("partition", "")
@@ -194,7 +194,7 @@ class Slurm(Engine):
             raise LaunchError(
                 f"Slurm's controller does not answer: {trouble.what.partition(': ')[2]}",
                 where=words[0],
-                fix="see `scontrol ping`; jobs that run go on without it, and what was to be asked can be asked later",
+                fix="see `scontrol ping`; jobs that run continue without it, and what was to be asked can be asked later",
             ) from trouble
 
     def send(self, plan: Plan) -> str:
@@ -212,12 +212,12 @@ class Slurm(Engine):
     def status(self, name: str) -> Status:
         """What scontrol knows of it, or sacct where it is over for long."""
         try:
-            told = self._ask(["scontrol", "show", "job", "-o", _number(name)])
+            reported = self._ask(["scontrol", "show", "job", "-o", _number(name)])
         except LaunchError as trouble:
             if "Invalid job id" not in trouble.what:
                 raise
             return self._status_long_after(name)
-        facts = dict(re.findall(r"(\S+?)=(\S*)", told.splitlines()[0]))
+        facts = dict(re.findall(r"(\S+?)=(\S*)", reported.splitlines()[0]))
         state = facts.get("JobState", "")
         word = _STATES.get(state, "failed")
         reason = facts.get("Reason", "")
@@ -262,10 +262,10 @@ class Slurm(Engine):
                 ) from trouble
 
     def _status_long_after(self, name: str) -> Status:
-        told = ""
+        reported = ""
         with contextlib.suppress(LaunchError):  # this cluster keeps no accounts
-            told = self._ask(["sacct", "-n", "-X", "-P", "-j", _number(name), "-o", "State,ExitCode,NodeList"])
-        state, _, rest = (told.splitlines() or ["|"])[0].partition("|")
+            reported = self._ask(["sacct", "-n", "-X", "-P", "-j", _number(name), "-o", "State,ExitCode,NodeList"])
+        state, _, rest = (reported.splitlines() or ["|"])[0].partition("|")
         if not state:
             return Status(state="unknown", reason="Slurm does not know it any more")
         code, _, hosts = rest.partition("|")

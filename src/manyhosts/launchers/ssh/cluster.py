@@ -12,7 +12,7 @@ from manyhosts import __version__
 from manyhosts.cluster.ports import Range
 from manyhosts.control.display import Display
 from manyhosts.control.head.state import AgentProcess
-from manyhosts.control.head.takeover import Handover
+from manyhosts.control.head.takeover import HeadCheckpoint
 from manyhosts.control.job import Job
 from manyhosts.control.plan import HEAD, Later, Shell, filled
 from manyhosts.errors import LaunchError, ManyhostsError
@@ -54,7 +54,7 @@ class Cluster:
 
         `agents` are the commands that start them, as `agent_command` plans them.
 
-        `may_be_away`: a run that goes on is taken over, and so hosts need not be reached by ssh. `container` is what
+        `may_be_away`: a run that continues is taken over, and so hosts need not be reached by ssh. `container` is what
         everything runs in there, if in any.
         """
         self._container = container
@@ -164,9 +164,9 @@ class Cluster:
         lines = [f"manyhosts: {', '.join(hosts)} talk over {name}" for name, hosts in by_name.items()]
         for host in self._hosts:
             if host.away is not None:
-                host.told = host.away.what
+                host.reported = host.away.what
                 means = "the run begins without it, and takes it in when it is there"
-                lines.append(f"manyhosts: {host.told}{'' if self._may_be_away else f': {means}'}")
+                lines.append(f"manyhosts: {host.reported}{'' if self._may_be_away else f': {means}'}")
         return "\n".join(lines)
 
     # Files.
@@ -191,14 +191,14 @@ class Cluster:
     # A run whose head was killed is taken over by another process.
 
     def facts(self) -> dict[str, Any]:
-        """What another process must know of the hosts to go on with them."""
+        """What another process must know of the hosts to continue with them."""
         return {
             "apart": self._apart,
             "disks": list(self._disks.known.items()),
             "tunnels": {str(host.node): host.tunnel for host in self._hosts if host.tunnel},
         }
 
-    def gone(self, left: Handover) -> list[int]:
+    def gone(self, left: HeadCheckpoint) -> list[int]:
         """The nodes whose agents are known to be no more; what is not known from here is left out."""
 
         def is_gone(host: Host) -> bool:
@@ -210,8 +210,8 @@ class Cluster:
         here = self._here
         return [host.node for host, gone in zip(here, of_all(here, is_gone), strict=True) if gone]
 
-    def go_on_from(self, left: Handover) -> None:
-        """Go on with the hosts of another process, whose agents are there. Nothing is brought to those.
+    def restore(self, left: HeadCheckpoint) -> None:
+        """Continue with the hosts of another process, whose agents are there. Nothing is brought to those.
 
         Raises:
             LaunchError: a host that was reached does not answer any more.
@@ -254,8 +254,8 @@ class Cluster:
         if not host.called:
             host.called = True
             return self._start_agent(host, head, token) if host.away is None else NotThere()
-        if host.away is not None and host.away.what != host.told:
-            host.told = host.away.what
+        if host.away is not None and host.away.what != host.reported:
+            host.reported = host.away.what
             self._display.warn(f"manyhosts: {host.away}\nmanyhosts: {host.name} is called again now and then")
 
         def come() -> AgentProcess:
@@ -308,7 +308,7 @@ class Cluster:
             raise LaunchError(
                 f"host {host.name} has a run directory of its own, and the run has begun on hosts that share one",
                 where=f"host {host.name}, {self._job.run_dir}",
-                fix="start the run again while this host is there: it goes on from its newest snapshot",
+                fix="start the run again while this host is there: it continues from its newest snapshot",
             )
 
     def _start_agent(self, host: Host, head: str, token: str) -> AgentProcess:

@@ -39,7 +39,7 @@ class Host:
     interface: Interface | None = None
     tunnelled: bool = False
     """Whether it reaches this machine through ssh only."""
-    told: str = ""
+    reported: str = ""
     """What was said last of why it is away."""
     called: bool = False
     """Whether its agent was to be started before."""

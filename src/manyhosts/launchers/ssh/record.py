@@ -22,7 +22,7 @@ _NAMED = 3
 def fetch(run_dir: Path, here: Sequence[Host], disks: Disks, connections: list[Connection]) -> list[str]:
     """Bring the run directory of the host that led here, and the logs of the others: each disk's once.
 
-    Returns what could not be brought, in words. `connections` is kept, where a host is reached anew.
+    Returns what could not be brought, in words. `connections` is kept, where a host is reached again.
     """
     path = str(run_dir / "summary.json")
     if not here:
@@ -36,7 +36,7 @@ def fetch(run_dir: Path, here: Sequence[Host], disks: Disks, connections: list[C
         return None
 
     have = dict(zip((host.node for host in here), of_all(here, has), strict=True))
-    # The first host; or, where the run went on without it and ended on another one's disk, that one.
+    # The first host; or, where the run continued without it and ended on another one's disk, that one.
     led = disks.of(next((node for node, found in have.items() if found), here[0].node))
     by_disk: dict[int, Host] = {}
     for host in sorted(here, key=lambda host: have[host.node] is None):  # those that answer first

@@ -23,7 +23,7 @@ def start(words: Sequence[str], token: str, display: Display, *, again: bool) ->
     `again`: that its host is away is known.
     """
     # No stream of ours: ssh has writes to a pipe fail instead of wait, also ours, and lines would be lost. And this
-    # process may be killed and its terminal closed while the agent goes on. Ctrl-C is for the head alone.
+    # process may be killed and its terminal closed while the agent continues. Ctrl-C is for the head alone.
     pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
     agent = subprocess.Popen(words, stdin=pipe, stdout=nothing, stderr=pipe, start_new_session=True)
     assert agent.stdin is not None, "it was asked for as a pipe"

@@ -77,8 +77,8 @@ class Ssh(Engine):
                 cluster.forget()
 
 
-def _take_over(cluster: Cluster, plan: Plan, display: Display, left: takeover.Handover) -> int:
-    """Go on with a run whose command was killed.
+def _take_over(cluster: Cluster, plan: Plan, display: Display, left: takeover.HeadCheckpoint) -> int:
+    """Continue with a run whose command was killed.
 
     Raises:
         NobodyCame: no host has kept its workers.
@@ -87,7 +87,7 @@ def _take_over(cluster: Cluster, plan: Plan, display: Display, left: takeover.Ha
     if len(gone) == len(plan.hosts):
         raise takeover.nobody(plan.job.run_dir)
     display.warn("manyhosts: the command that started this run is gone; this one takes it over")
-    cluster.go_on_from(left)
+    cluster.restore(left)
     return _run(cluster, plan, display, left, gone)
 
 
@@ -95,7 +95,7 @@ def _run(
     cluster: Cluster,
     plan: Plan,
     display: Display,
-    left: takeover.Handover | None = None,
+    left: takeover.HeadCheckpoint | None = None,
     gone: Sequence[int] = (),
 ) -> int:
     nobody_came = False
@@ -107,7 +107,7 @@ def _run(
             display,
             address=cluster.head_address,
             ways_are_known=True,
-            succession=takeover.Succession(job=plan.job, facts=cluster.facts, left=left, gone=gone),
+            succession=takeover.TakeoverConfig(job=plan.job, facts=cluster.facts, left=left, gone=gone),
         ).run()
     except takeover.NobodyCame:
         nobody_came = True

@@ -51,7 +51,7 @@ class FullyShardedModel:
         if shard < group.workers:
             exposed += across.all_reduce(summed_share(self.config) * measured.gradient_bytes / shard)
         if not exchange.is_hidden:  # else it travels with the loss
-            exposed += (lines.passes.micro_batches + 1) * exchange.told + group.all_reduce(_TOLD_BYTES)
+            exposed += (lines.passes.micro_batches + 1) * exchange.reported + group.all_reduce(_TOLD_BYTES)
         known = measured.in_parts or InParts(passes_s=0.0, regather_s=0.0, update_s=0.0)
         # The optimizer knows of its own part alone.
         own = replace(measured, update_s=measured.update_s / shard + known.update_s)
@@ -87,7 +87,7 @@ class _Exchange:
         """Whether sums run beside the backward pass."""
         self._factor, self._sent = gathered_share(config), summed_share(config)
         self._trains = measured.gradient_bytes / max(1, measured.parameter_bytes)
-        self.told = 0.0 if self.is_hidden else copy.all_reduce(_TOLD_BYTES)
+        self.reported = 0.0 if self.is_hidden else copy.all_reduce(_TOLD_BYTES)
         """That workers see whether all have come to the same place."""
         self._copy_s_per_byte = slowdown(measured, group) * measured.copy_s_per_byte
         self._placed_s_per_byte = 0.0 if measured.in_parts else self._copy_s_per_byte
@@ -102,7 +102,7 @@ class _Exchange:
         received = self._factor * unit
         copied = 0.0 if self.is_hidden else self._copy_s_per_byte * received
         wire = self.copy.all_gather(received / self.copy.workers)
-        return self.told + max(wire, self._sending(received)) + copied
+        return self.reported + max(wire, self._sending(received)) + copied
 
     def cores_gathering(self, unit: int) -> float:
         """That gathering and placing it keeps all the machine's cores busy, of every worker together."""
@@ -127,9 +127,9 @@ class _Exchange:
         """
         unit = round(self._trains * unit)
         if self.is_hidden:
-            return self.told + self.copy.all_gather(self._sent * unit / self.copy.workers)
+            return self.reported + self.copy.all_gather(self._sent * unit / self.copy.workers)
         wire = max(self.copy.all_to_all(self._sent * unit), self._sending(self._sent * unit))
-        return self.told + wire + _COPIES * self._placed_s_per_byte * unit
+        return self.reported + wire + _COPIES * self._placed_s_per_byte * unit
 
 
 def _exposed(zero: int, units: Sequence[int], exchange: _Exchange, lines: Timeline) -> float:

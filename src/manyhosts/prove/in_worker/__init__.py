@@ -19,20 +19,20 @@ def begin() -> None:
     import numpy as np
     import torch
 
-    from manyhosts.prove.conduct import Conduct
-    from manyhosts.prove.in_worker.calm import Calm
+    from manyhosts.prove.conduct import TrialConfig
+    from manyhosts.prove.in_worker.calm import RemoveNondeterminism
     from manyhosts.prove.in_worker.plain import PlainScript
     from manyhosts.prove.in_worker.recorder import Recorder
     from manyhosts.prove.in_worker.writer import Writer
     from manyhosts.training.telemetry import watching
 
-    conduct = Conduct.from_environment()
+    conduct = TrialConfig.from_environment()
     rank = int(os.environ.get("RANK", "0"))
     seed = 0 if conduct.seeds_alike else rank
     torch.manual_seed(seed)
     np.random.seed(seed)
     random.seed(seed)
-    calm = Calm(conduct)
+    calm = RemoveNondeterminism(conduct)
     calm.put_in_place()
     writer = Writer(conduct, rank)
     watching.watcher = Recorder(conduct, writer, calm)

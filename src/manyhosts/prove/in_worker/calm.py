@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 from manyhosts.data import randomness
 from manyhosts.data.steps import mapped
-from manyhosts.prove.conduct import Conduct
+from manyhosts.prove.conduct import TrialConfig
 from manyhosts.training.loss_weights.set_draws import SetDraws
 
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 
 
-class Calm:
+class RemoveNondeterminism:
     """What a trial leaves out, as `conduct` says."""
 
-    def __init__(self, conduct: Conduct) -> None:
+    def __init__(self, conduct: TrialConfig) -> None:
         self.double = conduct.double
         self.no_dropout = conduct.no_dropout or conduct.double
         self.freezes = conduct.freeze_batch_norm
@@ -78,7 +78,7 @@ class Calm:
 class _Set:
     """Makes the context of a forward pass, in which all that it draws is one value for all samples."""
 
-    def __init__(self, context: Callable[[], AbstractContextManager[Any]], calm: Calm) -> None:
+    def __init__(self, context: Callable[[], AbstractContextManager[Any]], calm: RemoveNondeterminism) -> None:
         self.context, self.calm = context, calm
 
     @contextmanager

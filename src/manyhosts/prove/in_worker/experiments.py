@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from manyhosts.data import fetch, randomness
-from manyhosts.prove.in_worker.calm import Calm
+from manyhosts.prove.in_worker.calm import RemoveNondeterminism
 from manyhosts.prove.in_worker.sketch import digest_of_sample, leaves_of
 from manyhosts.prove.in_worker.sources import changed, global_states, states_within, stopped_clock
 from manyhosts.strategies.strategy import Piece
@@ -32,7 +32,7 @@ def fetcher_of(source: Any) -> Any:
 class Experiments:
     """Made before any sample is read."""
 
-    def __init__(self, parts: Any, settings: Any, state: Any, calm: Calm) -> None:
+    def __init__(self, parts: Any, settings: Any, state: Any, calm: RemoveNondeterminism) -> None:
         self.parts, self.settings, self.calm = parts, settings, calm
         self.fetcher = fetcher_of(parts.source)
         """Only of a dataset with an index."""

@@ -12,7 +12,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from manyhosts.prove.conduct import Conduct
+from manyhosts.prove.conduct import TrialConfig
 from manyhosts.prove.in_worker.sketch import facts_of_all
 from manyhosts.prove.in_worker.writer import Writer
 
@@ -28,7 +28,7 @@ def count_no_more() -> None:
 class PlainScript:
     """Writes one line per optimizer step."""
 
-    def __init__(self, conduct: Conduct, writer: Writer) -> None:
+    def __init__(self, conduct: TrialConfig, writer: Writer) -> None:
         self.conduct, self.writer = conduct, writer
         self.step = 0
         self.names: dict[int, dict[str, Tensor]] = {}

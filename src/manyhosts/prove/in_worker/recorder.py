@@ -14,9 +14,9 @@ from manyhosts.config.settings import Settings
 from manyhosts.data import randomness
 from manyhosts.data.steps import LoadedPiece, Step
 from manyhosts.events import Listener
-from manyhosts.prove.conduct import Conduct
+from manyhosts.prove.conduct import TrialConfig
 from manyhosts.prove.in_worker import plain
-from manyhosts.prove.in_worker.calm import Calm
+from manyhosts.prove.in_worker.calm import RemoveNondeterminism
 from manyhosts.prove.in_worker.experiments import Experiments, fetcher_of
 from manyhosts.prove.in_worker.sketch import digests_of_rows, facts_of_all
 from manyhosts.prove.in_worker.writer import Writer
@@ -29,7 +29,7 @@ from manyhosts.training.state.run_state import RunState
 class Recorder:
     """Writes one line when training begins and one per step."""
 
-    def __init__(self, conduct: Conduct, writer: Writer, calm: Calm) -> None:
+    def __init__(self, conduct: TrialConfig, writer: Writer, calm: RemoveNondeterminism) -> None:
         self.conduct, self.writer, self.calm = conduct, writer, calm
         self.parts: Any = None
         self.experiments: Experiments | None = None

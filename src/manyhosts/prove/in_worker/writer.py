@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from manyhosts.control.agent.import_preloader import imported_since
-from manyhosts.prove.conduct import Conduct
+from manyhosts.prove.conduct import TrialConfig
 from manyhosts.records.run_directory import VARIABLE as RUN_DIR
 
 _PATIENCE_S = 30.0
@@ -22,7 +22,7 @@ _PATIENCE_S = 30.0
 class Writer:
     """Adds lines to `trace-<rank>.jsonl`."""
 
-    def __init__(self, conduct: Conduct, rank: int) -> None:
+    def __init__(self, conduct: TrialConfig, rank: int) -> None:
         self.conduct, self.rank = conduct, rank
         self.folder = Path(conduct.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,7 @@ class Writer:
         os._exit(0)
 
     def _die_with_snapshot(self, *, patience_s: float) -> None:
-        """Be killed as by a power cut, if there is a snapshot to go on from by now; the others notice."""
+        """Be killed as by a power cut, if there is a snapshot to continue from by now; the others notice."""
         self._wait(_has_snapshot, patience_s)
         if _has_snapshot():
             os.kill(os.getpid(), signal.SIGKILL)

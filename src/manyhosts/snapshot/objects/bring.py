@@ -1,4 +1,4 @@
-"""From an object store to a disk that has nothing as new: the snapshot that a run goes on from, and its record."""
+"""From an object store to a disk that has nothing as new: the snapshot that a run continues from, and its record."""
 
 from __future__ import annotations
 

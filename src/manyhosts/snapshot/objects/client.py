@@ -1,6 +1,6 @@
 """Every call to an object store that snapshots make, one method each: the seam where tests let a network fail.
 
-Little is asked of a store: that an object written anew is there whole or not at all once the call has returned. There
+Little is asked of a store: that an object written again is there whole or not at all once the call has returned. There
 is no rename, no append, and a list may be out of date. Stores are reached through fsspec, which is loaded when a store
 is asked for, as is the library of that store: https://filesystem-spec.readthedocs.io
 """

@@ -5,8 +5,8 @@
                                     manifest.json           written last: with it the snapshot is whole
     <address>/best.<token>/…
 
-The token is of the content, so two snapshots of one step do not mix, and an upload that broke off goes on where it was.
-A reader needs no list that is up to date: a manifest that can be read names every file with its size and hash.
+The token is of the content, so two snapshots of one step do not mix, and an upload that broke off continues where it
+was. A reader needs no list that is up to date: a manifest that can be read names every file with its size and hash.
 """
 
 from __future__ import annotations

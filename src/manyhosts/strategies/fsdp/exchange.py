@@ -45,19 +45,19 @@ class StepDigest:
         """`members`: the workers that share one copy of the model."""
         self.members = members
         self.digest = 0
-        self._told: deque[tuple[Tensor, Work]] = deque()
+        self._reported: deque[tuple[Tensor, Work]] = deque()
         """What is yet to be compared, in the order in which it was announced."""
 
     def begin(self) -> None:
         """A step begins."""
         self.digest = 0
-        self._told.clear()  # of one that broke off
+        self._reported.clear()  # of one that broke off
 
     def note(self, *numbers: int) -> None:
         """Something was done that all workers do."""
         self.digest = zlib.crc32(repr(numbers).encode(), self.digest)
 
-    def told(self) -> list[float]:
+    def reported(self) -> list[float]:
         """What workers sum to see whether all have done the same."""
         short = self.digest >> 32 - _BITS
         return [float(short), float(short * short)]
@@ -66,15 +66,15 @@ class StepDigest:
         """Note what is about to be exchanged; `compare` comes before that exchange is waited for."""
         self.note(*numbers)
         if not is_asynchronous(self.members.device):  # the host waits for no exchange of a GPU: the step's end shows it
-            told = torch.tensor(self.told(), dtype=torch.float64)
-            self._told.append((told, self.members.start_all_reduce(told)))
+            reported = torch.tensor(self.reported(), dtype=torch.float64)
+            self._reported.append((reported, self.members.start_all_reduce(reported)))
 
     def compare(self) -> None:
         """See that all workers have announced the same, also what nobody has waited for."""
-        while self._told:
-            told, work = self._told.popleft()
+        while self._reported:
+            reported, work = self._reported.popleft()
             self.members.wait(work, confirmed=False)
-            check_alike(told.tolist(), self.members.size)
+            check_alike(reported.tolist(), self.members.size)
 
 
 def check_alike(sums: Sequence[float], workers: int) -> None:

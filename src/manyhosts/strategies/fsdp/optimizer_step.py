@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from manyhosts.communication.dtensors import gathered
-from manyhosts.communication.world import is_break
+from manyhosts.communication.world import is_connection_error
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.strategy import Steppable
 
@@ -56,7 +56,7 @@ def stepping(optimizer: Steppable) -> Iterator[None]:
         with _Whole(name):
             yield
     except (RuntimeError, TypeError, ValueError, NotImplementedError) as cause:
-        if is_break(cause) or not any(word in str(cause) for word in _WORDS_OF_DTENSOR):
+        if is_connection_error(cause) or not any(word in str(cause) for word in _WORDS_OF_DTENSOR):
             raise
         raise _refusal(
             f"{name} does in its step what PyTorch cannot do with tensors that lie in parts: {_first_line(cause)}"

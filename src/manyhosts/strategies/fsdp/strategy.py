@@ -31,7 +31,7 @@ from manyhosts.strategies.fsdp.place import place_root
 from manyhosts.strategies.fsdp.refused import Replaced, Written, misuse_told
 from manyhosts.strategies.materialise import materialise, places_of
 from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome, Steppable
-from manyhosts.strategies.tally import Agreed, Tally
+from manyhosts.strategies.tally import Agreed, StepMetrics
 from manyhosts.strategies.traits import TRAITS
 from manyhosts.strategies.units import find_units, has_parts, is_whole
 
@@ -105,7 +105,7 @@ class FullySharded(CutModel):
             parameter.grad = None
         self.step_digest.begin()
         self._compare_buffers()
-        tally = Tally(control_flags, self.agreed, self.world)
+        tally = StepMetrics(control_flags, self.agreed, self.world)
         for number, piece in enumerate(pieces):
             self._ready(is_last=number == len(pieces) - 1)
             with misuse_told():
@@ -119,12 +119,12 @@ class FullySharded(CutModel):
         self._sum_copies()
         self.step_digest.announce(*(each.grad is not None for each in self.parameters))
         self.step_digest.compare()
-        tally.control_flags = [*control_flags, *self.step_digest.told()]
+        tally.control_flags = [*control_flags, *self.step_digest.reported()]
         whole = self._start_whole()
         self.world.wait(tally.start_sum())
         self._take_whole(*whole)
-        told, tally.control_flags = tally.control_flags[-2:], tally.control_flags[:-2]
-        if (sums := self.late.read(told)) is not None:
+        reported, tally.control_flags = tally.control_flags[-2:], tally.control_flags[:-2]
+        if (sums := self.late.read(reported)) is not None:
             check_alike(sums, self.world.size)
         return tally.outcome()
 
@@ -173,8 +173,8 @@ class FullySharded(CutModel):
         """See that all workers have the same buffers and train the same parameters, before anything relies on it."""
         assert self.model_watch is not None, "place() comes before"
         self.model_watch.watch.count_step()
-        if told := self.model_watch.numbers():
-            sums = self.world.all_reduce(torch.tensor(told, dtype=torch.float64, device=self.world.device))
+        if reported := self.model_watch.numbers():
+            sums = self.world.all_reduce(torch.tensor(reported, dtype=torch.float64, device=self.world.device))
             if (found := self.model_watch.read(sums)) is not None:
                 self.model_watch.check(found)
             self.model_watch.known()

@@ -59,7 +59,7 @@ class FirstSteps:
         """Before the passes of a step: a checksum of each parameter, and of each buffer that is not BatchNorm's."""
         self.written: list[str] = []
         """The names of frozen parameters that the passes of a step have changed."""
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def before_forward(self) -> None:
         """A step is about to be computed."""
@@ -75,10 +75,10 @@ class FirstSteps:
         own = dict(self.parts.trained.named_parameters())
         self.written = [name for name in names if name in own and not own[name].requires_grad]
         # A buffer that no sample decides, such as a counter, is right as long as a step has one piece.
-        names = [name for name in names if (name in own or pieces > 1) and name not in self._told]
+        names = [name for name in names if (name in own or pieces > 1) and name not in self._reported]
         if not names:
             return
-        self._told |= set(names)
+        self._reported |= set(names)
         kind = "parameter" if names[0] in own else "buffer"
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         self.parts.world.notes.append(

@@ -31,9 +31,9 @@ def compare_descriptions(world: World, own: Mapping[str, Mapping[str, str]]) -> 
     text = json.dumps({kind: list(entries.items()) for kind, entries in own.items()})
     if agree(world, _number(text)):
         return
-    told = gather_plain(world, {kind: list(entries.items()) for kind, entries in own.items()})
-    for kind, first in told[0].items():
-        for rank, other in enumerate(told):
+    reported = gather_plain(world, {kind: list(entries.items()) for kind, entries in own.items()})
+    for kind, first in reported[0].items():
+        for rank, other in enumerate(reported):
             if other[kind] != first:
                 raise ConfigError(
                     f"the workers' {kind} differ: {_first_difference(first, other[kind], rank)}",
@@ -77,9 +77,9 @@ def compare_data(world: World, sets: Mapping[str, Dataset[Any] | None]) -> None:
     """
     if world.size == 1:
         return
-    told = gather_plain(world, {name: look_at(each) for name, each in sets.items() if each is not None})
-    for name, first in told[0].items():
-        for rank, other in enumerate(told):
+    reported = gather_plain(world, {name: look_at(each) for name, each in sets.items() if each is not None})
+    for name, first in reported[0].items():
+        for rank, other in enumerate(reported):
             if are_alike(first, other[name]):
                 continue
             raise ConfigError(
@@ -99,10 +99,10 @@ def compare_samples(world: World, own: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: they are not, on all workers alike.
     """
-    told = [each.get("samples", {}) for each in gather_plain(world, dict(own))]
-    for rank, other in enumerate(told):
-        for index in sorted(told[0].keys() & other.keys(), key=int):
-            if not are_alike(without_text(told[0][index]), without_text(other[index])):
+    reported = [each.get("samples", {}) for each in gather_plain(world, dict(own))]
+    for rank, other in enumerate(reported):
+        for index in sorted(reported[0].keys() & other.keys(), key=int):
+            if not are_alike(without_text(reported[0][index]), without_text(other[index])):
                 raise ConfigError(
                     f"sample {index} of the training set is another one on rank {rank} than on rank 0",
                     where=f"mh.Data(train=…), rank 0 and rank {rank}",

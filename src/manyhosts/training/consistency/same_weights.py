@@ -83,7 +83,7 @@ def _compare_parts(tensors: Mapping[str, Tensor], strategy: Strategy, moment: st
 def _compared(model: nn.Module, strategy: Strategy) -> dict[str, Tensor]:
     """What must have equal bits. Workers that step alone count their own batches: whole numbers are not averaged."""
     held = {name: each for name, each in model.state_dict().items() if isinstance(each, Tensor)}
-    if not strategy.traits.steps_together:
+    if not strategy.traits.synchronous:
         return {name: each for name, each in held.items() if each.is_floating_point() or each.is_complex()}
     return held
 
@@ -91,7 +91,7 @@ def _compared(model: nn.Module, strategy: Strategy) -> dict[str, Tensor]:
 def own_statistics(parts: Parts) -> list[Tensor]:
     """What BatchNorm layers have seen, where each has its own batch. Local steps average it with the model."""
     traits = parts.strategy.traits
-    alike = isinstance(parts.batch_norm, GlobalBatch) or traits.computes_fixed_parts or not traits.steps_together
+    alike = isinstance(parts.batch_norm, GlobalBatch) or traits.computes_fixed_parts or not traits.synchronous
     layers = () if alike else parts.trained.modules()
     return [each for layer in layers if isinstance(layer, _BatchNorm) for each in layer.buffers(recurse=False)]
 
@@ -99,13 +99,13 @@ def own_statistics(parts: Parts) -> list[Tensor]:
 def _difference(
     world: World, tensors: Mapping[str, Tensor], own: Mapping[str, str], moment: str, *, buffers: set[str]
 ) -> TrainingError:
-    told: list[dict[str, str]] = gather_plain(world, own)
-    differing = [name for name in tensors if len({found.get(name, "") for found in told}) > 1]
+    reported: list[dict[str, str]] = gather_plain(world, own)
+    differing = [name for name in tensors if len({found.get(name, "") for found in reported}) > 1]
     if not differing:
         return TrainingError("the workers hold tensors of different names", where=moment)
     name = differing[0]
     holders: dict[str, list[int]] = {}
-    for rank, found in enumerate(told):
+    for rank, found in enumerate(reported):
         holders.setdefault(found.get(name, ""), []).append(rank)
     groups = sorted(holders.values(), key=lambda ranks: (-len(ranks), ranks))
     amount, part = _amount(world, tensors[name])
@@ -155,5 +155,5 @@ def _remedy(name: str, *, is_buffer: bool, is_rounding: bool) -> str:
         )
     return (
         "look for code that acts by RANK and changes weights (a hook, a callback), for random numbers of a generator "
-        "of its own in the optimizer, or a host with bad memory; start again to go on from the last snapshot"
+        "of its own in the optimizer, or a host with bad memory; start again to continue from the last snapshot"
     )

@@ -22,7 +22,7 @@ from manyhosts.data.order import Indices, bounds
 from manyhosts.data.steps import Loader, mapped
 from manyhosts.device import is_asynchronous
 from manyhosts.strategies.strategy import Strategy
-from manyhosts.training.setup.collective_forward import called_by_all
+from manyhosts.training.setup.collective_forward import collective_forward
 from manyhosts.training.setup.precision import Precision
 
 FEWEST_PARTS, MOST_PARTS = 16, 128
@@ -80,7 +80,7 @@ class ForwardPasses:
             loader_workers=settings.loader_workers,
             world=strategy.mesh.data,
             context=Precision(settings.precision, strategy.mesh.world.device).context,
-            even=strategy.traits.meets_in_forward,
+            even=strategy.traits.communicates_in_forward,
             on_progress=on_progress,
         )
 
@@ -127,7 +127,7 @@ def in_evaluation(model: nn.Module) -> Iterator[None]:
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        with called_by_all(model):
+        with collective_forward(model):
             yield
     finally:
         for module in training:

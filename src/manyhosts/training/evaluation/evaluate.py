@@ -82,8 +82,8 @@ class Evaluation:
                     self._outputs(model, passes.on_device(next(batches), piece))
                     self._check_wanted(asked)
                 is_cut_off = False
-        told = {"asked": list(asked()) if is_cut_off else [], "parts": parts}
-        found = gather_plain(self.world, told)
+        reported = {"asked": list(asked()) if is_cut_off else [], "parts": parts}
+        found = gather_plain(self.world, reported)
         if who := [each["asked"] for each in found if each["asked"]]:
             raise CutOff([sum(counts) for counts in zip(*who, strict=True)])
         means = _means([part for each in found for part in each["parts"]])

@@ -12,7 +12,7 @@ from manyhosts.events import ValidationDone
 from manyhosts.strategies.local_updates import LocalUpdates, averaged_parameters
 from manyhosts.training.consistency.same_weights import compare_weights
 from manyhosts.training.evaluation.evaluate import CutOff, Evaluation
-from manyhosts.training.loop.deferred_metrics import Numbers
+from manyhosts.training.loop.deferred_metrics import DeferredMetrics
 from manyhosts.training.loop.loop_state import LoopState
 from manyhosts.training.loop.progress import Progress, due, reached
 from manyhosts.training.loop.schedules import Schedule
@@ -21,12 +21,12 @@ from manyhosts.training.loop.stop_signals import StopSignals
 from manyhosts.training.setup.build import Parts
 from manyhosts.training.state.run_state import RunState
 from manyhosts.training.state.snapshot_schedule import SnapshotSchedule
-from manyhosts.training.telemetry.pace import Pace
+from manyhosts.training.telemetry.pace import StragglerMonitor
 from manyhosts.units import Duration
 
 
-class Duties:
-    """Those of one loop, in order. Where a failure comes between two, the rest is done when training goes on."""
+class AfterStep:
+    """Those of one loop, in order. Where a failure comes between two, the rest is done when training continues."""
 
     def __init__(  # noqa: PLR0913  # made in one place, by name
         self,
@@ -38,11 +38,11 @@ class Duties:
         limit: Duration,
         snapshot_schedule: SnapshotSchedule,
         stop_signals: StopSignals,
-        numbers: Numbers,
+        numbers: DeferredMetrics,
         schedule: Schedule,
         step_reporter: StepReporter,
         validation: Evaluation | None,
-        pace: Pace | None,
+        pace: StragglerMonitor | None,
         flush: Callable[[], bool],
     ) -> None:
         """`limit`: how long the run is to be."""
@@ -52,7 +52,7 @@ class Duties:
         self.validation, self.pace, self.flush = validation, pace, flush
         self.validate_every = Duration.parse(settings.validate_every, where="validate_every")
         self.snapshot_every = Duration.parse(settings.snapshots.every, where="snapshots.every")
-        exchanges = not parts.strategy.traits.steps_together
+        exchanges = not parts.strategy.traits.synchronous
         self.all: tuple[Callable[[], None], ...] = (
             *((self.exchange,) if exchanges else ()),
             self.end_epoch,
@@ -62,16 +62,16 @@ class Duties:
             self.keep_best,
             self.save_if_due,
         )
-        at.all_duties = at.duties_done = len(self.all)
+        at.all_actions = at.done_actions = len(self.all)
         at.first_duty = 0 if exchanges else self.all.index(self.compare_pace)
         at.before = self.now()
 
     def do(self, most: int | None = None) -> None:
         """Do what is due after the last step, or the first `most` of it: each once, also behind a failure."""
         at, most = self.at, len(self.all) if most is None else most
-        while at.duties_done < most:
-            self.all[at.duties_done]()
-            at.duties_done += 1
+        while at.done_actions < most:
+            self.all[at.done_actions]()
+            at.done_actions += 1
 
     def now(self) -> Progress:
         """How far the run has come, in numbers that are equal on all workers."""
@@ -140,7 +140,7 @@ class Duties:
     def validate(self) -> None:
         """Evaluate, and let early stopping and a plateau schedule judge.
 
-        Where a worker is asked to stop meanwhile, all stop, and it is left to whoever goes on with the run.
+        Where a worker is asked to stop meanwhile, all stop, and it is left to whoever resumes the run.
         """
         assert self.validation is not None, "validate() is called where there is a validation set"
         self.step_reporter.read(all_of_them=True)
@@ -224,5 +224,5 @@ class Duties:
         """Do what is due after the last step and needs no other worker, and note whether a validation is left to do."""
         at, state, place = self.at, self.state, self.before_validation()
         self.do(place)
-        is_open = (at.duties_done == place and self.validation_is_due()) or self.is_at_end()
+        is_open = (at.done_actions == place and self.validation_is_due()) or self.is_at_end()
         state.validation_due = self.validation is not None and state.validated_at != state.step and is_open

@@ -15,7 +15,7 @@ import math
 from torch import Tensor
 
 from manyhosts.data.order import Indices
-from manyhosts.training.loop.deferred_metrics import StepNumbers
+from manyhosts.training.loop.deferred_metrics import StepMetricValues
 from manyhosts.training.setup.build import Parts
 from manyhosts.training.state.buffers import BufferCopies
 
@@ -41,7 +41,7 @@ class BadSteps:
         self.judges_norm = clips or self.rewinds
         """Whether every step has a norm; otherwise one in `SHOW_NORM_EVERY` has, which is looked at by people only."""
         self.on_cpu = parts.world.device.type == "cpu"
-        self.drifts = not parts.strategy.traits.steps_together
+        self.drifts = not parts.strategy.traits.synchronous
         """Whether each worker has a gradient of its own, of which the others know nothing."""
         self.scaled = parts.precision.scaler is not None
         """Whether fp16's scaler looks for overflows, which are nothing unusual there, and leaves those steps out."""
@@ -86,7 +86,7 @@ class BadSteps:
     def _norm(self) -> Tensor:
         return self.parts.strategy.norm(self.parts.trained)
 
-    def trouble(self, numbers: StepNumbers) -> str:
+    def trouble(self, numbers: StepMetricValues) -> str:
         """What is wrong with a step, in words; empty where nothing is."""
         loss = numbers.values["loss"]
         norm = self.bad_norms.pop(numbers.facts.step, numbers.gradient_norm if self.judges_norm else None)

@@ -1,8 +1,8 @@
-"""Has fast workers compute more of each batch and slow ones less, by what their steps take while a run goes on.
+"""Has fast workers compute more of each batch and slow ones less, by what their steps take while a run continues.
 
 What one sample takes a worker (of virtual workers: what one part takes) is measured with the step's own clock and told
 in the exchange of `pace`. All workers see the same table, so all come to the same cut by the same arithmetic. It is no
-part of the state of a run: who goes on begins with equal parts, and finds the rest anew.
+part of the state of a run: who continues begins with equal parts, and finds the rest again.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Balance:
         several = len(set(hosts)) > 1
         for rank, (share, host) in enumerate(zip(shares, hosts, strict=True)):
             by_host[f"host {host}" if several else f"rank {rank}"] += share
-        told = ", ".join(f"{who} {share}" for who, share in list(by_host.items())[:_SHOWN])
+        reported = ", ".join(f"{who} {share}" for who, share in list(by_host.items())[:_SHOWN])
         rest = f" and {len(by_host) - _SHOWN} more" if len(by_host) > _SHOWN else ""
         things = "parts" if self._cuts is not None and self._cuts.newest.held else "samples"
-        return f"each batch of {sum(shares)} {things} is cut by the workers' speeds now: {told}{rest}"
+        return f"each batch of {sum(shares)} {things} is cut by the workers' speeds now: {reported}{rest}"

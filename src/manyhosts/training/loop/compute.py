@@ -13,7 +13,7 @@ from manyhosts.communication.batch_norm import GlobalBatch
 from manyhosts.data import randomness
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.strategy import Piece
-from manyhosts.training.setup.collective_forward import called_by_all
+from manyhosts.training.setup.collective_forward import collective_forward
 from manyhosts.training.setup.trained_module import model_of
 
 Loss = Callable[[Any, Any], Tensor]
@@ -81,7 +81,7 @@ class ForwardPass:
         parameters = list(module.parameters()) if looks else []
         before = _gradients(parameters)
         model = model_of(module)
-        with self.context(), called_by_all(model):
+        with self.context(), collective_forward(model):
             if self.step is not None:
                 values = step_values(self.step(model, batch))
             else:

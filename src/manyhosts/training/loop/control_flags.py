@@ -20,7 +20,7 @@ class ControlFlags:
         self.start_clock()
 
     def start_clock(self) -> None:
-        """The run's clock, which is the leader's, goes on from the time that the run has taken so far."""
+        """The run's clock, which is the leader's, continues from the time that the run has taken so far."""
         self._began = time.perf_counter() - self._state.seconds
 
     def own(self) -> tuple[float, ...]:

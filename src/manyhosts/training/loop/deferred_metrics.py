@@ -59,7 +59,7 @@ class StepFacts:
 
 
 @dataclass(slots=True)
-class StepNumbers:
+class StepMetricValues:
     """A step whose numbers are known."""
 
     facts: StepFacts
@@ -86,13 +86,13 @@ class _Pending:
     waits: Sequence[tuple[Event, Event]]
 
 
-class Numbers:
+class DeferredMetrics:
     """A queue of steps whose numbers are on their way."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.lag = LAG_ON_GPU if is_asynchronous(device) else 0
-        self.pending: deque[_Pending | StepNumbers] = deque()
+        self.pending: deque[_Pending | StepMetricValues] = deque()
         self._began: Event | None = None
         self._data_waits: list[tuple[Event, Event]] = []
 
@@ -127,7 +127,7 @@ class Numbers:
             known = control_flags.tolist() if isinstance(control_flags, Tensor) else control_flags
             numbers = {name: value.item() for name, value in values.items()}
             self.pending.append(
-                StepNumbers(facts, numbers, None if norm is None else norm.item(), known, facts.timing.exposed)
+                StepMetricValues(facts, numbers, None if norm is None else norm.item(), known, facts.timing.exposed)
             )
             return
         on_device = (
@@ -170,13 +170,13 @@ class Numbers:
             ),
             time=time.time(),
         )
-        if isinstance(last, StepNumbers):
+        if isinstance(last, StepMetricValues):
             self.pending.append(replace(last, facts=facts, exposed=last.exposed + exposed_s))
         else:
             waits = [*last.waits, *waits]
             self.pending.append(replace(last, facts=facts, waits=waits, event=self._event()))  # behind the new waits
 
-    def read(self, *, all_of_them: bool = False) -> list[StepNumbers]:
+    def read(self, *, all_of_them: bool = False) -> list[StepMetricValues]:
         """The steps that are old enough to be read, or all."""
         ready = []
         while len(self.pending) > (0 if all_of_them else self.lag):
@@ -184,8 +184,8 @@ class Numbers:
         return ready
 
 
-def _known(pending: _Pending | StepNumbers) -> StepNumbers:
-    if isinstance(pending, StepNumbers):
+def _known(pending: _Pending | StepMetricValues) -> StepMetricValues:
+    if isinstance(pending, StepMetricValues):
         return pending
     pending.event.synchronize()
     numbers = pending.packed.tolist()
@@ -197,7 +197,7 @@ def _known(pending: _Pending | StepNumbers) -> StepNumbers:
         # Every worker reads this step at the same place, so all of them are here.
         values |= {name: value.item() for name, value in pending.settle().items()}
     timing = _by_device(pending)
-    return StepNumbers(replace(pending.facts, timing=timing), values, norm, left, timing.exposed)
+    return StepMetricValues(replace(pending.facts, timing=timing), values, norm, left, timing.exposed)
 
 
 def _by_device(pending: _Pending) -> HostTiming:

@@ -8,10 +8,10 @@ from typing import Any
 from manyhosts.config.settings import Settings
 from manyhosts.data.steps import Steps
 from manyhosts.training.evaluation.evaluate import Evaluation
-from manyhosts.training.loop.after_step import Duties
+from manyhosts.training.loop.after_step import AfterStep
 from manyhosts.training.loop.bad_steps import BadSteps
 from manyhosts.training.loop.control_flags import ControlFlags
-from manyhosts.training.loop.deferred_metrics import Numbers
+from manyhosts.training.loop.deferred_metrics import DeferredMetrics
 from manyhosts.training.loop.learning_rate import VanishedRate
 from manyhosts.training.loop.loop_state import LoopState
 from manyhosts.training.loop.progress import Progress, reached, total_steps
@@ -23,7 +23,7 @@ from manyhosts.training.setup.build import Parts
 from manyhosts.training.state.run_state import RunState
 from manyhosts.training.state.snapshot_schedule import SnapshotSchedule
 from manyhosts.training.telemetry import watching
-from manyhosts.training.telemetry.pace import Pace
+from manyhosts.training.telemetry.pace import StragglerMonitor
 from manyhosts.units import Duration
 
 
@@ -44,20 +44,20 @@ class Loop:
         note_samples: NoteSamples | None,
         see_first: Callable[[Any], None] | None = None,
         keep_buffers: bool = False,
-        pace: Pace | None = None,
+        pace: StragglerMonitor | None = None,
     ) -> None:
         """`see_first`, `keep_buffers`: see `Stepper`."""
         self.parts, self.settings, self.state, self.stop_signals = parts, settings, state, stop_signals
-        self.exchanges = not parts.strategy.traits.steps_together
+        self.exchanges = not parts.strategy.traits.synchronous
         """Whether workers step alone, and exchange something after a step."""
         self.limit, self.at = Duration.parse(settings.duration, where="fit(…)"), LoopState()
         self.flags = ControlFlags(parts.world, state, self.at, stop_signals)
-        numbers, schedule = Numbers(parts.world.device), Schedule(parts.schedule, settings.schedule_every)
+        numbers, schedule = DeferredMetrics(parts.world.device), Schedule(parts.schedule, settings.schedule_every)
         bad_steps = BadSteps(parts, settings.on_bad_step, clips=settings.clip_gradients is not None)
         total = total_steps(self.limit, parts.source.steps_per_epoch)
         rate = VanishedRate(total) if schedule.follows_steps else None
         self.step_reporter = StepReporter(parts, state, self.flags, bad_steps, snapshot_schedule, numbers, tell, rate)
-        self.duties = Duties(
+        self.after_step = AfterStep(
             parts,
             settings,
             state,
@@ -99,14 +99,14 @@ class Loop:
         if watching.watcher is not None:
             watching.watcher.begins(self.parts, self.settings, self.state)
         self.stepper.counting.settled = False
-        self.duties.call_callbacks("begin")
+        self.after_step.call_callbacks("begin")
         steps: Steps | None = None
         while True:
-            self.duties.do()
+            self.after_step.do()
             if self.at.change_granted:
                 reason = ""
                 break
-            now = self.duties.now()
+            now = self.after_step.now()
             if reason := self.stop_signals.granted or self.state.ended or reached(self.limit, now):
                 break
             if steps is None:
@@ -125,14 +125,14 @@ class Loop:
 
     def stand(self) -> None:
         """The state is that of a snapshot now: forget what was under way."""
-        duties, at = self.duties, self.at
-        duties.numbers.pending.clear()
-        at.stand(duties_done=duties.before_validation() if self.state.validation_due else len(duties.all))
-        at.save_again, at.before = self.state.validation_due, duties.now()
+        after_step, at = self.after_step, self.at
+        after_step.numbers.pending.clear()
+        at.stand(done_actions=after_step.before_validation() if self.state.validation_due else len(after_step.all))
+        at.save_again, at.before = self.state.validation_due, after_step.now()
         if self.parts.auditor is not None:
             self.parts.auditor.forget()
 
-    def hold_nothing(self) -> None:
+    def invalidate_state(self) -> None:
         """What this worker holds is of no use to others, until it stands at a snapshot or takes another's place."""
         self.at.inconsistent = True
 
@@ -154,9 +154,9 @@ class Loop:
 
     def place(self) -> dict[str, Any]:
         """Where this worker stands beside its `RunState`, in plain values, for one that is behind."""
-        at, snapshot_schedule = self.at, self.duties.snapshot_schedule
+        at, snapshot_schedule = self.at, self.after_step.snapshot_schedule
         return {
-            "duties_done": at.duties_done,
+            "duties_done": at.done_actions,
             "ends_epoch": at.ends_epoch,
             "before": [at.before.step, at.before.epochs, at.before.seconds],
             "granted": self.stop_signals.granted,
@@ -167,8 +167,8 @@ class Loop:
 
     def take_place(self, given: dict[str, Any]) -> None:
         """Stand where the worker stands that gave `place`, whose state this worker holds now."""
-        at, snapshot_schedule = self.at, self.duties.snapshot_schedule
-        at.duties_done, at.ends_epoch, at.inconsistent = given["duties_done"], given["ends_epoch"], False
+        at, snapshot_schedule = self.at, self.after_step.snapshot_schedule
+        at.done_actions, at.ends_epoch, at.inconsistent = given["duties_done"], given["ends_epoch"], False
         at.before = Progress(*given["before"])
         self.stop_signals.granted, self.stop_signals.number = given["granted"], given["number"]
         snapshot_schedule.saved_at, snapshot_schedule.best_saved_at = given["saved_at"], given["best_saved_at"]

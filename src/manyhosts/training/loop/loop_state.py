@@ -13,11 +13,11 @@ from manyhosts.training.loop.progress import Progress
 class LoopState:
     """Written by the loop, the step and what is due after it, and by nobody else; `RunState` is what snapshots keep."""
 
-    all_duties: int = 0
+    all_actions: int = 0
     """How many things may be due after a step."""
     first_duty: int = 0
     """The number of the first that may be due after a step that ends no epoch."""
-    duties_done: int = 0
+    done_actions: int = 0
     """Of what is due after the last step, how much is done."""
     before: Progress = field(default_factory=Progress)
     """How far the run had come before the last step."""
@@ -47,19 +47,19 @@ class LoopState:
     def end_step(self, *, ends_epoch: bool) -> None:
         """The model has changed: what is due after the step is due."""
         self.under_way, self.ends_epoch = 0, ends_epoch
-        self.duties_done = 0 if ends_epoch else self.first_duty
+        self.done_actions = 0 if ends_epoch else self.first_duty
 
     def break_off(self) -> None:
         """The step under way was put back, or finished because another worker has finished it."""
         self.tried, self.under_way = max(self.tried, self.under_way), 0
 
-    def stand(self, *, duties_done: int) -> None:
+    def stand(self, *, done_actions: int) -> None:
         """The state is that of a snapshot now: nothing is under way."""
-        self.duties_done, self.ends_epoch = duties_done, False
+        self.done_actions, self.ends_epoch = done_actions, False
         self.under_way, self.inconsistent = 0, False
 
     def go_on(self, *, save_again: bool) -> None:
         """All workers are as far as the farthest."""
         self.under_way, self.tried, self.inconsistent = 0, 0, False
         if save_again:
-            self.save_again, self.duties_done = True, min(self.duties_done, self.all_duties - 1)
+            self.save_again, self.done_actions = True, min(self.done_actions, self.all_actions - 1)

@@ -62,7 +62,7 @@ class Schedule:
 def _unwarned() -> Iterator[None]:
     """Within, PyTorch does not warn of a schedule whose first step comes before any of the optimizer's.
 
-    fp16 leaves out steps whose gradients overflow; the schedule goes on all the same, on every worker.
+    fp16 leaves out steps whose gradients overflow; the schedule continues all the same, on every worker.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")

@@ -45,7 +45,7 @@ class Source(Protocol):
         return float(position.epoch)
 
     def of_snapshot(self, kept: Sequence[Mapping[str, Any]], rank: int, position: Position) -> Mapping[str, Any]:
-        """What the worker of this rank goes on from, of what each of a snapshot's workers has `kept` of its stream."""
+        """What the worker of this rank continues from, of what each of a snapshot's workers has `kept` of its stream."""
         return {}
 
     def begin(self, position: Position) -> Position:
@@ -53,9 +53,9 @@ class Source(Protocol):
         return position
 
     def met(self, stream: Mapping[str, Any], before: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Called on every worker when the workers have changed: what this one goes on from.
+        """Called on every worker when the workers have changed: what this one continues from.
 
-        `stream` is that of a worker that is where all go on; `before`, of the same epoch, what this one had itself.
+        `stream` is that of a worker that is where all continue; `before`, of the same epoch, what this one had itself.
         """
         return stream
 
@@ -183,8 +183,8 @@ class ShardedSource(Source):
         known = _states(stream)
         if len(before.get("read", ())) == len(stream.get("read", ())):
             known = {**_states(before), **known}
-        told = [found["states"] for found in gather(self.world, {"states": known})]
-        return ShardProgress.of(stream, 0).knowing(told).to_stream() if stream else stream
+        reported = [found["states"] for found in gather(self.world, {"states": known})]
+        return ShardProgress.of(stream, 0).knowing(reported).to_stream() if stream else stream
 
 
 def _states(stream: Mapping[str, Any]) -> States:

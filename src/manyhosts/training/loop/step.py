@@ -17,16 +17,16 @@ from manyhosts.data.steps import Step
 from manyhosts.strategies.audit import Auditable, Auditor
 from manyhosts.strategies.local_rate import multiplied
 from manyhosts.strategies.local_updates import LocalUpdates
-from manyhosts.strategies.strategy import FixedParts, StepOutcome, Survivable
+from manyhosts.strategies.strategy import Elastic, FixedParts, StepOutcome
 from manyhosts.training.consistency.first_steps import FirstSteps, compare_streams
 from manyhosts.training.loop.bad_steps import BadSteps
 from manyhosts.training.loop.clock import StepClock
 from manyhosts.training.loop.control_flags import ControlFlags
-from manyhosts.training.loop.deferred_metrics import Numbers, StepFacts
+from manyhosts.training.loop.deferred_metrics import DeferredMetrics, StepFacts
 from manyhosts.training.loop.loop_state import LoopState
 from manyhosts.training.loop.schedules import Schedule
 from manyhosts.training.loop.transfers import Transfers
-from manyhosts.training.loss_weights.counting import Counting
+from manyhosts.training.loss_weights.counting import LossWeights
 from manyhosts.training.own_loop.strategy import OwnLoop
 from manyhosts.training.setup.build import Parts
 from manyhosts.training.state.buffers import BufferCopies
@@ -50,7 +50,7 @@ class Stepper:
         *,
         flags: ControlFlags,
         snapshot_schedule: SnapshotSchedule,
-        numbers: Numbers,
+        numbers: DeferredMetrics,
         bad_steps: BadSteps,
         schedule: Schedule,
         note_samples: NoteSamples | None,
@@ -71,7 +71,7 @@ class Stepper:
         self.note_samples = note_samples
         self.transfers = Transfers(parts.world.device, numbers, see_first)
         self.clock = StepClock(parts.world, snapshot_schedule.store, self.transfers)
-        self.counting = Counting(parts, settings, state)
+        self.counting = LossWeights(parts, settings, state)
         self.first_steps = FirstSteps(parts)
         self.norm_price = NormPrice(parts.batch_norm)
         self.buffers = BufferCopies(parts.trained) if keep_buffers else None
@@ -233,7 +233,7 @@ class Stepper:
     def settle(self, *, finished: bool) -> None:
         """End the step under way, which broke off. `finished`: another has done it, so this worker's part counts."""
         at, strategy = self.at, self.parts.strategy
-        if at.under_way and not at.inconsistent and isinstance(strategy, Survivable):
+        if at.under_way and not at.inconsistent and isinstance(strategy, Elastic):
             if not finished or not strategy.whole:
                 if self.buffers:
                     self.buffers.put_back()

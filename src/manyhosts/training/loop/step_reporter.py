@@ -15,7 +15,7 @@ from manyhosts.events import EpochDone, Event, Note, StepDone, StepTiming
 from manyhosts.training.consistency.finite import first_not_finite
 from manyhosts.training.loop.bad_steps import BadStep, BadSteps, named
 from manyhosts.training.loop.control_flags import ControlFlags
-from manyhosts.training.loop.deferred_metrics import Numbers, StepFacts, StepNumbers
+from manyhosts.training.loop.deferred_metrics import DeferredMetrics, StepFacts, StepMetricValues
 from manyhosts.training.loop.learning_rate import VanishedRate
 from manyhosts.training.setup.build import Parts
 from manyhosts.training.state.run_state import RunState
@@ -34,7 +34,7 @@ class StepReporter:
         flags: ControlFlags,
         bad_steps: BadSteps,
         snapshot_schedule: SnapshotSchedule,
-        numbers: Numbers,
+        numbers: DeferredMetrics,
         tell: Tell,
         rate: VanishedRate | None,
     ) -> None:
@@ -54,7 +54,7 @@ class StepReporter:
         if self.parts.world.notes or self.parts.world.news:
             self.of_world()
 
-    def of_step(self, numbers: StepNumbers) -> None:
+    def of_step(self, numbers: StepMetricValues) -> None:
         """Tell a step, add it to its epoch's sums, and hear what the workers decide together.
 
         Raises:
@@ -97,7 +97,7 @@ class StepReporter:
         )
         state.epoch_loss, state.epoch_weight, state.epoch_samples, state.epoch_seconds = 0.0, 0.0, 0, 0.0
 
-    def check(self, numbers: StepNumbers) -> bool:
+    def check(self, numbers: StepMetricValues) -> bool:
         """Whether the numbers of a step are numbers. Where not, stop, go back, or say that the step was left out."""
         facts, trouble = numbers.facts, self.bad_steps.trouble(numbers)
         if not trouble:
@@ -158,7 +158,7 @@ def _where(facts: StepFacts) -> str:
     return f"epoch {facts.epoch + 1}, {named(facts.indices, facts.shards)}"
 
 
-def step_done(numbers: StepNumbers) -> StepDone:
+def step_done(numbers: StepMetricValues) -> StepDone:
     """The news of one step."""
     facts, host = numbers.facts, numbers.facts.timing
     return StepDone(

@@ -31,7 +31,7 @@ class StopSignals:
         self.asked = 0
         """The number of the signal that asked this worker to stop; 0 where none did."""
         self.granted = ""
-        """Why all workers stop now; empty while they go on."""
+        """Why all workers stop now; empty while they continue."""
         self._asked_at = 0.0
         self.number = 0
         """The number of the signal behind `granted`."""
@@ -50,7 +50,7 @@ class StopSignals:
             self._grant(asked[0])
 
     def grant_own(self) -> bool:
-        """Stop for what the run was asked, where no other worker goes on. Whether it was asked.
+        """Stop for what the run was asked, where no other worker continues. Whether it was asked.
 
         Workers that are ended because another one has failed are sent a signal, too, and nobody has asked the run.
         """

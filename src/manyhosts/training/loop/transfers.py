@@ -11,13 +11,15 @@ import torch
 
 from manyhosts.data.steps import DuePiece, LoadedPiece, Step, on_device
 from manyhosts.strategies.strategy import Piece
-from manyhosts.training.loop.deferred_metrics import Numbers
+from manyhosts.training.loop.deferred_metrics import DeferredMetrics
 
 
 class Transfers:
     """Those of one loop."""
 
-    def __init__(self, device: torch.device, numbers: Numbers, see_first: Callable[[Any], None] | None = None) -> None:
+    def __init__(
+        self, device: torch.device, numbers: DeferredMetrics, see_first: Callable[[Any], None] | None = None
+    ) -> None:
         """`numbers` tell, of a device that is not the CPU, how long it had nothing to do meanwhile.
 
         `see_first` is shown the first batch of the run, on the CPU.

@@ -30,7 +30,7 @@ _SOON = (10, 100)
 """Steps that are looked at beside every `look_every`-th."""
 
 
-class Counting:
+class LossWeights:
     """What one loop has its pieces count."""
 
     def __init__(self, parts: Parts, settings: Settings, state: RunState) -> None:
@@ -87,7 +87,7 @@ class Counting:
             weighing.use(state.counts_by)
         if not self.cuts:
             weighing.guard, weighing.labels_guarded = None, False
-        elif weighing.said is None and not self.parts.strategy.traits.meets_in_forward:
+        elif weighing.said is None and not self.parts.strategy.traits.communicates_in_forward:
             weighing.looks = partial(_why_no_mean, look)
         return step
 
@@ -98,7 +98,7 @@ class Counting:
         weighing = self.parts.weighing
         all_of_them = first and (weighing.must_look or callable(weighing.said))
         most = None if all_of_them else probe_loss.MOST_PIECES if many else 1
-        if self.parts.strategy.traits.meets_in_forward:
+        if self.parts.strategy.traits.communicates_in_forward:
             pieces = looked = self.alike(step, look.fetcher)
         else:
             pieces = step.fetched(most)
@@ -162,9 +162,9 @@ class Counting:
 
     def tell(self, outcome: str, text: str) -> None:
         """Have the outcome of a look in `run.json`, and on the screen where it could not be tried."""
-        if (told := f"{outcome}: {text}") == self.said:
+        if (reported := f"{outcome}: {text}") == self.said:
             return
-        self.said, world = told, self.parts.world
+        self.said, world = reported, self.parts.world
         if outcome == "not tried":
             world.notes.append(text)
         world.news.append(partial(LossLooked, outcome=outcome, text=text))
@@ -180,7 +180,11 @@ class Counting:
     def _computed(self, pieces: Sequence[LoadedPiece | DuePiece]) -> Sequence[LoadedPiece | DuePiece]:
         """Those of `pieces` that must be computed: one that counts nothing only for a collective inside the model."""
         traits = self.parts.strategy.traits
-        if isinstance(self.parts.batch_norm, GlobalBatch) or traits.computes_fixed_parts or traits.meets_in_forward:
+        if (
+            isinstance(self.parts.batch_norm, GlobalBatch)
+            or traits.computes_fixed_parts
+            or traits.communicates_in_forward
+        ):
             return pieces
         return [piece for piece in pieces if piece.plan.weight]
 
@@ -201,7 +205,7 @@ class Counting:
             parts.world.device,
             step.epoch,
             fetcher,
-            copies=not parts.strategy.traits.meets_in_forward,
+            copies=not parts.strategy.traits.communicates_in_forward,
             in_halves=gathers_rounded(self.settings.strategy),
         )
 

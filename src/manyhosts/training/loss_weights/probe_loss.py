@@ -33,7 +33,7 @@ from manyhosts.training.loop.compute import ForwardPass, terms_of
 from manyhosts.training.loss_weights.means import Rule, has_ignored, rules_for
 from manyhosts.training.loss_weights.set_draws import SetDraws
 from manyhosts.training.loss_weights.step_purity import asks_for_training, is_hidden, is_plain
-from manyhosts.training.setup.collective_forward import called_by_all
+from manyhosts.training.setup.collective_forward import collective_forward
 from manyhosts.training.setup.trained_module import model_of
 
 MakeBatch = Callable[[int, int], Any]
@@ -93,10 +93,10 @@ def find_mean(
     mine = [look.at(piece, rule, cuts=cuts) for piece in own if piece.plan.weight][:MOST_PIECES]
     if trouble_only and not world.any(not mine or any(each.keeps or each.because or not each.holds for each in mine)):
         return Seen(could_look=True, holds=["samples"])
-    told = [Seen(**each) for row in gather_plain(world, list(map(asdict, mine))) for each in row]
-    seen = [each for each in told if each.could_look]
-    keeps = next((each.keeps for each in told if each.keeps), "")
-    because = next((each.because for each in seen or told if each.because), "")
+    reported = [Seen(**each) for row in gather_plain(world, list(map(asdict, mine))) for each in row]
+    seen = [each for each in reported if each.could_look]
+    keeps = next((each.keeps for each in reported if each.keeps), "")
+    because = next((each.because for each in seen or reported if each.because), "")
     if not seen:
         return Seen(because=because or "no forward pass has two samples, or they come once, from a stream", keeps=keeps)
     shown = max(seen, key=lambda each: each.off)
@@ -165,7 +165,7 @@ def keeps_state(name: str) -> ConfigError:
     return ConfigError(
         f"{KEEPS.format(name)}: each worker would keep its own, and no snapshot has it",
         where="mh.Trainer(model=…)",
-        fix="set it anew in each forward pass; or register it as a buffer, and sum over the workers what goes into it; "
+        fix="set it again in each forward pass; or register it as a buffer, and sum over the workers what goes into it; "
         "or train in one piece (one worker, no micro_batch_size)",
     )
 
@@ -213,7 +213,7 @@ class Look:
         return found
 
     def _go_on_after(self, error: Exception) -> None:
-        """Raise `error` where workers exchange in forward passes: one that went on would meet the others elsewhere."""
+        """Raise `error` where workers exchange in forward passes: one that continued would meet the others elsewhere."""
         if not self.copies:
             raise error
 
@@ -380,7 +380,7 @@ class Look:
         """The loss, or several by name."""
         on_device = mapped(batch, lambda tensor: tensor.to(self.device))
         randomness.seed_compute(0)
-        with draws, called_by_all(model_of(module)):
+        with draws, collective_forward(model_of(module)):
             values = self.forward.values(module, on_device)
         drawn = (torch.get_rng_state(), *(draws.ends or randomness.states()[1:]))
         if randomness.drawn_since(drawn):  # one number for each sample, which those of a part are not

@@ -118,8 +118,8 @@ class Weighing:
             by_part[part if self.by_part else 0] = torch.tensor(sums, dtype=torch.float64)
         if trouble:
             by_part[:] = math.nan  # so that the others hear of it, and nobody waits
-        told = self.world.stack(by_part.flatten().to(self.world.device)).reshape(-1, *by_part.shape)
-        totals = {name: math.fsum(told[..., place].flatten().tolist()) for place, name in enumerate(self.names)}
+        reported = self.world.stack(by_part.flatten().to(self.world.device)).reshape(-1, *by_part.shape)
+        totals = {name: math.fsum(reported[..., place].flatten().tolist()) for place, name in enumerate(self.names)}
         if math.isnan(sum(totals.values())):
             raise TrainingError(
                 trouble or "the weight of a piece could not be found on another worker",
@@ -129,7 +129,7 @@ class Weighing:
             )
         weighed = iter([self._weighed(piece, count, totals) for piece, count in zip(real, counts, strict=True)])
         pieces = [next(weighed) if piece.plan.weight else piece for piece in fetched]
-        counted = told.sum((0, 2)).tolist()
+        counted = reported.sum((0, 2)).tolist()
         audits = [
             replace(each, pieces=[self._share(piece, totals) for piece in each.pieces])
             for each in step.audits
@@ -156,8 +156,8 @@ class Weighing:
             with suppress(Exception):  # `of` says what is wrong with it
                 counts = self.rule(piece.batch)
                 found.append(sorted(counts) if isinstance(counts, Mapping) else [""])
-        told = [tuple(each) for row in gather_plain(self.world, found) for each in row]
-        self.names = told[0] if told else ("",)
+        reported = [tuple(each) for row in gather_plain(self.world, found) for each in row]
+        self.names = reported[0] if reported else ("",)
 
     def _share(self, piece: LoadedPiece, totals: Mapping[str, float]) -> LoadedPiece:
         """A piece of another worker's, which is computed here once more: with the weight that it has there."""

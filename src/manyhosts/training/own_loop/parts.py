@@ -101,8 +101,8 @@ class Parts:
         """
         own = {str(index): part.state() for index, part in self._live.items() if part.objects}
         found = dict(self.kept)
-        for told in gather(self.world, own):
-            found.update({int(index): state for index, state in told.items()})
+        for reported in gather(self.world, own):
+            found.update({int(index): state for index, state in reported.items()})
         return found
 
 
@@ -124,7 +124,7 @@ def state_of(name: str, each: Any) -> Any:
 
 
 def load(each: Any, state: Any) -> None:
-    """Put what `state_of` gave into an object that was made anew."""
+    """Put what `state_of` gave into an object that was made again."""
     if hasattr(each, "load_state_dict"):
         each.load_state_dict(state)
     else:

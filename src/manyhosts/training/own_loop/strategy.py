@@ -27,7 +27,7 @@ from manyhosts.elastic.state_transfer import gather
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.ddp import DataParallel
 from manyhosts.strategies.single import SingleProcess
-from manyhosts.strategies.strategy import Piece, Scale, StepOutcome, Steppable, Survivable
+from manyhosts.strategies.strategy import Elastic, Piece, Scale, StepOutcome, Steppable
 from manyhosts.strategies.tally import Agreed
 from manyhosts.strategies.virtual import VirtualWorkers
 from manyhosts.strategies.whole_model import WholeModel, norm_of
@@ -153,16 +153,18 @@ class OwnLoop(WholeModel):
             self._refuse_lost_gradients()
         except _BadStep:
             is_good = False
-        told = torch.tensor([*control_flags, float(self.parts.in_use)], dtype=torch.float64, device=self.world.device)
-        told = self.world.all_reduce(told)
-        kept = self.parts.end_step() if told[-1] > 0 else self.parts.kept
+        reported = torch.tensor(
+            [*control_flags, float(self.parts.in_use)], dtype=torch.float64, device=self.world.device
+        )
+        reported = self.world.all_reduce(reported)
+        kept = self.parts.end_step() if reported[-1] > 0 else self.parts.kept
         if is_good:
             self.parts.kept = kept
         else:
             self._put_back()
         self._see_others()
         self.pieces, self._undo = None, []
-        return StepOutcome(self._values(is_good=is_good), told[:-1])
+        return StepOutcome(self._values(is_good=is_good), reported[:-1])
 
     @torch.no_grad()
     def _keep_others(self, model: nn.Module) -> None:
@@ -269,10 +271,11 @@ class OwnLoop(WholeModel):
         self.parts.put_back(kept)
         if isinstance(self.inner, VirtualWorkers):
             self.inner.statistics.take()
-        told = {key: rows for worker in gather(self.world, own) for key, rows in worker.items()}
-        order = sorted(told, key=lambda key: [int(each) for each in key.split(".")])
+        reported = {key: rows for worker in gather(self.world, own) for key, rows in worker.items()}
+        order = sorted(reported, key=lambda key: [int(each) for each in key.split(".")])
         leaves = [
-            torch.cat([told[key][place] for key in order]).requires_grad_() for place in range(len(told[order[0]]))
+            torch.cat([reported[key][place] for key in order]).requires_grad_()
+            for place in range(len(reported[order[0]]))
         ]
         randomness.seed_compute(self.settings.seed, randomness.OWN_STEP, self.done(), self.calls, 1)
         with self.compute.context():
@@ -281,7 +284,7 @@ class OwnLoop(WholeModel):
         by_row, own_gradients = found[: len(leaves)], found[len(leaves) :]
         begins, begin = {}, 0
         for key in order:
-            begins[key], begin = begin, begin + len(told[key][0])
+            begins[key], begin = begin, begin + len(reported[key][0])
 
         def surrogate(_module: nn.Module, piece: Piece) -> Mapping[str, Tensor]:
             result = self._called(rows_of, piece)
@@ -406,14 +409,14 @@ class OwnLoop(WholeModel):
 
     def let_go(self) -> None:
         """Have nothing under way."""
-        if isinstance(self.inner, Survivable):
+        if isinstance(self.inner, Elastic):
             self.inner.let_go()
 
     def step_back(self) -> None:
         """Be as before the step under way, which broke off and will be done again."""
         for group in self.groups.values():
             self._use(group)
-            if isinstance(self.inner, Survivable):
+            if isinstance(self.inner, Elastic):
                 self.inner.step_back()
             if isinstance(self.inner, DataParallel | VirtualWorkers):
                 group.buckets.rest()

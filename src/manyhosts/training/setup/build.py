@@ -57,7 +57,7 @@ from manyhosts.training.setup.optimizer_kernels import fuse
 from manyhosts.training.setup.parameter_groups import MakeOptimizer, parameters_of
 from manyhosts.training.setup.precision import Precision
 from manyhosts.training.setup.trained_module import check_optimized, model_of, trained, twice
-from manyhosts.training.state.initial_optimizer import AsMade, options_of
+from manyhosts.training.state.initial_optimizer import InitialOptimizer, options_of
 from manyhosts.training.telemetry import watching
 
 ModelOrMaker = nn.Module | Callable[[], nn.Module]
@@ -76,7 +76,7 @@ class Stateful(Protocol):
 
 @dataclass(kw_only=True, slots=True)
 class Parts:
-    """What the loop works with, each ready for use. When the workers change, `recut` makes some of it anew."""
+    """What the loop works with, each ready for use. When the workers change, `recut` makes some of it again."""
 
     settings: Settings
     """With the strategy that `auto` stands for."""
@@ -97,7 +97,7 @@ class Parts:
     auditor: Auditor | None
     """What compares parts that several workers compute; None where that was not asked for."""
     source: Source
-    as_made: AsMade
+    initial_optimizer: InitialOptimizer
     """Optimizer and schedule before the first step."""
     data_identity: DataIdentity
     batch: int
@@ -243,7 +243,7 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
     norm = batch_for_norm(placed, strategy, settings, world)
     global_batch = compute.global_batch = norm if isinstance(norm, GlobalBatch) else None
     world.notes += prepare_blocks(model_of(placed), settings)
-    if strategy.traits.meets_in_forward:
+    if strategy.traits.communicates_in_forward:
         refuse_other_calls(model_of(placed))
     made_optimizer = make_optimizer(placed, optimizer, settings, strategy, has_step=step is not None, thawed=thawed)
     if isinstance(strategy, LocalUpdates):
@@ -253,7 +253,9 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
     precision = Precision(settings.precision, world.device, together=together, holding=strategy.holding)
 
     def cut_source(batch: int) -> Source:
-        cut = cut_for(settings, strategy.shard(), level=global_batch is not None or strategy.traits.meets_in_forward)
+        cut = cut_for(
+            settings, strategy.shard(), level=global_batch is not None or strategy.traits.communicates_in_forward
+        )
         if auditor is not None:
             cut = replace(cut, audits=auditor.plan())
         return make_source(data, settings, batch=batch, cut=cut, world=world)
@@ -280,7 +282,7 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
         callbacks=callbacks,
         auditor=auditor,
         source=source,
-        as_made=AsMade.of(made_optimizer, made_schedule, options=options, model=placed),
+        initial_optimizer=InitialOptimizer.of(made_optimizer, made_schedule, options=options, model=placed),
         data_identity=DataIdentity(
             data.train, seed=settings.seed, elsewhere=settings.loader_workers not in (0, "auto")
         ),
@@ -355,7 +357,7 @@ def attach_callbacks(parts: Parts) -> None:
         ConfigError: they keep tensors, and the strategy lets every worker's model drift.
     """
     parts.callbacks.call("attach", parts.moment())
-    if not parts.strategy.traits.steps_together and (names := sorted(parts.callbacks.tensors())):
+    if not parts.strategy.traits.synchronous and (names := sorted(parts.callbacks.tensors())):
         raise ConfigError(
             f"a callback keeps tensors ({names[0]}), and with strategy {parts.settings.strategy.name!r} each worker "
             "has weights of its own between two exchanges, so these would differ",

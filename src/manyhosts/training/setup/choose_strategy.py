@@ -156,9 +156,9 @@ def _agreed(given: Given, own: _Sizes) -> fit.Training:
     passes = own.passes or PassBytes(activations=-1, backward=-1, checkpointed=None)
     again = -1 if passes.checkpointed is None else passes.checkpointed
     mine = [own.update.kept, own.update.passing, passes.activations, passes.backward, again]
-    told = world.stack(torch.tensor(mine, dtype=torch.float64, device=world.device))
-    kept, update, plain, backward, less = (int(each) for each in told.max(0).values.tolist())
-    known = [bool(each >= 0) for each in told.min(0).values.tolist()]
+    reported = world.stack(torch.tensor(mine, dtype=torch.float64, device=world.device))
+    kept, update, plain, backward, less = (int(each) for each in reported.max(0).values.tolist())
+    known = [bool(each >= 0) for each in reported.min(0).values.tolist()]
     total = _bytes(given.made)
     sizes = ModelBytes(
         parameters=total,

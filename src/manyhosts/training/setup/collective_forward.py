@@ -16,7 +16,7 @@ _called: WeakSet[nn.Module] = WeakSet()
 """Of these, the ones that all workers call now, in the same order."""
 
 
-class called_by_all:  # read as a verb: with called_by_all(model)
+class collective_forward:  # read as a verb: with called_by_all(model)
     """Within, every worker calls `model` as often as this one."""
 
     __slots__ = ("_ends", "_model")

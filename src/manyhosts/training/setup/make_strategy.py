@@ -46,7 +46,7 @@ def _check_goes_with(settings: Settings, traits: Traits) -> None:
         ConfigError: it cannot.
     """
     name = settings.strategy.name
-    if not traits.steps_together and settings.balance == "speed":
+    if not traits.synchronous and settings.balance == "speed":
         raise ConfigError(
             f"with strategy {name!r} workers step alone and their models count alike, so each must have equally many "
             "samples",
@@ -54,20 +54,20 @@ def _check_goes_with(settings: Settings, traits: Traits) -> None:
             fix='leave balance out, or choose strategy="ddp"',
         )
     if settings.virtual_workers is not None:
-        why = "lets the workers' models differ" if not traits.steps_together else "cuts the model and its sums"
+        why = "lets the workers' models differ" if not traits.synchronous else "cuts the model and its sums"
         raise ConfigError(
             f"strategy {name!r} {why}, which virtual workers never do",
             where="virtual_workers",
             fix='leave virtual_workers out, or choose "ddp"',
         )
     compresses = getattr(settings.strategy, "compression", "none") != "none"
-    if settings.on_bad_step == "skip" and (compresses or not traits.steps_together):
+    if settings.on_bad_step == "skip" and (compresses or not traits.synchronous):
         raise ConfigError(
             "a bad step is left out by all, with nothing kept of it; compression and local steps keep some of it",
             where="on_bad_step",
             fix='leave compression and local steps out, or use on_bad_step="stop"',
         )
-    if settings.on_bad_step == "rewind" and not traits.steps_together:
+    if settings.on_bad_step == "rewind" and not traits.synchronous:
         raise ConfigError(
             "with local steps each worker has a gradient of its own, and one alone would find it bad and go back",
             where="on_bad_step",

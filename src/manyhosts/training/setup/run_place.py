@@ -1,4 +1,4 @@
-"""Where the runs of a trainer are kept, and how one that nobody launched is gone on with.
+"""Where the runs of a trainer are kept, and how one that nobody launched is resumed.
 
 A script may make several trainers: what has one name (a directory, an address for snapshots) is the first one's, and
 holds that of the others.
@@ -67,7 +67,7 @@ class RunPlace:
         return dataclasses.replace(settings, snapshots=own)
 
     def command(self, directory: RunDirectory) -> str:
-        """What the user types to go on with the run in `directory`; empty where nobody has typed any."""
+        """What the user types to resume the run in `directory`; empty where nobody has typed any."""
         if not _is_command():
             return ""
         words = shlex.join(sys.orig_argv)
@@ -81,13 +81,13 @@ class RunPlace:
 
 
 def tell_command(error: BaseException, command: str) -> None:
-    """Have `error` tell the command that goes on, wherever it is printed."""
+    """Have `error` tell the command that continues, wherever it is printed."""
     if not command or (isinstance(error, ManyhostsError) and error.exit_code == 2):
         return
     if isinstance(error, ManyhostsError):
         error.go_on = command
     else:
-        error.add_note(f"manyhosts: go on with: {command}")
+        error.add_note(f"manyhosts: resume with: {command}")
 
 
 def _is_command() -> bool:

@@ -40,7 +40,7 @@ def model_of(module: nn.Module) -> nn.Module:
 
 
 def loss_state(module: nn.Module) -> dict[str, Any]:
-    """What snapshots keep of the loss; empty where it has no state, or only what the script gives it anew.
+    """What snapshots keep of the loss; empty where it has no state, or only what the script gives it again.
 
     That is so for PyTorch's own losses: their buffers are the class weights of the script.
     """

@@ -1,6 +1,6 @@
 """Optimizer and schedule as the script made them, and as they would stand had they been so from the first step on.
 
-Where a run is gone on with under another learning rate, other options or another schedule, its schedule is stepped from
+Where a run is resumed under another learning rate, other options or another schedule, its schedule is stepped from
 its beginning to the step of the snapshot: so any schedule stands where it would stand, whatever it computes and from
 what. What an optimizer keeps of each parameter (momentum, say) is the snapshot's.
 """
@@ -31,7 +31,7 @@ _PROGRESS = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch", "_last_
 
 
 @dataclass(frozen=True, slots=True)
-class AsMade:
+class InitialOptimizer:
     """One optimizer and its schedule."""
 
     asked: Mapping[str, Any]
@@ -49,7 +49,7 @@ class AsMade:
         *,
         options: Sequence[Mapping[str, Any]],
         model: nn.Module,
-    ) -> AsMade:
+    ) -> InitialOptimizer:
         """Look at both before the first step. `options`: those of the groups before the schedule was made."""
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         asked = {

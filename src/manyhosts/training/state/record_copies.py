@@ -1,4 +1,4 @@
-"""The run's records where hosts have several disks: each has a copy that goes on growing with the leader's."""
+"""The run's records where hosts have several disks: each has a copy that continues growing with the leader's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NO_RECORD = -1
 def restore_records(directory: RunDirectory, world: World, step: int) -> None:
     """Where the leader's record does not reach as far as `step`, and another host's does, or farther, bring that one.
 
-    Every worker calls this at the start, when the run goes on after `step`.
+    Every worker calls this at the start, when the run continues after `step`.
     """
     own = last_step(directory.metrics) if first_of_disk(world) else _NO_RECORD
     steps: list[int] = gather_plain(world, own)

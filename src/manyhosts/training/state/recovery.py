@@ -19,18 +19,18 @@ import torch
 
 from manyhosts.cluster.membership import Group
 from manyhosts.device import backend_for
-from manyhosts.elastic.work import NOWHERE, WorkerProgress
+from manyhosts.elastic.work import NO_STATE, WorkerProgress
 from manyhosts.events import Event, RunStarted
-from manyhosts.strategies.strategy import Survivable
+from manyhosts.strategies.strategy import Elastic
 from manyhosts.training.loop.loop import Loop
 from manyhosts.training.setup.build import Parts
 from manyhosts.training.state.registry import TrainerState
 from manyhosts.training.state.snapshot_schedule import SnapshotSchedule
-from manyhosts.training.telemetry.run_log import Journal, from_plain, to_plain, told_by_all
+from manyhosts.training.telemetry.run_log import RunLog, from_plain, to_plain, told_by_all
 
 
 def why_not_survive(parts: Parts) -> str:
-    """Why the workers that are left would not have everything that a run needs to go on; empty where they would."""
+    """Why the workers that are left would not have everything that a run needs to continue; empty where they would."""
     world = parts.world
     if world.backend != backend_for(world.device):
         return f"{world.backend} between GPUs does not tell which exchange was cut off"
@@ -46,7 +46,7 @@ class SharedTraining:
         self,
         provider: TrainerState,
         snapshot_schedule: SnapshotSchedule,
-        records: Journal,
+        records: RunLog,
         loop: Loop,
         *,
         begin: Callable[[], None],
@@ -59,8 +59,8 @@ class SharedTraining:
             records,
         )
         self.loop, self.run, self._begin = loop, loop.state, begin
-        assert isinstance(self.parts.strategy, Survivable), "why_not_survive() comes before"
-        self.strategy: Survivable = self.parts.strategy
+        assert isinstance(self.parts.strategy, Elastic), "why_not_survive() comes before"
+        self.strategy: Elastic = self.parts.strategy
         self.size = self.parts.world.size
         """How many trained together the last time that all was well."""
         self.lost = ""
@@ -83,7 +83,7 @@ class SharedTraining:
 
     def stand_nowhere(self) -> None:
         """What this worker has of this training is of no use to others."""
-        self.run.step = NOWHERE
+        self.run.step = NO_STATE
 
     def let_go(self) -> bool:
         """Have nothing under way in the group that is left. Whether a snapshot is lost by it."""
@@ -97,11 +97,11 @@ class SharedTraining:
         self.loop.enter_group()
         at = self.loop.at
         return WorkerProgress(
-            step=NOWHERE if at.inconsistent else self.run.step,
-            duties=at.duties_done,
+            step=NO_STATE if at.inconsistent else self.run.step,
+            done_actions=at.done_actions,
             tried=max(at.tried, at.under_way),
             lost_snapshot=int(self.parts.world.is_leader and not self._led and self._half_saved()),
-            trusted=NOWHERE if at.trusted is None else at.trusted,
+            trusted=NO_STATE if at.trusted is None else at.trusted,
         )
 
     def _half_saved(self) -> bool:
@@ -111,7 +111,7 @@ class SharedTraining:
 
     def compare(self, progress: Sequence[WorkerProgress]) -> None:
         """Know which steps are in doubt, also where this worker did not hear the verdict."""
-        doubts = [found.trusted for found in progress if found.trusted != NOWHERE]
+        doubts = [found.trusted for found in progress if found.trusted != NO_STATE]
         self.loop.doubt(min(doubts) if doubts else None)
 
     def begin(self) -> None:
@@ -129,7 +129,7 @@ class SharedTraining:
         run, loop, world = self.run, self.loop, self.parts.world
         before = self._stream if self._epoch == run.position.epoch else {}
         run.stream = self.parts.source.met(run.stream, before)
-        new = progress[world.rank].step == NOWHERE
+        new = progress[world.rank].step == NO_STATE
         gone = max(0, self.size - (group.size - len(group.newcomers)))
         lost_now = self.provider.meet(source, new=new, gone=gone)
         self.lost = "; ".join(dict.fromkeys(filter(None, [self.lost, lost_now])))
@@ -141,18 +141,18 @@ class SharedTraining:
     def _see_to_saved(self, snapshot_lost: bool) -> bool:
         """Have all workers agree on what is on the disk, and write a lost best model once more.
 
-        Training may have gone on since: then its loss is told. Returns whether a snapshot is lost: also where only some
-        workers had begun it, who would not begin it again while the others do.
+        Training may have continued since: then its loss is told. Returns whether a snapshot is lost: also where only
+        some workers had begun it, who would not begin it again while the others do.
         """
         run, schedule, world = self.run, self.snapshot_schedule, self.parts.world
         own = [schedule.saved_at, schedule.best_saved_at, int(schedule.lacks_best(run))]
         saved_at, best_saved_at, lacks_best = world.stack(torch.tensor(own, device=world.device)).T.tolist()
         if snapshot_lost := snapshot_lost or len(set(saved_at)) > 1:
-            schedule.saved_at = NOWHERE
+            schedule.saved_at = NO_STATE
         if run.validated_at == run.step == run.best_step:
             if any(lacks_best) or len(set(best_saved_at)) > 1:
-                schedule.best_saved_at = NOWHERE
-                self.loop.duties.keep_best()
+                schedule.best_saved_at = NO_STATE
+                self.loop.after_step.keep_best()
         elif any(lacks_best):
             lost = f"the model of step {run.best_step}, the best so far, which was being written"
             self.lost = "; ".join(filter(None, [self.lost, lost]))
@@ -174,8 +174,8 @@ class SharedTraining:
 
     def take_state(self, given: Mapping[str, Any]) -> None:
         """Be where the worker is that gave `state`."""
-        self.loop.hold_nothing()  # until all of it is here
-        was_here = self.run.step != NOWHERE
+        self.loop.invalidate_state()  # until all of it is here
+        was_here = self.run.step != NO_STATE
         self.provider.take_up(given, own=was_here and self.loop.exchanges)
         seen: set[tuple[type[Event], int | None]] = {(type(each), each.step) for each in self.records.remembered()}
         if self.records.started is None and given["started"] is not None:

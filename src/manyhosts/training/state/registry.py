@@ -14,7 +14,7 @@ from manyhosts.elastic import state_transfer
 from manyhosts.elastic.work import Records
 from manyhosts.snapshot.load import Loaded
 from manyhosts.strategies.local_updates import LocalUpdates
-from manyhosts.strategies.strategy import Survivable
+from manyhosts.strategies.strategy import Elastic
 from manyhosts.training.setup.build import Parts
 from manyhosts.training.setup.trained_module import load_loss, loss_state
 from manyhosts.training.state.buffers import put_transient, transient
@@ -49,11 +49,11 @@ class TrainerState:
         self.meet(0, new=self.group is None, gone=0)
 
     def meet(self, source: int, *, new: bool, gone: int) -> str:
-        """Train with the workers of now; see `Survivable.meet`. All of them call this."""
+        """Train with the workers of now; see `Elastic.meet`. All of them call this."""
         parts, membership, lost = self.parts, self.parts.world.membership, ""
         assert membership is not None, "only then do workers change"
         parts.recut(parts.batch)
-        if isinstance(parts.strategy, Survivable):
+        if isinstance(parts.strategy, Elastic):
             lost = parts.strategy.meet(source, new=new, gone=gone)
             share_optimizers(parts)
         self.group = membership.group
@@ -63,8 +63,8 @@ class TrainerState:
         """All of it; the tensors are those in use."""
         strategy = self.parts.strategy
         return {
-            "kept": held_by(self.parts),
-            "strategy": strategy.shared_state() if isinstance(strategy, Survivable) else {},
+            "kept": training_state_dict(self.parts),
+            "strategy": strategy.shared_state() if isinstance(strategy, Elastic) else {},
             "batch": self.parts.batch,
             "run": None if self.run is None else self.run.to_dict(),
         }
@@ -76,7 +76,7 @@ class TrainerState:
         """
         strategy = self.parts.strategy
         take_up(self.parts, given["kept"], own=own)
-        if isinstance(strategy, Survivable) and not own:
+        if isinstance(strategy, Elastic) and not own:
             strategy.take_shared(given["strategy"])
         self.parts.batch = given["batch"]
         if self.run is not None and given["run"] is not None:
@@ -84,7 +84,7 @@ class TrainerState:
 
 
 def share_optimizers(parts: Parts) -> None:
-    """Where nodes step alone: have each worker go on with the optimizer that the strategy has named when all met.
+    """Where nodes step alone: have each worker continue with the optimizer that the strategy has named when all met.
 
     The workers of such a node sum their gradients and stay equal, so one of them gives those that come new to it the
     optimizer that it has. All workers call this.
@@ -97,7 +97,7 @@ def share_optimizers(parts: Parts) -> None:
             state_transfer.pass_on(parts.world, giver, [taker], optimizer.state_dict, optimizer.load_state_dict)
 
 
-def held_by(parts: Parts) -> dict[str, Any]:
+def training_state_dict(parts: Parts) -> dict[str, Any]:
     """Model, optimizer and what goes with them; the tensors are those in use."""
     return {
         **weights_of(parts),
@@ -112,7 +112,7 @@ def held_by(parts: Parts) -> dict[str, Any]:
 
 
 def take_up(parts: Parts, kept: Mapping[str, Any], *, own: bool = False, schedule: bool = True) -> None:
-    """Put what `held_by` gave, here or on another worker, into `parts`.
+    """Put what `training_state_dict` gave, here or on another worker, into `parts`.
 
     `own`: this worker has stepped alone, and keeps its model and optimizer. `schedule`: whether it is of the schedule
     of `parts`.
@@ -188,7 +188,7 @@ def load_model(model: nn.Module, weights: dict[str, Any]) -> None:
 
 
 def _plain(state: dict[str, Any]) -> dict[str, Any]:
-    """A schedule's state without what cannot be kept: functions, which the script makes anew."""
+    """A schedule's state without what cannot be kept: functions, which the script makes again."""
     return {key: value for key, value in state.items() if not callable(value) and not _has_callable(value)}
 
 

@@ -1,6 +1,6 @@
 """The remote copy that snapshots go to, an object store or a folder: looked at before the first step, copied to after.
 
-The leader alone talks to it. Where it is a new machine with an empty disk, it brings from there what the run goes on
+The leader alone talks to it. Where it is a new machine with an empty disk, it brings from there what the run continues
 from, before anybody looks at the disk; where the leader goes, the next one takes over.
 """
 
@@ -50,7 +50,7 @@ class RemoteCopy:
 
         Raises:
             ConfigError: it cannot be reached or written to, or holds what another script has kept.
-            SnapshotError: it has snapshots, the disk has none, and none can be gone on from.
+            SnapshotError: it has snapshots, the disk has none, and none can be continued from.
         """
         self.notes = self._on_leader(lambda: self._prepare(fits))
 
@@ -64,14 +64,15 @@ class RemoteCopy:
         if brought.found is None:
             if brought.passed_over and here is None:
                 raise SnapshotError(
-                    "no snapshot there can be gone on from:\n" + "\n".join(f"  {each}" for each in brought.passed_over),
+                    "no snapshot there can be continued from:\n"
+                    + "\n".join(f"  {each}" for each in brought.passed_over),
                     where=self.address,
-                    fix="take back the change, or begin anew with another snapshots.to",
+                    fix="take back the change, or begin again with another snapshots.to",
                 )
             return notes
         bring_best(location, self._directory.best, fits, disk)
         lost = bring_records(location, brought.found, self._records)
-        notes += [f"{name} is not whole at {self.address}: the record begins anew" for name in lost]
+        notes += [f"{name} is not whole at {self.address}: the record begins again" for name in lost]
         return [*notes, f"brought the snapshot of step {brought.found.step} from {self.address}"]
 
     def _see_whose_it_is(self, location: ObjectStoreLocation) -> None:
@@ -109,8 +110,8 @@ class RemoteCopy:
         error = next(iter(raised), None)
         if error is not None and not isinstance(error, ManyhostsError):
             raise error  # a fault of ours
-        told: list[str] = gather_plain(self._world, notes, error)[0]
-        return told
+        reported: list[str] = gather_plain(self._world, notes, error)[0]
+        return reported
 
     def offer(self, path: Path) -> None:
         """Copy the whole snapshot in the folder `path`, soon, where this worker is the leader."""

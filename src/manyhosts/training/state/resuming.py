@@ -1,7 +1,7 @@
 """What a resume may change, and what it may not: one table, held against what a snapshot says it was asked with.
 
 A snapshot's manifest keeps, as `run`, the settings that matter here, optimizer and schedule as the script made them,
-and what tells the training set from another. Where a run is gone on with, the leader holds against this what is asked
+and what tells the training set from another. Where a run is resumed, the leader holds against this what is asked
 now: what may not change ends the run on every worker before its first step, and what may takes effect with that step.
 """
 
@@ -21,7 +21,7 @@ from manyhosts.errors import ConfigError, DataError, ManyhostsError
 from manyhosts.records.run_record import plain_settings
 from manyhosts.training.setup.build import Parts
 
-FIX = "put it back; or begin anew in another run directory, with the weights of this one by mh.Trainer(init_from=…)"
+FIX = "put it back; or begin again in another run directory, with the weights of this one by mh.Trainer(init_from=…)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +38,11 @@ class Row:
 
 
 TABLE = (
-    Row("number of workers, hosts", "each batch is cut anew"),
+    Row("number of workers, hosts", "each batch is cut again"),
     Row("`duration`", "the run ends where the new one says, counted from its very beginning"),
     Row(
         "`batch_size`, `batch_size_per_worker`",
-        "from the first step on; the place in an epoch is counted in samples, so it goes on there",
+        "from the first step on; the place in an epoch is counted in samples, so it continues there",
         ("batch_size",),
     ),
     Row("`micro_batch_size`", "from the first step on", ("micro_batch_size",)),
@@ -64,10 +64,10 @@ TABLE = (
         "from the first step on; what the run has found its loss to be a mean over, it does not look for again",
     ),
     Row("`clip_gradients`", "from the first step on", ("clip_gradients",)),
-    Row("`precision`", "from the first step on; the scale of `fp16` begins anew", ("precision",)),
+    Row("`precision`", "from the first step on; the scale of `fp16` begins again", ("precision",)),
     Row(
         "`strategy` and its options, `compression`",
-        "all go on from the one model in the snapshot; what the strategy before had kept back begins anew, unless it "
+        "all continue from the one model in the snapshot; what the strategy before had kept back begins again, unless it "
         "is of the same kind and way of compression",
         ("strategy",),
     ),
@@ -75,7 +75,7 @@ TABLE = (
     Row(
         "`early_stopping`",
         "from the next validation on; with another metric or mode the best value so far counts no more, and a run that "
-        "the rule had ended goes on where the new one would not have",
+        "the rule had ended continues where the new one would not have",
         ("early_stopping",),
     ),
     Row("`validate_every`, `snapshots`, `evaluation_batch_size`, `record_samples`", "from the first step on"),
@@ -137,7 +137,7 @@ class Changes:
         """Whether options or schedule changed."""
         return bool(self.keys & {"options", "schedule"})
 
-    def told(self) -> list[str]:
+    def reported(self) -> list[str]:
         """For the person who started the run: one sentence, or none."""
         if self.unknown:
             return [self.unknown]
@@ -152,7 +152,7 @@ def asked_of(settings: Settings, parts: Parts) -> dict[str, Any]:
         "early_stopping": plain_settings(settings.early_stopping or EarlyStopping(mode="min")),
         "stops_early": settings.early_stopping is not None,
         "batch_size": parts.batch,
-        **parts.as_made.asked,
+        **parts.initial_optimizer.asked,
         "data": parts.data_identity(),
     }
 
@@ -178,8 +178,8 @@ def compare(before: Mapping[str, Any], now: Callable[[], Mapping[str, Any]], wor
             break
         else:
             found = list(_changes(before, asked))
-    told = gather_plain(world, found, error)[0]
-    return Changes(tuple(text for _, text in told if text), frozenset(key for key, _ in told))
+    reported = gather_plain(world, found, error)[0]
+    return Changes(tuple(text for _, text in reported if text), frozenset(key for key, _ in reported))
 
 
 def _refusals(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[type[ManyhostsError], str]]:

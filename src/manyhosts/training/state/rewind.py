@@ -3,10 +3,10 @@
 The steps behind the snapshot are done again, with the same bits. When a step comes again that went wrong nothing is
 computed: its samples are passed over, it keeps its number, and the schedule moves on.
 
-In doubt are steps after workers were found to compute wrongly, and the others go on without them. What was found in a
-step is found before its update. But steps in which nothing of such a worker was compared may have carried its errors
+In doubt are steps after workers were found to compute wrongly, and the others continue without them. What was found in
+a step is found before its update. But steps in which nothing of such a worker was compared may have carried its errors
 into the weights of all, so the run goes back to the newest snapshot from before them. Snapshots that are later are set
-aside, on every disk, before anything else: whatever ends the run now, nobody goes on from them.
+aside, on every disk, before anything else: whatever ends the run now, nobody continues from them.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ def from_doubt(trusted: int, loop: Loop, snapshot_schedule: SnapshotSchedule) ->
     began, step, world = time.time(), loop.state.step, loop.parts.world
     keep_from_resuming(snapshot_schedule, world, trusted)
     steps = f"steps {trusted + 1} to {step}"
-    # An older snapshot may have been pruned; where none is left there is nothing but to go on, and to say so.
+    # An older snapshot may have been pruned; where none is left there is nothing but to continue, and to say so.
     if max(gather_plain(world, newest_step(snapshot_schedule.store.folder))) < 0:
         loop.doubt(None)
         text = f"nobody had checked the work of the worker that was left out in {steps}, and no snapshot is from before"
         return Note(text=f"{text} them: what it did there is in the weights", step=step, time=time.time())
-    loop.hold_nothing()
+    loop.invalidate_state()
     found, _ = snapshot_schedule.restore()
     loop.doubt(None)
     reason = f"a worker was left out whose work in {steps} nobody had checked"
@@ -86,7 +86,7 @@ def _wait_for_all(snapshot_schedule: SnapshotSchedule, world: World) -> None:
 
 
 def _stand_at(found: RunState, loop: Loop, began: float, reason: str, how: str = "", *, last: int) -> Recovered:
-    """Be where a snapshot stands, after step `last`, but for the clock: that goes on, and limits on time with it."""
+    """Be where a snapshot stands, after step `last`, but for the clock: that continues, and limits on time with it."""
     state = loop.state
     reached_s, lost_s = state.seconds, max(0.0, state.seconds - found.seconds) + time.time() - began
     state.become(found)

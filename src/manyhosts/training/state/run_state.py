@@ -1,4 +1,4 @@
-"""Where a run stands: everything beside model and optimizer that it needs to go on."""
+"""Where a run stands: everything beside model and optimizer that it needs to continue."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RunState:
     """The last validation's values."""
     validated_at: int = -1
     validation_due: bool = False
-    """Whether the validation of this step was cut off: where the run goes on from here, it begins with it."""
+    """Whether the validation of this step was cut off: where the run continues from here, it begins with it."""
     best: float | None = None
     best_step: int = -1
     validations_without_gain: int = 0

@@ -1,4 +1,4 @@
-"""What a run keeps on disk to go on from: snapshots of everything, and the best model."""
+"""What a run keeps on disk to continue from: snapshots of everything, and the best model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from manyhosts.strategies.local_updates import averaged_parameters
 from manyhosts.training.consistency.same_given import compare_samples
 from manyhosts.training.consistency.same_weights import compare_weights
 from manyhosts.training.setup.build import Parts
-from manyhosts.training.state.registry import copied, held_by, state_of, take_up, weights_of
+from manyhosts.training.state.registry import copied, state_of, take_up, training_state_dict, weights_of
 from manyhosts.training.state.remote_copy import RemoteCopy
 from manyhosts.training.state.resuming import Changes, asked_of, compare
 from manyhosts.training.state.run_state import RunState
@@ -108,7 +108,7 @@ class SnapshotSchedule:
         own = {"strategy": parts.strategy.state_dict(), "stream": dict(state.stream)}
         holding = parts.strategy.holding
         # Where models drift apart theirs is the mean.
-        everything = {**held_by(parts), **self._weights(state.step), "run": state.to_dict()}
+        everything = {**training_state_dict(parts), **self._weights(state.step), "run": state.to_dict()}
         self.store.save(
             in_parts(everything, holding),
             self._facts(state),
@@ -130,7 +130,7 @@ class SnapshotSchedule:
                 is_whole = self.store.save_alone(self.directory.best, weights_of(parts), facts)
         if is_whole:
             path = self.store.folder / f"step-{state.step:08d}"
-            is_whole = self.store.save_alone(path, {**held_by(parts), "run": state.to_dict()}, facts)
+            is_whole = self.store.save_alone(path, {**training_state_dict(parts), "run": state.to_dict()}, facts)
         self.listen()
         return is_whole
 
@@ -171,7 +171,7 @@ class SnapshotSchedule:
             TrainingError: they do not hold the same.
         """
         parts, moment = self.parts, f"before the snapshot of step {step}"
-        if parts.strategy.traits.steps_together:
+        if parts.strategy.traits.synchronous:
             compare_weights(parts, moment)
             return weights_of(parts)
         with averaged_parameters(parts.strategy, parts.trained):
@@ -221,7 +221,7 @@ class SnapshotSchedule:
         Raises:
             ConfigError, DataError: the remote copy cannot be used, or something has changed that must not, or workers
                 hold other samples.
-            SnapshotError: there are snapshots, and none can be gone on from.
+            SnapshotError: there are snapshots, and none can be continued from.
         """
         world = self.parts.world
         if world.size > 1 and watching.watcher is None:  # who watches looks for the reason in what was trained
@@ -265,7 +265,7 @@ class SnapshotSchedule:
 
         Raises:
             ConfigError, DataError: something has changed that must not.
-            SnapshotError: there are snapshots, and none can be gone on from.
+            SnapshotError: there are snapshots, and none can be continued from.
         """
         loaded = self.store.latest(same_model(self.parts.fingerprint()))
         self.best_saved_at = -1  # the best model may be of a step that is done again
@@ -276,7 +276,7 @@ class SnapshotSchedule:
         state = RunState.from_dict(kept["run"], {})
         take_up(parts, kept, schedule=not self.changes.optimizer)
         if self.changes.optimizer:
-            parts.as_made.stand(parts.optimizer, parts.schedule, steps=state.step, kept=kept, asked=asked)
+            parts.initial_optimizer.stand(parts.optimizer, parts.schedule, steps=state.step, kept=kept, asked=asked)
         if "kept back" not in self.changes.keys:
             parts.strategy.load_state_dict(loaded.owns.under("strategy"))
         self._change(state)

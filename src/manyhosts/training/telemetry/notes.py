@@ -16,15 +16,15 @@ from manyhosts.training.loop.loop import Loop
 from manyhosts.training.loop.progress import reached, total_steps
 from manyhosts.training.setup.build import Parts, counted_workers
 from manyhosts.training.state.snapshot_schedule import SnapshotSchedule
-from manyhosts.training.telemetry.run_log import Journal
+from manyhosts.training.telemetry.run_log import RunLog
 
 
-def announce(loop: Loop, journal: Journal, loaded: Loaded | None, *, why_not_survive: str) -> None:
+def announce(loop: Loop, run_log: RunLog, loaded: Loaded | None, *, why_not_survive: str) -> None:
     """Tell where a run begins, and with what. `loaded`: the snapshot; `why_not_survive`: see `notes`."""
     state, per_epoch, now = loop.state, loop.parts.source.steps_per_epoch, time.time()
-    place = loop.duties.now()
-    journal.resume_samples(state.step)
-    journal.started = RunStarted(
+    place = loop.after_step.now()
+    run_log.resume_samples(state.step)
+    run_log.started = RunStarted(
         step=state.step,
         epoch=state.position.epoch,
         steps_per_epoch=per_epoch,
@@ -33,17 +33,17 @@ def announce(loop: Loop, journal: Journal, loaded: Loaded | None, *, why_not_sur
         resumed_from="" if loaded is None else str(loaded.path),
         epochs_done=place.epochs,
     )
-    journal.tell(journal.started)
+    run_log.tell(run_log.started)
     for skipped in loaded.skipped if loaded is not None else []:
-        journal.tell(skipped)
-    for text in notes(loop, journal.snapshot_schedule, is_resumed=loaded is not None, why_not_survive=why_not_survive):
-        journal.tell(Note(text=text, step=state.step, time=now))
+        run_log.tell(skipped)
+    for text in notes(loop, run_log.snapshot_schedule, is_resumed=loaded is not None, why_not_survive=why_not_survive):
+        run_log.tell(Note(text=text, step=state.step, time=now))
 
 
 def notes(loop: Loop, snapshot_schedule: SnapshotSchedule, *, is_resumed: bool, why_not_survive: str) -> list[str]:
     """One sentence for each thing that the person who started a run may not expect.
 
-    `why_not_survive`: why nobody goes on where a worker is lost; empty where the others do.
+    `why_not_survive`: why nobody continues where a worker is lost; empty where the others do.
     """
     settings, parts, world = loop.settings, loop.parts, loop.parts.world
     found = [] if snapshot_schedule.second is None else list(snapshot_schedule.second.notes)
@@ -71,20 +71,22 @@ def notes(loop: Loop, snapshot_schedule: SnapshotSchedule, *, is_resumed: bool, 
     if isinstance(parts.strategy, LocalUpdates) and (about_rate := parts.strategy.about_rate(parts.optimizer)):
         found.append(about_rate)
     if why_not_survive and world.membership is not None:
-        found.append(f"if a worker is lost, all end ({why_not_survive}); --restarts N goes on from the newest snapshot")
-    if is_resumed and (reached(loop.limit, loop.duties.now()) or loop.state.ended):
+        found.append(
+            f"if a worker is lost, all end ({why_not_survive}); --restarts N continues from the newest snapshot"
+        )
+    if is_resumed and (reached(loop.limit, loop.after_step.now()) or loop.state.ended):
         why = loop.state.ended or f"it is {loop.limit} long already"
         found.append(f"this run is finished ({why}); ask for a longer one, or choose another run directory")
     return found
 
 
 def about_resume(parts: Parts, snapshot_schedule: SnapshotSchedule) -> list[str]:
-    """What has changed since the snapshot that a run goes on from, and what will not be noticed when it goes on."""
-    found = snapshot_schedule.changes.told()
+    """What has changed since the snapshot that a run continues from, and what will not be noticed when it continues."""
+    found = snapshot_schedule.changes.reported()
     if parts.world.is_leader and (lost := lost_steps(snapshot_schedule.directory.metrics, snapshot_schedule.saved_at)):
         found.append(
             f"metrics.jsonl has no line of {lost}: somebody or a disk has lost them, and summary and report lack them"
         )
     if parts.world.is_leader and (unknown := parts.data_identity().get("unknown")):
-        found.append(f"no sample of the training set is compared when the run goes on: {unknown}")
+        found.append(f"no sample of the training set is compared when the run continues: {unknown}")
     return found

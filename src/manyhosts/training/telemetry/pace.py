@@ -37,18 +37,18 @@ _FACTS = 9
 """Numbers that each worker tells before these waits; behind them come two, how far its steps are planned."""
 
 
-class Pace:
+class StragglerMonitor:
     """The one of this worker. All workers call `compare` after the same steps, and all hear the same."""
 
     def __init__(
         self,
         world: World,
-        told: Callable[[], Sequence[Event]],
+        reported: Callable[[], Sequence[Event]],
         tell: Callable[[Event], None],
         balance: Balance | None = None,
     ) -> None:
         """`told`: the last events that every worker remembers, oldest first. `balance` cuts batches by the table."""
-        self._world, self._told, self._tell, self._balance = world, told, tell, balance
+        self._world, self._reported, self._tell, self._balance = world, reported, tell, balance
         self._since = Position()
         self._workers, self._links = stragglers.of_workers(), stragglers.of_links()
         self._step, self._samples, self._throttling = 0, 0, Throttling()
@@ -83,7 +83,7 @@ class Pace:
 
     def _new_steps(self) -> list[StepDone]:
         """Those since the last comparison, the newest first."""
-        newest: Iterator[StepDone] = (event for event in reversed(self._told()) if isinstance(event, StepDone))
+        newest: Iterator[StepDone] = (event for event in reversed(self._reported()) if isinstance(event, StepDone))
         last = next(newest, None)
         if last is None:
             return []

@@ -58,7 +58,7 @@ _TOLD_BY_ALL: dict[str, type[Event]] = {
 """What every worker knows to tell; the rest is the leader's alone."""
 
 
-class Journal:
+class RunLog:
     """The one of this worker."""
 
     def __init__(
@@ -92,7 +92,7 @@ class Journal:
         """Take the lock of the run directory on this worker's disk. Where it takes none, that is said, and no more.
 
         Raises:
-            ConfigError: another run is going on in it.
+            ConfigError: another run is in progress in it.
         """
         run_dir = self.directory.path
         try:
@@ -103,7 +103,7 @@ class Journal:
             sys.stderr.write(f"{words}\n")
 
     def open_records(self, step: int) -> None:
-        """Record what was asked, and let the leader have its listeners, where the run goes on after `step`."""
+        """Record what was asked, and let the leader have its listeners, where the run continues after `step`."""
         hosts = gather_words(self.world, socket.gethostname())
         if self.snapshot_schedule.store.apart:
             restore_records(self.directory, self.world, step)
@@ -160,7 +160,7 @@ class Journal:
             words = f"manyhosts: {self.directory.path / provenance.NAME} could not be written ({cause.strerror})"
             sys.stderr.write(f"{words}: `manyhosts reproduce` cannot run this again\n")
 
-    def take_lead(self, *, goes_on: bool = True) -> None:
+    def become_leader(self, *, goes_on: bool = True) -> None:
         """Be the leader from now on, and tell what every worker knows and the last leader has not written.
 
         `goes_on`: whether the run does. Where not, its directory is not locked; and where the last leader has told how
@@ -202,7 +202,7 @@ class Journal:
     def flush(self) -> bool:
         """Have everything that was told on the disk: a snapshot must not be ahead of the records. Whether it is there.
 
-        Where the disk is full the lines wait, and training goes on.
+        Where the disk is full the lines wait, and training continues.
 
         Raises:
             ConfigError: another run has taken the run directory, while this one stood still for long.
@@ -218,7 +218,7 @@ class Journal:
         return written
 
     def lay_down(self) -> None:
-        """Close everything, and lead no more: the run begins anew, perhaps under another leader."""
+        """Close everything, and lead no more: the run begins again, perhaps under another leader."""
         self.close()
         self.news, self.led, self.copies = Broadcast([]), False, False
 
@@ -245,7 +245,7 @@ class Journal:
         self.news(event)
 
     def tell_end(self, event: RunEnded) -> None:
-        """Tell how the run ended, once: see `take_lead`."""
+        """Tell how the run ended, once: see `become_leader`."""
         if self.world.is_leader:
             provenance.add_data(self.directory.path)
         if not self._end_is_told:

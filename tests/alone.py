@@ -37,7 +37,7 @@ WAITS_AT_THE_END = """
     while not os.path.exists("continue"):
         time.sleep(0.05)
 """
-"""What workers do behind that: they do not end before there is a file `continue`, and from then on are not SLOW either."""
+"""What workers do then: they do not end before there is a file `continue`, and then are not SLOW either."""
 
 
 def undisturbed(folder: Path, steps: int) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Four hosts that share nothing but wires train the model that one process trains, and continue from where they were."""
+"""Four hosts that share nothing but wires train the model that one process trains, and resume where they were."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run directory is one run's at a time; a run that was stopped says the command that continues with it, and it does."""
+"""A run directory is one run's at a time; a run that was stopped says the command that resumes it, and it does."""
 
 from __future__ import annotations
 

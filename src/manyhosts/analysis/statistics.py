@@ -188,4 +188,5 @@ def _verdict(reported: Mapping[str, Any], names: tuple[str, str]) -> str:
             f" which chance alone does with p = {reported['p']:.2g}"
         )
     better = (gap["value"] > 0) == (what == "accuracy")
-    return f"{names[1]} is {'better' if better else 'worse'}: {what} departs {span}, p = {reported['p']:.2g} ({reported['test']})"
+    verdict = "better" if better else "worse"
+    return f"{names[1]} is {verdict}: {what} departs {span}, p = {reported['p']:.2g} ({reported['test']})"

@@ -99,7 +99,7 @@ class Callback:
         """The model is placed, and its weights are those that the run begins with: make the state."""
 
     def begin(self, moment: Moment) -> None:
-        """Training begins here, or continues after a resume or a lost worker; states are what they were at this step."""
+        """Training begins here, or continues after a resume or a lost worker, with the states of this step."""
 
     def after_step(self, moment: Moment) -> None:
         """A step is done: part of it, so it happens once for each step that counts, whoever is lost meanwhile."""

@@ -1,4 +1,4 @@
-"""`manyhosts watch`: a run or a study while it continues, in the terminal and, on request, as a page on this machine."""
+"""`manyhosts watch`: a run or a study in progress, in the terminal and, on request, as a page on this machine."""
 
 from __future__ import annotations
 

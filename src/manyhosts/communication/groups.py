@@ -56,6 +56,6 @@ def live_without_others() -> str:
     if chosen in ("0", "1"):  # 1 is what launchers give: torchrun, and we
         return ""
     return (
-        f"{_HANDLING}={chosen} has PyTorch cut workers off when another is lost; here they continue without it, so it is "
-        "0 in this run; started by torchrun or srun, workers have it as you set it"
+        f"{_HANDLING}={chosen} has PyTorch cut workers off when another is lost; here they continue without it, so it "
+        "is 0 in this run; started by torchrun or srun, workers have it as you set it"
     )

@@ -81,7 +81,7 @@ class Step:
     taken: Indices
     """The samples of the global batch, by index; of a stream that is read in shards, by number (see `shards`)."""
     stream: Mapping[str, Any] = field(default_factory=dict)
-    """What a stream needs beside `after` to continue from here; what a dataset said of its own place, its worker knows."""
+    """What a stream needs beside `after` to continue from here; its worker knows what a dataset said of its place."""
     shards: int = 0
     """In how many its epoch is read; 0 where it is not."""
     first_samples: Sequence[float] = ()
@@ -148,7 +148,7 @@ class Loader:
         pin: bool,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        """`processes="auto"`: fetch the first batches here, time them, and `say` how many processes continue with it."""
+        """`processes="auto"`: fetch the first batches here, time them, and `say` how many processes fetch the rest."""
         self.fetcher = fetcher
         self.processes = processes
         self.pin = pin

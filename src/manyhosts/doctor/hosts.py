@@ -103,8 +103,8 @@ def _of_quota(host: Facts) -> Iterator[Finding]:
         yield Finding(
             level="note",
             check="load",
-            what=f"host {host['name']} has {reported['cores']} cores, of which this cgroup is let the time of {quota:.2g}:"
-            " when that is used up, all of its processes stand still for a moment",
+            what=f"host {host['name']} has {reported['cores']} cores, and the CPU quota of this cgroup is {quota:.2g}"
+            " of them: when that is used up, all of its processes stand still for a moment",
             where=f"host {host['name']}",
             fix="raise its cpu.max (CPUQuota= of systemd, --cpus of a container), or give workers fewer threads",
         )
@@ -116,7 +116,7 @@ def _of_load(host: Facts) -> Iterator[Finding]:
         yield Finding(
             level="note",
             check="load",
-            what=f"host {host['name']} has {reported['load']:.1f} programs at work on {reported['cores']} cores already",
+            what=f"host {host['name']} has {reported['load']:.1f} programs at work on {reported['cores']} cores",
             where=f"host {host['name']}",
             fix="see who they are: `top` there",
         )

@@ -43,7 +43,7 @@ class CollectiveCalls:
     # One call.
 
     def begin(self, *, most: int, survives: bool) -> bool:
-        """The next call begins. `most`: see `Membership`. Returns whether the others continue where workers are lost."""
+        """The next call begins. `most`: see `Membership`. Returns whether others continue where workers are lost."""
         self.number += 1
         membership = self.world.membership
         if membership is None or self.over:

@@ -147,7 +147,7 @@ class Run:
     # The beginning.
 
     def make_loop(self, *, survives: bool) -> None:
-        """Make what trains and, where others continue without a worker that is lost, what takes this one through that."""
+        """Make what trains and, where others continue without a lost worker, what takes this one through that."""
         run_log, settings, mesh = self.run_log, self.settings, self.parts.strategy.mesh
         balance = Balance(self.parts.cut_batches) if settings.balance == "speed" else None
         self.profiling = profiling_for(profile.asked(), self.world, self.directory.profile, run_log.tell)

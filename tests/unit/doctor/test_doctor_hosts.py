@@ -311,4 +311,4 @@ def test_quota_is_that_of_the_processs_own_cgroup_and_those_around_it(
 def test_quota_below_the_cores_is_a_note() -> None:
     finding = only(host("a", condition=reported(cpu_quota=2.0)))
     assert (finding.level, finding.check) == ("note", "load")
-    assert "has 8 cores, of which this cgroup is let the time of 2:" in finding.what
+    assert "has 8 cores, and the CPU quota of this cgroup is 2 of them:" in finding.what

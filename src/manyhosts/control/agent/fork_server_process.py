@@ -41,7 +41,7 @@ _QUIET = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _BURIAL_S = 5.0
 """How long processes that were killed may take to end: the kernel holds some of them."""
 _REST_S = 1.0
-"""The same at the end of a run. Where the script has left something behind that continues, no other run is waited for."""
+"""The same at the end of a run. Where the script has left a process behind, no other run is waited for."""
 
 
 def main() -> None:

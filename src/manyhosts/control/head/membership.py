@@ -210,7 +210,7 @@ class GroupCoordinator:
         self._try()
 
     def refuse(self) -> None:
-        """Nobody continues: whoever waits is told, and whoever may wait for a host that is silent soon waits no more."""
+        """Nobody continues: those that wait are informed, and nobody waits for a silent host any longer."""
         if not self.ended:
             self._loop.after(BREAK_AFTER_S, self._break)
         self.ended = True

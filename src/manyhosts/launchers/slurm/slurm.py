@@ -194,7 +194,7 @@ class Slurm(Engine):
             raise LaunchError(
                 f"Slurm's controller does not answer: {trouble.what.partition(': ')[2]}",
                 where=words[0],
-                fix="see `scontrol ping`; jobs that run continue without it, and what was to be asked can be asked later",
+                fix="see `scontrol ping`; running jobs continue without it, and the question can be asked later",
             ) from trouble
 
     def send(self, plan: Plan) -> str:

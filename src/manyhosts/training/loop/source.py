@@ -45,7 +45,7 @@ class Source(Protocol):
         return float(position.epoch)
 
     def of_snapshot(self, kept: Sequence[Mapping[str, Any]], rank: int, position: Position) -> Mapping[str, Any]:
-        """What the worker of this rank continues from, of what each of a snapshot's workers has `kept` of its stream."""
+        """What this rank continues from, of what each of a snapshot's workers has `kept` of its stream."""
         return {}
 
     def begin(self, position: Position) -> Position:

@@ -165,8 +165,8 @@ def keeps_state(name: str) -> ConfigError:
     return ConfigError(
         f"{KEEPS.format(name)}: each worker would keep its own, and no snapshot has it",
         where="mh.Trainer(model=…)",
-        fix="set it again in each forward pass; or register it as a buffer, and sum over the workers what goes into it; "
-        "or train in one piece (one worker, no micro_batch_size)",
+        fix="set it again in each forward pass; or register it as a buffer, and sum over the workers what goes into it;"
+        " or train in one piece (one worker, no micro_batch_size)",
     )
 
 
@@ -213,7 +213,7 @@ class Look:
         return found
 
     def _go_on_after(self, error: Exception) -> None:
-        """Raise `error` where workers exchange in forward passes: one that continued would meet the others elsewhere."""
+        """Raise `error` where workers exchange in forward passes: if one continued, its collectives would not match."""
         if not self.copies:
             raise error
 

@@ -82,7 +82,7 @@ def start(name, image, given, words):
         lines.append('export PATH="$stage/bin:/usr/sbin:/usr/bin:/sbin:/bin"; exec "$@"')
     else:
         lines.append('ln -s /bin/sh /bin/uname $stage/bin; export PATH="$stage/bin"; exec "$@"')
-    with open(CONFIG["told"], "a") as file:
+    with open(CONFIG["reported"], "a") as file:
         words_of_all = [[flag, value] for flag, values in given.items() for value in values]
         file.write(json.dumps({{"runtime": name, "options": words_of_all, "command": words}}) + "\n")
     os.execvpe(
@@ -152,7 +152,7 @@ def install(
     hidden: Sequence[str] = (),
     **more: object,
 ) -> None:
-    """Put `runtime` into `folder`, with its images by name. Each start of a container is a line of the file `told`.
+    """Put `runtime` into `folder`, with its images by name. Each start of a container is a line of the file `reported`.
 
     `hidden` are folders that containers do not see. `refuses`: what it says to everybody.
     """

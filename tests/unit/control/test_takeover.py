@@ -83,7 +83,7 @@ def test_another_session_goes_on_from_what_was_written_and_every_message_counts_
     for wire in wires:
         wire.arrive()
     assert at_agent == ["start", "tell"]
-    assert at_head == ["asked", "warm", "trouble"]
+    assert at_head == ["asked", "modules_preloaded", "trouble"]
     for then in timers:
         then()
     for wire in wires:

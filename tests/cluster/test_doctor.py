@@ -22,7 +22,7 @@ from testbed import needs
 from manyhosts.lab import Host, Lab
 
 HAS_FAKETIME = shutil.which("faketime") is not None
-BY_CHANCE = {"speed", "bandwidth", "latency", "load", "memory", "shared memory", "descriptors", "disk"}
+BY_CHANCE = {"speed", "bandwidth", "latency", "loss", "load", "memory", "shared memory", "descriptors", "disk"}
 """Checks that this machine may fail by itself, or while it has other work."""
 
 
@@ -174,6 +174,39 @@ def test_nothing_else_is_called_wrong(ailing: Examined) -> None:
     known |= {"clock"} if HAS_FAKETIME else set()
     assert {each["check"] for each in ailing.report["findings"]} - BY_CHANCE == known
     assert all(each["fix"] and each["where"] for each in ailing.report["findings"])
+
+
+def drop(host: Host, *rules: str) -> None:
+    """Have `host` lose what each rule of nft says, both of what comes and of what goes."""
+    chains = (
+        f"chain {way} {{\ntype filter hook {way} priority 0;\n{rule} drop\n}}\n"
+        for way in ("input", "output")
+        for rule in rules
+    )
+    host.path("/root/drop").write_text(f"table inet lossy {{\n{''.join(chains)}}}\n")
+    host.run(["nft", "-f", "/root/drop"])
+
+
+@needs("nft")
+def test_host_that_loses_packets_and_host_that_large_ones_do_not_reach_are_named(
+    make_lab: Callable[..., Lab], tmp_path: Path
+) -> None:
+    """lab2 loses one in twenty of what comes and of what it sends, lab4 all that is larger than a tunnel would take."""
+    hosts = make_lab(4)
+    (tmp_path / "train.py").write_text("print(1)\n")
+    for host in hosts:
+        host.run(["mkdir", "-p", str(tmp_path)])
+        host.path(tmp_path / "train.py").write_text("print(2)\n" if host is hosts[2] else "print(1)\n")
+    drop(hosts[1], "numgen random mod 20 < 1")
+    drop(hosts[3], "meta length > 1300")
+    found = examine(hosts, tmp_path, "--hosts", ",".join(hosts.names), "train.py")
+    assert found.of("reach") == ["small packets reach host lab4, and large ones do not"]
+    said = found.of("loss", "warning")
+    shares = [float(share) for what in said for share in re.findall(r"^([\d.]+)% of the packets", what)]
+    assert len(shares) == len(said) >= 1, found.report["findings"]
+    assert all("host lab2" in what for what in said), said
+    assert all(1 < share < 15 for share in shares), said
+    assert found.of("script", "note") == ["the script on host lab3 is another one than this machine's"]
 
 
 @pytest.mark.slow  # factors: tests/unit/doctor; what hosts measure: `ailing` and the test below

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,52 @@ def test_job_is_cancelled_once_and_for_all(four: Lab, folder: Path) -> None:
     for _ in range(2):
         four[0].run([*MANYHOSTS, "cancel", handle], env=environment())
     wait_for(four, handle, "cancelled")
+
+
+def running(four: Lab) -> str:
+    """The number of the one job that runs; empty where none does."""
+    return str(four[0].run(["squeue", "--noheader", "--states", "R", "--format", "%A"]).stdout).strip()
+
+
+def test_allocation_that_is_cancelled_while_a_run_starts_in_it_is_said_as_that(four: Lab) -> None:
+    wait_until(lambda: not running(four), "no other job")
+    words = [*MANYHOSTS, "run", "--on", "slurm", "--run-dir", f"{FOLDER}/taken", "long.py"]
+    launcher = four[0].start(
+        ["salloc", "--quiet", "--nodes", "2", *words],
+        folder=FOLDER,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    wait_until(lambda: bool(running(four)), "it has its nodes")
+    number = running(four)
+    four[0].run(["scancel", number])
+    printed, _ = launcher.communicate(timeout=HANGS_S)
+    assert launcher.returncode != 0, printed
+    assert f"manyhosts: Slurm has taken the nodes of this run away: job {number} is " in printed
+    assert "before it said a word" not in printed
+
+
+def test_job_that_never_was_and_controller_that_is_down_are_said_as_that(
+    make_lab: Callable[..., Lab],
+) -> None:
+    [host] = hosts = make_lab(1)
+    start_slurm(hosts)
+    host.path("/root/train.py").write_text("print(1)\n")
+
+    def said(*words: str) -> tuple[int, str]:
+        done = host.run([*MANYHOSTS, *words], env=environment(), check=False, timeout_s=HANGS_S)
+        return done.returncode, done.stderr.splitlines()[0]
+
+    never = "manyhosts: Slurm knows no job 99999: it has long been over, or there never was one"
+    assert said("cancel", "slurm://99999") == (3, never)
+    [controller] = [process for process, words in host.processes().items() if words.startswith("slurmctld")]
+    os.kill(controller, signal.SIGKILL)
+    run_words = ("run", "--on", "slurm", "--nodes", "1", "--run-dir", "/root/down", "train.py")
+    for words in (("status", "slurm://1"), ("cancel", "slurm://1"), run_words):
+        code, first = said(*words)
+        assert (code, first.startswith("manyhosts: Slurm's controller does not answer: ")) == (3, True), first
+    assert not host.path("/root/down").exists()
 
 
 def test_launcher_that_is_ended_while_slurm_takes_its_job_leaves_none_in_the_queue(four: Lab, folder: Path) -> None:

@@ -133,6 +133,36 @@ def test_error_of_ours_comes_out_once_in_its_own_words_with_its_exit_code(tmp_pa
     assert ended.out == "", "a wrong request is not tried again"
 
 
+def test_workers_that_raise_one_error_together_each_come_to_their_last_line(tmp_path: Path) -> None:
+    source = """
+    import os, time
+    from manyhosts.errors import TrainingError
+
+    rank = int(os.environ["RANK"])
+    try:
+        raise TrainingError("the loss is NaN at step 3")
+    finally:
+        time.sleep(0.7 * (1 - rank))  # the first writes down more than the others
+        print(f"last line of {rank}", flush=True)
+    """
+    ended = run(tmp_path, source, "--workers", "2")
+    assert (ended.code, ended.err.splitlines()[0]) == (1, "manyhosts: the loss is NaN at step 3"), ended
+    assert [ended.out.count(f"last line of {rank}") for rank in range(2)] == [1, 1], ended.out
+
+
+def test_error_of_ours_on_one_worker_ends_one_that_does_not_end_by_itself(tmp_path: Path) -> None:
+    source = """
+    import os, time
+    from manyhosts.errors import TrainingError
+
+    if os.environ["RANK"] == "0":
+        raise TrainingError("the loss is NaN at step 3")
+    time.sleep(1000)
+    """
+    ended = run(tmp_path, source, "--workers", "2")
+    assert (ended.code, ended.err.splitlines()[0]) == (1, "manyhosts: the loss is NaN at step 3"), ended
+
+
 def test_worker_that_had_finished_counts_as_done_though_it_aborts_on_the_way_out(tmp_path: Path) -> None:
     ended = run(tmp_path, "import atexit, os; atexit.register(os.abort); print('all done')", "--workers", "2")
     assert (ended.code, ended.out.count("all done"), ended.err) == (0, 2, "")

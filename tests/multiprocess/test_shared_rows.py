@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -64,13 +66,12 @@ def train(rank: int, able: list[bool]) -> dict[str, Any]:
     for each in found[: len(list(model.parameters()))]:
         world.all_reduce(each)
     world.leave()
-    return {"found": found, "calls": len(calls), "memory": batch.is_shared_memory, "rows": shared_rows_left()}
+    return {"found": found, "calls": len(calls), "memory": batch.is_shared_memory, "rows": shared_rows_mapped()}
 
 
-def shared_rows_left() -> list[str]:
-    """What this process has of such memory that has a name yet: other runs on this machine have theirs for a moment."""
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    return [line for line in maps if "manyhosts-rows-" in line and not line.endswith("(deleted)")]
+def shared_rows_mapped() -> list[str]:
+    """What this process has of such memory."""
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "manyhosts-rows-" in line]
 
 
 def test_batch_norm_of_workers_on_one_host_needs_no_gloo_and_has_the_same_bits() -> None:
@@ -81,7 +82,8 @@ def test_batch_norm_of_workers_on_one_host_needs_no_gloo_and_has_the_same_bits()
     assert [each["calls"] for each in through_memory] == [0] * 3
     assert [each["calls"] for each in by_gloo] == [4] * 3, "one exchange a layer each way"
     for ours, theirs in zip(through_memory, by_gloo, strict=True):
-        assert ours["rows"] == [], "nothing is left in /dev/shm"
+        assert len(ours["rows"]) == 1, "they went through memory"
+        assert "memfd:" in ours["rows"][0], "which has no name, and so cannot be left in /dev/shm"
         assert all(torch.equal(one, other) for one, other in zip(ours["found"], theirs["found"], strict=True))
     model = network()
     torch.manual_seed(1)
@@ -107,6 +109,32 @@ def exchange(rank: int) -> str:
     world.barrier()
     world.leave()
     return "done"
+
+
+def test_nothing_is_left_of_it_where_its_maker_is_killed_before_others_have_it() -> None:
+    class Members:
+        rank, size, device = 0, 2, torch.device("cpu")
+
+        def broadcast(self, reported: Tensor) -> Tensor:
+            os.kill(os.getpid(), signal.SIGKILL)
+            return reported
+
+    before = set(os.listdir("/dev/shm"))
+    if (process := os.fork()) == 0:
+        shared_rows.among(Members(), 8, same_host=True)  # type: ignore[arg-type]
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGKILL
+    assert not [name for name in set(os.listdir("/dev/shm")) - before if "manyhosts" in name]
+
+
+def test_memory_of_a_process_that_is_another_one_from_here_is_not_taken() -> None:
+    """As in a container whose processes are counted by themselves."""
+    descriptor, reported = shared_rows._make(4096)
+    process, number, _ = reported.decode().split()
+    os.close(shared_rows._open(reported))
+    with pytest.raises(FileNotFoundError):
+        shared_rows._open(f"{process} {number} 0123456789abcdef".encode())
+    os.close(descriptor)
 
 
 def test_rows_are_those_of_gloo_and_a_worker_that_is_gone_is_not_waited_for() -> None:

@@ -7,7 +7,8 @@ writes its row and a number behind it, and reads the rows of the others when the
 Each worker has two rows, used in turn: whoever writes its next but one has seen the number of the next from all others,
 and those had read the one before. On x86 what one core writes is seen by others in that order; machines of other kinds
 exchange by Gloo. A worker holds a lock on its byte of the file, which the system lets go of when the worker ends,
-however it ends: so those who wait for it notice.
+however it ends: so those who wait for it notice. The file never has a name, so that nothing of it is left behind where
+all of them are killed: the others open it by way of the first one's process.
 """
 
 from __future__ import annotations
@@ -17,9 +18,8 @@ import fcntl
 import mmap
 import os
 import platform
-import tempfile
+import secrets
 import time
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -28,7 +28,7 @@ from torch import Tensor
 from manyhosts.communication.collectives import Collectives
 from manyhosts.errors import CommunicationError
 
-_MEMORY = Path("/dev/shm")  # noqa: S108  # what is made there has a name of mkstemp, and none soon after
+_NAME = "manyhosts-rows-"
 _LINE = 64
 """Bytes that cores exchange at once: numbers of different workers lie so far apart."""
 _SPINS = 300
@@ -38,19 +38,20 @@ _YIELD_S = 0.002
 _SLEEP_S = 0.0002
 _LOOK_S = 0.05
 """How often it sees whether those whom it waits for are alive."""
-_NAME_BYTES = 64
+_TOLD_BYTES = 64
+"""What the first one tells of it, as words: its process, the descriptor there, and what this memory alone is called."""
 
 
 def is_possible() -> bool:
     """Whether workers of this host can share memory in the order that is needed."""
-    return platform.machine().lower() in ("x86_64", "amd64", "i686") and os.access(_MEMORY, os.W_OK)
+    return platform.machine().lower() in ("x86_64", "amd64", "i686") and hasattr(os, "memfd_create")
 
 
 class SharedRows:
     """Rows of up to `length` numbers, one of each member. Made by `among`."""
 
-    def __init__(self, members: Collectives, path: Path, length: int, timeout_s: float) -> None:
-        """Map the file at `path`, which has the size `bytes_for`."""
+    def __init__(self, members: Collectives, descriptor: int, length: int, timeout_s: float) -> None:
+        """Map the file of `descriptor`, which has the size `bytes_for` and is this one's from now on."""
         size = members.size
         self.members, self.rank, self.size, self.length, self.timeout_s = (
             members,
@@ -59,7 +60,7 @@ class SharedRows:
             length,
             timeout_s,
         )
-        self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self._file = descriptor
         fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self.rank)
         memory = mmap.mmap(self._file, bytes_for(size, length))
         self._numbers = memoryview(memory).cast("q")
@@ -142,35 +143,49 @@ def among(members: Collectives, length: int, *, same_host: bool, timeout_s: floa
 
     None on all of them where some cannot: they are on several hosts, or in containers that share no memory.
     """
-    path: Path | None = None
     able = same_host and is_possible() and members.device.type == "cpu"
-    if members.rank == 0 and able:
-        with contextlib.suppress(OSError):
-            descriptor, name = tempfile.mkstemp(prefix="manyhosts-rows-", dir=_MEMORY)
-            path = Path(name)
-            try:
-                os.posix_fallocate(descriptor, 0, bytes_for(members.size, length))
-            except OSError:  # no room: to write there would be the end of this process
-                path.unlink()
-                path = None
-            finally:
-                os.close(descriptor)
+    own, reported = _make(bytes_for(members.size, length)) if members.rank == 0 and able else (-1, b"")
     made: SharedRows | None = None
     try:
-        reported = torch.zeros(_NAME_BYTES, dtype=torch.uint8, device=members.device)
-        if path is not None:
-            name_bytes = path.name.encode()
-            reported[: len(name_bytes)] = torch.tensor(list(name_bytes), dtype=torch.uint8)
-        reported = members.broadcast(reported)
-        name = bytes(cast(list[int], reported.tolist())).rstrip(b"\0").decode()
-        if able and name:
+        words = torch.zeros(_TOLD_BYTES, dtype=torch.uint8, device=members.device)
+        words[: len(reported)] = torch.tensor(list(reported), dtype=torch.uint8)
+        reported = bytes(cast(list[int], members.broadcast(words).tolist())).rstrip(b"\0")
+        if able and reported:
             with contextlib.suppress(OSError):
-                made = SharedRows(members, _MEMORY / name, length, timeout_s)
-        if members.any(made is None):
-            if made is not None:
-                made.close()
-            made = None
+                own = own if members.rank == 0 else _open(reported)
+                made = SharedRows(members, own, length, timeout_s)
+        if not members.any(made is None):
+            own = -1  # what was made keeps it
+            return made
+        return None
     finally:
-        if path is not None:
-            path.unlink(missing_ok=True)  # those who have mapped it keep it, and nothing is left behind
-    return made
+        if own >= 0:
+            os.close(own)
+
+
+def _make(size: int) -> tuple[int, bytes]:
+    """Memory of `size` bytes that has no name: its descriptor, and what `_open` takes. Or -1 and nothing: no room."""
+    token = secrets.token_hex(8)
+    try:
+        descriptor = os.memfd_create(_NAME + token)
+    except OSError:
+        return -1, b""
+    try:
+        os.posix_fallocate(descriptor, 0, size)  # later there might be none, which would be the end of this process
+    except OSError:
+        os.close(descriptor)
+        return -1, b""
+    return descriptor, f"{os.getpid()} {descriptor} {token}".encode()
+
+
+def _open(reported: bytes) -> int:
+    """A descriptor of what `_make` made in another process.
+
+    Raises:
+        OSError: that process is not to be seen from here: it is another user's, or in another container.
+    """
+    process, number, token = reported.decode().split()
+    path = f"/proc/{process}/fd/{number}"
+    if not os.readlink(path).startswith(f"/memfd:{_NAME}{token}"):
+        raise FileNotFoundError(path)
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC)

@@ -127,17 +127,27 @@ class Loop:
         self._undo.append(undo)
 
     def beside(self, work: Callable[[], T], then: Callable[[T], object]) -> None:
-        """Do `work` on a thread of its own, for it may take long; the loop then calls `then` with what it gave."""
+        """Do `work` on a thread of its own, for it may take long; the loop then calls `then` with what it gave.
+
+        Where `work` raises, `run` does, with the same error.
+        """
         reading, writing = os.pipe()
         found: list[T] = []
+        raised: list[BaseException] = []
 
         def act() -> None:
-            found.append(work())
-            os.close(writing)
+            try:
+                found.append(work())
+            except BaseException as error:
+                raised.append(error)
+            finally:
+                os.close(writing)
 
         def take() -> None:
             self.unwatch(reading)
             os.close(reading)
+            if raised:
+                raise raised[0]
             then(found[0])
 
         self.watch(reading, take)

@@ -14,7 +14,7 @@ from typing import Any
 from manyhosts import __version__
 from manyhosts.cluster.findings import Finding, exit_code, worst_first
 from manyhosts.cluster.rounds import rounds
-from manyhosts.doctor import closed, exercise, hosts, network
+from manyhosts.doctor import checksum, closed, exercise, hosts, network
 from manyhosts.doctor.probe_server import Reached
 from manyhosts.doctor.reached_hosts import Facts, ReachedHosts
 
@@ -97,7 +97,9 @@ def examine(
         found.meet()
     here = [found.facts[each.name] for each in found.hosts.there]
     mine = hosts.versions_here(__version__)
-    findings = [*found.hosts.lost, *hosts.findings(here, mine, request.data, shares_disk=request.shares_disk)]
+    script = checksum.of_path(request.script) if request.script else None
+    of_hosts = hosts.findings(here, mine, request.data, shares_disk=request.shares_disk, script=script)
+    findings = [*found.hosts.lost, *of_hosts]
     findings += [*network.findings(here, found.pairs), *network.of_rendezvous(here, found.meeting)]
     return Examination(
         request=request,

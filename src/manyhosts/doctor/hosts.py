@@ -26,9 +26,16 @@ def versions_here(manyhosts: str) -> dict[str, str]:
 
 
 def findings(
-    hosts: Sequence[Facts], mine: Mapping[str, str], data: Sequence[str], *, shares_disk: bool
+    hosts: Sequence[Facts],
+    mine: Mapping[str, str],
+    data: Sequence[str],
+    *,
+    shares_disk: bool,
+    script: Facts | None = None,
 ) -> list[Finding]:
     """What is wrong with `hosts`, whose versions are to be `mine` and whose `data` are to be the same.
+
+    `script` is what this machine has of it.
 
     `shares_disk`: whether the run directory and the script must be on a disk that they share.
     """
@@ -47,7 +54,7 @@ def findings(
     found += [finding for host in reversed(machines.values()) for finding in _of_load(host)]
     found += [*_of_graphics_together(hosts), *fast_links.findings(hosts)]
     found += _of_run_dir(hosts, shares_disk=shares_disk)
-    found += _of_script(hosts, shares_disk=shares_disk)
+    found += _of_script(hosts, script, shares_disk=shares_disk)
     for path in data:
         found += _of_data(hosts, path)
     return [*found, *_of_speed(hosts)]
@@ -197,17 +204,20 @@ def _of_run_dir(hosts: Sequence[Facts], *, shares_disk: bool) -> Iterator[Findin
         )
 
 
-def _of_script(hosts: Sequence[Facts], *, shares_disk: bool) -> Iterator[Finding]:
+def _of_script(hosts: Sequence[Facts], mine: Facts | None, *, shares_disk: bool) -> Iterator[Finding]:
     asked = [host for host in hosts if "script" in host]
     if not any(host["script"] for host in asked):
         return
     level: Level = "error" if shares_disk else "note"
     fix = "put it where all hosts see it" if shares_disk else "nothing need be done: `manyhosts run` brings it there"
     usual = Counter(_identity(host["script"]) for host in asked if host["script"]).most_common(1)[0][0]
+    usual, than = (_identity(mine), "this machine's") if _identity(mine) else (usual, "that of most others")
     for host in asked:
         name = host["name"]
         if _identity(host["script"]) != usual:
-            what = f"the script on host {name} is another one" if host["script"] else f"host {name} has no such script"
+            what = f"host {name} has no such script"
+            if host["script"]:
+                what = f"the script on host {name} is another one than {than}"
             yield Finding(level=level, check="script", what=what, where=f"host {name}", fix=fix)
 
 

@@ -16,6 +16,8 @@ _SUSPECT = 1.2
 _FAR_S = 0.002
 _FAR = 5
 _LOOPBACK = "127."
+_LOST = 0.005
+"""What a way may lose of its packets: more than this holds up every exchange."""
 
 
 def findings(hosts: Sequence[Facts], pairs: Sequence[Facts]) -> list[Finding]:
@@ -27,6 +29,7 @@ def findings(hosts: Sequence[Facts], pairs: Sequence[Facts]) -> list[Finding]:
         *_of_slow_hosts(hosts, pairs),
         *_of_slow_pairs(hosts, pairs),
         *_of_latency(pairs),
+        *_of_loss(hosts, pairs),
         *_of_packets(hosts),
         *_of_names(hosts),
         *_of_equal_names(hosts),
@@ -142,6 +145,27 @@ def _of_latency(pairs: Sequence[Facts]) -> Iterator[Finding]:
                 where=f"between {pair['from']} and {pair['to']}",
                 fix="see by which way it goes: `tracepath` from one to the other",
             )
+
+
+def _of_loss(hosts: Sequence[Facts], pairs: Sequence[Facts]) -> Iterator[Finding]:
+    """Ways on which packets get lost; where all that lead to a host, or from it, are such, that host."""
+    lossy = [pair for pair in pairs if (pair.get("lost") or 0) >= _LOST]
+
+    def finding(what: str, where: str, host: str, of: Sequence[Facts]) -> Finding:
+        share = statistics.median(pair["lost"] for pair in of)
+        reported = f"{share:.1%} of the packets {what} get lost, and each of them holds up an exchange"
+        fix = f"see the cable of {host} and its port at the switch: `ip -s link` and `ethtool -S INTERFACE` there count"
+        return Finding(level="warning", check="loss", what=reported, where=where, fix=f"{fix} errors and drops")
+
+    for side, words in (("to", "that are sent to host"), ("from", "from host")):
+        for name in (host["name"] for host in hosts):
+            own = [pair for pair in pairs if pair[side] == name]
+            if len(own) > 1 and all(pair in lossy for pair in own):
+                yield finding(f"{words} {name}", f"host {name}", name, own)
+                lossy = [pair for pair in lossy if pair not in own]
+    for pair in lossy:
+        one, other = pair["from"], pair["to"]
+        yield finding(f"from host {one} to host {other}", f"between {one} and {other}", other, [pair])
 
 
 def _of_packets(hosts: Sequence[Facts]) -> Iterator[Finding]:

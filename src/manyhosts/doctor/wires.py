@@ -25,6 +25,8 @@ _LONGEST_ANSWER = 1 << 12
 _CONNECT_S = 4.0
 _SILENCE_S = 5.0
 _WORDS = 20
+_MORE_WORDS, _MORE_WORDS_S = 400, 0.5
+"""So many more, or for so long, to see whether any gets lost: of a way that is idle but for them, none does."""
 _WORD = b"manyhosts doctor" * 4
 _CHUNK = bytes(1 << 18)
 _MOST_STRANGERS = 64
@@ -32,6 +34,8 @@ _STRANGER_LIMIT_S = 5.0
 """How long a connection may take to show that it knows the token, however slowly it writes."""
 _PAUSE_S = 0.2
 _IP_MTU, _IPV6_MTU, _TCP_MAXSEG = 14, 24, 2
+_TCP_INFO_BYTES, _SENT_AGAIN_AT, _SENT_AT = 140, 100, 136
+"""Of Linux's struct tcp_info: its size up to tcpi_segs_out, and where that and tcpi_total_retrans are."""
 
 
 class ConnectionGate:
@@ -115,7 +119,8 @@ class Listener:
 
 
 def try_out(address: str, port: int, token: str, seconds: float) -> dict[str, Any]:
-    """Measure what goes from here to a listener: `latency_s` there and back, `bandwidth` in bytes in a second, `mtu`.
+    """Measure what goes from here to a listener: `latency_s` there and back, `bandwidth` in bytes in a second, `mtu`;
+    `lost`, the share of packets that had to be sent again, where this system counts them.
 
     Takes little more than `seconds`. `trouble` says in its place why nothing could be measured, and `stage` how far it
     came: connect, talk, or send.
@@ -127,13 +132,17 @@ def try_out(address: str, port: int, token: str, seconds: float) -> dict[str, An
             connection = way.begin(token, b"e")
             latency_s = min(_echo_s(connection) for _ in range(_WORDS))
             sizes = _packet_sizes(connection)
+            lost_idle = _lost_of_words(connection)
         with contextlib.closing(_Way(address, port)) as way:
-            way.begin(token, b"s")
+            connection = way.begin(token, b"s")
             stage = "send"
             bandwidth = way.send_for(seconds)
+            lost = _lost(connection)
     except (OSError, ValueError) as error:
         return {"trouble": getattr(error, "strerror", None) or str(error) or type(error).__name__, "stage": stage}
-    return {"latency_s": latency_s, "bandwidth": bandwidth, **sizes}
+    if lost_idle == 0:
+        lost = 0.0  # whatever was lost, it was in a queue that was full, as happens on a way that is well
+    return {"latency_s": latency_s, "bandwidth": bandwidth, "lost": lost, **sizes}
 
 
 class _Way:
@@ -192,6 +201,26 @@ def _echo_s(connection: socket.socket) -> float:
     connection.sendall(_WORD)
     receive(connection, len(_WORD))
     return time.perf_counter() - begin
+
+
+def _lost_of_words(connection: socket.socket) -> float | None:
+    """What `_lost` says of words that go one by one."""
+    end = time.perf_counter() + _MORE_WORDS_S
+    for _ in range(_MORE_WORDS):
+        if time.perf_counter() > end:
+            break
+        _echo_s(connection)
+    return _lost(connection)
+
+
+def _lost(connection: socket.socket) -> float | None:
+    """Which share of what went out on `connection` was sent again; None where this system does not say."""
+    with contextlib.suppress(OSError, AttributeError):
+        facts = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        if len(facts) == _TCP_INFO_BYTES:
+            again, sent = (struct.unpack_from("I", facts, place)[0] for place in (_SENT_AGAIN_AT, _SENT_AT))
+            return float(again / max(1, sent))
+    return None
 
 
 def _take_all(connection: socket.socket) -> bytes:

@@ -10,12 +10,13 @@ import re
 import shlex
 import subprocess
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from manyhosts.errors import LaunchError
-from manyhosts.hosts import containers, hostfile, remote_probe
+from manyhosts.hosts import containers, hostfile, large_packets, remote_probe
 from manyhosts.hosts.containers import Container
 
 CONNECT_S = 5
@@ -29,6 +30,8 @@ _START = (
     f" size.strip().isdigit() or sys.exit({_EATEN!r}); code = sys.stdin.buffer.read(int(size));"
     f" len(code) == int(size) or sys.exit({_EATEN!r}); exec(code)"
 )
+_QUIET_S, _AFTER_S = 3.0, 5.0
+"""How long a host is waited for before it is seen whether a start file there reads what is sent; and then."""
 _CHOOSE = 'for python in "$@"; do command -v "$python" >/dev/null && exec "$python" -c "$0"; done; exit 127'
 """For sh: start the first Python of several that there is, with the program that stands before them."""
 
@@ -106,6 +109,14 @@ class Unreachable(LaunchError):
     """A host does not answer, and may do so later."""
 
 
+class _Silent(Unreachable):
+    """It takes connections, and says nothing."""
+
+
+class Lost(LaunchError):
+    """A host has answered, and does so no more."""
+
+
 class Connection:
     """A host that ssh has been asked to reach. Use `facts` first: it waits until the host has answered."""
 
@@ -130,10 +141,13 @@ class Connection:
         self._destination, port = hostfile.destination(host)
         self._port = ["-p", port] if port else []
         self._path = folder / f"{abs(hash(host)):x}"
-        self._lines: queue.Queue[str | None] = queue.Queue()
+        self._lines: queue.Queue[dict[str, Any] | LaunchError | None] = queue.Queue()
         words = self.inside(["sh", "-c", _CHOOSE, _START, *pythons])
         self._outpost = _started(self.command(words, *("-o", "ControlMaster=yes", "-o", "ControlPersist=no")))
+        program = program or Path(remote_probe.__file__).read_bytes()
+        self._sent = program.partition(b"\n")[0].decode()
         self._errors: list[str] = []
+        self._has_answered = False
         self._writing = threading.Lock()
         self._readers = [
             threading.Thread(target=self._read_answers, daemon=True),
@@ -141,7 +155,6 @@ class Connection:
         ]
         for reader in self._readers:
             reader.start()
-        program = program or Path(remote_probe.__file__).read_bytes()
         self._write(f"{len(program)}\n".encode() + program)
 
     @property
@@ -176,12 +189,23 @@ class Connection:
 
         Raises:
             Unreachable: the host does not answer.
-            LaunchError: it does not let us in, or has no Python.
+            LaunchError: it does not let us in, has no Python, or a start file there reads what it is sent.
         """
-        found = self._next(CONNECT_S + (_ANSWER_S if self.container is None else _CONTAINER_S))
+        found = self._first_answer()
         if not found.get("address"):
             found["address"] = remote_probe.way_to(self._destination.rpartition("@")[2])
         return found
+
+    def _first_answer(self) -> dict[str, Any]:
+        if self.container is not None:
+            return self._next(CONNECT_S + _CONTAINER_S)
+        until = time.monotonic() + CONNECT_S + _ANSWER_S
+        with contextlib.suppress(_Silent):
+            return self._next(_QUIET_S)
+        is_eaten = self._is_answered_without_input()
+        with contextlib.suppress(_Silent):
+            return self._next(_AFTER_S if is_eaten else max(0.0, until - time.monotonic()))
+        raise self._eaten() if is_eaten else self._silence(CONNECT_S + _ANSWER_S)
 
     def ask(self, question: str, *, timeout_s: float = _ANSWER_S, **details: Any) -> Any:
         """Have the remote probe answer.
@@ -247,16 +271,33 @@ class Connection:
         try:
             line = self._lines.get(timeout=timeout_s)
         except queue.Empty:
-            raise Unreachable(
-                f"host {self.host} takes connections, but said nothing within {timeout_s:.0f} s",
-                where=f"host {self.host}",
-                fix=f"see with `ssh {self.host}` whether it is frozen, waits for a file system that is away, or reads"
-                " standard input in a start file (~/.bashrc)",
-            ) from None
+            raise self._silence(timeout_s) from None
         if line is None:
             raise self._trouble()
-        found: dict[str, Any] = json.loads(line)
-        return found
+        if isinstance(line, LaunchError):
+            raise line
+        return line
+
+    def _silence(self, seconds: float) -> _Silent:
+        return _Silent(
+            f"host {self.host} takes connections, but said nothing within {seconds:.0f} s",
+            where=f"host {self.host}",
+            fix=f"see with `ssh {self.host}` whether it is frozen, waits for a file system that is away, or reads"
+            " standard input in a start file (~/.bashrc)",
+        )
+
+    def _is_answered_without_input(self) -> bool:
+        """Whether the same host runs a Python whose standard input is empty: a start file that reads it then ends."""
+        words = self.inside(["sh", "-c", _CHOOSE, "print('here')", *self._pythons])
+        asked = self.command(words)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            done = subprocess.run(asked, stdin=subprocess.DEVNULL, capture_output=True, timeout=_ANSWER_S, check=False)
+            return done.returncode == 0
+        return False
+
+    def _eaten(self) -> LaunchError:
+        """What is the matter where a start file has read what was sent."""
+        return trouble(self.host, 1, _EATEN, self._pythons)
 
     def _read_answers(self) -> None:
         assert self._outpost.stdout is not None, "it was asked for as a pipe"
@@ -264,8 +305,14 @@ class Connection:
             for line in stream:
                 text = line.decode(errors="replace")
                 _, mark, reported = text.partition(remote_probe.MARK)
-                if mark:  # the rest, which need not end with a line break, is what a login shell has to say
-                    self._lines.put(reported)
+                with contextlib.suppress(
+                    ValueError
+                ):  # else a login shell says it, which need not end with a line break
+                    if mark and isinstance(answer := json.loads(reported), dict):
+                        self._has_answered = True
+                        self._lines.put(answer)
+                if not self._has_answered and text.strip() == self._sent:
+                    self._lines.put(self._eaten())  # `cat` in a start file
         self._lines.put(None)
 
     def _read_errors(self) -> None:
@@ -277,7 +324,15 @@ class Connection:
         """Why ssh has ended."""
         code = self._outpost.wait()
         self._readers[1].join(timeout=5)
-        return trouble(self.host, code, "\n".join(self._errors), self._pythons, self.container)
+        error = trouble(self.host, code, "\n".join(self._errors), self._pythons, self.container)
+        if isinstance(error, Lost) and large_packets.are_lost(self._destination, self._port):
+            return LaunchError(
+                f"small packets reach host {self.host}, and large ones do not",
+                where=error.where,
+                fix="the packet size (MTU) of a switch, tunnel or VPN on the way is smaller than that of the hosts:"
+                " `ip link set dev INTERFACE mtu 1200` here and there shows whether that is it",
+            )
+        return error
 
 
 def command(host: str, socket: str, words: Any, *options: str) -> list[Any]:
@@ -313,7 +368,7 @@ def trouble(host: str, code: int, said: str, pythons: Sequence[str], container: 
             return kind(what.format(**words), where=where, fix=fix.format(**words))
     last = next((line for line in reversed(said.splitlines()) if line), f"exit code {code}")
     if code == _FAILED and (not said.strip() or _GIVEN_UP in last):
-        return LaunchError(
+        return Lost(
             f"host {host} was reached, and does not answer any more: it is off, or cut off",
             where=where,
             fix="see that it is on and that its cable is in, and start the run again",

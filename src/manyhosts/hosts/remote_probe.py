@@ -11,6 +11,7 @@ import contextlib
 import errno
 import fcntl
 import fnmatch
+import hashlib
 import importlib.util
 import json
 import os
@@ -206,8 +207,11 @@ def is_on_a_network(folder: str, mounts: str = "/proc/self/mounts") -> bool:
     return kind in _OF_NETWORKS
 
 
-def differing(folder: str, files: dict[str, list[int]]) -> list[str]:
-    """Which of `files` (path → size, time of its last change in ns) are not like that in `folder`."""
+def differing(folder: str, files: dict[str, list[int]], contents: dict[str, str]) -> list[str]:
+    """Which of `files` (path → size, time of its last change in ns) are not like that in `folder`.
+
+    `contents` are the hashes of some of them: `content_of`.
+    """
     different = []
     for path, (size, changed_ns) in files.items():
         try:
@@ -215,9 +219,26 @@ def differing(folder: str, files: dict[str, list[int]]) -> list[str]:
         except OSError:
             different.append(path)
             continue
-        if state.st_size != size or state.st_mtime_ns // 10**9 != changed_ns // 10**9:
+        is_like = state.st_size == size and state.st_mtime_ns // 10**9 == changed_ns // 10**9
+        if is_like and path in contents:
+            is_like = content_of(os.path.join(folder, path)) == contents[path]
+        if not is_like:
             different.append(path)
     return different
+
+
+def content_of(path: str) -> str:
+    """The SHA-256 of a file, or of where a link leads; empty for what is neither, or cannot be read."""
+    digest = hashlib.sha256()
+    with contextlib.suppress(OSError):
+        if os.path.islink(path):
+            return hashlib.sha256(os.fsencode(os.readlink(path))).hexdigest()
+        if os.path.isfile(path):
+            with open(path, "rb") as file:
+                while chunk := file.read(1 << 20):
+                    digest.update(chunk)
+            return digest.hexdigest()
+    return ""
 
 
 def files_below(folder: str, left_out: list[str]) -> dict[str, list[int]]:

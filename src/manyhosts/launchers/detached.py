@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol, Self, runtime_checkable
 
 from manyhosts.control.display import Display
 from manyhosts.control.plan import Plan
+from manyhosts.errors import LaunchError
 
 State = Literal["waiting", "running", "done", "failed", "cancelled", "unknown"]
 _LOOK_S = 2.0
@@ -112,6 +113,12 @@ def send_and_follow(
                 name = jobs.send(plan)
                 display.say(f"manyhosts: sent as {target}://{name}")
             return _follow(jobs, name, display, wait)
+        except LaunchError:
+            if name:
+                display.warn(
+                    f"manyhosts: this does not end the job: ask after it with `manyhosts status {target}://{name}`"
+                )
+            raise
         except KeyboardInterrupt:
             if not name:
                 display.warn(f"manyhosts: interrupted before {target} had answered: see there whether it has the job")
@@ -133,9 +140,8 @@ def _follow(jobs: Jobs, name: str, display: Display, wait: Callable[[float], Non
     _show(jobs, name, display, wait)
     status = jobs.status(name)
     if status.state != "done":
-        display.warn(
-            f"manyhosts: the job {'has ' if status.state == 'failed' else 'is '}{status.state} {status.reason}"
-        )
+        why = f": {status.reason}" if status.reason.lower() not in ("", status.state) else ""
+        display.warn(f"manyhosts: the job {'has ' if status.state == 'failed' else 'is '}{status.state}{why}")
     return status.exit_code
 
 

@@ -29,6 +29,19 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
     right.close()
 
 
+def test_work_beside_the_loop_comes_back_to_it_or_ends_it_with_its_error(loop: Loop) -> None:
+    heard: list[int] = []
+    loop.beside(lambda: 7, heard.append)
+    loop.run(until=lambda: bool(heard))
+    assert heard == [7]
+    loop.beside(lambda: 1 // 0, heard.append)
+    late: list[bool] = []
+    loop.after(20, lambda: late.append(True))
+    with pytest.raises(ZeroDivisionError):
+        loop.run(until=lambda: bool(late))
+    assert heard == [7]
+
+
 def test_timers_are_called_in_the_order_of_their_times_and_not_when_cancelled(loop: Loop) -> None:
     heard: list[str] = []
     loop.after(0.02, lambda: heard.append("later"))

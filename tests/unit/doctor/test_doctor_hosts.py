@@ -60,8 +60,8 @@ def host(name: str, **more: Any) -> dict[str, Any]:
     }
 
 
-def found(*hosts: dict[str, Any], data: tuple[str, ...] = (), shares_disk: bool = True) -> list[Finding]:
-    return hosts_of.findings(hosts, MINE, data, shares_disk=shares_disk)
+def found(*hosts: dict[str, Any], data: tuple[str, ...] = (), shares_disk: bool = True, **more: Any) -> list[Finding]:
+    return hosts_of.findings(hosts, MINE, data, shares_disk=shares_disk, **more)
 
 
 def only(*hosts: dict[str, Any], **more: Any) -> Finding:
@@ -195,8 +195,12 @@ def test_data_that_differ_on_one_host_are_named(theirs: dict[str, Any] | None, e
 
 def test_script_that_differs_is_an_error_only_where_hosts_share_a_disk() -> None:
     hosts = [host("a", script=FILE), host("b", script={**FILE, "sha256": "bb"}), host("c", script=FILE)]
-    assert [(each.level, each.what) for each in found(*hosts)] == [("error", "the script on host b is another one")]
+    other = "the script on host b is another one than that of most others"
+    assert [(each.level, each.what) for each in found(*hosts)] == [("error", other)]
     assert [each.level for each in found(*hosts, shares_disk=False)] == ["note"]
+    assert [each.what for each in found(*hosts, script={**FILE, "sha256": "bb"})] == [
+        f"the script on host {name} is another one than this machine's" for name in "ac"
+    ]
 
 
 def test_slow_host_is_named_with_its_factor_and_its_cores() -> None:

@@ -53,6 +53,17 @@ def test_of_two_hosts_one_direction_is_held_against_the_other() -> None:
     assert whats("ab", pairs("ab", slow={"a": 0.5})) == [], "of two, nobody can say which is the slow one"
 
 
+def test_loss_is_named_by_host_where_all_of_its_ways_have_it_and_by_way_else() -> None:
+    lossy = {"lost": 0.051}
+    said = whats("abc", pairs("abc", ways={"ab": lossy, "cb": lossy}))
+    assert said == ["5.1% of the packets that are sent to host b get lost, and each of them holds up an exchange"]
+    said = whats("abc", pairs("abc", ways={"ba": lossy, "bc": lossy}))
+    assert said == ["5.1% of the packets from host b get lost, and each of them holds up an exchange"]
+    said = whats("abc", pairs("abc", ways={"ab": lossy}))
+    assert said == ["5.1% of the packets from host a to host b get lost, and each of them holds up an exchange"]
+    assert whats("ab", pairs("ab", ways={"ab": {"lost": 0.0}, "ba": {"lost": None}})) == []
+
+
 def test_closed_way_is_named_once_and_makes_exit_code_4() -> None:
     closed = {"trouble": "timed out", "stage": "connect"}
     ways = {name: {**closed, "bandwidth": 0} for name in ("ac", "ca")}

@@ -52,11 +52,19 @@ def test_what_a_login_says_is_not_taken_for_an_answer(login: str, reach: Callabl
     assert reach(login)["executable"] == sys.executable
 
 
+def test_start_file_that_is_slow_is_waited_for(reach: Callable[[str], dict[str, object]]) -> None:
+    assert reach("sleep 6")["executable"] == sys.executable
+
+
 @pytest.mark.parametrize(
     ("login", "expected"),
     [
         ("read answer", "the login shell of host far reads standard input itself"),
         ("head -c 100 > /dev/null", "the login shell of host far reads standard input itself"),
+        ("cat", "the login shell of host far reads standard input itself"),
+        ("tee /dev/null", "the login shell of host far reads standard input itself"),
+        ("cat > /dev/null", "the login shell of host far reads standard input itself"),
+        ("while read -r line; do :; done", "the login shell of host far reads standard input itself"),
         ("exit 0", "the login shell of host far ends before it runs what it is told"),
         ("exec true", "the login shell of host far ends before it runs what it is told"),
         (

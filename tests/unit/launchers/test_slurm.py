@@ -175,14 +175,16 @@ def test_job_that_is_long_over_is_looked_up_in_the_accounts() -> None:
 
 
 def test_cancelling_a_job_that_is_over_is_no_error_and_one_that_never_was_is_named() -> None:
-    slurm(scancel=LaunchError("scancel refused: Job/step already completing or completed")).cancel("4711")
-    unknown = LaunchError("scancel refused: Invalid job id specified")
-    slurm(scancel=unknown, sacct="COMPLETED|0:0|n1\n").cancel("4711")
+    """scancel itself ends with 0, and without a word, where there is no such job."""
+    known, unknown = RUNNING.format(log="log"), LaunchError("scontrol refused: Invalid job id specified")
+    completing = LaunchError("scancel refused: Job/step already completing or completed")
+    slurm(scontrol=known, scancel=completing).cancel("4711")
+    slurm(scontrol=unknown, scancel="", sacct="COMPLETED|0:0|n1\n").cancel("4711")
     for accounts in ("", LaunchError("no accounts")):
         with pytest.raises(LaunchError, match="Slurm knows no job 4711: it has long been over, or there never was one"):
-            slurm(scancel=unknown, sacct=accounts).cancel("4711")
+            slurm(scontrol=unknown, scancel="", sacct=accounts).cancel("4711")
     with pytest.raises(LaunchError, match="Access denied"):
-        slurm(scancel=LaunchError("scancel refused: Access denied")).cancel("4711")
+        slurm(scontrol=known, scancel=LaunchError("scancel refused: Access denied")).cancel("4711")
 
 
 @pytest.mark.parametrize(
@@ -250,7 +252,17 @@ def test_waiting_for_a_batch_job_shows_its_words_and_ends_with_its_code(
     out, err = capsys.readouterr()
     assert out.splitlines() == ["manyhosts: sent as slurm://4711", "epoch 1"]
     assert err.splitlines()[0] == "manyhosts: the job waits: PENDING (Resources)"
-    assert err.splitlines()[1].startswith("manyhosts: the job has failed FAILED")
+    assert err.splitlines()[1] == "manyhosts: the job has failed"
+
+
+def test_job_that_is_waited_for_is_named_where_slurm_answers_no_more(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = slurm(sbatch="4711\n", scontrol=DOWN)
+    with pytest.raises(LaunchError, match="Slurm's controller does not answer"):
+        engine.submit(engine.plan(job(tmp_path)), PlainDisplay(sys.stdout, sys.stderr))
+    said = "manyhosts: this does not end the job: ask after it with `manyhosts status slurm://4711`\n"
+    assert capsys.readouterr().err == said
 
 
 def test_launcher_that_is_ended_cancels_the_job_that_it_waits_for(tmp_path: Path) -> None:

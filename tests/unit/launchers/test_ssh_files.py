@@ -134,6 +134,26 @@ def test_what_is_here_already_is_not_brought_again_in_either_direction(tmp_path:
     assert changed[0].read_text() == "longer than it was"
 
 
+def test_file_of_one_size_and_time_and_of_other_content_is_brought(tmp_path: Path) -> None:
+    here, root = tmp_path / "here", tmp_path / "there"
+    put(here, "train.py", "model.bin", "other.py")
+    (here / "link").symlink_to("train.py")
+    (here / "model.bin").write_bytes(bytes(sync._MOST_HASHED))
+    sync.bring(Far(here, root), found := Files.to_bring(here))
+    for name, content in (("train.py", b"trein.py"), ("model.bin", b"1" + bytes(sync._MOST_HASHED - 1))):
+        state = (root / name).stat()
+        (root / name).write_bytes(content)
+        os.utime(root / name, ns=(state.st_atime_ns, state.st_mtime_ns))
+    link = (root / "link").lstat()
+    (root / "link").unlink()
+    (root / "link").symlink_to("other.py")
+    os.utime(root / "link", ns=(link.st_atime_ns, link.st_mtime_ns), follow_symlinks=False)
+    sync.bring(Far(here, root), found)
+    assert (root / "train.py").read_text() == "train.py"
+    assert (root / "model.bin").read_bytes()[:1] == b"1", "large files go by size and time"
+    assert os.readlink(root / "link") == "train.py", "it led to another file, with a name as long"
+
+
 def test_links_that_lead_out_and_pipes_stay_there_by_name_and_all_else_comes(tmp_path: Path) -> None:
     here, root = tmp_path / "here", tmp_path / "there"
     put(here, "train.py")

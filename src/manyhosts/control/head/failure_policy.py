@@ -19,7 +19,8 @@ from manyhosts.control.protocol import End, Ended, Signal, Trouble
 from manyhosts.errors import LaunchError
 
 _FIRST_CAUSE_S = 2.0
-"""How long a failure that looks like the consequence of another one waits for that other one to be heard of."""
+"""How long a failure that looks like the consequence of another one waits for that other one to be heard of, and how
+long the others have to end by themselves where they raise the same error."""
 _ASKED_TO_STOP = tuple(128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP))
 """How a worker of ours ends when one of them was asked to stop by a signal."""
 _ONE_WISH_S = 0.3
@@ -247,7 +248,8 @@ class FailurePolicy:
         if state.interrupted or self._culprit or not self._failures:
             self.all_ended = not state.running
             return
-        if first(self._failures).may_be_consequence and state.running:
+        failure = first(self._failures)
+        if (failure.may_be_consequence or failure.may_be_shared) and state.running:
             generation = state.generation
             state.loop.after(_FIRST_CAUSE_S, lambda: self._end_workers(generation))
             return

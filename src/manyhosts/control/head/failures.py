@@ -95,6 +95,14 @@ class Failure:
         return _CONSEQUENCE.search(str(self.error.get("summary", ""))) is not None
 
     @property
+    def may_be_shared(self) -> bool:
+        """Whether the others may be about to end with the same error: workers raise most of ours together.
+
+        What they do on their way out, such as saving and printing, is not to be cut short.
+        """
+        return self.error is not None and bool(self.error.get("words"))
+
+    @property
     def recurring(self) -> tuple[str, int | None] | None:
         """What it says and after which step: if that comes twice in a row, it will come again. None for a failure that
         may pass, such as one of the network or for want of memory."""

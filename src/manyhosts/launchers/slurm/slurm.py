@@ -13,7 +13,7 @@ from manyhosts.control import job_file
 from manyhosts.control.display import Display
 from manyhosts.control.job import Job
 from manyhosts.control.plan import Plan
-from manyhosts.errors import ConfigError, LaunchError
+from manyhosts.errors import ConfigError, LaunchError, RankLost
 from manyhosts.hosts.containers import Container
 from manyhosts.launchers import container_options, detached
 from manyhosts.launchers.commands import Run, run_command
@@ -130,7 +130,23 @@ class Slurm(Engine):
     def submit(self, plan: Plan, display: Display) -> int:
         """As of every engine, once it is seen that srun starts containers, where it is to."""
         self._see_pyxis(plan.job)
-        return super().submit(plan, display)
+        try:
+            return super().submit(plan, display)
+        except (LaunchError, RankLost) as error:
+            if plan.hosts and (state := self._end_of_allocation()):
+                raise LaunchError(
+                    f"Slurm has taken the nodes of this run away: job {self._present['SLURM_JOB_ID']} is {state}",
+                    where=error.where,
+                    fix="it was cancelled (scancel), or its time is over: allocate again, and start the same command",
+                ) from error
+            raise
+
+    def _end_of_allocation(self) -> str:
+        """How the job that this is in has ended, in Slurm's words; empty where it continues, or nobody knows."""
+        with contextlib.suppress(LaunchError, KeyError):
+            status = self.status(self._present["SLURM_JOB_ID"])
+            return status.reason if status.over or status.reason.startswith("COMPLETING") else ""
+        return ""
 
     def _see_pyxis(self, job: Job) -> None:
         """See that srun knows containers, where it is to start them.
@@ -242,24 +258,22 @@ class Slurm(Engine):
         return detached.tail(read, lambda: not follow or self.status(name).over, self._wait)
 
     def cancel(self, name: str) -> None:
-        """scancel, which forgives a job that is over.
+        """scancel, which forgives a job that is over, and says nothing of one that it does not know.
 
         Raises:
             LaunchError: Slurm refuses, or knows no such job.
         """
+        if self.status(name).state == "unknown":
+            raise LaunchError(
+                f"Slurm knows no job {name}: it has long been over, or there never was one",
+                where=f"slurm://{name}",
+                fix="`squeue --me` lists yours",
+            )
         try:
             self._ask(["scancel", _number(name)])
         except LaunchError as trouble:
-            if "already completing" in trouble.what:
-                return
-            if "Invalid job id" not in trouble.what:
+            if "already completing" not in trouble.what and "Invalid job id" not in trouble.what:
                 raise
-            if self._status_long_after(name).state == "unknown":
-                raise LaunchError(
-                    f"Slurm knows no job {name}: it has long been over, or there never was one",
-                    where=f"slurm://{name}",
-                    fix="`squeue --me` lists yours",
-                ) from trouble
 
     def _status_long_after(self, name: str) -> Status:
         reported = ""

@@ -161,7 +161,7 @@ def averaged(model: nn.Module, batch: Any) -> Tensor:
 REFUSED: dict[str, tuple[Case, str]] = {
     "own norm": (Case(lambda: layers(OwnNorm())), "the model looks at the other samples of a batch"),
     "BatchNorm of one's own": (Case(lambda: layers(OwnForward(8))), "the model looks at the other samples of a batch"),
-    "kept mean": (Case(lambda: layers(KeepsMean())), "the model keeps the tensor '1.mean' from one batch to the next"),
+    "kept mean": (Case(lambda: layers(KeepsMean())), "'1.mean' is kept from one batch to the next"),
     "written parameter": (Case(lambda: layers(WritesParameter())), "changes the parameter '1.mean'"),
     "max_norm": (
         Case(lambda: nn.Sequential(nn.Linear(6, 2), nn.Embedding(3, 2, max_norm=1.0))),

@@ -171,5 +171,5 @@ def notes_of_a_run(rank: int, folder: str) -> list[str]:
 def test_price_of_the_exchanges_is_measured_in_the_first_steps_and_said_once(tmp_path: Path) -> None:
     reported, silent = run_ranks(2, notes_of_a_run, str(tmp_path / "run"))
     assert len(reported) == 1
-    assert "of 2 workers: 2 exchanges through shared memory take" in reported[0]
+    assert "of 2 workers: 3 exchanges through shared memory take" in reported[0]
     assert silent == [], "the leader tells it"

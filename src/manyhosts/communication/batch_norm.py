@@ -4,15 +4,17 @@ The mean and variance of each channel are those of the samples of all workers, s
 change the model. PyTorch's SyncBatchNorm does the same but refuses CPU tensors. Workers may hold different numbers of
 samples; one that holds a ghost (`ghost` set) takes part in the exchange and counts for nothing.
 
-One exchange of 2 C + 1 numbers per layer in the forward pass, and one of 2 C in the backward pass, for C channels:
-through shared memory where all workers are on one host, else over the wire. A
-backward pass that will be differentiated itself (a gradient penalty) computes by operations that autograd knows; it has
-two more exchanges per layer.
+One exchange of a number per step, whether all layers are in the same mode on all workers. Then one of 2 C + 1 numbers
+per layer in the forward pass, and one of 2 C in the backward pass, for C channels: through shared memory where all
+workers are on one host, else over the wire. A backward pass that will be differentiated itself (a gradient penalty)
+computes by operations that autograd knows; it has two more exchanges per layer.
 """
 
 from __future__ import annotations
 
 import time
+import zlib
+from collections.abc import Mapping
 from typing import Any, Protocol, cast
 
 import torch
@@ -20,16 +22,21 @@ from torch import Tensor, nn
 
 from manyhosts.communication.collectives import Collectives
 from manyhosts.communication.norm_kernels import kernels_for, wide
-from manyhosts.communication.shared_norm import prepare
+from manyhosts.communication.shared_norm import check_values, prepare
 from manyhosts.communication.shared_rows import SharedRows, among
+from manyhosts.errors import ConfigError
 
 
 class GlobalBatch:
     """The samples of all workers: what the layers of one model share."""
 
-    def __init__(self, members: Collectives, length: int) -> None:
-        """`length`: the most numbers that a layer exchanges."""
-        self.members, self.length = members, length
+    def __init__(
+        self, members: Collectives, length: int, layers: Mapping[str, nn.modules.batchnorm._BatchNorm]
+    ) -> None:
+        """`length`: the most numbers that a layer exchanges; `layers`: all of them, by name."""
+        self.members, self.length, self.layers = members, length, layers
+        self.is_one_sample = False
+        """Whether the global batch of the step is."""
         self.ghost = False
         """Whether the piece that is computed is a ghost, in its forward and in its backward pass."""
         self.exchange_s = 0.0
@@ -38,6 +45,29 @@ class GlobalBatch:
         """How many there were."""
         self._made_for: object = None
         self._rows: SharedRows | None = None
+
+    def begin_step(self, samples: int) -> None:
+        """A step of so many samples begins: see that all workers will meet in the same layers. All of them call this.
+
+        Raises:
+            ConfigError: a layer is in evaluation mode on some workers, which the others would wait for.
+        """
+        self.is_one_sample = samples == 1
+        modes = [float(layer.training) for layer in self.layers.values()]
+        known = zlib.crc32(bytes(map(int, modes)))
+        reported = self.stack(torch.tensor([known], dtype=torch.float64, device=self.members.device))
+        if bool((reported == known).all()):
+            return
+        rows = self.members.stack(torch.tensor(modes, dtype=torch.float64, device=self.members.device)).tolist()
+        place = next(place for place, column in enumerate(zip(*rows, strict=True)) if len(set(column)) > 1)
+        ranks = [rank for rank, row in enumerate(rows) if not row[place]]
+        raise ConfigError(
+            f"the BatchNorm {list(self.layers)[place]!r} is in evaluation mode on rank {', '.join(map(str, ranks))} "
+            "and in training mode on the others, which would wait for it",
+            where=f"the model on rank {ranks[0]}",
+            fix="call eval() and train() on every worker in the same step: in a callback, not in a listener, which is "
+            "called on the leader alone",
+        )
 
     def stack(self, row: Tensor) -> Tensor:
         """The rows of all workers, by rank; through shared memory where that can be."""
@@ -78,7 +108,13 @@ class GlobalBatch:
         return self._rows is not None
 
     def normalise(self, layer: nn.modules.batchnorm._BatchNorm, input: Tensor, *, track: bool) -> Tensor:
-        """See `shared_norm.Batch`."""
+        """See `shared_norm.Batch`.
+
+        Raises:
+            ConfigError: see `check_values`.
+        """
+        if self.is_one_sample:
+            check_values(input)
         return normalise_over(self, layer, input, track=track)
 
 
@@ -204,4 +240,7 @@ class _SumOverWorkers(torch.autograd.Function):
 def make_global(model: nn.Module, members: Collectives) -> GlobalBatch | None:
     """Let every BatchNorm layer of `model` see the batch of all `members`. None where there is no such layer."""
     layers = prepare(model)
-    return GlobalBatch(members, max(2 * layer.num_features + 1 for layer in layers)) if layers else None
+    if not layers:
+        return None
+    named = {name: layer for name, layer in model.named_modules() if layer in layers}
+    return GlobalBatch(members, max(2 * layer.num_features + 1 for layer in layers), named)

@@ -17,6 +17,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
+from manyhosts.errors import ConfigError
+
 
 class Batch(Protocol):
     """What BatchNorm layers take for their batch while a trainer computes."""
@@ -102,11 +104,31 @@ def prepare(model: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
     return [module for module in model.modules() if isinstance(module, _Shared)]
 
 
+def check_values(input: Tensor) -> None:
+    """See that `input`, of shape `(N, C, …)`, the whole batch of a layer, has a variance.
+
+    Raises:
+        ConfigError: it has one value for each channel.
+    """
+    if input.numel() == input.shape[1]:
+        raise ConfigError(
+            f"BatchNorm is given one value for each of {input.shape[1]} channels, which has no variance: the batch, or "
+            "the micro-batch, is of one sample",
+            where="mh.Data(batch_size=…)",
+            fix="set drop_last=True, or choose sizes with which no batch and no micro-batch is of one sample",
+        )
+
+
 class OwnBatch:
     """The samples of this worker alone, as in PyTorch."""
 
     def normalise(self, layer: nn.modules.batchnorm._BatchNorm, input: Tensor, *, track: bool) -> Tensor:
-        """See `Batch`."""
+        """See `Batch`.
+
+        Raises:
+            ConfigError: see `check_values`.
+        """
+        check_values(input)
         if track or layer.running_mean is None or layer.running_var is None:
             return nn.modules.batchnorm._BatchNorm.forward(layer, input)
         # Copies take the change: a checkpoint wants to see as many tensors saved as the first time.

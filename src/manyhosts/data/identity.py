@@ -49,7 +49,7 @@ class DataIdentity:
     def __init__(self, dataset: Dataset[Any] | None, *, seed: int, elsewhere: bool) -> None:
         """`elsewhere`: read the samples in another process: this one has never opened the dataset, whose loader
         processes might not bear to share what it has open."""
-        self._dataset, self._seed, self._elsewhere = dataset, seed, elsewhere
+        self.dataset, self._seed, self._elsewhere = dataset, seed, elsewhere
         self._found: dict[str, Any] | None = None
 
     def __call__(self) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class DataIdentity:
 
     def described(self) -> str:
         """The training set's class, and what it does to a sample where it says so: `transform`, as torchvision's do."""
-        inner, said = self._dataset, [type(self._dataset).__qualname__]
+        inner, said = self.dataset, [type(self.dataset).__qualname__]
         while inner is not None:
             for name in ("transform", "target_transform", "transforms"):
                 if (rule := getattr(inner, name, None)) is not None:
@@ -70,7 +70,7 @@ class DataIdentity:
         return ", ".join(said)
 
     def _look(self) -> dict[str, Any]:
-        dataset = self._dataset
+        dataset = self.dataset
         if dataset is None:
             return {}
         if isinstance(dataset, IterableDataset):
@@ -109,6 +109,8 @@ def _look_at_samples(dataset: Dataset[Any], length: int, seed: int) -> dict[str,
     begin = time.perf_counter()
     try:
         with randomness.kept():
+            if _keeps_draws(dataset, next(iter(chosen)), seed):
+                return {"samples": {}, "unknown": KEEPS_DRAWS}
             for index in chosen:
                 first, again = (_read(dataset, index, seed) for _ in range(2))
                 if first != again:
@@ -122,6 +124,23 @@ def _look_at_samples(dataset: Dataset[Any], length: int, seed: int) -> dict[str,
     except Exception as trouble:  # who trains on it will say more
         return {"samples": {}, "unknown": f"a sample cannot be read ({type(trouble).__name__})"}
     return {"samples": samples}
+
+
+KEEPS_DRAWS = "a sample keeps the random numbers that it draws when it is read first"
+"""Why no sample is known of a dataset that caches them augmented."""
+
+
+def _keeps_draws(dataset: Dataset[Any], index: int, seed: int) -> bool:
+    """Whether a sample that drew random numbers draws others, or none, when it is read again."""
+    randomness.seed_all(seed, randomness.SAMPLE, 0, index)
+    before = randomness.states()
+    dataset[index]
+    if not randomness.drawn_since(before):
+        return False
+    ended = randomness.states()
+    randomness.seed_all(seed, randomness.SAMPLE, 0, index)
+    dataset[index]
+    return randomness.drawn_since(ended)
 
 
 def _read(dataset: Dataset[Any], index: int, seed: int) -> Print:

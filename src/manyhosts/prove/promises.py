@@ -286,13 +286,22 @@ def _fails(trials: Trials, promise: str, one: Setup, other: Setup, found: Depart
     return Verdict(promise=promise, status="fails", where=f"{one} and {other}", departure=found, cause=cause)
 
 
+_KEPT = "is kept from one batch to the next"
+"""In what a run could not try: no snapshot has that either, and each part of a batch changes it."""
+
+
 def _holds(promise: str, note: str, *pair: Trial) -> Verdict:
     """It holds for all steps that both have made; one that broke off early is told of instead.
 
     What the runs could not try of the loss is not held to be right, though these steps were equal.
     """
-    untried = (
-        next((trial.not_tried for trial in pair if trial.not_tried), "") if promise in ("workers", "micro") else ""
+    untried = next(
+        (
+            each.not_tried
+            for each in pair
+            if each.not_tried and (promise in ("workers", "micro") or _KEPT in each.not_tried)
+        ),
+        "",
     )
     if untried and all(trial.error is None for trial in pair):
         return Verdict(promise=promise, status="not judged", note=f"in these steps {note}; but {untried}")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from manyhosts.cluster.membership import CallAlreadyFinished
 from manyhosts.cluster.reports import cause
@@ -26,13 +26,15 @@ from manyhosts.records.run_directory import RunDirectory
 from manyhosts.snapshot.load import Loaded
 from manyhosts.strategies.audit import WrongBits
 from manyhosts.strategies.local_updates import LocalUpdates
-from manyhosts.training.consistency.same_given import compare_descriptions, optimizer_described
+from manyhosts.training.consistency.same_given import compare_descriptions, compare_length, optimizer_described
 from manyhosts.training.consistency.same_weights import compare_weights
 from manyhosts.training.evaluation.evaluate import Evaluation
+from manyhosts.training.evaluation.metrics import KEEPING
 from manyhosts.training.loop.bad_steps import BadStep
 from manyhosts.training.loop.balance import Balance
 from manyhosts.training.loop.loop import Loop
 from manyhosts.training.loop.run_end import RunEnd
+from manyhosts.training.loop.source import IndexedSource
 from manyhosts.training.loop.stop_signals import StopSignals
 from manyhosts.training.setup.run_place import tell_command
 from manyhosts.training.state import rewind
@@ -204,6 +206,8 @@ class Run:
         """
         self.run_log.lay_down()
         self.provider.refresh()
+        if isinstance(source := self.parts.source, IndexedSource):
+            compare_length(self.world, source.order.length, len(cast(Sized, self.parts.data_identity.dataset)))
         self._open_directory()  # nobody looks into it before the leader has made it
         found, self.loaded = self.snapshot_schedule.begin()
         self.state.become(found)
@@ -213,6 +217,8 @@ class Run:
         compare_descriptions(self.world, {"arguments of fit": lengths, "optimizers": optimizer})
         if self.validation is not None and (names := self.validation.look(self.parts.model)):
             self.snapshot_schedule.check_watched(names)
+        if self.validation is not None and (keeping := self.validation.metrics.keeping):
+            self.world.notes.append(f"{', '.join(keeping)} {KEEPING}")
         self.loop.stand()
         self.loop.flags.start_clock()
         self.run_log.open_records(self.state.step)

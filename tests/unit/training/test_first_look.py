@@ -132,7 +132,7 @@ class Counts:
         return images
 
 
-def test_step_that_mixes_samples_in_training_mode_is_refused_and_one_that_counts_there_is_not_tried(
+def test_step_that_mixes_samples_in_training_mode_is_refused_and_what_one_counts_there_is_put_back(
     tmp_path: Path,
 ) -> None:
     for number, step in enumerate([centred, mixed_by_helpers, mixed_where_a_helper_asks]):
@@ -147,7 +147,7 @@ def test_step_that_mixes_samples_in_training_mode_is_refused_and_one_that_counts
     assert not notes(tmp_path / "counts"), "in one piece nothing can go wrong"
 
 
-def test_step_that_cannot_be_tried_in_training_mode_is_told_where_a_batch_is_cut(tmp_path: Path) -> None:
+def test_what_a_helper_counts_is_put_back_and_said_where_a_batch_is_cut(tmp_path: Path) -> None:
     counts = Counts()
 
     def by_a_helper(model: nn.Module, batch: Any) -> Tensor:
@@ -155,8 +155,26 @@ def test_step_that_cannot_be_tried_in_training_mode_is_told_where_a_batch_is_cut
         return functional.cross_entropy(model(images), batch[1])
 
     trainer(tmp_path, step=by_a_helper, **CUT).fit("2 steps")
-    assert any("could not be tried in training mode, because" in line["text"] for line in events(tmp_path, "note"))
+    said = "could not be tried, because 'counts' is kept from one batch to the next"
+    assert any(said in line["text"] for line in events(tmp_path, "note"))
     assert counts.calls == 2 * 3, "not once more than there are pieces"
+
+
+def test_step_that_writes_into_another_tensor_is_seen_in_evaluation_mode_and_that_is_said(tmp_path: Path) -> None:
+    teacher = network()
+    before = [each.clone() for each in teacher.parameters()]
+
+    def averaging(model: nn.Module, batch: Any) -> Tensor:
+        if model.training:
+            for own, other in zip(teacher.parameters(), model.parameters(), strict=False):
+                own.data.lerp_(other.data, 0.0)
+                own.data.add_(1.0)
+        return functional.cross_entropy(model(batch[0]), batch[1])
+
+    trainer(tmp_path, step=averaging, model=network, **CUT).fit("1 step")
+    assert any("could not be tried in training mode, because" in line["text"] for line in events(tmp_path, "note"))
+    for own, other in zip(teacher.parameters(), before, strict=True):
+        torch.testing.assert_close(own, other + 3, msg="not once more than there are pieces")
 
 
 def test_who_knows_better_says_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,6 +141,11 @@ class FirstSteps:
                 "is inside a block and not the block itself, have it call the block"
             )
         self._before = {}
+        if _has_key(self.parts.optimizer.state_dict(), {id(each) for each in self.parts.trained.parameters()}):
+            self.parts.world.notes.append(
+                "the optimizer keeps something under id(parameter), which is another number in the next process: a "
+                "resumed run begins it again; give it a state_dict() and a load_state_dict() that count parameters"
+            )
         now = self._kept_beside()
         if changed := [name for name, each in now.items() if self._attributes.get(name) != each]:
             self.parts.world.notes.append(
@@ -184,3 +189,10 @@ class FirstSteps:
                 or (isinstance(each, list) and each and all(isinstance(item, torch.Tensor) for item in each))
             )
         }
+
+
+def _has_key(state: object, keys: set[int]) -> bool:
+    """Whether one of `keys` is one in nested dicts."""
+    if not isinstance(state, dict):
+        return False
+    return not keys.isdisjoint(state) or any(_has_key(each, keys) for each in state.values())

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from manyhosts.communication.collectives import Collectives
 from manyhosts.communication.gathering import gather_plain
 from manyhosts.communication.world import World
-from manyhosts.data.identity import are_alike, without_text
+from manyhosts.data.identity import KEEPS_DRAWS, are_alike, without_text
 from manyhosts.data.same_everywhere import look_at
 from manyhosts.errors import ConfigError
 from manyhosts.snapshot.tensors import dtype_name
@@ -99,7 +99,15 @@ def compare_samples(world: World, own: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: they are not, on all workers alike.
     """
-    reported = [each.get("samples", {}) for each in gather_plain(world, dict(own))]
+    found = gather_plain(world, dict(own))
+    if any(each.get("unknown") == KEEPS_DRAWS for each in found):
+        raise ConfigError(
+            f"of the training set {KEEPS_DRAWS}: which ones these are depends on the worker and the epoch that first "
+            "reads it",
+            where="mh.Data(train=…)",
+            fix="keep what is read, and draw after that in each __getitem__; or draw nothing",
+        )
+    reported = [each.get("samples", {}) for each in found]
     for rank, other in enumerate(reported):
         for index in sorted(reported[0].keys() & other.keys(), key=int):
             if not are_alike(without_text(reported[0][index]), without_text(other[index])):
@@ -109,6 +117,22 @@ def compare_samples(world: World, own: Mapping[str, Any]) -> None:
                     fix="have every worker read the same files, and draw by the same seed: nothing in the data may "
                     "depend on the process, the time or RANK",
                 )
+
+
+def compare_length(world: World, before: int, now: int) -> None:
+    """See that the training set is as long `now` as it was when its order was made. Every worker calls this.
+
+    Raises:
+        ConfigError: it is not, on all workers alike.
+    """
+    reported = [now] if world.size == 1 else [int(each) for each in gather_plain(world, now)]
+    if other := [each for each in reported if each != before]:
+        raise ConfigError(
+            f"the training set has {other[0]} samples, and had {before} when the trainer was made: no other is read",
+            where="trainer.fit",
+            fix="make another trainer for a training set that has grown, in a run directory of its own, with the "
+            "weights of this one: mh.Trainer(init_from=…)",
+        )
 
 
 def _first_difference(first: list[list[str]], other: list[list[str]], rank: int) -> str:

@@ -27,6 +27,10 @@ from manyhosts.errors import ConfigError, SnapshotError
 if TYPE_CHECKING:  # it takes a second to load, so whoever has no metrics does without it
     from torchmetrics import Metric, MetricCollection
 
+KEEPING = (
+    "(metrics) keep something from one validation to the next, which no snapshot has: a resumed run begins it again"
+)
+"""What is said of metrics that do."""
 _PLAIN = (bool, int, float, complex, str, Tensor, list, tuple, dict, set)
 
 
@@ -40,6 +44,8 @@ class Metrics:
         self.again = {name: metric for name, metric in self.all.items() if fed_again(metric)}
         """Those that see the outputs of all parts in one go."""
         self.merged = {name: metric for name, metric in self.all.items() if name not in self.again}
+        self.keeping: list[str] = []
+        """Those that `names` has found to keep something from one value to the next."""
         self.begin()
 
     def begin(self) -> None:
@@ -95,13 +101,19 @@ class Metrics:
                     kept.append(state.clone())
 
     def names(self) -> set[str] | None:
-        """What the metrics will be called, by what they have seen on this worker; None where that is too little."""
+        """What the metrics will be called, by what they have seen on this worker; None where that is too little.
+
+        Nothing that they keep from one value to the next is changed by it: the largest so far, say.
+        """
+        before = {name: attributes(metric) for name, metric in self.all.items()}
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 return {key for name, metric in self.all.items() for key in scalars(name, metric.compute())}
         except Exception:  # of any kind: two batches may lack a class, and the whole set may not
             return None
+        finally:
+            self.keeping = [name for name, metric in self.all.items() if put_back(metric, before[name])]
 
     def values(self) -> dict[str, float]:
         """Every metric over all parts, equal on all workers. All of them call this."""

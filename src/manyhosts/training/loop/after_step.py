@@ -10,6 +10,7 @@ from manyhosts.config.settings import Settings
 from manyhosts.data import randomness
 from manyhosts.events import ValidationDone
 from manyhosts.strategies.local_updates import LocalUpdates, averaged_parameters
+from manyhosts.training.consistency.same_dataset import DatasetWatch
 from manyhosts.training.consistency.same_weights import compare_weights
 from manyhosts.training.evaluation.evaluate import CutOff, Evaluation
 from manyhosts.training.loop.deferred_metrics import DeferredMetrics
@@ -52,6 +53,9 @@ class AfterStep:
         self.validation, self.pace, self.flush = validation, pace, flush
         self.validate_every = Duration.parse(settings.validate_every, where="validate_every")
         self.snapshot_every = Duration.parse(settings.snapshots.every, where="snapshots.every")
+        self.dataset_watch = DatasetWatch(
+            parts.data_identity.dataset, parts.world, elsewhere=settings.loader_workers not in (0, "auto")
+        )
         exchanges = not parts.strategy.traits.synchronous
         self.all: tuple[Callable[[], None], ...] = (
             *((self.exchange,) if exchanges else ()),
@@ -105,6 +109,7 @@ class AfterStep:
             self.step_reporter.read(all_of_them=True)
             self.step_reporter.of_epoch()
             self.schedule.after_epoch()
+            self.dataset_watch.after_epoch()
 
     def act_after_epoch(self) -> None:
         """Let callbacks act, where the last step ended an epoch."""

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 
+from manyhosts.communication.batch_norm import GlobalBatch
 from manyhosts.communication.shared_norm import acting
 from manyhosts.config.settings import Settings
 from manyhosts.data import randomness
@@ -29,6 +30,7 @@ from manyhosts.training.loop.transfers import Transfers
 from manyhosts.training.loss_weights.counting import LossWeights
 from manyhosts.training.own_loop.strategy import OwnLoop
 from manyhosts.training.setup.build import Parts
+from manyhosts.training.setup.model_checks import several_gradients
 from manyhosts.training.state.buffers import BufferCopies
 from manyhosts.training.state.run_state import RunState
 from manyhosts.training.state.snapshot_schedule import SnapshotSchedule
@@ -168,6 +170,8 @@ class Stepper:
             self.note_samples(number, _indices(step))
         if self.buffers:
             self.buffers.keep()
+        if isinstance(self.parts.batch_norm, GlobalBatch):
+            self.parts.batch_norm.begin_step(step.samples)
 
     def audit(self, auditor: Auditor, number: int, step: Step) -> None:
         """Ready the parts that this worker computes again for another."""
@@ -195,7 +199,12 @@ class Stepper:
         self.at.inconsistent = True
         warms_up = done < parts.warmup.steps
         with multiplied(parts.optimizer, parts.warmup.factor(done)) if warms_up else nullcontext():
-            parts.strategy.update(parts.trained, parts.precision.stepper(parts.optimizer))
+            try:
+                parts.strategy.update(parts.trained, parts.precision.stepper(parts.optimizer))
+            except (AssertionError, TypeError, ValueError, RuntimeError) as error:
+                if "closure" in str(error).lower():
+                    raise several_gradients(parts.optimizer) from error
+                raise
         self.schedule.after_step()
         self.at.inconsistent = False
         if looking:

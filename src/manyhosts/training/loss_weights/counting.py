@@ -15,8 +15,8 @@ from manyhosts.data.steps import DuePiece, LoadedPiece, PiecePlan, Step
 from manyhosts.events import LossLooked
 from manyhosts.training.loop.source import IndexedSource
 from manyhosts.training.loss_weights import probe_loss
+from manyhosts.training.loss_weights.comparison import Seen
 from manyhosts.training.loss_weights.means import LOOKED_FOR
-from manyhosts.training.loss_weights.probe_loss import Seen
 from manyhosts.training.setup.build import Parts
 from manyhosts.training.state.run_state import RunState
 
@@ -73,7 +73,7 @@ class LossWeights:
         if weighing.said == "samples" or (weighing.knows and not self.cuts):
             return step
         many = first and not known and not state.counts_by
-        look = self.look_of(step)
+        look = self.look_of(step, gradients=first and self.cuts)
         step, looked = self._looked_pieces(step, look, first=first, many=many)
         if known and not self.cuts:  # it was only to be seen which targets count
             weighing.guard = None
@@ -120,9 +120,15 @@ class LossWeights:
         """
         parts, state = self.parts, self.state
         given, is_mean = callable(parts.weighing.said), bool(seen.holds) or not seen.could_look
-        if seen.keeps and self.cuts:
+        if seen.in_chunks and isinstance(parts.batch_norm, GlobalBatch):
+            raise probe_loss.in_chunks(seen.in_chunks)
+        if seen.gradient and self.cuts:
+            raise probe_loss.changes_gradients(seen.gradient)
+        if seen.keeps and self.cuts and seen.kept_matters and (seen.kept_differs or self.cuts_in_worker):
             raise probe_loss.keeps_state(seen.keeps)
-        if seen.keeps:
+        if seen.keeps and self.cuts:
+            seen.because = seen.because or probe_loss.kept(seen.keeps)
+        elif seen.keeps:
             parts.world.notes.append(f"{probe_loss.KEEPS.format(seen.keeps)}: no snapshot has it")
         found = probe_loss.choose(seen) if many else state.counts_by or "samples"
         what = self._judged(seen, found, known=known, many=many)
@@ -195,8 +201,14 @@ class LossWeights:
         in_parts = max(self.parts.world.size, settings.virtual_workers or 1) > 1
         return in_parts or (settings.micro_batch_size or self.parts.batch) < self.parts.batch
 
-    def look_of(self, step: Step) -> probe_loss.Look:
-        """What is looked at before `step`."""
+    @property
+    def cuts_in_worker(self) -> bool:
+        """Whether one worker may compute a batch in several pieces."""
+        own = -(-self.parts.batch // self.parts.strategy.mesh.size("replicate", "shard"))
+        return self.settings.virtual_workers is not None or (self.settings.micro_batch_size or own) < own
+
+    def look_of(self, step: Step, *, gradients: bool) -> probe_loss.Look:
+        """What is looked at before `step`; `gradients`, too."""
         parts, source = self.parts, self.parts.source
         fetcher = source.loader.fetcher if isinstance(source, IndexedSource) else None
         return probe_loss.Look(
@@ -206,6 +218,7 @@ class LossWeights:
             step.epoch,
             fetcher,
             copies=not parts.strategy.traits.communicates_in_forward,
+            gradients="" if not gradients else "accumulated" if self.cuts_in_worker else "apart",
             in_halves=gathers_rounded(self.settings.strategy),
         )
 

@@ -7,7 +7,7 @@ the mean over its parts, as it is without draws, and a sum is not. Whether an op
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,10 +23,14 @@ _FILLED = ("exponential_", "log_normal_", "exponential", "log_normal", "cauchy",
 class SetDraws(TorchDispatchMode):
     """Within, torch's operators that draw give `value` (from 0 to 1) where they would give a random number."""
 
-    def __init__(self, value: float, sizes: Collection[int]) -> None:
-        """`sizes`: of the batches. A whole number below one of these could choose a sample: that is not set."""
+    def __init__(self, value: float, sizes: Collection[int], own: Iterable[Tensor] | None = None) -> None:
+        """`sizes`: of the batches. A whole number below one of these could choose a sample: that is not set.
+
+        `own`: the tensors that may be written into, beside those that are made within; None: all.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
         self.value, self.sizes = value, sizes
+        self._own = None if own is None else set(map(_memory, own))
         self.left = ""
         """The first operator that has drawn what could not be set; empty while there is none."""
         self.ends: Any = None
@@ -37,8 +41,25 @@ class SetDraws(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call the operator, and change what it has drawn."""
+        """Call the operator, and change what it has drawn.
+
+        Raises:
+            WouldWrite: it would change a tensor that is there before, and will be afterwards.
+        """
         given = kwargs or {}
+        own = self._own
+        if own is None:
+            return self._called(func, args, given)
+        if func._schema.is_mutable and not own.issuperset(_written(func, args, given)):
+            raise WouldWrite(
+                f"torch.{func._schema.name.removeprefix('aten::')} changes a tensor that outlasts the pass"
+            )
+        found = self._called(func, args, given)
+        if not any(each.alias_info for each in func._schema.returns):
+            own.update(map(_memory, _tensors(found)))
+        return found
+
+    def _called(self, func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         if torch.Tag.nondeterministic_seeded not in func.tags:
             found = func(*args, **given)
             self.rounds = self.rounds or getattr(found, "dtype", None) in _HALVES
@@ -56,6 +77,29 @@ class SetDraws(TorchDispatchMode):
             self.left = self.left or f"torch.{func._schema.name.removeprefix('aten::')}"
             return found
         return change(found)
+
+
+class WouldWrite(Exception):
+    """A pass would change what it is not to change."""
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+
+
+def _tensors(found: Any) -> Iterator[Tensor]:
+    if isinstance(found, Tensor):
+        yield found
+    elif isinstance(found, list | tuple):
+        for each in found:
+            yield from _tensors(each)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[int]:
+    """The memory that an operator writes into."""
+    for place, each in enumerate(func._schema.arguments):
+        if each.alias_info is not None and each.alias_info.is_write:
+            yield from map(_memory, _tensors(args[place] if place < len(args) else kwargs.get(each.name)))
 
 
 _HALVES = (torch.bfloat16, torch.float16)

@@ -48,6 +48,7 @@ from manyhosts.training.setup.model_checks import (
     check_optimizer,
     check_sparse,
     check_tensors,
+    complete,
     hooked,
     is_lazy,
     make_schedule,
@@ -237,6 +238,7 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
     check_kept(made)
     if world.is_shared or settings.virtual_workers is not None:
         check_tensors(made)
+    if world.is_shared or settings.virtual_workers is not None or settings.micro_batch_size is not None:
         world.notes += hooked(made)
     own_fingerprint = fingerprint(model_of(made))
     placed = _place(made, strategy, settings, world)
@@ -403,6 +405,7 @@ def make_optimizer(
             where="mh.Trainer(optimizer=…)",
             fix="write optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)",
         )
+    complete(made)
     mesh = strategy.mesh
     whole = strategy.traits.holds_whole_model
     check_optimizer(made, mesh.world, holds_whole_model=whole)

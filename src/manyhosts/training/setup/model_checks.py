@@ -241,18 +241,31 @@ def check_optimizer(optimizer: Optimizer, world: World, *, holds_whole_model: bo
                 fix=f"leave {option} out",
             )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ConfigError(
-            f"{type(optimizer).__name__} computes the loss several times in a step, and a step here is one gradient",
-            where="mh.Trainer(optimizer=…)",
-            fix="choose an optimizer whose step() takes no closure, such as AdamW",
-        )
+    wants_closure = closure is not None and closure.default is inspect.Parameter.empty
+    if wants_closure or hasattr(optimizer, "first_step"):  # those of Sharpness-Aware Minimization take two
+        raise several_gradients(optimizer)
     if isinstance(optimizer, torch.optim.SparseAdam) and world.is_shared:
         raise ConfigError(
             "SparseAdam wants sparse gradients, and workers sum dense ones",
             where="mh.Trainer(optimizer=…)",
             fix="choose Adam, and leave sparse=True out of embeddings",
         )
+
+
+def several_gradients(optimizer: Optimizer) -> ConfigError:
+    """The error of an optimizer that wants the loss computed again within its step."""
+    return ConfigError(
+        f"{type(optimizer).__name__} computes the loss several times in a step, and a step here is one gradient",
+        where="mh.Trainer(optimizer=…)",
+        fix="choose an optimizer whose step() takes no closure, such as AdamW",
+    )
+
+
+def complete(optimizer: Optimizer) -> None:
+    """Give an optimizer that wraps another what `Optimizer.__init__` would have, where it does not call that."""
+    if "_optimizer_step_pre_hooks" not in vars(optimizer):
+        vars(optimizer).setdefault("defaults", {})
+        Optimizer.__setstate__(optimizer, {})
 
 
 def check_sparse(model: nn.Module, optimizer: Optimizer) -> None:
@@ -292,7 +305,8 @@ def check_kept(model: nn.Module) -> None:
 
 def hooked(model: nn.Module) -> list[str]:
     """What is to be said of hooks that see gradients before they are summed over the workers."""
-    names = [name for name, each in model.named_parameters() if getattr(each, "_backward_hooks", None)]
+    kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    names = [name for name, each in model.named_parameters() if any(getattr(each, kind, None) for kind in kinds)]
     if not names:
         return []
     among = f" and {len(names) - 1} others" if len(names) > 1 else ""

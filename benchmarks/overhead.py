@@ -1,9 +1,9 @@
-"""What does one step of a `Trainer` cost, against a plain PyTorch loop, Accelerate and Lightning?
+"""What does one step of `mh.Trainer` and `mh.Run` cost, against a plain PyTorch loop, Fabric, Accelerate and Lightning?
 
     python benchmarks/overhead.py [--rounds 7] [--epochs 60]
 
 A network of two layers on scikit-learn's digits, batch 32, SGD with momentum, shuffled, one process with one thread:
-so small that nearly all of a step is what the loop around it costs. All four train the same model on the same samples
+so small that nearly all of a step is what the loop around it costs. All train the same model on the same samples
 for the same number of steps, in turn, each time in a fresh process; the clock is put around the optimizer's own step,
 so it stands at the same place in all of them. One run's figure is the time from step WARM_UP to the last step, over the
 steps between. The answer is written to overhead.md beside this file.
@@ -116,6 +116,22 @@ def accelerate(epochs: int, clock: Clock) -> None:
             optimizer.step()
 
 
+def fabric(epochs: int, clock: Clock) -> None:
+    """The loop with Fabric's prepared parts."""
+    from lightning.fabric import Fabric
+    from torch import nn
+
+    made = Fabric(accelerator="cpu", devices=1)
+    bare = network()
+    model, optimizer = made.setup(bare, sgd(bare.parameters(), clock))
+    batches, loss_of = made.setup_dataloaders(loader()), nn.CrossEntropyLoss()
+    for _ in range(epochs):
+        for inputs, targets in batches:
+            optimizer.zero_grad()
+            made.backward(loss_of(model(inputs), targets))
+            optimizer.step()
+
+
 def lightning(epochs: int, clock: Clock) -> None:
     """Lightning's Trainer with everything switched off that can be: no log, no progress, no checkpoint, no summary."""
     import logging
@@ -167,9 +183,37 @@ def manyhosts(epochs: int, clock: Clock) -> None:
         trainer.fit(f"{epochs} epochs")
 
 
+def own_loop(epochs: int, clock: Clock) -> None:
+    """`mh.Run` as it comes, with the same records."""
+    from torch import nn
+
+    import manyhosts as mh
+
+    loss_of = nn.CrossEntropyLoss()
+
+    def loss(batch: tuple[Tensor, Tensor]) -> Tensor:
+        found: Tensor = loss_of(run.models["model"](batch[0]), batch[1])
+        return found
+
+    def step(run: Any) -> None:
+        run.backward(loss)
+        run.update()
+
+    with tempfile.TemporaryDirectory() as folder:
+        run = mh.Run(
+            models=network,
+            optimizers=lambda parameters: sgd(parameters, clock),
+            data=mh.Data(train=digits(), batch_size=BATCH),
+            run_dir=folder,
+        )
+        run.fit(step, f"{epochs} epochs")
+
+
 CONTESTANTS: dict[str, Callable[[int, Clock], None]] = {
     "plain loop": plain,
     "manyhosts": manyhosts,
+    "own loop (mh.Run)": own_loop,
+    "Fabric": fabric,
     "Accelerate": accelerate,
     "Lightning": lightning,
 }
@@ -189,7 +233,7 @@ def run_one(name: str, epochs: int) -> None:
 
 
 def environment() -> Path:
-    """The Python that has all four, made on first use."""
+    """The Python that has all of them, made on first use."""
     python = VENV / "bin" / "python"
     stamp = VENV / "installed"
     lists = [ROOT / "requirements" / "runtime.txt", Path(__file__).with_name("requirements.txt")]

@@ -103,6 +103,7 @@ fit(model=Teacher, step=step, callbacks=[Teach(), mh.EMA(0.9)])
         " schedule=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 20))"
     ),
     "unseeded model": Script("fit(model=network())"),
+    "samples drawn by weights": Script('fit(data={"weights": mh.balanced(targets)})'),
     "dropout": Script(
         "fit(model=lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.4), nn.Linear(16, 4)))"
     ),

@@ -87,7 +87,7 @@ def step(run):
     if PARTS != "0":
         run.backward(pooled, "decoder", over_batch=noisy)
     run.update("decoder")
-    if PARTS != "0":
+    if PARTS != "0" and run.steps_done >= 5:  # an average that begins later, in the step in which a worker dies
         for kept, new in zip(run.models["average"].parameters(), run.models["decoder"].parameters(), strict=True):
             kept.data.lerp_(new.data, 0.3)
     perhaps_die("between")

@@ -212,3 +212,35 @@ def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
     assert process.returncode == 130, words
     wait_until(lambda: not alive(family), "all have ended")
     assert {path.name for path in tmp_path.iterdir()} - {"slow.py", "there"} <= {f"torchinductor_{getpass.getuser()}"}
+
+
+_OWN_LOOP = """
+def cost(batch):
+    noisy = batch[0] + 0.1 * torch.randn(batch[0].shape)
+    return nn.functional.cross_entropy(run.models["model"](noisy), batch[1]){factor}
+
+
+def step(run):
+    run.backward(cost)
+    run.update()
+
+
+run = mh.Run(
+    models=network,
+    optimizers=lambda params: torch.optim.SGD(params, lr=0.01),
+    data=mh.Data(Plain(), batch_size=12),
+    virtual_workers=2,
+)
+run.fit(step, "5 epochs")
+"""
+
+
+@pytest.mark.parametrize(("factor", "status"), [("", "holds"), (" * len(noisy)", "fails")])
+def test_size_of_a_forward_pass_is_judged_where_each_draws_numbers_of_its_own(
+    factor: str, status: str, tmp_path: Path, stage: LocalTrialRunner
+) -> None:
+    """Once more with all that is drawn at one value: a loss that is a sum over its micro-batch is then found."""
+    proof = proof_of(Script(_OWN_LOOP.replace("{factor}", factor), "micro"), tmp_path, stage)
+    (verdict,) = proof.verdicts
+    assert verdict.status == status, proof.to_json()
+    assert ("all that is drawn is one value" in verdict.note) == (status == "holds")

@@ -153,6 +153,11 @@ MAY: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"trainer": {"early_stopping": mh.EarlyStopping(patience=99)}},
         "early_stopping.patience 3 → 99",
     ),
+    "best": (
+        {"trainer": {"validate_every": "1 step"}},
+        {"trainer": {"best": mh.Best("loss", mode="max"), "validate_every": "1 step"}},
+        "best.mode min → max",
+    ),
 }  # fmt: skip
 MUST_NOT: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "seed": ({}, {"trainer": {"seed": 4}}, "seed is 4, and the run began with 0"),

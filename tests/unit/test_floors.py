@@ -261,7 +261,7 @@ TRAINER_ARGUMENTS = (
     "model optimizer data loss step metrics schedule strategy precision micro_batch_size clip_gradients snapshots "
     "validate_every early_stopping listeners init_from seed virtual_workers batch_norm lr_scaling warmup compile "
     "backend record_samples run_dir on_bad_step schedule_every audit weight balance activation_checkpointing "
-    "threads keep_pictures callbacks"
+    "threads keep_pictures callbacks best"
 )
 OPTIONS = {
     "run": "--on --cluster --hosts --hostfile --workers --nodes --workers-per-node --restarts --hang-timeout "
@@ -289,8 +289,8 @@ OPTIONS = {
     "--workers-per-node --at-once --on --cluster --hosts --hostfile --env --set --storage --study --run-dir --json "
     "--dry-run --trace",
     "watch": "--web --port --trace",
-    "export": "--format --bf16 --int8 --snapshot --preprocess --licence --output --json --dry-run --trace",
-    "serve": "--host --port --snapshot --follow --preprocess --workers --threads --batch --batch-wait --queue "
+    "export": "--format --bf16 --int8 --snapshot --model --preprocess --licence --output --json --dry-run --trace",
+    "serve": "--host --port --snapshot --model --follow --preprocess --workers --threads --batch --batch-wait --queue "
     "--max-body --max-samples --body-timeout --timeout --grace --keep --keep-share --keep-mb --behind-sagemaker "
     "--dry-run --trace",
     "deploy": "--to --name --output --apply --dry-run --trace",

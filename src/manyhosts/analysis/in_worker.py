@@ -38,10 +38,10 @@ def main(words: list[str] | None = None) -> None:
     sys.argv = sys.argv[:1]
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     with open_run(asked["run"], snapshot=asked["snapshot"], strategy="ddp" if several else "single") as run:
-        dataset = getattr(run.data, asked["data"])
+        sets = run.data.sets()
+        dataset = sets.get(asked["data"])
         if dataset is None:
-            have = [name for name in ("test", "validation", "train") if getattr(run.data, name) is not None]
-            fix = f"--data takes what the script has: {', '.join(have)}"
+            fix = f"--data takes what the script has: {', '.join(reversed(sets))}"
             raise ConfigError(f"the script gives no {asked['data']} data", where="mh.Data", fix=fix)
         found = run.trainer.predict(dataset, forward=_Forward(run), weights="last")
     # The workers part here: metrics that still saw a group would exchange their states with those that are gone.
@@ -53,7 +53,7 @@ class _Forward:
     """What is kept of each sample: the model's outputs, its targets, its loss."""
 
     def __init__(self, run: TrainedRun) -> None:
-        self._step, self._loss = run.trainer.step, run.trainer.loss
+        self._step, self._loss, self._where = run.trainer.step, run.trainer.loss, run.trainer.called_in
 
     def __call__(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         if self._step is None:
@@ -63,8 +63,8 @@ class _Forward:
             result = self._step(model, batch)
             if not isinstance(result, Mapping) or not {"outputs", "targets"} <= result.keys():
                 raise ConfigError(
-                    "step returns no 'outputs' and 'targets', so nothing is known of single samples",
-                    where="mh.Trainer(step=…)",
+                    "it returns no 'outputs' and 'targets', so nothing is known of single samples",
+                    where=self._where,
                     fix='return {"loss": loss, "outputs": outputs, "targets": targets}',
                 )
             outputs, targets = result["outputs"], result["targets"]

@@ -20,7 +20,9 @@ _MANYHOSTS = (sys.executable, "-P", "-m", "manyhosts.cli.main")
 
 
 @click.command()
-@click.option("--data", type=click.Choice(["test", "validation", "train"]), default="test", show_default=True)
+@click.option(
+    "--data", default="test", show_default=True, metavar="SET", help="test, validation, train; of several test/NAME."
+)
 @click.option("--snapshot", default="best", show_default=True, help="best, last, or a step.")
 @click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Workers on this machine.")
 @click.option(

@@ -18,6 +18,7 @@ from manyhosts.launchers.named_runs import directory_of
 @click.option(
     "--snapshot", default="best", show_default=True, metavar="NAME", help='"best", "last", a step, or a folder.'
 )
+@click.option("--model", default="", metavar="NAME", help="Which one, of a run of mh.Run with several.")
 @click.option(
     "--preprocess", default="", metavar="NAME", help="A function of the script, or module:function beside it."
 )
@@ -52,6 +53,7 @@ def export(
         output=None if output is None else Path(output),
         preprocess=words["preprocess"],
         licence=words["licence"],
+        model=words["model"],
     )
     if dry_run:
         print(f"would write {request.format}, {request.precision}, of {request.snapshot} in {run} to {request.folder}")

@@ -26,6 +26,7 @@ _SENDABLE = re.compile(r"[\x21-\x7e]{8,}")
 @click.option(
     "--snapshot", default="best", show_default=True, metavar="NAME", help='"best", "last", or a step, of a run.'
 )
+@click.option("--model", default="", metavar="NAME", help="Which one, of a run of mh.Run with several.")
 @click.option("--follow", is_flag=True, help="Take over new snapshots of the run as they appear.")
 @click.option(
     "--preprocess", default="", metavar="NAME", help="A function of the script, or module:function, of a run."
@@ -71,7 +72,7 @@ def serve(folder: str, dry_run: bool, trace: bool, **words: Any) -> int:
             where=str(path),
             fix="give a run directory, or a folder that `manyhosts export` has made",
         )
-    if not is_run and (option := next((key for key in ("follow", "preprocess") if words[key]), None)):
+    if not is_run and (option := next((key for key in ("follow", "preprocess", "model") if words[key]), None)):
         raise ConfigError(f"--{option} is for a run, and this is an export", where=f"--{option}", fix="serve the run")
     if not is_run and words["workers"] > 1:
         raise ConfigError("an export is not cut over workers", where="--workers", fix="serve the run")
@@ -93,6 +94,7 @@ def serve(folder: str, dry_run: bool, trace: bool, **words: Any) -> int:
         served=Served(
             folder=path,
             snapshot=words["snapshot"],
+            model=words["model"],
             preprocess=words["preprocess"],
             workers=words["workers"],
             threads=words["threads"],

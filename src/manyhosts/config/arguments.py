@@ -21,9 +21,8 @@ _DATA = "data=mh.Data(train=train_set, validation=val_set, batch_size=64): datas
 _OPTIMIZER = "optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)"
 _PIECES = "micro_batch_size=32: the most samples in one forward pass; batch_size stays the whole"
 SAMPLER = (
-    "the order is made here, the same on any number of workers, and no sampler chooses samples: to balance classes, "
-    "weigh the loss (nn.CrossEntropyLoss(weight=...)) or repeat rare samples: "
-    "train=Subset(dataset, list(WeightedRandomSampler(weights, len(dataset), generator=Generator().manual_seed(0))))"
+    "the order is made here, the same on any number of workers: mh.Data(weights=mh.balanced(labels)) draws every class "
+    "equally often, weights=[...] each sample as often as you say; or weigh the loss (nn.CrossEntropyLoss(weight=...))"
 )
 _ORDER = "the order is made here, the same on any number of workers; shuffle=False keeps that of the dataset"
 

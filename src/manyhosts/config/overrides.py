@@ -21,7 +21,7 @@ from manyhosts.errors import ConfigError
 from manyhosts.table import nearest, nearest_few
 
 VARIABLE = "MANYHOSTS_SET"
-_SECTIONS = ("snapshots", "early_stopping")
+_SECTIONS = ("snapshots", "early_stopping", "best")
 
 S = TypeVar("S")
 
@@ -75,7 +75,7 @@ def of_file(path: Path) -> dict[str, str]:
                 raise ConfigError(
                     f"{key or 'the file'} holds {type(each).__name__}, and a setting is one value",
                     where=f"--set {path}",
-                    fix="write a line key: value for each setting; snapshots and early_stopping have indented ones",
+                    fix="write a line key: value for each; snapshots, early_stopping and best have indented ones",
                 )
             text = "none" if each is None else str(each).lower() if isinstance(each, bool) else str(each)
             overrides[key if field is None else f"{key}.{field}"] = text

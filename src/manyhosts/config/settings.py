@@ -7,7 +7,7 @@ from typing import Literal
 
 from manyhosts.config.kinds import check_kinds
 from manyhosts.config.snapshots import Snapshots
-from manyhosts.config.stopping import EarlyStopping
+from manyhosts.config.stopping import Best, EarlyStopping
 from manyhosts.config.strategies import Single, Strategy, check_precision
 from manyhosts.errors import ConfigError
 from manyhosts.units import Duration
@@ -49,6 +49,8 @@ class Settings:
     snapshots: Snapshots = field(default_factory=Snapshots)
     validate_every: str = "1 epoch"
     early_stopping: EarlyStopping | None = None
+    best: Best | None = None
+    """By which metric the best model is chosen. None: by that of early stopping, or the loss."""
     schedule_every: Literal["step", "epoch"] = "step"
     """How often the learning-rate schedule moves on."""
     seed: int = 0

@@ -1,4 +1,4 @@
-"""When a run stops before its duration is over."""
+"""Which model of a run is the best, and when a run stops before its duration is over."""
 
 from __future__ import annotations
 
@@ -8,6 +8,25 @@ from typing import Literal
 from manyhosts.config.arguments import OF_EARLY_STOPPING, answering
 from manyhosts.config.kinds import check_kinds
 from manyhosts.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """Keep the model of the validation that is best by `metric`, whatever early stopping looks at.
+
+    `metric` and `mode` as in `EarlyStopping`.
+    """
+
+    metric: str = "loss"
+    mode: Literal["min", "max"] | None = None
+
+    def __post_init__(self) -> None:
+        check_kinds(self, prefix="best.")
+        _check_mode(self.mode, "best.mode")
+
+    def better(self, value: float, best: float | None) -> bool:
+        """Whether `value` beats `best` (None: nothing yet). `mode` is known, or the metric is the loss."""
+        return _better(self, value, best, by=0.0)
 
 
 @answering(OF_EARLY_STOPPING)
@@ -27,10 +46,7 @@ class EarlyStopping:
 
     def __post_init__(self) -> None:
         check_kinds(self, prefix="early_stopping.")
-        if self.mode not in ("min", "max", None):
-            raise ConfigError(
-                f"mode is {self.mode!r}", where="early_stopping.mode", fix='use "max" (accuracy) or "min" (loss)'
-            )
+        _check_mode(self.mode, "early_stopping.mode")
         if self.patience < 1:
             raise ConfigError(
                 f"patience is {self.patience}, so the run would stop at its first validation",
@@ -44,7 +60,16 @@ class EarlyStopping:
 
     def better(self, value: float, best: float | None) -> bool:
         """Whether `value` beats `best` (None: nothing yet). `mode` is known, or the metric is the loss."""
-        assert self.mode is not None or self.metric == "loss", f"nobody has settled which {self.metric} is better"
-        if best is None:
-            return True
-        return value > best + self.min_delta if self.mode == "max" else value < best - self.min_delta
+        return _better(self, value, best, by=self.min_delta)
+
+
+def _check_mode(mode: str | None, where: str) -> None:
+    if mode not in ("min", "max", None):
+        raise ConfigError(f"mode is {mode!r}", where=where, fix='use "max" (accuracy) or "min" (loss)')
+
+
+def _better(rule: Best | EarlyStopping, value: float, best: float | None, *, by: float) -> bool:
+    assert rule.mode is not None or rule.metric == "loss", f"nobody has settled which {rule.metric} is better"
+    if best is None:
+        return True
+    return value > best + by if rule.mode == "max" else value < best - by

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any, Literal
 
 from torch.utils.data import (
@@ -17,6 +17,7 @@ from torch.utils.data import (
 )
 
 from manyhosts.config.arguments import OF_DATA, SAMPLER, answers
+from manyhosts.data.drawing import Weights, checked
 from manyhosts.data.fetch import Collate
 from manyhosts.errors import ConfigError, DataError
 
@@ -26,8 +27,9 @@ class Data:
 
     Args:
         train: what `fit` trains on; map-style, or an `IterableDataset`.
-        validation: what `validate` and `fit` evaluate; map-style.
-        test: what `test` evaluates; map-style.
+        validation: what `validate` and `fit` evaluate; map-style. Several by name, `{"clean": …, "noisy": …}`: each is
+            evaluated, and values are called `clean/loss`, `noisy/accuracy`.
+        test: what `test` evaluates, likewise.
         batch_size: samples behind one optimizer step, over all workers.
         batch_size_per_worker: the other way: samples per worker, so that the batch grows with the workers.
         evaluation_batch_size: most samples in one forward pass of an evaluation; as in training where it is not given.
@@ -35,6 +37,8 @@ class Data:
             times the first batches and starts as many as are needed.
         shuffle: whether each epoch has a new order.
         drop_last: leave out the last batch of an epoch where it is smaller than the others.
+        weights: how often each sample of `train` is drawn, compared with the others: an epoch then has as many samples
+            as `train`, drawn with repeats. `mh.balanced(labels)`: every class equally often.
         collate: makes a batch of a list of samples; PyTorch's `default_collate` where it is not given.
     """
 
@@ -43,14 +47,15 @@ class Data:
         self,
         train: Dataset[Any] | None = None,
         *,
-        validation: Dataset[Any] | None = None,
-        test: Dataset[Any] | None = None,
+        validation: Dataset[Any] | Mapping[str, Dataset[Any]] | None = None,
+        test: Dataset[Any] | Mapping[str, Dataset[Any]] | None = None,
         batch_size: int | None = None,
         batch_size_per_worker: int | None = None,
         evaluation_batch_size: int | None = None,
         loader_workers: int | Literal["auto"] = 0,
         shuffle: bool = True,
         drop_last: bool = False,
+        weights: Sequence[float] | Any | None = None,
         collate: Collate | None = None,
     ) -> None:
         self.train = train
@@ -63,9 +68,58 @@ class Data:
         self.shuffle = shuffle
         self.drop_last = drop_last
         self.collate = collate
-        for name, dataset in (("train", train), ("validation", validation), ("test", test)):
-            if dataset is not None:
-                check_dataset(name, dataset, where=f"mh.Data({name}=…)", is_stream_fine=name == "train")
+        for name in ("validation", "test"):
+            _check_names(name, getattr(self, name))
+        for name, dataset in self.sets().items():
+            check_dataset(name, dataset, where=f"mh.Data({name}=…)", is_stream_fine=name == "train")
+
+        self.weights = None if weights is None else self._drawn_by(weights)
+
+    def _drawn_by(self, weights: Any) -> Weights:
+        if not isinstance(self.train, Sized) or isinstance(self.train, IterableDataset) or not self.shuffle:
+            raise ConfigError(
+                "samples are drawn by weights, and there is no training set whose samples have numbers"
+                if self.shuffle
+                else "shuffle=False keeps the order of the dataset, and weights draw another",
+                where="mh.Data(weights=…)",
+                fix="leave weights out, or give a map-style dataset and leave shuffle out",
+            )
+        return checked(weights, len(self.train))
+
+    def sets(self) -> dict[str, Dataset[Any]]:
+        """Every set that was given, by `train`, `validation` and `test`; one of several as `validation/clean`."""
+        found: dict[str, Dataset[Any]] = {}
+        for name in ("train", "validation", "test"):
+            given = getattr(self, name)
+            if is_several(given):
+                found |= {f"{name}/{key}": each for key, each in given.items()}
+            elif given is not None:
+                found[name] = given
+        return found
+
+
+def is_several(given: object) -> bool:
+    """Whether datasets were given by name. A dict with other keys than texts is a dataset: numbers to samples."""
+    return isinstance(given, Mapping) and all(isinstance(key, str) for key in given)
+
+
+def loss_of_first(validation: object) -> str:
+    """What the loss of a validation is called: of several sets that of the first."""
+    assert not is_several(validation) or isinstance(validation, Mapping), "is_several() has looked"
+    return f"{next(iter(validation))}/loss" if is_several(validation) else "loss"  # type: ignore[call-overload]
+
+
+def _check_names(name: str, given: object) -> None:
+    """Raise ConfigError for several sets without any, or with a name that values could not be called by."""
+    if not is_several(given):
+        return
+    assert isinstance(given, Mapping), "is_several() has looked"
+    if wrong := [key for key in given if not key or "/" in key] or ([] if given else ["{}"]):
+        raise ConfigError(
+            f"{wrong[0]!r} is no name of a {name} set" if given else f"there is no {name} set in an empty dict",
+            where=f"mh.Data({name}=…)",
+            fix=f'write {name}={{"clean": first, "noisy": second}}: names without /',
+        )
 
 
 def _see_that_no_several(name: str, given: object, *, where: str) -> None:

@@ -46,16 +46,20 @@ class Unknown(Exception):
 class DataIdentity:
     """That of one training set, found when somebody first asks."""
 
-    def __init__(self, dataset: Dataset[Any] | None, *, seed: int, elsewhere: bool) -> None:
-        """`elsewhere`: read the samples in another process: this one has never opened the dataset, whose loader
-        processes might not bear to share what it has open."""
+    def __init__(self, dataset: Dataset[Any] | None, *, seed: int, elsewhere: bool, weights: str = "") -> None:
+        """`weights`: what tells those that samples are drawn by from others; empty without.
+
+        `elsewhere`: read the samples in another process: this one has never opened the dataset, whose loader processes
+        might not bear to share what it has open.
+        """
         self.dataset, self._seed, self._elsewhere = dataset, seed, elsewhere
+        self._weights = {"weights": weights} if weights else {}
         self._found: dict[str, Any] | None = None
 
     def __call__(self) -> dict[str, Any]:
         """In plain values. `unknown` says why no sample is in it, where none is."""
         if self._found is None:
-            self._found = self._look()
+            self._found = {**self._look(), **self._weights}
         return self._found
 
     def described(self) -> str:
@@ -96,6 +100,8 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
         return "" if kinds[0] == kinds[1] else f"the training set is {kinds[1]}, and the run began with {kinds[0]}"
     if before.get("length") != now.get("length"):
         return f"the training set has {now.get('length')} samples, and the run began with {before.get('length')}"
+    if before.get("weights") != now.get("weights"):
+        return "samples are drawn by other weights than when the run began"
     kept, found = before.get("samples", {}), now.get("samples", {})
     for index in kept.keys() & found.keys():
         if not are_alike(kept[index], found[index]):

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from manyhosts.data.drawing import Weights, drawn
+
 Indices = NDArray[np.int64]
 
 
@@ -45,7 +47,18 @@ def bounds(count: int, parts: int, index: int) -> tuple[int, int]:
 class Order:
     """Which samples each step takes, for a dataset of known length."""
 
-    def __init__(self, length: int, *, batch: int, seed: int, shuffle: bool = True, drop_last: bool = False) -> None:
+    def __init__(
+        self,
+        length: int,
+        *,
+        batch: int,
+        seed: int,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        weights: Weights | None = None,
+    ) -> None:
+        """`weights`: by which samples are drawn, with repeats; None: each once in an epoch."""
+        self.weights = weights
         self.length = length
         self.batch = batch
         self.seed = seed
@@ -61,9 +74,14 @@ class Order:
     def at(self, position: Position) -> Indices:
         """The samples of the step that begins at `position`; shape `(batch,)`, or fewer at the end of an epoch."""
         if position.epoch != self._epoch:
-            self._permutation = permutation(self.length, seed=self.seed, epoch=position.epoch, shuffle=self.shuffle)
+            self._permutation = self._of_epoch(position.epoch)
             self._epoch = position.epoch
         return self._permutation[position.sample : position.sample + self.batch]
+
+    def _of_epoch(self, epoch: int) -> Indices:
+        if self.weights is not None:
+            return drawn(self.weights, seed=self.seed, epoch=epoch)
+        return permutation(self.length, seed=self.seed, epoch=epoch, shuffle=self.shuffle)
 
     def after(self, position: Position) -> Position:
         """Where the step that begins at `position` ends; the end of an epoch is the beginning of the next."""

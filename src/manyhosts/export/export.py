@@ -37,6 +37,7 @@ class Request:
     output: Path | None = None  # None: `exports/<format>` in the run directory, with the precision where it is not fp32
     preprocess: str = ""  # `function` of the script, or `module:function`, a file beside it
     licence: str = "unknown"
+    model: str = ""  # which one of an mh.Run that has several
 
     def __post_init__(self) -> None:
         for name, value, known in (("--format", self.format, FORMATS), ("precision", self.precision, PRECISIONS)):
@@ -46,7 +47,7 @@ class Request:
     @property
     def folder(self) -> Path:
         """Where the export will be."""
-        name = self.format + ("" if self.precision == "fp32" else f"-{self.precision}")
+        name = "-".join([*filter(None, [self.model]), self.format, *{self.precision} - {"fp32"}])
         return self.output or run_directory(self.run_dir).path / "exports" / name
 
 
@@ -65,7 +66,8 @@ def export(request: Request, tell: Callable[[str], None] = lambda _: None) -> tu
     writes, reads = BY_NAME[request.format]
     half = folder.with_name(f".{folder.name}.{os.getpid()}.half")
     tell("running the script up to fit, and loading the weights")
-    with open_run(request.run_dir, snapshot=request.snapshot) as run:
+    with open_run(request.run_dir, snapshot=request.snapshot) as opened:
+        run = opened.with_model(request.model)
         call = ModelCall(run)
         batches = list(call.batches())
         wanted = answers_of(call.program(), batches)
@@ -116,6 +118,7 @@ def describe(
         outputs=tuple(call.outputs),
         source={
             "run": run.directory.path.name,
+            **({"model": run.named} if run.named else {}),
             "script": Path(run.record.script).name,
             "arguments": list(run.record.arguments),
             "snapshot": run.snapshot.name,
@@ -130,8 +133,7 @@ def describe(
         data={
             "sets": {
                 name: len(cast(Any, each)) if hasattr(each, "__len__") else None
-                for name in ("train", "validation", "test")
-                if (each := getattr(run.data, name)) is not None
+                for name, each in run.data.sets().items()
             },
             "inputs": _moments(call.inputs, _training_inputs(call) or batches),
             "outputs": _moments(call.outputs, answers),

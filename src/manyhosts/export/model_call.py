@@ -18,7 +18,9 @@ from manyhosts.data.fetch import Fetcher
 from manyhosts.data.steps import mapped
 from manyhosts.errors import ConfigError
 from manyhosts.export.description import BATCHES, TensorSpec
+from manyhosts.training.evaluation.predict import of_inputs
 from manyhosts.training.loop.compute import pair
+from manyhosts.training.own_loop.run import Run
 from manyhosts.training.trained_script import TrainedRun
 
 # Arguments of a model that are targets: transformers' models compute the loss themselves
@@ -143,10 +145,12 @@ class ModelCall:
             raise _Called(args, kwargs)
 
         trainer = self.run.trainer
-        handle = trainer.model.register_forward_pre_hook(called, with_kwargs=True)
+        handle = self.run.model.register_forward_pre_hook(called, with_kwargs=True)
         try:
             with torch.no_grad():
-                if trainer.step is not None:
+                if isinstance(trainer, Run) and len(trainer.models) == 1 and not trainer.evaluates:
+                    of_inputs(self.run.model, batch)
+                elif trainer.step is not None:
                     trainer.step(trainer.model, batch)
                 else:
                     trainer.model(pair(batch)[0])
@@ -155,8 +159,14 @@ class ModelCall:
             return leaves
         finally:
             handle.remove()
+        if self.run.named:
+            raise ConfigError(
+                f"how the model {self.run.named!r} is called is not known: evaluate does not call it",
+                where=trainer.called_in,
+                fix=f"call models[{self.run.named!r}](…) in it",
+            )
         raise ConfigError(
-            "the script's step does not call the model itself", where="mh.Trainer(step=…)", fix="call model(…) in it"
+            "the script's step does not call the model itself", where=trainer.called_in, fix="call model(…) in it"
         )
 
     @torch.no_grad()
@@ -208,9 +218,10 @@ def named_outputs(answer: Any) -> dict[str, Tensor]:
 
 def _some_data(run: TrainedRun) -> tuple[Dataset[Any], str]:
     """Samples that were held out, where there are some."""
-    for name in ("test", "validation", "train"):
-        if (dataset := getattr(run.data, name)) is not None:
-            return dataset, name
+    for kind in ("test", "validation", "train"):
+        for name, dataset in run.data.sets().items():
+            if name.partition("/")[0] == kind:
+                return dataset, name
     raise ConfigError("the script has no data to try the model on", where="mh.Data(…)", fix="give it a set")
 
 

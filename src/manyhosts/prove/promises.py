@@ -9,7 +9,7 @@ from typing import Any, Literal
 from manyhosts.errors import ManyhostsError
 from manyhosts.prove import compare
 from manyhosts.prove.causes import LOCAL, find
-from manyhosts.prove.compare import FLOAT32, FLOAT32_ALONE, FLOAT64, Comparison, Departure, amount_in_words
+from manyhosts.prove.compare import FLOAT32, FLOAT32_ALONE, FLOAT64, Comparison, Departure, Tolerance, amount_in_words
 from manyhosts.prove.experiments import Cause, Experimented
 from manyhosts.prove.trace import Trace
 from manyhosts.prove.trials import Setup, Trial, Trials, resuming_workers
@@ -125,7 +125,8 @@ def samples(trials: Trials) -> Verdict:
             taken, line = trace.taken(step), trace.of(step)
             wanted = line["taken"] if not line["shards"] else taken
             before = seen.setdefault(line["epoch"], set())
-            if taken != sorted(wanted) or len(set(taken)) < len(taken) or before & set(taken):
+            repeated = not trace.repeats and (len(set(taken)) < len(taken) or before & set(taken))
+            if taken != sorted(wanted) or repeated:
                 doubled = sorted((before & set(taken)) or {index for index in taken if taken.count(index) > 1})
                 return Verdict(
                     promise="samples", status="fails", where=f"on {_workers(count)}",
@@ -235,18 +236,14 @@ def _arbitrated(trials: Trials, promise: str, one: Setup, other: Setup, first: D
             note = f"departs by rounding alone: equal to {size} in float64"
         return _holds(promise, note, ours, theirs)
     if promise == "micro" and ours.trace.has_batch_norm:
-        frozen = [trials.run(replace(trial.setup, freeze_batch_norm=True)) for trial in (ours, theirs)]
-        if Comparison(frozen[0].trace, frozen[1].trace, tolerance).first_departure() is None:
-            note = f"but for BatchNorm, which sees one forward pass at a time: {found}"
-            return Verdict(promise=promise, status="holds", note=note)
+        return _but_for_batch_norm(trials, promise, ours.setup, theirs.setup, found, tolerance)
     return _fails(trials, promise, ours.setup, theirs.setup, found)
 
 
 def _by_address(trials: Trials, promise: str, one: Setup, other: Setup) -> Verdict:
     """The forward pass draws numbers of its own, whose address has the worker's part in it: have the parts be fixed."""
     if promise != "workers":
-        note = "each forward pass draws random numbers of its own, so half of one draws others"
-        return Verdict(promise=promise, status="not judged", note=note)
+        return _with_set_draws(trials, promise, one, other)
     asked = [replace(setup, double=False, no_dropout=False) for setup in (one, other)]
     pair = [setup.with_settings(virtual_workers=PARTS) for setup in asked]
     ours, theirs = map(trials.run, pair)
@@ -267,6 +264,34 @@ def _by_address(trials: Trials, promise: str, one: Setup, other: Setup) -> Verdi
         return _fails(trials, promise, plain[0], plain[1], found)
     size = amount_in_words(comparison.largest)
     return _holds(promise, f"{draws}, and without equal to {size} where all that is drawn is one value", ours, theirs)
+
+
+def _with_set_draws(trials: Trials, promise: str, one: Setup, other: Setup) -> Verdict:
+    """Each forward pass draws numbers of its own, so half of one draws others: have all that is drawn be one value."""
+    draws = "each forward pass draws random numbers of its own, so half of one draws others"
+    ours, theirs = (trials.run(replace(setup, set_draws=True)) for setup in (one, other))
+    if why := _not_comparable(ours, theirs):
+        return Verdict(promise=promise, status="not judged", note=f"{draws}; with set ones {why}")
+    tolerance = FLOAT64 if one.double else FLOAT32_ALONE
+    comparison = Comparison(ours.trace, theirs.trace, tolerance)
+    found = comparison.first_departure()
+    if found is not None and ours.trace.has_batch_norm:
+        return _but_for_batch_norm(trials, promise, ours.setup, theirs.setup, found, tolerance)
+    if found is not None:
+        return _fails(trials, promise, ours.setup, theirs.setup, found)
+    size = amount_in_words(comparison.largest)
+    return _holds(promise, f"{draws}: equal to {size} where all that is drawn is one value", ours, theirs)
+
+
+def _but_for_batch_norm(
+    trials: Trials, promise: str, one: Setup, other: Setup, found: Departure, tolerance: Tolerance
+) -> Verdict:
+    """Whether two trials with forward passes of other sizes are equal where BatchNorm has its running statistics."""
+    frozen = [trials.run(replace(setup, freeze_batch_norm=True)) for setup in (one, other)]
+    if Comparison(frozen[0].trace, frozen[1].trace, tolerance).first_departure() is None:
+        note = f"but for BatchNorm, which sees one forward pass at a time: {found}"
+        return Verdict(promise=promise, status="holds", note=note)
+    return _fails(trials, promise, one, other, found)
 
 
 def _not_comparable(*pair: Trial) -> str:

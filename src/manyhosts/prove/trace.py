@@ -50,6 +50,11 @@ class Trace:
         return any(line.get("plain") for line in self.begins.values())
 
     @property
+    def repeats(self) -> bool:
+        """Whether samples are drawn by weights, so that one may come more than once."""
+        return any(line.get("repeats") for line in self.begins.values())
+
+    @property
     def drew(self) -> bool:
         """Whether a forward pass drew random numbers."""
         return any(line.get("drew") for lines in self.steps.values() for line in lines.values())

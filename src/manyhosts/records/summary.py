@@ -237,8 +237,9 @@ class Story:
         return found
 
     def best(self, record: RunRecord) -> dict[str, Any]:
-        """The best validation by the metric that early stopping watches: the loss, where nothing is said."""
-        metric = (record.settings.get("early_stopping") or {}).get("metric", "loss")
+        """The best validation by the metric that says so: the loss, where nothing is said."""
+        rule = record.settings.get("best") or record.settings.get("early_stopping") or {}
+        metric = rule.get("metric", "loss")
         line = self.best_validation
         if metric not in line.get("values", {}):
             return {}

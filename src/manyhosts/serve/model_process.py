@@ -128,14 +128,14 @@ def _loaded(folder: Path, before: Preprocessing | None) -> Callable[[list[Any]],
 
 @contextlib.contextmanager
 def opened(request: dict[str, Any]) -> Iterator[Model]:
-    """The model that `request` names by `folder`, `snapshot`, `preprocess` and `workers`."""
+    """The model that `request` names by `folder`, `snapshot`, `model`, `preprocess` and `workers`."""
     folder = Path(request["folder"])
     if not (folder / "run.json").exists():
         yield OfExport(folder)
         return
     strategy = next(iter(CUTS)) if request["workers"] > 1 else "single"
     with open_run(folder, snapshot=request["snapshot"], strategy=strategy) as run:
-        yield OfRun(run, request["preprocess"])
+        yield OfRun(run.with_model(request["model"]), request["preprocess"])
 
 
 def main() -> None:

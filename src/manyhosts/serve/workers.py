@@ -29,6 +29,7 @@ class Served:
 
     folder: Path  # An export, or a run directory
     snapshot: str = "best"
+    model: str = ""  # Which one, of a run of mh.Run that has several
     preprocess: str = ""
     workers: int = 1  # Processes that hold the model together, each a part of every tensor
     threads: int = 0  # Of each for its computations; 0: as PyTorch chooses
@@ -129,6 +130,7 @@ class Workers:
         request = {
             "folder": str(self.served.folder),
             "snapshot": self._snapshot,
+            "model": self.served.model,
             "preprocess": self.served.preprocess,
             "workers": size,
             "threads": self.served.threads,

@@ -28,7 +28,7 @@ from manyhosts.strategies.audit import WrongBits
 from manyhosts.strategies.local_updates import LocalUpdates
 from manyhosts.training.consistency.same_given import compare_descriptions, compare_length, optimizer_described
 from manyhosts.training.consistency.same_weights import compare_weights
-from manyhosts.training.evaluation.evaluate import Evaluation
+from manyhosts.training.evaluation.evaluate import OfAllSets
 from manyhosts.training.evaluation.metrics import KEEPING
 from manyhosts.training.loop.bad_steps import BadStep
 from manyhosts.training.loop.balance import Balance
@@ -62,7 +62,7 @@ class Run:
         settings: Settings,
         directory: RunDirectory,
         script: Path,
-        validation: Evaluation | None,
+        validation: OfAllSets | None,
         listeners: Sequence[Listener],
         report: Callable[..., None],
         go_on_with: str = "",

@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,6 +29,7 @@ from manyhosts.records.manifest import Facts
 from manyhosts.records.run_directory import RunDirectory
 from manyhosts.records.run_record import RunRecord
 from manyhosts.snapshot.load import Loaded, load, same_model
+from manyhosts.training.own_loop.run import Run
 from manyhosts.training.process_session import ProcessSession
 from manyhosts.training.setup.trained_module import load_loss
 from manyhosts.training.state.registry import put_weights, state_of
@@ -58,11 +59,35 @@ class TrainedRun:
     """Where in the run that snapshot stands."""
     names: Mapping[str, Any]
     """The names of the script's main module, such as functions of it."""
+    named: str = ""
+    """Which of the models of an `mh.Run` is `model`; empty: all of them, or that of an `mh.Trainer`."""
 
     @property
     def model(self) -> nn.Module:
         """In evaluation mode."""
-        return self.trainer.model
+        models = self.trainer.model
+        return models[self.named] if self.named and isinstance(models, nn.ModuleDict) else models
+
+    def with_model(self, name: str) -> TrainedRun:
+        """The same with one of the models of an `mh.Run`: that of this name, or where it is empty the only one.
+
+        Raises:
+            ConfigError: there is none of this name, or there are several and none is named.
+        """
+        if not isinstance(self.trainer, Run):
+            if name:
+                raise ConfigError(
+                    f"an mh.Trainer has one model, and none is called {name!r}", where="--model", fix="leave it out"
+                )
+            return self
+        known = list(self.trainer.models)
+        if name not in known and (name or len(known) > 1):
+            raise ConfigError(
+                f"there is no model {name!r} in this run" if name else "there are several models in this run",
+                where="--model",
+                fix=f"name one of {', '.join(known)}",
+            )
+        return replace(self, named=name or known[0])
 
     @property
     def data(self) -> Data:

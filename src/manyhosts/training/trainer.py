@@ -21,10 +21,10 @@ from manyhosts.config.arguments import OF_FIT, OF_TRAINER, answers
 from manyhosts.config.init_from import InitFrom
 from manyhosts.config.settings import ActivationCheckpointing, Settings
 from manyhosts.config.snapshots import Snapshots
-from manyhosts.config.stopping import EarlyStopping
+from manyhosts.config.stopping import Best, EarlyStopping
 from manyhosts.config.strategies import DDP, Strategy, named
 from manyhosts.data import randomness
-from manyhosts.data.data import Data, check_dataset
+from manyhosts.data.data import Data, check_dataset, is_several
 from manyhosts.elastic import rendezvous
 from manyhosts.errors import ConfigError
 from manyhosts.events import Listener, Note, TestDone
@@ -34,7 +34,7 @@ from manyhosts.snapshot.weights import save as save_weights
 from manyhosts.strategies.strategy import Strategy as WorkSpread
 from manyhosts.training.consistency.same_weights import compare_weights
 from manyhosts.training.evaluation.dataset_forward import ForwardPasses
-from manyhosts.training.evaluation.evaluate import Evaluation
+from manyhosts.training.evaluation.evaluate import Evaluation, Evaluations, OfAllSets
 from manyhosts.training.evaluation.metrics import flattened
 from manyhosts.training.evaluation.predict import Forward, Prediction, of_inputs
 from manyhosts.training.loop.compute import Loss, UserStep
@@ -84,6 +84,8 @@ class Trainer:
         validate_every: how often `fit` validates.
         early_stopping: when `fit` ends before its duration is over: `mh.EarlyStopping("accuracy")`. Whether higher or
             lower is better comes from the metric.
+        best: the metric by which the model in `best/` is chosen: `"accuracy"`, or `mh.Best("score", mode="max")` for
+            one that does not say which way is better. Where it is not given, that of early stopping, or the loss.
         listeners: anything callable with one event; called on the leader.
         callbacks: what may act at named points, on every worker and once per step: `mh.EMA()`, or an `mh.Callback`.
         init_from: weights to begin with: a snapshot, a run directory, a `.safetensors` or a `.pt` file, a folder of
@@ -117,6 +119,9 @@ class Trainer:
     has_counts = False
     """Whether `step` may say what a batch of an evaluation counts, by a value named `count`."""
 
+    called_in = "mh.Trainer(step=…)"
+    """Where the script says what the model makes of a batch of held-out data, where it has no loss."""
+
     @answers("mh.Trainer", OF_TRAINER)
     def __init__(  # noqa: PLR0913  # the user's whole vocabulary, by name only
         self,
@@ -137,6 +142,7 @@ class Trainer:
         snapshots: Snapshots | None = None,
         validate_every: str = "1 epoch",
         early_stopping: EarlyStopping | None = None,
+        best: str | Best | None = None,
         listeners: Sequence[Listener] = (),
         callbacks: Sequence[Callback] = (),
         init_from: str | Path | Mapping[str, Any] | InitFrom | None = None,
@@ -182,6 +188,7 @@ class Trainer:
                 snapshots=snapshots or Snapshots(),
                 validate_every=validate_every,
                 early_stopping=early_stopping,
+                best=Best(best) if isinstance(best, str) else best,
                 schedule_every=schedule_every,
                 seed=seed,
                 virtual_workers=virtual_workers,
@@ -311,7 +318,7 @@ class Trainer:
         """The model in a table: its modules down to `depth`, their parameters, and how many of these are trained."""
         return model_summary.summary(self.model, depth=depth)
 
-    def _validate(self, evaluation: Evaluation, weights: Literal["best", "last"]) -> dict[str, float]:
+    def _validate(self, evaluation: OfAllSets, weights: Literal["best", "last"]) -> dict[str, float]:
         with holding(weights, self.parts, self._run) as used:
             values = self._evaluated(evaluation, f"the validation of {used}")
         self._say(f"validated: {used}")
@@ -405,11 +412,11 @@ class Trainer:
         gather_plain(self.world, None, error)
         self._say(f"saved in {file.name}: {Used.of(self.parts, self._run, is_best=best is not None)}")
 
-    def _evaluated(self, evaluation: Evaluation, which: str) -> dict[str, float]:
+    def _evaluated(self, evaluation: OfAllSets, which: str) -> dict[str, float]:
         compare_weights(self.parts, f"before {which}")
         return evaluation(self.model)
 
-    def _test(self, evaluation: Evaluation, weights: Literal["best", "last"]) -> dict[str, float]:
+    def _test(self, evaluation: OfAllSets, weights: Literal["best", "last"]) -> dict[str, float]:
         begin = time.perf_counter()
         with holding(weights, self.parts, self._run) as used:
             values = self._evaluated(evaluation, "the test of the best model" if used.is_best else "the test")
@@ -428,13 +435,17 @@ class Trainer:
             self._run.run_log.flush()
         return values
 
-    def _evaluation(self, name: Literal["validation", "test"]) -> Evaluation:
-        dataset = getattr(self.data, name)
-        if dataset is None:
+    def _evaluation(self, name: Literal["validation", "test"]) -> OfAllSets:
+        given = getattr(self.data, name)
+        if given is None:
             raise ConfigError(f"there is no {name} set", where=f"mh.Data({name}=…)", fix="give one")
-        passes = self._passes(dataset, name)
+        if is_several(given):
+            return Evaluations({key: self._over(dataset, f"{name}/{key}") for key, dataset in given.items()})
+        return self._over(given, name)
+
+    def _over(self, dataset: Dataset[Any], name: str) -> Evaluation:
         return Evaluation(
-            passes,
+            self._passes(dataset, name),
             loss=self.loss,
             step=self.step,
             metrics=self.metrics,

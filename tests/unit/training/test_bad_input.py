@@ -47,6 +47,16 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "no samples": ({"data": lambda: mh.Data(train=TensorDataset(torch.zeros(0, 1)), batch_size=5)}, "0 samples"),
     "a loader": ({"data": lambda: mh.Data(train=DataLoader(dataset()), batch_size=5)}, "DataLoader"),
     "a stream to validate": ({"data": lambda: mh.Data(train=dataset(), validation=Empty(), batch_size=5)}, "a stream"),
+    "no set by name": (
+        {"data": lambda: mh.Data(dataset(), validation={}, batch_size=5)},
+        "no validation set in an empty",
+    ),
+    "a set without a name": ({"data": lambda: mh.Data(dataset(), test={"": dataset()}, batch_size=5)}, "'' is no name"),
+    "a set with a path": ({"data": lambda: mh.Data(dataset(), test={"a/b": dataset()}, batch_size=5)}, "'a/b' is no"),
+    "one of several is no dataset": (
+        {"data": lambda: mh.Data(dataset(), validation={"clean": dataset(), "noisy": 3}, batch_size=5)},
+        "the validation/noisy set is a int",
+    ),
     "a batch too large to drop": (
         {"data": lambda: mh.Data(train=dataset(3), batch_size=5, drop_last=True)},
         "drop_last leaves nothing",
@@ -260,3 +270,11 @@ def test_batch_that_is_no_pair_is_told_how_to_pass_a_step(tmp_path: Path) -> Non
 def test_loss_that_is_not_reduced_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the loss has shape"):
         trainer(tmp_path, loss=nn.CrossEntropyLoss(reduction="none")).fit("1 epoch")
+
+
+def test_loss_of_none_of_several_sets_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    several = mh.Data(dataset(), validation={"clean": dataset(), "noisy": dataset()}, batch_size=5)
+    made = trainer(tmp_path, data=several, early_stopping=mh.EarlyStopping("loss"))
+    with pytest.raises(ConfigError, match="early stopping watches 'loss', which nobody reports") as found:
+        made.fit("1 epoch")
+    assert "clean/loss, noisy/loss" in found.value.fix

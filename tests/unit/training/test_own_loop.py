@@ -235,3 +235,38 @@ def test_one_model_predicts_and_of_several_it_must_be_said_which(tmp_path: Path)
     found = several.predict(TensorDataset(INPUTS), forward=lambda models, batch: models["one"](batch[0]))
     with torch.no_grad():
         torch.testing.assert_close(found, several.models["one"](INPUTS))
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+def test_average_that_begins_late_is_put_back_where_its_step_is_undone(tmp_path: Path, through_data: bool) -> None:
+    """Also weights that an optimizer steps and the step changes by hand, where it makes no update of them."""
+    models = {name: lambda: nn.Linear(3, 2) for name in ("one", "average", "late")} | {"two": lambda: nn.Linear(2, 1)}
+    run, kept = made(models=models, run_dir=tmp_path, on_bad_step="skip"), []
+
+    def move(name: str) -> None:
+        for own, other in zip(run.models[name].parameters(), run.models["one"].parameters(), strict=True):
+            if through_data:
+                own.data.lerp_(other.data, 0.5)
+            else:
+                with torch.no_grad():
+                    own.lerp_(other, 0.5)
+
+    def step(run: mh.Run) -> None:
+        kept.append({name: value.clone() for name, value in run.models.state_dict().items()})
+        done = run.steps_done
+        if done >= 2:
+            move("average")
+        if done >= 5:
+            move("late")
+        run.models["two"].weight.data.clamp_(-0.5, 0.5 - 0.1 * done)
+        factor = torch.nan if done in (2, 4, 5) else 1.0
+        run.backward(lambda batch: factor * loss(run)(batch), "one")
+        run.update("one")
+
+    run.fit(step, "7 steps")
+    for bad in (2, 4, 5):
+        for name, value in kept[bad].items():
+            assert torch.equal(kept[bad + 1][name], value), (bad, name)
+    assert not torch.equal(kept[3]["average.weight"], kept[4]["average.weight"])
+    assert torch.equal(kept[6]["late.weight"], kept[0]["late.weight"])
+    assert not torch.equal(run.models["late"].weight, kept[6]["late.weight"])

@@ -138,6 +138,43 @@ def test_direction_of_early_stopping_comes_from_the_metric(
     assert result.best == (max if mode == "max" else min)(found)
 
 
+@pytest.mark.parametrize("stops", [False, True])
+def test_best_model_is_that_by_its_own_metric_whatever_early_stopping_looks_at(stops: bool, tmp_path: Path) -> None:
+    rule = {"early_stopping": mh.EarlyStopping("loss", min_delta=0.05, patience=3)} if stops else {}
+    made = make_trainer(Recipe(batch=10, trainer={"best": mh.Best("loss", mode="max"), **rule}), tmp_path)
+    result = made.fit("12 epochs")
+    found = [(line["values"]["loss"], line["step"]) for line in lines(tmp_path, "validation")]
+    assert (result.best, result.best_step) == max(found)
+    written = json.loads((tmp_path / "summary.json").read_text())
+    assert written["best"] == {"metric": "loss", "value": max(found)[0], "step": max(found)[1]}
+    assert made.validate()["loss"] == max(found)[0]
+    stopped, least, without = 0, float("inf"), 0
+    for number, (loss, _) in enumerate(found, 1):
+        least, without = (loss, 0) if loss < least - 0.05 else (least, without + 1)
+        stopped = stopped or (number if without == 3 else 0)
+    assert len(found) == (stopped or 12 if stops else 12)
+
+
+def test_direction_of_best_comes_from_the_metric(tmp_path: Path) -> None:
+    made = make_trainer(Recipe(batch=10, trainer={"best": "accuracy"}), tmp_path)
+    assert made.settings.best == mh.Best("accuracy", "max")
+    result = made.fit("3 epochs")
+    assert result.best == max(line["values"]["accuracy"] for line in lines(tmp_path, "validation"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"best": "accurcy"}, "the best model is chosen by 'accurcy', and it is not known whether higher"),
+        ({"best": mh.Best("accurcy", mode="max")}, "the best model is chosen by 'accurcy', which nobody reports"),
+        ({"best": 3}, "best is 3"),
+    ],
+)
+def test_best_by_what_nobody_reports_is_refused(changed: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make_trainer(Recipe(batch=10, trainer=changed), tmp_path).fit("1 epoch")
+
+
 def test_time_limit_ends_a_run(tmp_path: Path) -> None:
     result = trainer(tmp_path).fit("1000000 epochs or 0.3s")
     assert result.status == "completed"

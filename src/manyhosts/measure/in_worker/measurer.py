@@ -36,7 +36,7 @@ from manyhosts.measure.request import Request
 from manyhosts.planner.measured import InParts, Measured
 from manyhosts.strategies.strategy import StepOutcome
 from manyhosts.strategies.units import tail_bytes, unit_bytes
-from manyhosts.training.evaluation.evaluate import Evaluation
+from manyhosts.training.evaluation.evaluate import OfAllSets
 from manyhosts.training.setup.build import Parts
 from manyhosts.training.state.run_state import RunState
 from manyhosts.units import Duration
@@ -57,7 +57,7 @@ class Measurer:
 
     def __init__(self, request: Request, guard: Guard) -> None:
         self.request, self.guard = request, guard
-        self.validation: Evaluation | None = None
+        self.validation: OfAllSets | None = None
         self.found: dict[str, Any] = {}
         self.strategy: Mapping[str, Any] = {}
         self.devices = 0
@@ -70,7 +70,7 @@ class Measurer:
         """There is a trainer."""
         self.guard.made()
 
-    def fits(self, validation: Evaluation | None, listeners: Sequence[Listener]) -> Sequence[Listener]:
+    def fits(self, validation: OfAllSets | None, listeners: Sequence[Listener]) -> Sequence[Listener]:
         """Nobody is told of a run that is none."""
         self.validation = validation
         return ()
@@ -142,8 +142,8 @@ class Measurer:
         self.found["validate_every_steps"] = validate_every(settings, parts, step_s * parts.batch / largest.samples)
         if self.validation is not None:
             lines.tell("measures", what="the validation")
-            per_sample = validating.measure(self.validation, parts.model, seconds=self._seconds("validation"))
-            self.found |= {"validation_samples": self.validation.passes.samples, "validation_s_per_sample": per_sample}
+            per_sample = validating.measure(self.validation.first, parts.model, seconds=self._seconds("validation"))
+            self.found |= {"validation_samples": self.validation.samples, "validation_s_per_sample": per_sample}
 
     def _measure_gradients(self, timed: Passes, parts: Parts, settings: Settings, samples: int) -> None:
         """What is done with a gradient: the update, the buckets that it leaves in, and ways to send less of it."""

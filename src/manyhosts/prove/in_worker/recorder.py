@@ -59,6 +59,7 @@ class Recorder:
             "begin",
             step=state.step,
             settings=plain_settings(settings),
+            repeats=getattr(getattr(parts.source, "order", None), "weights", None) is not None,
             steps_per_epoch=parts.source.steps_per_epoch,
             outside=[list(parameter.shape) for parameter in self._outside()],
             batch_norm=any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in parts.model.modules()),

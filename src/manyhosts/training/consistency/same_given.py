@@ -69,7 +69,7 @@ def _directory(word: str) -> str:
     return repr(word) if word else "none"
 
 
-def compare_data(world: World, sets: Mapping[str, Dataset[Any] | None]) -> None:
+def compare_data(world: World, sets: Mapping[str, Dataset[Any]]) -> None:
     """See that all workers hold the same samples, as far as it shows without reading any. Every worker calls this.
 
     Raises:
@@ -77,7 +77,7 @@ def compare_data(world: World, sets: Mapping[str, Dataset[Any] | None]) -> None:
     """
     if world.size == 1:
         return
-    reported = gather_plain(world, {name: look_at(each) for name, each in sets.items() if each is not None})
+    reported = gather_plain(world, {name: look_at(each) for name, each in sets.items()})
     for name, first in reported[0].items():
         for rank, other in enumerate(reported):
             if are_alike(first, other[name]):
@@ -205,6 +205,7 @@ _SETTINGS = (
     "activation_checkpointing",
     "validate_every",
     "early_stopping",
+    "best",
     "seed",
     "virtual_workers",
     "balance",

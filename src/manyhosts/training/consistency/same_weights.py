@@ -1,4 +1,4 @@
-"""Whether all workers hold the same weights and buffers, bit for bit, wherever somebody relies on it.
+"""Whether all workers hold the same weights, buffers and own values, bit for bit, wherever somebody relies on it.
 
 Compared at the beginning, before each validation and snapshot, and at the end. In the ordinary case that is a checksum
 made on the device and one number exchanged; names are looked for where they differ. Every worker comes to the same
@@ -22,6 +22,7 @@ from manyhosts.snapshot.fingerprint import combined, tensor_checksums
 from manyhosts.strategies.local_updates import weighted_mean
 from manyhosts.strategies.strategy import Strategy
 from manyhosts.training.consistency.same_given import agree
+from manyhosts.training.consistency.same_values import difference_of_values, value_checksums
 from manyhosts.training.setup.build import Parts
 
 _ROUNDING = 1e-4
@@ -29,7 +30,9 @@ _ROUNDING = 1e-4
 
 
 def compare_weights(parts: Parts, moment: str) -> None:
-    """See that all workers hold the same weights and buffers. Every worker calls this; `moment` says when, in words.
+    """See that all workers hold the same weights, buffers and values of the script's own.
+
+    Every worker calls this; `moment` says when, in words.
 
     Where BatchNorm sees each worker's own samples, its running statistics become their mean over the workers.
 
@@ -43,9 +46,12 @@ def compare_weights(parts: Parts, moment: str) -> None:
     tensors = {**_compared(model, parts.strategy), **parts.callbacks.tensors()}
     if not parts.strategy.traits.holds_whole_model:
         tensors = _compare_parts(tensors, parts.strategy, moment)
-    own = tensor_checksums(tensors)
-    if agree(world, combined(own)):
+    values = {name: value for each in parts.objects.values() for name, value in each.compared().items()}
+    own, own_values = tensor_checksums(tensors), value_checksums(values)
+    if agree(world, combined({**own, **own_values})):
         return
+    if different := difference_of_values(world, values, own_values, moment):
+        raise different
     statistics = own_statistics(parts)
     if statistics:
         weighted_mean([each for each in statistics if each.is_floating_point()], 1 / world.size, world)

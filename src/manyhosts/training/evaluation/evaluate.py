@@ -91,6 +91,16 @@ class Evaluation:
             means.setdefault("loss", sum(terms))
         return {**means, **self.metrics.values()}
 
+    @property
+    def samples(self) -> int:
+        """Of the set."""
+        return self.passes.samples
+
+    @property
+    def first(self) -> Evaluation:
+        """This one: see `Evaluations`."""
+        return self
+
     @torch.no_grad()
     def look(self, model: nn.Module) -> set[str]:
         """Evaluate the first two batches, the same on every worker, and throw away what comes out.
@@ -180,6 +190,36 @@ class Evaluation:
             outputs = model(inputs)
             values = {"loss": loss_of(self.loss, outputs, targets)}
         return values, outputs, targets
+
+
+class Evaluations:
+    """Those of several sets, one after another: values are called by the name of the set, `clean/loss`."""
+
+    def __init__(self, by_name: Mapping[str, Evaluation]) -> None:
+        self.by_name = dict(by_name)
+
+    def __call__(self, model: nn.Module, *, asked: Callable[[], Sequence[float]] = tuple) -> dict[str, float]:
+        """Every value of every set; see `Evaluation`."""
+        found = {name: each(model, asked=asked) for name, each in self.by_name.items()}
+        return {f"{name}/{key}": value for name, values in found.items() for key, value in values.items()}
+
+    def look(self, model: nn.Module) -> set[str]:
+        """Evaluate the first two batches of each; see `Evaluation`. Nothing where one cannot tell its names."""
+        found = {name: each.look(model) for name, each in self.by_name.items()}
+        return {f"{name}/{key}" for name, keys in found.items() for key in keys} if all(found.values()) else set()
+
+    @property
+    def samples(self) -> int:
+        """Of all sets."""
+        return sum(each.samples for each in self.by_name.values())
+
+    @property
+    def first(self) -> Evaluation:
+        """That of the first set."""
+        return next(iter(self.by_name.values()))
+
+
+OfAllSets = Evaluation | Evaluations
 
 
 def _means(rows: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, float]:

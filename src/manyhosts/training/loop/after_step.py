@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from manyhosts.config.settings import Settings
@@ -12,7 +12,7 @@ from manyhosts.events import ValidationDone
 from manyhosts.strategies.local_updates import LocalUpdates, averaged_parameters
 from manyhosts.training.consistency.same_dataset import DatasetWatch
 from manyhosts.training.consistency.same_weights import compare_weights
-from manyhosts.training.evaluation.evaluate import CutOff, Evaluation
+from manyhosts.training.evaluation.evaluate import CutOff, OfAllSets
 from manyhosts.training.loop.deferred_metrics import DeferredMetrics
 from manyhosts.training.loop.loop_state import LoopState
 from manyhosts.training.loop.progress import Progress, due, reached
@@ -42,7 +42,7 @@ class AfterStep:
         numbers: DeferredMetrics,
         schedule: Schedule,
         step_reporter: StepReporter,
-        validation: Evaluation | None,
+        validation: OfAllSets | None,
         pace: StragglerMonitor | None,
         flush: Callable[[], bool],
     ) -> None:
@@ -162,10 +162,10 @@ class AfterStep:
             self.stop_signals.hear(cut.asked)
             return
         state.validated_at, state.validation_due = state.step, False
-        value = self.snapshot_schedule.watched(state.validation)
-        best = self.note_value(value)
+        self.snapshot_schedule.check_watched(state.validation)
+        best = self.note_values(state.validation)
         self.call_callbacks("after_validation", values=dict(state.validation))
-        self.schedule.after_validation(value)
+        self.schedule.after_validation(state.validation[self.snapshot_schedule.rule.metric])
         self.step_reporter.tell(
             ValidationDone(
                 step=state.step,
@@ -177,12 +177,14 @@ class AfterStep:
             )
         )
 
-    def note_value(self, value: float) -> bool:
-        """Whether a validation is the best so far, by the metric that is watched; early stopping may end the run."""
-        state, rule = self.state, self.snapshot_schedule.rule
-        best = rule.better(value, state.best)
+    def note_values(self, values: Mapping[str, float]) -> bool:
+        """Whether a validation is the best so far, by the metric that says so; early stopping may end the run."""
+        state, rule, chosen = self.state, self.snapshot_schedule.rule, self.snapshot_schedule.best_rule
+        best = chosen.better(values[chosen.metric], state.best)
         if best:
-            state.best, state.best_step, state.validations_without_gain = value, state.step, 0
+            state.best, state.best_step = values[chosen.metric], state.step
+        if rule.better(values[rule.metric], state.stopping_best):
+            state.stopping_best, state.validations_without_gain = values[rule.metric], 0
         else:
             state.validations_without_gain += 1
         if self.settings.early_stopping is not None and state.validations_without_gain >= rule.patience:

@@ -7,7 +7,7 @@ from typing import Any
 
 from manyhosts.config.settings import Settings
 from manyhosts.data.steps import Steps
-from manyhosts.training.evaluation.evaluate import Evaluation
+from manyhosts.training.evaluation.evaluate import OfAllSets
 from manyhosts.training.loop.after_step import AfterStep
 from manyhosts.training.loop.bad_steps import BadSteps
 from manyhosts.training.loop.control_flags import ControlFlags
@@ -36,7 +36,7 @@ class Loop:
         *,
         settings: Settings,
         state: RunState,
-        validation: Evaluation | None,
+        validation: OfAllSets | None,
         snapshot_schedule: SnapshotSchedule,
         stop_signals: StopSignals,
         tell: Tell,

@@ -240,6 +240,7 @@ def make_source(data: Data, settings: Settings, *, batch: int, cut: Cut, world: 
         seed=settings.seed,
         shuffle=settings.shuffle,
         drop_last=settings.drop_last,
+        weights=data.weights,
     )
     if not order.steps_per_epoch:
         raise ConfigError(

@@ -87,6 +87,7 @@ class Run(Trainer):
     """
 
     has_counts = True
+    called_in = "mh.Run(evaluate=…)"
 
     def __init__(
         self,
@@ -101,6 +102,7 @@ class Run(Trainer):
         self._models = models if isinstance(models, Mapping) else {"model": models}
         self._makers = optimizers if isinstance(optimizers, Mapping) else {"+".join(self._models): optimizers}
         self._schedulers = schedulers or {}
+        self.evaluates = evaluate is not None
         self._body: Callable[[Run], None] | None = None
         self._check_names()
         refuse(settings)
@@ -341,4 +343,8 @@ def refuse(settings: Mapping[str, Any]) -> None:
 
 
 def _nothing_to_evaluate(_models: nn.Module, _batch: Any) -> Tensor:
-    raise AssertionError("mh.Run has no evaluation set")
+    raise ConfigError(
+        "nothing says what the models make of a batch of held-out data",
+        where="mh.Run(evaluate=…)",
+        fix="give evaluate=function(models, batch) -> loss, or a dict with loss, outputs and targets",
+    )

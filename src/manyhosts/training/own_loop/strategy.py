@@ -32,6 +32,7 @@ from manyhosts.strategies.tally import Agreed
 from manyhosts.strategies.virtual import VirtualWorkers
 from manyhosts.strategies.whole_model import WholeModel, norm_of
 from manyhosts.training.loop.compute import ForwardPass, step_values
+from manyhosts.training.own_loop.copies import ParameterCopies
 from manyhosts.training.own_loop.optimizers import CombinedOptimizer
 from manyhosts.training.own_loop.parts import Part, Parts
 from manyhosts.training.state.buffers import BufferCopies
@@ -92,11 +93,7 @@ class OwnLoop(WholeModel):
         self._agreed: dict[int, Agreed] = {}
         self._undo: list[Callable[[], None]] = []
         self._copied: set[int] = set()
-        self._others: list[nn.Parameter] = []
-        self._versions: list[int] = []
-        self._copies: list[tuple[nn.Parameter, Tensor]] = []
-        self._changed: set[int] | None = None
-        """The parameters that no optimizer steps and a step has changed; None before the first step."""
+        self._copies = ParameterCopies()
 
     def place(self, model: nn.Module) -> nn.Module:
         """Place all models as `inner` does."""
@@ -145,7 +142,7 @@ class OwnLoop(WholeModel):
         self.parts.begin_step()
         if self.remembers:
             self._undo.append(_restore(self, "state", copy.deepcopy(self.state)))
-            self._keep_others(model)
+            self._keep_parameters(model)
         randomness.seed_compute(self.settings.seed, randomness.OWN_STEP, self.done())
         is_good = True
         try:
@@ -162,40 +159,14 @@ class OwnLoop(WholeModel):
             self.parts.kept = kept
         else:
             self._put_back()
-        self._see_others()
         self.pieces, self._undo = None, []
         return StepOutcome(self._values(is_good=is_good), reported[:-1])
 
-    @torch.no_grad()
-    def _keep_others(self, model: nn.Module) -> None:
-        """Remember the parameters that no optimizer steps and the step changes by itself, such as a moving average.
-
-        Before the first step it is not known which these are, so all are copied, into the memory of the host.
-        """
+    def _keep_parameters(self, model: nn.Module) -> None:
+        named = dict(model.named_parameters())
         stepped = {id(each) for group in self.groups.values() for each in group.parameters}
-        self._others = [each for each in model.parameters() if id(each) not in stepped]
-        is_first, self._versions = self._changed is None, [each._version for each in self._others]
-        kept = [each for each in self._others if self._changed is None or id(each) in self._changed]
-        self._copies = [(each, each.detach().to("cpu" if is_first else each.device, copy=True)) for each in kept]
-        copies = self._copies
-
-        @torch.no_grad()
-        def undo() -> None:
-            for each, before in copies:
-                each.detach().copy_(before)
-
-        self._undo.append(undo)
-
-    def _see_others(self) -> None:
-        if not self.remembers:
-            return
-        found = {
-            id(each) for each, version in zip(self._others, self._versions, strict=True) if each._version != version
-        }
-        if self._changed is None:
-            found |= {id(each) for each, before in self._copies if not each.detach().cpu().equal(before)}
-        self._changed = (self._changed or set()) | found
-        self._copies = []
+        self._copies.keep(named, [name for name, each in named.items() if id(each) in stepped])
+        self._undo.append(self._copies.put_back)
 
     def _refuse_lost_gradients(self) -> None:
         for name, group in self.groups.items():
@@ -482,6 +453,10 @@ class StepMemory:
             "parts": {str(index): copy.deepcopy(kept) for index, kept in loop.parts.kept.items()},
         }
 
+    def compared(self) -> dict[str, Any]:
+        """`run.state`; what belongs to parts was given to all workers by one."""
+        return {f"run.state[{name!r}]": value for name, value in self.loop.state.items()}
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what `state_dict` gave, here or on another worker."""
         loop = self.loop
@@ -507,16 +482,12 @@ def _restore(owner: OwnLoop, name: str, before: dict[str, Any]) -> Callable[[], 
     return undo
 
 
-@torch.no_grad()
 def _copy_of(group: Group) -> Callable[[], None]:
-    """What puts parameters, optimizer and scheduler of `group` back as they are now."""
-    values = [each.detach().clone() for each in group.parameters]
+    """What puts optimizer and scheduler of `group` back as they are now."""
     optimizer = copy.deepcopy(group.optimizer.state_dict())
     scheduler = None if group.scheduler is None else copy.deepcopy(group.scheduler.state_dict())
 
-    @torch.no_grad()
     def undo() -> None:
-        torch._foreach_copy_([each.detach() for each in group.parameters], values)
         group.optimizer.load_state_dict(optimizer)
         if group.scheduler is not None and scheduler is not None:
             group.scheduler.load_state_dict(scheduler)

@@ -20,9 +20,9 @@ from manyhosts.communication.mesh import Mesh
 from manyhosts.communication.shared_norm import Batch, OwnBatch, prepare
 from manyhosts.communication.world import World
 from manyhosts.config.settings import Settings
-from manyhosts.data import randomness
+from manyhosts.data import drawing, randomness
 from manyhosts.data.cut import Cut, CutBatches
-from manyhosts.data.data import Data
+from manyhosts.data.data import Data, loss_of_first
 from manyhosts.data.identity import DataIdentity
 from manyhosts.data.order import bounds
 from manyhosts.device import is_asynchronous
@@ -74,6 +74,9 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
         """Be as when `state_dict` gave `state`."""
 
+    def compared(self) -> Mapping[str, Any]:
+        """What must be equal on all workers, by the name that the script has for it."""
+
 
 @dataclass(kw_only=True, slots=True)
 class Parts:
@@ -103,6 +106,8 @@ class Parts:
     data_identity: DataIdentity
     batch: int
     """The global batch: that of the beginning, however many workers there are later."""
+    watched_loss: str
+    """What the loss of a validation is called: `loss`, or `clean/loss` of the first of several sets."""
     weighing: Weighing
     own_fingerprint: Fingerprint
     """Of the model before it was placed."""
@@ -286,9 +291,13 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
         source=source,
         initial_optimizer=InitialOptimizer.of(made_optimizer, made_schedule, options=options, model=placed),
         data_identity=DataIdentity(
-            data.train, seed=settings.seed, elsewhere=settings.loader_workers not in (0, "auto")
+            data.train,
+            seed=settings.seed,
+            elsewhere=settings.loader_workers not in (0, "auto"),
+            weights=_weights_of(data),
         ),
         batch=batch,
+        watched_loss=loss_of_first(data.validation),
         weighing=weighing,
         own_fingerprint=own_fingerprint,
         make_source=cut_source,
@@ -301,7 +310,7 @@ def _compare_given(made: nn.Module, data: Data, settings: Settings, world: World
     """See that all workers were given the same, before the first exchange that would not end where they were not."""
     compare_descriptions(world, _given(made, data, settings))
     if watching.watcher is None:  # who watches looks for the reason in what was trained
-        compare_data(world, _sets(data))
+        compare_data(world, data.sets())
     else:
         watching.watcher.made(made)
 
@@ -332,14 +341,16 @@ def _place(made: nn.Module, strategy: Strategy, settings: Settings, world: World
         return strategy.place(made)
 
 
-def _sets(data: Data) -> dict[str, Dataset[Any] | None]:
-    return {"train": data.train, "validation": data.validation, "test": data.test}
-
-
 def _given(model: nn.Module, data: Data, settings: Settings) -> dict[str, dict[str, str]]:
     """What the script has given, in words, as far as it must be the same on every worker."""
-    lengths = {name: type(each).__qualname__ + _length(each) for name, each in _sets(data).items() if each is not None}
+    lengths = {name: type(each).__qualname__ + _length(each) for name, each in data.sets().items()}
+    if data.weights is not None:
+        lengths["weights"] = f"drawn by weights {_weights_of(data)}"
     return {"models": described(model), "data": lengths, "settings": settings_compared(settings)}
+
+
+def _weights_of(data: Data) -> str:
+    return "" if data.weights is None else drawing.fingerprint(data.weights)
 
 
 def _length(dataset: Dataset[Any]) -> str:

@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import multiprocessing
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -18,14 +18,16 @@ from torch.utils.data import IterableDataset
 
 from manyhosts.communication.world import World
 from manyhosts.config.settings import Settings
+from manyhosts.config.stopping import Best, EarlyStopping
 from manyhosts.data import randomness
-from manyhosts.data.data import Data
+from manyhosts.data.data import Data, is_several, loss_of_first
 from manyhosts.data.fetch import Fetcher
 from manyhosts.data.steps import mapped
 from manyhosts.device import is_asynchronous
 from manyhosts.errors import ConfigError
 from manyhosts.snapshot.tensors import can_keep, dtype_name
 
+R = TypeVar("R", Best, EarlyStopping)
 Forward = Callable[[nn.Module, Any], Any]
 """Shows a batch to a model."""
 
@@ -104,32 +106,43 @@ def check_given(*, model: Any, data: Any, loss: Any, step: Any, schedule: Any, m
 
 
 def with_direction(settings: Settings, data: Data, metrics: Mapping[str, Any]) -> Settings:
-    """`settings` in which early stopping knows which way its metric is better.
+    """`settings` in which early stopping, and the choice of the best model, know which way their metric is better.
 
     Raises:
         ConfigError: there is no validation set, or neither the script nor the metric says which way is better.
     """
-    rule = settings.early_stopping
-    if rule is None:
-        return settings
+    does = {"early_stopping": "early stopping watches", "best": "the best model is chosen by"}
+    known = {
+        key: _directed(rule, key, words, data, metrics)
+        for key, words in does.items()
+        if (rule := getattr(settings, key)) is not None
+    }
+    if not any(known.values()) and is_several(data.validation):
+        known["best"] = Best(loss_of_first(data.validation), mode="min")
+    return dataclasses.replace(settings, **known)
+
+
+def _directed(rule: R, key: str, does: str, data: Data, metrics: Mapping[str, Any]) -> R:
     if data.validation is None:
         raise ConfigError(
-            f"early stopping watches {rule.metric!r}, but there is no validation set",
-            where="early_stopping",
-            fix="give mh.Data(validation=…), or leave early_stopping out",
+            f"{does} {rule.metric!r}, but there is no validation set",
+            where=key,
+            fix=f"give mh.Data(validation=…), or leave {key} out",
         )
     if rule.mode is not None:
-        return settings
-    higher = False if rule.metric == "loss" else getattr(metrics.get(rule.metric), "higher_is_better", None)
+        return rule
+    sets, name = data.validation, rule.metric
+    if is_several(sets) and name.partition("/")[0] in cast(Mapping[str, Any], sets):
+        name = name.partition("/")[2]
+    higher = False if name == "loss" else getattr(metrics.get(name), "higher_is_better", None)
     if not isinstance(higher, bool):
-        name = rule.metric
         reason = "the metric does not say" if name in metrics else "no metric of mh.Trainer(metrics=…) has that name"
         raise ConfigError(
-            f"early stopping watches {name!r}, and it is not known whether higher or lower is better: {reason}",
-            where="early_stopping.mode",
-            fix=f'write mh.EarlyStopping("{name}", mode="max") if higher is better, mode="min" if lower is',
+            f"{does} {rule.metric!r}, and it is not known whether higher or lower is better: {reason}",
+            where=f"{key}.mode",
+            fix=f'write mh.{type(rule).__name__}("{rule.metric}", mode="max") if higher is better, else mode="min"',
         )
-    return dataclasses.replace(settings, early_stopping=dataclasses.replace(rule, mode="max" if higher else "min"))
+    return dataclasses.replace(rule, mode="max" if higher else "min")
 
 
 def _lacking(function: Callable[..., Any]) -> str:

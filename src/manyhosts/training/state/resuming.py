@@ -78,6 +78,7 @@ TABLE = (
         "the rule had ended continues where the new one would not have",
         ("early_stopping",),
     ),
+    Row("`best`", "from the next validation on; the best value so far counts no more", ("best",)),
     Row("`validate_every`, `snapshots`, `evaluation_batch_size`, `record_samples`", "from the first step on"),
     Row("`keep_pictures`", "nothing: the first batch is behind it"),
     Row("`loader_workers`, `threads`, `backend`, `audit`, `balance`, `look_every`", "from the first step on"),
@@ -98,6 +99,7 @@ TABLE = (
         ("data",),
         refused=True,
     ),
+    Row("`weights` of `mh.Data`", "refused: an epoch would draw other samples in its rest", ("data",), refused=True),
     Row("`seed`, `shuffle`, `drop_last`", "refused: an epoch would repeat some samples and leave others out",
         ("seed", "shuffle", "drop_last"), refused=True),
     Row("`virtual_workers`", "refused: the bits depend on their number", ("virtual_workers",), refused=True),
@@ -128,7 +130,8 @@ class Changes:
     said: tuple[str, ...] = ()
     """Each with what it was and is: `lr 0.1 → 0.01`."""
     keys: frozenset[str] = frozenset()
-    """The keys of what changed, as in `Row.keys`; `watched` and `kept back` beside them."""
+    """The keys of what changed, as in `Row.keys`; `watched` (what is the best model, by now), `stopping` (what early
+    stopping watches) and `kept back` beside them."""
     unknown: str = ""
     """Why it is not known what changed; nothing where it is."""
 
@@ -149,7 +152,8 @@ def asked_of(settings: Settings, parts: Parts) -> dict[str, Any]:
     plain = plain_settings(settings)
     return {
         **{key: plain[key] for key in _SETTINGS},
-        "early_stopping": plain_settings(settings.early_stopping or EarlyStopping(mode="min")),
+        "early_stopping": plain_settings(settings.early_stopping or EarlyStopping(parts.watched_loss, mode="min")),
+        **({} if settings.best is None else {"best": plain_settings(settings.best)}),
         "stops_early": settings.early_stopping is not None,
         "batch_size": parts.batch,
         **parts.initial_optimizer.asked,
@@ -219,12 +223,24 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tupl
         yield "strategy", f"{'strategy' if key == 'name' else key} {words}"
         if key in _STRUCTURE:
             yield "kept back", ""
+    yield from _changes_of_rules(before, now)
+
+
+def _changes_of_rules(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if before["stops_early"] != now["stops_early"]:
         yield "early_stopping", f"early stopping {'off' if before['stops_early'] else 'on'}"
     for key, words in _others_in_words(before["early_stopping"], now["early_stopping"]):
         yield "early_stopping", f"early_stopping.{key} {words}"
         if key in _WATCHED:
-            yield "watched", ""
+            yield "stopping", ""
+    for key, words in _others_in_words(_chosen_by(before), _chosen_by(now)):
+        yield "watched", f"best.{key} {words}" if "best" in before or "best" in now else ""
+
+
+def _chosen_by(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Metric and mode by which the best model is chosen."""
+    rule = asked.get("best") or asked["early_stopping"]
+    return {key: rule[key] for key in _WATCHED}
 
 
 def _schedule_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -33,6 +33,8 @@ class RunState:
     """Whether the validation of this step was cut off: where the run continues from here, it begins with it."""
     best: float | None = None
     best_step: int = -1
+    stopping_best: float | None = None
+    """The best value of the metric that early stopping watches, which may be another one."""
     validations_without_gain: int = 0
     left_out: tuple[int, ...] = ()
     """Steps that went wrong before the run went back behind them: their samples are not trained on."""
@@ -66,12 +68,13 @@ class RunState:
             "left_out": list(self.left_out),
             "counts_by": self.counts_by,
             "ended": self.ended,
+            **({} if self.stopping_best == self.best else {"stopping_best": self.stopping_best}),
         }
 
     @classmethod
     def from_dict(cls, kept: Mapping[str, Any], stream: Mapping[str, Any]) -> RunState:
         """What `to_dict` gave."""
-        plain: dict[str, Any] = {"epoch_weight": float(kept["epoch_samples"])}
+        plain: dict[str, Any] = {"epoch_weight": float(kept["epoch_samples"]), "stopping_best": kept.get("best")}
         plain |= {key: value for key, value in kept.items() if key not in ("epoch", "sample", "left_out")}
         return cls(
             position=Position(kept["epoch"], kept["sample"]),

@@ -52,8 +52,10 @@ class SnapshotSchedule:
         """`second`: where each snapshot is copied to, beside the run directory."""
         self.parts, self.directory, self.strategy, self.tell = parts, directory, strategy, tell
         self.settings = settings
-        self.rule = settings.early_stopping or EarlyStopping(mode="min")
-        """Which metric is watched, and what is better."""
+        self.rule = settings.early_stopping or EarlyStopping(parts.watched_loss, mode="min")
+        """Which metric early stopping, and a schedule that follows validations, watch, and what is better."""
+        self.best_rule = settings.best or self.rule
+        """By which metric the best model is chosen."""
         self.second = second
         self.store = Store(directory.snapshots, keep=keep, world=parts.world, holds=self._is_needed)
         if self.store.apart and not parts.strategy.traits.holds_whole_model:
@@ -79,27 +81,22 @@ class SnapshotSchedule:
         trusted = None if self.parts.auditor is None else self.parts.auditor.trusted
         return trusted is not None and is_newest(path, up_to=trusted)
 
-    def watched(self, values: dict[str, float]) -> float:
-        """The value of the watched metric.
-
-        Raises:
-            ConfigError: nobody reports it.
-        """
-        self.check_watched(values)
-        return values[self.rule.metric]
-
     def check_watched(self, values: Collection[str]) -> None:
-        """See that the watched metric is among `values`.
+        """See that the watched metrics are among `values`.
 
         Raises:
-            ConfigError: it is not.
+            ConfigError: one is not.
         """
-        if self.rule.metric not in values:
-            raise ConfigError(
-                f"early stopping watches {self.rule.metric!r}, which nobody reports",
-                where="early_stopping.metric",
-                fix=f"choose one of {', '.join(sorted(values))}, or add it to mh.Trainer(metrics=…)",
-            )
+        rules = {"early_stopping.metric": ("early stopping watches", self.rule)}
+        if self.settings.best is not None:
+            rules["best.metric"] = ("the best model is chosen by", self.best_rule)  # type: ignore[assignment]
+        for where, (does, rule) in rules.items():
+            if rule.metric not in values:
+                raise ConfigError(
+                    f"{does} {rule.metric!r}, which nobody reports",
+                    where=where,
+                    fix=f"choose one of {', '.join(sorted(values))}, or add it to mh.Trainer(metrics=…)",
+                )
 
     def save(self, state: RunState) -> None:
         """Begin a snapshot of everything."""
@@ -299,7 +296,9 @@ class SnapshotSchedule:
         if begin != state.position:
             state.position, state.epoch_loss, state.epoch_samples, state.epoch_seconds = begin, 0.0, 0, 0.0
         if "watched" in self.changes.keys:
-            state.best, state.best_step, state.validations_without_gain = None, -1, 0
+            state.best, state.best_step = None, -1
+        if "stopping" in self.changes.keys:
+            state.stopping_best, state.validations_without_gain = None, 0
         stops_early = self.settings.early_stopping is not None
         if "early_stopping" in self.changes.keys and not (
             stops_early and state.validations_without_gain >= self.rule.patience

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from manyhosts.data.steps import Step
     from manyhosts.events import Listener
     from manyhosts.strategies.strategy import StepOutcome
-    from manyhosts.training.evaluation.evaluate import Evaluation
+    from manyhosts.training.evaluation.evaluate import OfAllSets
     from manyhosts.training.state.run_state import RunState
 
 
@@ -27,7 +27,7 @@ class Watcher(Protocol):
     def made(self, model: nn.Module) -> None:
         """The model is there, with a loss that has a state, and neither placed nor in an optimizer."""
 
-    def fits(self, validation: Evaluation | None, listeners: Sequence[Listener]) -> Sequence[Listener]:
+    def fits(self, validation: OfAllSets | None, listeners: Sequence[Listener]) -> Sequence[Listener]:
         """A run is about to be begun that would evaluate `validation`. Returns the listeners that are to hear of it."""
 
     def begins(self, parts: Any, settings: Settings, state: RunState) -> None:

@@ -1,0 +1,141 @@
+"""Loggers, each a listener: the values of steps, validations and tests, gathered and written together.
+
+    trainer = mh.Trainer(…, listeners=[mh.CSVLogger("values.csv"), mh.MLflowLogger("digits")])
+
+All call a value alike: `train/loss`, `train/lr`, `train/gradient_norm`, `validation/accuracy`, `test/loss`.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from manyhosts.events import Event, Recovered, RunEnded, RunStarted, StepDone, TestDone, ValidationDone
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one event has to be drawn."""
+
+    step: int
+    time: float
+    """In seconds since the Unix epoch."""
+    values: Mapping[str, float]
+
+
+def row_of(event: Event) -> Row | None:
+    """The values of an event; None where it has none."""
+    match event:
+        case StepDone():
+            values = {"train/loss": event.loss, "train/lr": event.lr}
+            if event.gradient_norm is not None:
+                values["train/gradient_norm"] = event.gradient_norm
+            if event.timing.total > 0:
+                values["train/samples_per_second"] = event.samples / event.timing.total
+            values |= {f"train/{name}": value for name, value in event.values.items()}
+        case ValidationDone():
+            values = {f"validation/{name}": value for name, value in event.values.items()}
+        case TestDone():
+            values = {f"test/{name}": value for name, value in event.values.items()}
+        case _:
+            return None
+    return Row(event.step, event.time, values)
+
+
+class Logger:
+    """Gathers rows, and has them written every few seconds, at the end of a run, and behind a test."""
+
+    every_s = 1.0
+
+    def __init__(self) -> None:
+        self._rows: list[Row] = []
+        self._written_at = time.monotonic()
+
+    def __call__(self, event: Event) -> None:
+        """Take note of `event`."""
+        if isinstance(event, RunStarted) or (isinstance(event, Recovered) and event.rewound):
+            self.write_rest()
+            self.begin_at(event.step)
+        if (row := row_of(event)) is not None:
+            self._rows.append(row)
+        is_due = time.monotonic() - self._written_at >= self.every_s
+        if is_due or isinstance(event, RunEnded | TestDone):
+            self.write_rest()
+
+    def write_rest(self) -> None:
+        """Write what was gathered."""
+        rows, self._rows, self._written_at = self._rows, [], time.monotonic()
+        if rows:
+            self.write(rows)
+
+    def close(self) -> None:
+        """Write what is left. Safe to call twice."""
+        self.write_rest()
+
+    def begin_at(self, step: int) -> None:
+        """The run begins, or is resumed, behind `step`: what later steps had is told once more."""
+
+    def write(self, rows: Sequence[Row]) -> None:
+        """Write `rows`, in their order."""
+        raise NotImplementedError
+
+
+class CSVLogger(Logger):
+    """Writes a table with a line for each step, validation and test, and a column for each value.
+
+    A run that is resumed continues the table behind its snapshot. The table is on the disk before each snapshot.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        """`path`: of the table. A run of its own has one of its own."""
+        super().__init__()
+        self.path = Path(path)
+        self._columns: list[str] = []
+
+    def flush(self) -> None:
+        """Have every line in the file."""
+        self.write_rest()
+
+    def begin_at(self, step: int) -> None:
+        """Leave of the table what is true of the run until `step`."""
+        kept = [row for row in self._read() if int(row["step"]) <= step] if step else []
+        self._columns = self._columns if kept else ["step", "time"]
+        self._replace(kept)
+
+    def write(self, rows: Sequence[Row]) -> None:
+        """Add lines; a new column has the table written once more."""
+        lines = [{"step": str(row.step), "time": f"{row.time:.3f}", **_texts(row.values)} for row in rows]
+        old = self._read() if not self._columns else None
+        if new := [name for name in dict.fromkeys(key for line in lines for key in line) if name not in self._columns]:
+            before = self._read() if old is None else old
+            self._columns += [name for name in new if name not in self._columns]
+            self._replace(before)
+        with self.path.open("a", newline="") as file:
+            csv.DictWriter(file, self._columns, restval="").writerows(lines)
+
+    def _read(self) -> list[dict[str, str]]:
+        """The lines of the file, whole ones alone: a process that was killed may have left a part of one."""
+        if not self.path.exists():
+            return []
+        text = self.path.read_text()
+        reader = csv.DictReader(text[: text.rfind("\n") + 1].splitlines())
+        found = [row for row in reader if row.get("step", "").isdigit()]
+        self._columns = list(reader.fieldnames or [])
+        return found
+
+    def _replace(self, rows: Sequence[Mapping[str, str]]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        half = self.path.with_name(f".{self.path.name}.half")
+        with half.open("w", newline="") as file:
+            writer = csv.DictWriter(file, self._columns, restval="", extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows(rows)
+        os.replace(half, self.path)
+
+
+def _texts(values: Mapping[str, float]) -> dict[str, str]:
+    return {name: repr(float(value)) for name, value in values.items()}

@@ -1,0 +1,69 @@
+"""Faults in a loop of one's own that would be silent: state of its own that differs from worker to worker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import manyhosts as mh
+from manyhosts.errors import TrainingError
+
+pytestmark = pytest.mark.multiprocess
+INPUTS = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
+
+
+def with_own_state(rank: int, folder: Path, kind: str) -> str:
+    run = mh.Run(
+        models=lambda: nn.Linear(3, 1),
+        optimizers=lambda params: torch.optim.SGD(params, 0.1),
+        data=mh.Data(train=TensorDataset(INPUTS), batch_size=4),
+        virtual_workers=2,
+        run_dir=folder,
+        snapshots=mh.Snapshots(every="2 steps"),
+    )
+    changed: dict[str, Any] = {
+        "number": 3 + rank,
+        "nested": {"deep": [1, {"queue": torch.full((2,), float(rank))}]},
+        "missing": None,
+        "equal": 5,
+    }
+
+    def step(run: mh.Run) -> None:
+        run.backward(lambda batch: run.models["model"](batch[0]).square().mean())
+        run.update()
+        run.state["fine"] = torch.ones(3)
+        if run.steps_done == 2 and (kind != "missing" or rank == 1):
+            run.state["own"] = changed[kind]
+
+    try:
+        run.fit(step, "6 steps")
+    except TrainingError as error:
+        return f"{error.what} | {error.where} | {error.fix}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("number", "run.state['own'] differs: it is 3 on rank 0, 4 on rank 1"),
+        ("nested", "run.state['own'] differs: it is a dict on each rank, and not the same one"),
+        ("missing", "run.state['own'] differs: it is nothing on rank 0, None on rank 1"),
+        ("equal", ""),
+    ],
+)
+def test_state_that_differs_between_workers_is_named_at_the_next_snapshot(
+    kind: str, words: str, tmp_path: Path
+) -> None:
+    first, second = run_ranks(2, with_own_state, tmp_path, kind)
+    assert first == second
+    assert first.startswith(words)
+    assert bool(first) is (kind != "equal")
+    if words:
+        assert "step 4" in first, "it came in step 3, and the next snapshot is that of step 4"
+        assert sorted(each.name for each in (tmp_path / "snapshots").iterdir()) == ["step-00000002"]

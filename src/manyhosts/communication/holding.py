@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from torch import Tensor
 
 from manyhosts.communication.parts import TensorPart
@@ -9,6 +12,17 @@ from manyhosts.communication.parts import TensorPart
 
 class Holding:
     """How a strategy has laid out tensors over the workers. As it is here every worker holds every tensor whole."""
+
+    by_stage: ClassVar[bool] = False
+    """Whether some workers have tensors of which others have nothing, nor what the optimizer keeps of them."""
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether this worker has something of `tensor`, a parameter: then its optimizer keeps something of it, too."""
+        return True
+
+    def everywhere(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those of `tensors` of which every worker has something. All workers call this."""
+        return dict(tensors)
 
     def part(self, tensor: Tensor) -> Tensor | TensorPart:
         """What this worker gives of `tensor` where each element is to be given once; `tensor` itself where all hold it.

@@ -127,14 +127,17 @@ class Mesh:
             found.setdefault(others, []).append(rank)
         return (tuple(ranks) for ranks in found.values())
 
+    def peers(self, *axes: str) -> tuple[int, ...]:
+        """The ranks of those that differ from this worker along `axes` alone, itself among them."""
+        return next(ranks for ranks in self.groups(*axes) if self.world.rank in ranks)
+
     def device_mesh(self, *axes: str) -> DeviceMesh:
         """PyTorch's mesh over these axes, slowest first, on groups of our own; all workers call this together."""
         import torch
         from torch.distributed.device_mesh import DeviceMesh
 
         wanted = tuple(axis for axis in AXES if axis in axes)
-        [own] = [ranks for ranks in self.groups(*wanted) if self.world.rank in ranks]
-        ranks = torch.tensor(own).view([self.size(axis) for axis in wanted])
+        ranks = torch.tensor(self.peers(*wanted)).view([self.size(axis) for axis in wanted])
         groups = [self._group(axis) for axis in wanted]
         if len(wanted) == 1:
             return DeviceMesh.from_group(groups[0], self.world.device.type, mesh_dim_names=wanted)

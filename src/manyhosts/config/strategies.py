@@ -11,6 +11,7 @@ from manyhosts.config.compression import check_name
 from manyhosts.config.fully_sharded import FSDP
 from manyhosts.config.kinds import check_kinds
 from manyhosts.config.local_steps import DiLoCo, LocalSGD, check_inside_node
+from manyhosts.config.pipelined import Pipeline
 from manyhosts.errors import ConfigError
 from manyhosts.table import nearest
 
@@ -82,8 +83,8 @@ class Auto:
     name: ClassVar[str] = "auto"
 
 
-Strategy = Single | DDP | FSDP | LocalSGD | DiLoCo | Auto
-BY_NAME: dict[str, type[Strategy]] = {kind.name: kind for kind in (Single, DDP, FSDP, LocalSGD, DiLoCo, Auto)}
+Strategy = Single | DDP | FSDP | Pipeline | LocalSGD | DiLoCo | Auto
+BY_NAME: dict[str, type[Strategy]] = {kind.name: kind for kind in (Single, DDP, FSDP, Pipeline, LocalSGD, DiLoCo, Auto)}
 
 
 CUTS = (FSDP.name,)
@@ -112,7 +113,7 @@ def check_precision(strategy: Strategy, precision: str) -> None:
     Raises:
         ConfigError: they do not.
     """
-    if isinstance(strategy, FSDP):
+    if isinstance(strategy, FSDP | Pipeline):
         strategy.check_precision(precision)
 
 
@@ -122,7 +123,7 @@ def check_planned(strategy: Strategy) -> None:
     Raises:
         ConfigError: it does not.
     """
-    if isinstance(strategy, FSDP):
+    if isinstance(strategy, FSDP | Pipeline):
         strategy.check_planned()
 
 

@@ -59,18 +59,19 @@ def kept() -> Iterator[None]:
     try:
         yield
     finally:
-        _set(before)
+        put(before)
 
 
 @contextmanager
 def replayed(before: States) -> Iterator[None]:
     """Within, the generators of torch (CPU), NumPy and Python draw what they drew after `before = states()`."""
     with kept():
-        _set(before)
+        put(before)
         yield
 
 
-def _set(to: States) -> None:
+def put(to: States) -> None:
+    """Draw on from these."""
     torch.set_rng_state(to[0])
     np.random.set_state(to[1])
     random.setstate(to[2])

@@ -34,6 +34,7 @@ from manyhosts.snapshot.copy import Copying, CopySpace
 from manyhosts.snapshot.disk import Disk
 from manyhosts.snapshot.flatten import flatten
 from manyhosts.snapshot.load import Fits, Loaded, everything_fits, newest, newest_whole
+from manyhosts.snapshot.merged import merged
 from manyhosts.snapshot.prune import surplus
 from manyhosts.snapshot.separate_disks import bring_best, bring_newest, first_of_disk, keepers
 from manyhosts.snapshot.writing import Owns, Share, Task, seal, see_one_moment, sent, sentence, share_of, write_files
@@ -93,10 +94,12 @@ class Store:
         *,
         own: Mapping[str, Any] | None = None,
         unchanged_until_update: Iterable[Tensor] = (),
+        by_stage: bool = False,
     ) -> None:
         """Begin to write `state` as the snapshot of `facts.step`. Every worker calls this, at the same step.
 
-        `state` is equal on all workers, but for tensors of which each gives what it holds, as a `TensorPart`. Each
+        `state` is equal on all workers, but for tensors of which each gives what it holds, as a `TensorPart`; and with
+        `by_stage` some may have values and tensors that others have not (`snapshot.merged`). Each
         writes its parts, and a share of the whole tensors; where hosts share no disk, one worker of two hosts all.
         `own` is this worker's alone; those of all workers are kept. What shares memory with one of the tensors
         `unchanged_until_update` (parameters, optimizer state) is copied beside what comes next, and `before_update`
@@ -115,6 +118,7 @@ class Store:
             facts,
             own=own,
             unchanged_until_update=unchanged_until_update,
+            by_stage=by_stage,
         )
 
     def save_as(
@@ -125,6 +129,7 @@ class Store:
         *,
         own: Mapping[str, Any] | None = None,
         unchanged_until_update: Iterable[Tensor] = (),
+        by_stage: bool = False,
     ) -> None:
         """The same under another name (`best`, say), in place of what is there: at no moment is there none."""
         begin = time.perf_counter()
@@ -133,6 +138,8 @@ class Store:
         # The leader draws a number for this try, so that nothing left over from another can get into it.
         token = f"{int(world.agree(float(int.from_bytes(os.urandom(6), 'big')))):012x}"
         shared, own_state = flatten(state), flatten(own) if own else None
+        if by_stage:
+            shared = merged(shared, world)
         rank, writers, exchange = world.rank, range(world.size), None
         if self.apart:
             to = keepers(world)

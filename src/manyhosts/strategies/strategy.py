@@ -8,6 +8,7 @@ A strategy is told nothing of schedules, snapshots or logs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -82,6 +83,46 @@ Compute = Callable[[nn.Module, Piece], Mapping[str, Tensor]]
 
 Returns `{"loss": …}` and whatever else the user's step wants logged: means over the piece's samples, shape ().
 """
+
+
+class InTwo(Protocol):
+    """The same with model and loss apart, for those that compute them in several places."""
+
+    context: Callable[[], AbstractContextManager[Any]]
+    """The chosen precision, within which both are computed."""
+
+    def inputs_of(self, piece: Piece) -> tuple[Any, Any]:
+        """What the model is called with, and what the loss compares with; the random numbers are those of `piece`."""
+
+    def values_of(self, outputs: Any, targets: Any) -> Mapping[str, Tensor]:
+        """`{"loss": …}` of what the model gave."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What the model will be called with, for strategies that look at it before they place it."""
+
+    inputs: Callable[[], Any]
+    """Those of as many samples as a forward pass has at most."""
+    context: Callable[[], AbstractContextManager[Any]]
+    """What a forward pass runs in."""
+    precision: str
+
+
+@runtime_checkable
+class LooksAhead(Protocol):
+    """A strategy that places a model by what a forward pass shows, and computes model and loss apart (`InTwo`)."""
+
+    def look(self, sample: Sample) -> None:
+        """Know `sample`. Called before `place`, where there is one: of a stream there is none."""
+
+
+@runtime_checkable
+class TellsTime(Protocol):
+    """A strategy that has measured where its time goes."""
+
+    def about_time(self) -> str:
+        """That in a sentence; empty where there is nothing to say. All workers call this, at the end of a run."""
 
 
 class Steppable(Protocol):

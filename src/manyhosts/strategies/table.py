@@ -30,6 +30,7 @@ STRATEGIES: Table[Maker] = Table(
         "ddp": "manyhosts.strategies.ddp:DataParallel",
         "local-sgd": "manyhosts.strategies.local_sgd:LocalSteps",
         "fsdp": "manyhosts.strategies.fsdp.strategy:FullySharded",
+        "pipeline": "manyhosts.strategies.pipeline.strategy:Pipelined",
         "diloco": "manyhosts.strategies.diloco:OuterSteps",
     },
 )

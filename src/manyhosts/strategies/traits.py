@@ -30,6 +30,7 @@ TRAITS = {
     "single": Traits(survives_loss=False),
     "ddp": Traits(),
     "fsdp": Traits(communicates_in_forward=True, holds_whole_model=False, survives_loss=False),
+    "pipeline": Traits(communicates_in_forward=True, holds_whole_model=False, survives_loss=False),
     "virtual": Traits(computes_fixed_parts=True),
     "local-sgd": Traits(synchronous=False),
     "diloco": Traits(synchronous=False),

@@ -26,6 +26,7 @@ from manyhosts.records.run_directory import RunDirectory
 from manyhosts.snapshot.load import Loaded
 from manyhosts.strategies.audit import WrongBits
 from manyhosts.strategies.local_updates import LocalUpdates
+from manyhosts.strategies.strategy import TellsTime
 from manyhosts.training.consistency.same_given import compare_descriptions, compare_length, optimizer_described
 from manyhosts.training.consistency.same_weights import compare_weights
 from manyhosts.training.evaluation.evaluate import OfAllSets
@@ -325,6 +326,8 @@ class Run:
         compare_weights(self.parts, f"at the end, at step {state.step}")
         if (auditor := self.parts.auditor) is not None:
             text = f"audit: of {auditor.compared} parts that were computed again every bit was equal"
+            self.run_log.tell(Note(text=text, step=state.step, time=time.time()))
+        if isinstance(self.parts.strategy, TellsTime) and (text := self.parts.strategy.about_time()):
             self.run_log.tell(Note(text=text, step=state.step, time=time.time()))
         status = "interrupted" if stop_signals.granted else "stopped early" if state.ended else "completed"
         weights = self.run_end.record(status, reason, is_failure=False)

@@ -73,6 +73,7 @@ def _compare_parts(tensors: Mapping[str, Tensor], strategy: Strategy, moment: st
         TrainingError: they do not, on all workers alike.
     """
     holding, mesh = strategy.holding, strategy.mesh
+    tensors = holding.everywhere(tensors)
     cut = {name: holding.local(each) for name, each in tensors.items() if isinstance(holding.part(each), TensorPart)}
     copies = mesh.along("replicate")
     rows = gather_plain(copies, tensor_checksums(cut))

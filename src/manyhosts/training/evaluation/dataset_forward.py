@@ -46,15 +46,15 @@ class ForwardPasses:
         loader_workers: int | Literal["auto"],
         world: Collectives,
         context: Callable[[], AbstractContextManager[Any]],
-        even: bool = False,
+        together: Collectives | None = None,
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         """`batch`: most samples in one pass. `world`: those that read different samples. `context`: of each pass.
 
-        `even`: whether all of them must make equally many passes, since they exchange something in each. `on_progress`
-        is called after every pass, so that nobody takes a long evaluation for a hang.
+        `together`: those that must make equally many passes, since they exchange something in each; None where nobody
+        does. `on_progress` is called after every pass, so that nobody takes a long evaluation for a hang.
         """
-        self.samples, self.batch, self.world, self.even = samples, batch, world, even
+        self.samples, self.batch, self.world, self.together = samples, batch, world, together
         self.seed, self.context, self.on_progress = fetcher.seed, context, on_progress
         self.loader = Loader(fetcher, processes=loader_workers, pin=is_asynchronous(world.device))
 
@@ -80,7 +80,7 @@ class ForwardPasses:
             loader_workers=settings.loader_workers,
             world=strategy.mesh.data,
             context=Precision(settings.precision, strategy.mesh.world.device).context,
-            even=strategy.traits.communicates_in_forward,
+            together=strategy.mesh.world if strategy.traits.communicates_in_forward else None,
             on_progress=on_progress,
         )
 
@@ -108,7 +108,7 @@ class ForwardPasses:
 
         `turns`: of how many passes each worker makes, by rank. What comes out counts nothing.
         """
-        return [np.arange(1)] * (max(turns) - turns[self.world.rank]) if self.even else []
+        return [np.arange(1)] * (max(turns) - turns[self.world.rank]) if self.together is not None else []
 
     def fetched(self, pieces: Iterator[Indices]) -> Iterator[Any]:
         """The batch of each of `pieces`, on the CPU."""

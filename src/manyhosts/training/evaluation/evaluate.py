@@ -82,7 +82,7 @@ class Evaluation:
                     self._outputs(model, passes.on_device(next(batches), piece))
                     self._check_wanted(asked)
                 is_cut_off = False
-        reported = {"asked": list(asked()) if is_cut_off else [], "parts": parts}
+        reported = {"asked": self._asked(asked) if is_cut_off else [], "parts": parts}
         found = gather_plain(self.world, reported)
         if who := [each["asked"] for each in found if each["asked"]]:
             raise CutOff([sum(counts) for counts in zip(*who, strict=True)])
@@ -168,8 +168,10 @@ class Evaluation:
         """
         self.passes.on_progress()
         wants_to_stop = any(asked())
-        if self.passes.even:
-            wants_to_stop = self.world.any(wants_to_stop)  # one that stopped alone would be waited for in the next pass
+        if self.passes.together is not None:
+            wants_to_stop = self.passes.together.any(
+                wants_to_stop
+            )  # one that stopped alone would be waited for in the next pass
         if wants_to_stop:
             raise CutOff
         if self.world.is_broken:
@@ -178,6 +180,14 @@ class Evaluation:
                 where="recovery",
                 fix="see what was printed about the others",
             )
+
+    def _asked(self, asked: Callable[[], Sequence[float]]) -> list[float]:
+        """How many workers were asked, as far as those that read the same samples know; all are cut off alike."""
+        own, together = list(asked()), self.passes.together
+        if together is None or together.size == self.world.size:
+            return own
+        rows = gather_plain(together, own)
+        return [sum(counts) for counts in zip(*rows, strict=True)]
 
     def _outputs(self, model: nn.Module, batch: Any) -> tuple[Mapping[str, Tensor], Any, Any]:
         """The values of one batch, and what metrics want to see of it."""

@@ -68,7 +68,7 @@ class Prediction:
                     for ghost in ghosts:
                         self._forward(model, next(of_ghosts), ghost)
                 except ManyhostsError as found:
-                    if passes.even:
+                    if passes.together is not None:
                         raise  # the others wait for this worker within the model, and nowhere else
                     error = found
                 form = self._agree(part.form, form, error)

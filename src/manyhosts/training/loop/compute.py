@@ -90,13 +90,7 @@ class ForwardPass:
                 values = {"loss": loss_of(self.loss, model(inputs), targets)}
         if isinstance(values, Terms):
             values = values.counted(piece)
-        if not values["loss"].requires_grad:
-            raise ConfigError(
-                "the loss does not depend on any parameter that is trained, so it has no gradient",
-                where=_where(self.step),
-                fix="look for detach(), torch.no_grad(), .item() or argmax between the model and the loss, and return "
-                "the loss as it is computed: backward() is called by the trainer",
-            )
+        self._check_gradient(values["loss"])
         if looks and _gradients(parameters) != before:
             raise ConfigError(
                 "the step has changed gradients itself, and its batch is a piece of a larger one, whose mean they are "
@@ -104,6 +98,28 @@ class ForwardPass:
                 where=_where(self.step),
                 fix="return the loss, and leave backward(), zero_grad() and optimizer.step() to the trainer",
             )
+        return values
+
+    def _check_gradient(self, loss: Tensor) -> None:
+        if not loss.requires_grad:
+            raise ConfigError(
+                "the loss does not depend on any parameter that is trained, so it has no gradient",
+                where=_where(self.step),
+                fix="look for detach(), torch.no_grad(), .item() or argmax between the model and the loss, and return "
+                "the loss as it is computed: backward() is called by the trainer",
+            )
+
+    def inputs_of(self, piece: Piece) -> tuple[Any, Any]:
+        """See `strategies.strategy.InTwo`."""
+        batch = piece.batch
+        randomness.seed_compute(self.seed, randomness.COMPUTE, *piece.address)
+        return pair(batch)
+
+    def values_of(self, outputs: Any, targets: Any) -> Mapping[str, Tensor]:
+        """See `strategies.strategy.InTwo`."""
+        assert self.loss is not None, "a strategy that computes model and loss apart refuses a step"
+        values = {"loss": loss_of(self.loss, outputs, targets)}
+        self._check_gradient(values["loss"])
         return values
 
     def values(self, module: nn.Module, batch: Any) -> Mapping[str, Tensor]:

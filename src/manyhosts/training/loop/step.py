@@ -70,7 +70,7 @@ class Stepper:
             bad_steps,
             schedule,
         )
-        self.note_samples = note_samples
+        self.note_samples = note_samples if parts.strategy.mesh.leads_replica else None  # others read the same ones
         self.transfers = Transfers(parts.world.device, numbers, see_first)
         self.clock = StepClock(parts.world, snapshot_schedule.store, self.transfers)
         self.counting = LossWeights(parts, settings, state)

@@ -380,7 +380,7 @@ class _AsEvaluated:
 @contextmanager
 def _in_evaluation(module: nn.Module, within: nn.Module | None = None) -> Iterator[nn.Module]:
     """Within, evaluation mode; afterwards every buffer is as before. Gives `module`, or `within`."""
-    buffers = list(module.buffers())
+    buffers = [each for each in module.buffers() if not each.is_meta]  # those are another stage's
     kept = [buffer.clone() for buffer in buffers]
     with in_evaluation(module) if within is None else nullcontext():
         try:

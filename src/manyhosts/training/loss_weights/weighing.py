@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from manyhosts.communication.gathering import gather_plain
+from manyhosts.communication.mesh import Mesh
 from manyhosts.communication.world import World
 from manyhosts.config.settings import Settings
 from manyhosts.data.data import Data
@@ -52,6 +53,9 @@ class Weighing:
                 fix="give function(batch) -> what its batch counts in the mean, or leave it out",
             )
         self.world = world
+        self.mesh = Mesh(world)
+        """How the workers are laid out, once there is a strategy: the counts of those are added that read different
+        samples."""
         self.parts = settings.virtual_workers or 1
         self.by_part = settings.virtual_workers is not None
         self.said = settings.weight or weight
@@ -119,8 +123,10 @@ class Weighing:
         if trouble:
             by_part[:] = math.nan  # so that the others hear of it, and nobody waits
         reported = self.world.stack(by_part.flatten().to(self.world.device)).reshape(-1, *by_part.shape)
+        is_known = not bool(reported.isnan().any())
+        reported = reported[list(self.mesh.peers("replicate", "shard"))]
         totals = {name: math.fsum(reported[..., place].flatten().tolist()) for place, name in enumerate(self.names)}
-        if math.isnan(sum(totals.values())):
+        if not is_known:
             raise TrainingError(
                 trouble or "the weight of a piece could not be found on another worker",
                 where=f"weight, step {number}",

@@ -32,7 +32,7 @@ from manyhosts.snapshot.fingerprint import Fingerprint, fingerprint, tensor_chec
 from manyhosts.strategies.audit import Auditor
 from manyhosts.strategies.local_updates import LocalUpdates
 from manyhosts.strategies.materialise import is_meta, materialise, places_of
-from manyhosts.strategies.strategy import FixedParts, Shard, Strategy
+from manyhosts.strategies.strategy import FixedParts, LooksAhead, Shard, Strategy
 from manyhosts.training.consistency.same_given import compare_data, compare_descriptions, described, settings_compared
 from manyhosts.training.loop import learning_rate
 from manyhosts.training.loop.compute import ForwardPass, Loss, UserStep, pair
@@ -42,6 +42,7 @@ from manyhosts.training.own_loop.strategy import OwnLoop, StepMemory
 from manyhosts.training.setup.choose_strategy import Given, choose
 from manyhosts.training.setup.collective_forward import refuse_other_calls
 from manyhosts.training.setup.compiling import prepare_blocks
+from manyhosts.training.setup.look_ahead import look_ahead
 from manyhosts.training.setup.make_strategy import make_strategy
 from manyhosts.training.setup.model_checks import (
     check_kept,
@@ -206,7 +207,9 @@ def batch_for_norm(model: nn.Module, strategy: Strategy, settings: Settings, wor
     """What the BatchNorm layers of `model` take for their batch."""
     if isinstance(strategy, FixedParts):
         return strategy.statistics
-    if settings.batch_norm == "global" and world.is_shared:
+    # Those that compute the same samples together see one process's batch.
+    is_shared = world.is_shared and (strategy.mesh.replica.size == 1 or strategy.mesh.data.size > 1)
+    if settings.batch_norm == "global" and is_shared:
         return make_global(model, strategy.mesh.data)
     # One worker is its own global batch. What is compiled is left as it is: the compiler knows PyTorch's own class.
     return OwnBatch() if not settings.compile and prepare(model) else None
@@ -240,12 +243,15 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
     chosen = choose(Given(settings=settings, made=made, data=data, compute=compute, optimizer=optimizer, world=world))
     settings = chosen.settings
     strategy = spread(make_strategy(settings, world, auditor), settings)
+    weighing.mesh = strategy.mesh
     check_kept(made)
     if world.is_shared or settings.virtual_workers is not None:
         check_tensors(made)
     if world.is_shared or settings.virtual_workers is not None or settings.micro_batch_size is not None:
         world.notes += hooked(made)
     own_fingerprint = fingerprint(model_of(made))
+    if isinstance(strategy, LooksAhead):
+        look_ahead(strategy, compute, data, settings)
     placed = _place(made, strategy, settings, world)
     norm = batch_for_norm(placed, strategy, settings, world)
     global_batch = compute.global_batch = norm if isinstance(norm, GlobalBatch) else None

@@ -131,19 +131,19 @@ def _passes(given: Given) -> PassBytes:
         blocks = again(module) if asked is not None else []
         return blocks[: math.ceil(asked * len(blocks))] if isinstance(asked, int | float) else blocks
 
-    batch = _largest_batch(given.data, given.settings, given.world)
+    batch = largest_batch(given.data, given.settings, given.world.size)
     return pass_bytes(given.made, values, batch, given.world.device, again=again, chosen=chosen)
 
 
-def _largest_batch(data: Data, settings: Settings, world: World) -> Any:
-    """One of as many samples as a forward pass has at most, where all workers take the same share.
+def largest_batch(data: Data, settings: Settings, workers: int) -> Any:
+    """One of as many samples as a forward pass has at most, where so many workers take the same share.
 
     Raises:
         Unknown: it cannot be had yet.
     """
     if data.train is None or isinstance(data.train, IterableDataset) or not isinstance(data.train, Sized):
         raise Unknown("the training set is a stream, of which nobody knows a batch before it is read")
-    parts = settings.virtual_workers or world.size
+    parts = settings.virtual_workers or workers
     own = settings.batch_size_per_worker or math.ceil((settings.batch_size or 1) / parts)
     samples = min(own, settings.micro_batch_size or own, len(data.train))
     fetcher = Fetcher(data.train, seed=settings.seed, name="train", collate=data.collate)

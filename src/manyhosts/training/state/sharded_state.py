@@ -65,7 +65,12 @@ class TakenUp(Mapping[str, Any]):
         if key == "optimizer" and isinstance(stored.get("state"), Mapping):
             names = names_kept(self._module)
             own = {names[id(each)]: each for each in self._module.parameters()}
-            state = {name: self._cut_like(own.get(name), kept) for name, kept in stored["state"].items()}
+            held = {name: own.get(name) for name in stored["state"]}
+            state = {
+                name: self._cut_like(each, stored["state"][name])
+                for name, each in held.items()
+                if each is None or self._holding.holds(each)
+            }
             return {**_whole(stored, but="state"), "state": state}
         return _whole(stored)
 

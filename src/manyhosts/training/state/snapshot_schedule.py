@@ -111,6 +111,7 @@ class SnapshotSchedule:
             self._facts(state),
             own=own if any(own.values()) else None,
             unchanged_until_update=map(holding.local, [*_updated(parts), *_tensors(parts.optimizer.state)]),
+            by_stage=holding.by_stage,
         )
         self.listen()
 
@@ -159,6 +160,7 @@ class SnapshotSchedule:
             in_parts(weights, holding),
             self._facts(state),
             unchanged_until_update=map(holding.local, _updated(self.parts)),
+            by_stage=holding.by_stage,
         )
 
     def _weights(self, step: int) -> dict[str, Any]:

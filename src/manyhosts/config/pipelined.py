@@ -1,0 +1,76 @@
+"""A pipeline of stages, as a plain value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from manyhosts.config.kinds import check_kinds
+from manyhosts.errors import ConfigError
+
+MEASURED, BY_LAYERS = "measured", "layers"
+"""How the cuts are found where the user has not named them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pipeline:
+    """Each worker computes some blocks of the model, and gives what comes out to the worker that has the next ones."""
+
+    name: ClassVar[str] = "pipeline"
+
+    cuts: str | Sequence[str] = MEASURED
+    """Where the model is cut. `measured`: rank 0 times each block, and the slowest stage is as fast as it can be;
+    `layers`: equally many blocks for each worker; or the names of the blocks with which the second stage and those
+    behind it begin, such as `["blocks.4", "blocks.8"]` (with commas between them in `--set`)."""
+    passes: Literal["1f1b", "gpipe"] = "1f1b"
+    """In which order a stage computes the micro-batches of a step. `gpipe`: all forward passes, then all backward
+    passes; `1f1b`: a backward pass as soon as there is one, so that few micro-batches are held at a time. Bits do not
+    depend on it."""
+
+    def __post_init__(self) -> None:
+        given: Any = self.cuts
+        if isinstance(given, Sequence) and not isinstance(given, str):
+            if wrong := [each for each in given if not isinstance(each, str)]:
+                raise ConfigError(
+                    f"cuts holds a {type(wrong[0]).__name__}, and a cut is the name of a block",
+                    where="Pipeline(cuts=…)",
+                    fix='give the names of the blocks with which stages begin, such as ["blocks.4"]',
+                )
+            object.__setattr__(self, "cuts", tuple(given))
+        check_kinds(self, prefix="Pipeline.")
+        if self.passes not in ("1f1b", "gpipe"):
+            raise ConfigError(f"passes is {self.passes!r}", where="Pipeline(passes=…)", fix='choose "1f1b" or "gpipe"')
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """The blocks with which stages behind the first begin, where they are named."""
+        if self.cuts in (MEASURED, BY_LAYERS):
+            return ()
+        words = self.cuts.split(",") if isinstance(self.cuts, str) else self.cuts
+        return tuple(word.strip() for word in words if word.strip())
+
+    def check_planned(self) -> None:
+        """Refuse what no plan knows the time and memory of.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "a plan does not know yet what a pipeline takes",
+            where="strategy='pipeline'",
+            fix="run some steps of it: at the end the run says how long each stage has waited",
+        )
+
+    def check_precision(self, precision: str) -> None:
+        """Refuse a format that stages cannot compute in.
+
+        Raises:
+            ConfigError: it is fp16.
+        """
+        if precision == "fp16":
+            raise ConfigError(
+                "precision is 'fp16', whose scale only the last stage of a pipeline would know",
+                where="strategy='pipeline'",
+                fix='set precision="bf16" or "fp32"',
+            )

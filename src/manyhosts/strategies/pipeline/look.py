@@ -1,0 +1,241 @@
+"""A look at a model before it is cut, on one worker and a copy: what its blocks use and take, and that stages compute
+what it computes.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from manyhosts.communication.shared_norm import prepare
+from manyhosts.data import randomness
+from manyhosts.errors import ConfigError
+from manyhosts.strategies.pipeline.chain import Chain, find_chain, run
+from manyhosts.strategies.pipeline.messages import flat
+from manyhosts.strategies.pipeline.owners import leave, put_in
+
+Context = Callable[[], AbstractContextManager[Any]]
+_ROUNDS = 3
+"""How often each block is timed. The fastest counts."""
+
+
+@dataclass(slots=True)
+class Seen:
+    """What a look has found, in plain values that travel."""
+
+    uses: dict[str, list[int]]
+    """Name of a tensor → the numbers of the blocks that use it; what comes before the first one counts as that, what
+    comes behind the last one as the last."""
+    seconds: list[float] = field(default_factory=list)
+    """What each block takes, forward and backward; empty where that was not asked for."""
+
+
+class _Uses(TorchFunctionMode):
+    """Notes which tensors are given to functions, and by which block."""
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__()
+        self.names, self.block = names, 0
+        self.found: dict[str, set[int]] = {}
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for each in _tensors((args, kwargs)):
+            if (name := self.names.get(id(each))) is not None and function not in _LOOKS:
+                self.found.setdefault(name, set()).add(self.block)
+        return function(*args, **(kwargs or {}))
+
+
+_LOOKS = {Tensor.requires_grad.__get__, Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__}  # type: ignore[attr-defined]
+"""What needs no values."""
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _tensors(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
+
+
+def look(model: nn.Module, chain: Chain, inputs: Any, context: Context, *, timed: bool) -> Seen:
+    """See what the blocks of `model` use, on a copy of it; and what each takes, where that is `timed`.
+
+    Raises:
+        ConfigError: they are no chain: the model calls them in another order, or gives one what the one before it does
+            not give.
+    """
+    copied = _copy(model)
+    blocks = [block for _, block in find_chain(copied).blocks]
+    named = [*copied.named_parameters(), *copied.named_buffers()]
+    uses = _Uses({id(each): name for name, each in named})
+    inside = {name: set[int]() for name, _ in named}
+    for number, block in enumerate(blocks):
+        mine = {id(each) for each in (*block.parameters(), *block.buffers())}
+        for name, each in named:
+            if id(each) in mine:
+                inside[name].add(number)
+    with randomness.undisturbed(), _in_order(blocks, chain, uses), context(), uses:
+        _seeded(lambda: copied(inputs))
+    found = {name: sorted(uses.found.get(name, set()) | numbers) for name, numbers in inside.items()}
+    seen = Seen(found)
+    if timed:
+        seen.seconds = _seconds(_copy(model), chain, inputs, context)
+    return seen
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    copied = copy.deepcopy(model)
+    prepare(copied)
+    return copied.train()
+
+
+def _seeded(compute: Callable[[], Any]) -> Any:
+    randomness.seed_compute(0, randomness.COMPUTE)
+    return compute()
+
+
+@contextmanager
+def _in_order(blocks: Sequence[nn.Module], chain: Chain, uses: _Uses) -> Iterator[None]:
+    """Within, each block is called once, in turn, with what the one before it gave.
+
+    Raises:
+        ConfigError: not so.
+    """
+    given: list[Any] = []
+
+    def before(module: nn.Module, args: Any, named: Any) -> None:
+        number = len(given)
+        name = chain.names[number] if number < len(blocks) else chain.names[-1]
+        if number >= len(blocks) or blocks[number] is not module:
+            raise _no_chain(f"the model does not call {name!r} once, behind the block before it")
+        if len(args) != 1 or any(True for _ in _tensors(named)):
+            raise _no_chain(f"the block {name!r} is given more than what the one before it gives")
+        if given and args[0] is not given[-1]:
+            raise _no_chain(f"the block {name!r} is not given what the one before it gives, but something made of it")
+        uses.block = number
+
+    def after(module: nn.Module, args: Any, named: Any, output: Any) -> None:
+        given.append(output)
+
+    hooks = []
+    for block in {id(each): each for each in blocks}.values():
+        hooks.append(block.register_forward_pre_hook(before, with_kwargs=True))
+        hooks.append(block.register_forward_hook(after, with_kwargs=True))
+    try:
+        yield
+        if len(given) != len(blocks):
+            raise _no_chain(f"the model has called {len(given)} of its {len(blocks)} blocks")
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _no_chain(what: str) -> ConfigError:
+    return ConfigError(
+        f"{what}, so the model cannot be cut between its blocks",
+        where="strategy='pipeline'",
+        fix="let each block take one value, just what the one before it gave, and give all that the next ones need "
+        '(a tuple, say, with what is skipped to a later block); or choose strategy="fsdp"',
+    )
+
+
+def _seconds(model: nn.Module, chain: Chain, inputs: Any, context: Context) -> list[float]:
+    """What each block takes, forward and backward, with what the one before it gave. The rest counts as its ends do."""
+    own = Chain(find_chain(model).blocks, chain.is_trunk)
+    count = len(own.blocks)
+    best = [float("inf")] * count
+    with randomness.undisturbed():
+        for _ in range(_ROUNDS):
+            value: Any = None
+            for number in range(count):
+                begin = time.perf_counter()
+                with context():
+                    outputs = run(model, own, number, number + 1, inputs, value, no_values)
+                roots = [each for each in flat(outputs).tensors if each.requires_grad]
+                torch.autograd.backward(roots, [torch.zeros_like(each) for each in roots])
+                best[number] = min(best[number], time.perf_counter() - begin)
+                value = _leaves(outputs)
+    return best
+
+
+@contextmanager
+def no_values() -> Iterator[None]:
+    """Nothing is lent."""
+    yield
+
+
+def _leaves(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().requires_grad_(value.requires_grad)
+    if isinstance(value, Mapping):
+        return {key: _leaves(each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_leaves(each) for each in value)
+    return value
+
+
+@torch.no_grad()
+def prove(
+    model: nn.Module, stages: Mapping[str, Sequence[int]], cuts: Sequence[int], inputs: Any, context: Context
+) -> None:
+    """See that stages, one after another and each with its own tensors alone, compute the bits of `model`.
+
+    Raises:
+        ConfigError: they do not, or one needs what it has not.
+    """
+    with randomness.undisturbed():
+        with context():
+            wanted = _seeded(lambda: _copy(model)(inputs))
+        randomness.seed_compute(0, randomness.COMPUTE)
+        value: Any = None
+        for stage in range(len(cuts) - 1):
+            copied = _copy(model)
+            whole = dict(copied.named_parameters())
+            tied = leave(copied, stages, stage)
+            lent = {each.name: whole[each.name] for each in tied if each.stages[0] != stage}
+            own = find_chain(copied)
+            try:
+                with context():
+                    values = lambda tied=tied, lent=lent: put_in(tied, lent)  # noqa: E731
+                    value = run(copied, own, cuts[stage], cuts[stage + 1], inputs, value, values)
+                flat(value)
+            except (RuntimeError, NotImplementedError, TypeError, ValueError) as cause:
+                raise _not_alike(f"what stage {stage} computes needs something of another: {_line(cause)}") from cause
+    if not _equal(wanted, value):
+        raise _not_alike("stages do not compute what the whole model computes")
+
+
+def _line(cause: Exception) -> str:
+    return (str(cause).splitlines() or [type(cause).__name__])[0]
+
+
+def _not_alike(what: str) -> ConfigError:
+    return ConfigError(
+        what,
+        where="strategy='pipeline'",
+        fix="let each block take just what the one before it gives, use nothing of before the first block behind the "
+        'last one, and keep nothing outside of blocks; or write the model as nn.Sequential; or choose strategy="fsdp"',
+    )
+
+
+def _equal(one: Any, other: Any) -> bool:
+    ours, theirs = flat(one), flat(other)
+    return ours.shape == theirs.shape and all(
+        not there.is_meta and here.dtype == there.dtype and here.shape == there.shape and _same_bits(here, there)
+        for here, there in zip(ours.tensors, theirs.tensors, strict=True)
+    )
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.nan_to_num(), other.nan_to_num()) if one.is_floating_point() else torch.equal(one, other)

@@ -1,0 +1,134 @@
+"""Which stage has which tensors of a model: one of them each, and a weight that several use is lent to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from manyhosts.errors import ConfigError
+
+Uses = Mapping[str, Sequence[int]]
+"""Name of a tensor → the blocks whose computation it takes part in, by their numbers."""
+
+
+@dataclass(slots=True)
+class Tied:
+    """A parameter that several stages use."""
+
+    name: str
+    stages: list[int]
+    """Those that use it, in their order; the first of them owns it."""
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+    """Where it is in the model."""
+    empty: nn.Parameter | None = None
+    """What stands there on a stage that does not own it."""
+
+
+def uses_by_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, list[int]]:
+    """Which blocks each tensor of `model` is in."""
+    inside: dict[int, list[int]] = {}
+    for number, block in enumerate(blocks):
+        for each in {id(tensor) for tensor in (*block.parameters(), *block.buffers())}:
+            inside.setdefault(each, []).append(number)
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {name: inside.get(id(tensor), []) for name, tensor in named}
+
+
+def stages_of(uses: Uses, cuts: Sequence[int]) -> dict[str, list[int]]:
+    """The stages that use each tensor, in order; the first, where nobody is known to."""
+    stage_of = [stage for stage in range(len(cuts) - 1) for _ in range(cuts[stage], cuts[stage + 1])]
+    return {name: sorted({stage_of[block] for block in blocks}) or [0] for name, blocks in uses.items()}
+
+
+def check_tied(model: nn.Module, stages: Mapping[str, Sequence[int]], precision: str) -> None:
+    """See that what several stages use can be lent.
+
+    Raises:
+        ConfigError: it is a buffer, which each would change; or a weight whose gradients would be rounded otherwise.
+    """
+    parameters = dict(model.named_parameters())
+    for name, users in stages.items():
+        if len(users) < 2:
+            continue
+        if name not in parameters:
+            raise ConfigError(
+                f"the buffer {name!r} is used by {len(users)} stages, and each would have one of its own",
+                where="strategy='pipeline'",
+                fix="give each block a buffer of its own, or name cuts that leave those blocks in one stage: "
+                "mh.Pipeline(cuts=[…])",
+            )
+        homes = [each for each in model.modules() if any(own is parameters[name] for own in each._parameters.values())]
+        if precision == "bf16" and sum(not isinstance(each, nn.Embedding) for each in homes) > 1:
+            raise ConfigError(
+                f"the weight {name!r} is used by several layers of {len(users)} stages, and in bf16 one process adds "
+                "their gradients before it rounds them, which stages cannot",
+                where="strategy='pipeline'",
+                fix="set precision='fp32', or name cuts that leave those layers in one stage: mh.Pipeline(cuts=[…])",
+            )
+
+
+def places_of(model: nn.Module, name: str) -> list[tuple[nn.Module, str]]:
+    """Where the parameter `name` is in `model`, under all of its names."""
+    found = dict(model.named_parameters(remove_duplicate=False))[name]
+    return [(module, key) for module in model.modules() for key, each in module._parameters.items() if each is found]
+
+
+def leave(model: nn.Module, stages: Mapping[str, Sequence[int]], own: int) -> list[Tied]:
+    """Keep the values of what stage `own` owns; of all else shape and dtype are left, on the meta device.
+
+    Returns the parameters that it shares with other stages, as users of one or the owner.
+    """
+    tied = [
+        Tied(name, list(users), places_of(model, name))
+        for name, users in stages.items()
+        if len(users) > 1 and own in users
+    ]
+    empty: dict[int, Tensor] = {}
+    by_id = {id(each): name for name, each in (*model.named_parameters(), *model.named_buffers())}
+    for module in model.modules():
+        for key, each in [*module._parameters.items(), *module._buffers.items()]:
+            if each is None or stages[by_id[id(each)]][0] == own:
+                continue
+            if id(each) not in empty:
+                empty[id(each)] = _without_values(each)
+            _put(module, key, empty[id(each)])
+    for each_tied in tied:
+        module, key = each_tied.places[0]
+        each_tied.empty = module._parameters[key]
+    return tied
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    made = torch.empty_like(tensor, device="meta")
+    if isinstance(tensor, nn.Parameter):
+        made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+        made.__dict__.update(tensor.__dict__)
+    return made
+
+
+def _put(module: nn.Module, key: str, tensor: Any) -> None:
+    held = module._parameters if key in module._parameters else module._buffers
+    if isinstance(module, nn.RNNBase) and key in module._parameters:
+        setattr(module, key, tensor)  # it has a list of them beside
+    else:
+        held[key] = tensor
+
+
+@contextmanager
+def put_in(tied: Sequence[Tied], values: Mapping[str, nn.Parameter]) -> Iterator[None]:
+    """Within, `values` stand in the model in place of what another stage owns."""
+    here = [each for each in tied if each.name in values]
+    for each in here:
+        for module, key in each.places:
+            _put(module, key, values[each.name])
+    try:
+        yield
+    finally:
+        for each in here:
+            for module, key in each.places:
+                _put(module, key, each.empty)

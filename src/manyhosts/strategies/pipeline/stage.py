@@ -1,0 +1,231 @@
+"""One stage of a pipeline: its forward and backward pass of one micro-batch, and what it sends to its neighbours.
+
+Bits are those of one process, because each thing is computed from the same numbers in the same order: random numbers go
+on from where the stage before has left them; what a stage is given has the gradient that autograd would have handed on,
+with its strides; and the gradient of a weight that several stages use is added up within each micro-batch from the last
+use to the first, and only then to what is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from manyhosts.communication.world import World
+from manyhosts.data import randomness
+from manyhosts.strategies.pipeline.chain import Chain, run
+from manyhosts.strategies.pipeline.messages import (
+    BACKWARD,
+    FORWARD,
+    GRADIENTS,
+    OUTPUTS,
+    VALUES,
+    Channel,
+    flat,
+    put_together,
+)
+from manyhosts.strategies.pipeline.owners import Tied, put_in
+
+
+class _Received(torch.autograd.Function):
+    """A tensor of the stage before: keeps the gradient that it is given, as it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, starts: Tensor, tensor: Tensor, gradients: list[Tensor | None], number: int) -> Tensor:
+        ctx.gradients, ctx.number = gradients, number
+        ctx.mark_dirty(tensor)  # so that it is no view, and the stage may write into it
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        [ctx.gradients[ctx.number]] = gradients
+        return None, None, None, None
+
+
+@dataclass(slots=True)
+class _Held:
+    """What a stage keeps of a micro-batch between its forward and its backward pass."""
+
+    outputs: list[Tensor]
+    """Those that have a gradient; of the last stage the loss alone."""
+    gradients: list[Tensor | None] = field(default_factory=list)
+    """Of what was received and has one, once the backward pass has found it."""
+
+
+class LocalTrialRunner:
+    """That of this worker."""
+
+    def __init__(self, model: nn.Module, chain: Chain, cuts: Sequence[int], tied: Sequence[Tied], world: World) -> None:
+        self.model, self.chain, self.world = model, chain, world
+        self.number, self.count = world.rank, world.size
+        self.begin, self.end = cuts[self.number], cuts[self.number + 1]
+        self.tied = tied
+        self.channel = Channel(world)
+        self.lent: dict[str, nn.Parameter] = {}
+        """What other stages own and this one uses, by name."""
+        self.held: dict[int, _Held] = {}
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it takes the samples."""
+        return self.number == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it gives what the model gives."""
+        return self.number == self.count - 1
+
+    # Weights that several stages use.
+
+    def lend(self) -> None:
+        """Give the stages that use a weight of this one its value, and take those of others. All stages call this."""
+        self.lent = {}
+        for each in self.tied:
+            owner, *users = each.stages
+            if owner == self.number:
+                module, key = each.places[0]
+                for user in users:
+                    self.channel.send(module._parameters[key], user, VALUES)
+                continue
+            value, _ = self.channel.receive(owner, VALUES)
+            assert each.empty is not None, f"{each.name} is another stage's"
+            self.lent[each.name] = nn.Parameter(value, requires_grad=each.empty.requires_grad)
+
+    @contextmanager
+    def values(self) -> Iterator[None]:
+        """Within, these stand in the model."""
+        with put_in(self.tied, self.lent):
+            yield
+
+    # One micro-batch.
+
+    def forward(self, number: int, inputs: Any) -> Any:
+        """What the blocks of this stage give, of micro-batch `number`; the last one alone sends it to nobody.
+
+        `inputs`: what the model is called with.
+
+        The generators have been set to the address of the micro-batch.
+        """
+        seeded = randomness.states()
+        value: Any = None
+        held = _Held([])
+        if not self.is_first:
+            (value, needs, drawn), _ = self.channel.receive(self.number - 1, FORWARD)
+            _go_on(drawn)
+            value = self._with_gradients(value, needs, held)
+        outputs = run(self.model, self.chain, self.begin, self.end, inputs, value, self.values)
+        if not self.is_last:
+            tensors = flat(outputs).tensors
+            held.outputs = [each for each in tensors if each.requires_grad]
+            needs = [each.requires_grad for each in tensors]
+            self.channel.send([outputs, needs, _drawn_since(seeded)], self.number + 1, FORWARD)
+        if torch.is_grad_enabled():
+            self.held[number] = held
+        return outputs
+
+    def _with_gradients(self, value: Any, needs: Sequence[bool], held: _Held) -> Any:
+        """`value` with tensors that tell `held` their gradients, where they have one."""
+        found = flat(value)
+        if not torch.is_grad_enabled():
+            return value
+        held.gradients = [None] * sum(needs)
+        number, tensors = 0, []
+        for tensor, has in zip(found.tensors, needs, strict=True):
+            if not has:
+                tensors.append(tensor)
+                continue
+            starts = torch.empty(0, requires_grad=True)
+            tensors.append(_Received.apply(starts, tensor, held.gradients, number))
+            number += 1
+        return put_together(found.shape, tensors)
+
+    def backward(self, number: int, loss: Tensor | None) -> None:
+        """The backward pass of that micro-batch, from `loss` on the last stage."""
+        held = self.held.pop(number)
+        roots: list[Tensor] = []
+        given: list[Tensor | None] = []
+        if loss is not None:
+            roots, given = [loss], [None]
+        else:
+            gradients, _ = self.channel.receive(self.number + 1, BACKWARD)
+            for output, gradient in zip(held.outputs, gradients, strict=True):
+                if gradient is not None:
+                    roots.append(output)
+                    given.append(gradient)
+        for weight, gradient in self._of_later_uses():
+            if gradient is not None:
+                roots.append(weight)
+                given.append(gradient)
+        if roots:
+            with self.values():
+                torch.autograd.backward(roots, given)
+        if not self.is_first:
+            self.channel.send(held.gradients, self.number - 1, BACKWARD)
+        self._pass_on_gradients()
+        self.channel.finish(but=4 * self.count * (1 + len(self.tied)))
+
+    def _of_later_uses(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """The gradients that later stages have found, in this micro-batch, for weights that this one uses, too."""
+        for each in self.tied:
+            place = each.stages.index(self.number)
+            module, key = each.places[0]
+            weight = self.lent.get(each.name, module._parameters[key])
+            assert weight is not None, f"{each.name} is in the model"
+            if weight.requires_grad and place + 1 < len(each.stages):
+                gradient, _ = self.channel.receive(each.stages[place + 1], GRADIENTS)
+                yield weight, gradient
+
+    def _pass_on_gradients(self) -> None:
+        for each in self.tied:
+            place, weight = each.stages.index(self.number), self.lent.get(each.name)
+            if place and weight is not None and weight.requires_grad:
+                self.channel.send(weight.grad, each.stages[place - 1], GRADIENTS)
+                weight.grad = None
+
+    # An evaluation.
+
+    def evaluate(self, inputs: Any) -> Any:
+        """What the model gives, on every worker: all stages call this, with the same inputs. It has no gradient."""
+        with torch.no_grad():
+            self.lend()
+            seeded = randomness.states()
+            outputs = self.forward(-1, inputs)
+            last = self.count - 1
+            if self.is_last:
+                for stage in range(last):
+                    self.channel.send([outputs, _drawn_since(seeded)], stage, OUTPUTS)
+            else:
+                (outputs, drawn), _ = self.channel.receive(last, OUTPUTS)
+                _go_on(drawn)
+            self.channel.finish()
+        return outputs
+
+
+def _drawn_since(seeded: randomness.States) -> list[Any] | None:
+    """The generators of now, as a message has them; None where nobody has drawn a number."""
+    if not randomness.drawn_since(seeded):
+        return None
+    torch_state, numpy_state, python_state = randomness.states()
+    version, numbers, gauss = python_state
+    kind, keys, *rest = numpy_state
+    of_numpy = [
+        kind,
+        torch.from_numpy(np.asarray(keys, dtype=np.int64)),
+        [each.item() if isinstance(each, np.generic) else each for each in rest],
+    ]
+    return [torch_state, of_numpy, [version, torch.tensor(numbers, dtype=torch.int64), gauss]]
+
+
+def _go_on(drawn: list[Any] | None) -> None:
+    """Draw on from where another stage has left the generators."""
+    if drawn is None:
+        return
+    torch_state, (kind, keys, rest), (version, numbers, gauss) = drawn
+    python_state = (version, tuple(numbers.tolist()), gauss)
+    randomness.put((torch_state, (kind, keys.numpy().astype(np.uint32), *rest), python_state))

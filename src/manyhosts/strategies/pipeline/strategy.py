@@ -1,0 +1,300 @@
+"""A pipeline: each worker is a stage, has the tensors of its blocks, and computes one micro-batch after another.
+
+Every worker reads every batch, in the micro-batches in which one process would compute it. Weights come out bit for bit
+as those of that process, under every schedule and number of stages.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
+
+from manyhosts.communication.gathering import gather_plain
+from manyhosts.communication.layout import spread
+from manyhosts.communication.mesh import Mesh
+from manyhosts.communication.world import World
+from manyhosts.config.pipelined import BY_LAYERS, MEASURED, Pipeline
+from manyhosts.data import randomness
+from manyhosts.errors import ConfigError
+from manyhosts.strategies.cut_model import CutModel
+from manyhosts.strategies.materialise import is_meta, materialise, places_of
+from manyhosts.strategies.pipeline.chain import Chain, find_chain
+from manyhosts.strategies.pipeline.holding import Stages
+from manyhosts.strategies.pipeline.look import Seen, look, prove
+from manyhosts.strategies.pipeline.messages import OUTPUTS
+from manyhosts.strategies.pipeline.owners import check_tied, leave, stages_of, uses_by_blocks
+from manyhosts.strategies.pipeline.schedule import best_cuts, bubble, even_cuts, loads, passes
+from manyhosts.strategies.pipeline.stage import LocalTrialRunner
+from manyhosts.strategies.strategy import Compute, InTwo, Piece, Sample, Scale, StepOutcome, Steppable
+from manyhosts.strategies.tally import Agreed, StepMetrics
+from manyhosts.strategies.traits import TRAITS
+
+
+class Pipelined(CutModel):
+    """Parameters, gradients and optimizer state of some blocks on each worker, and of no other."""
+
+    traits = TRAITS["pipeline"]
+
+    def __init__(self, config: Pipeline, world: World) -> None:
+        """A strategy for several workers.
+
+        Raises:
+            ConfigError: they compute on GPUs.
+        """
+        if world.device.type != "cpu":
+            raise ConfigError(
+                f"this worker computes on {world.device}, and stages send each other messages over Gloo, from the CPU",
+                where="strategy='pipeline'",
+                fix='choose strategy="fsdp", or start on machines without GPUs',
+            )
+        super().__init__(Mesh(world, pipe=world.size), Stages(world))
+        self.config = config
+        self.agreed = Agreed()
+        self.sample: Sample | None = None
+        self.parameters: list[nn.Parameter] = []
+        self.stage: LocalTrialRunner | None = None
+        self.loss = nn.Module()
+        """The loss, where it has tensors of its own: all keep them, and the last stage finds their gradients."""
+        self.computed_s = 0.0
+        """Seconds in which micro-batches went through, waits among them."""
+        self.waited_s = 0.0
+        """Those of them that it waited for other stages."""
+        self.theory: list[float] = []
+        """The bubble of each step, in theory."""
+        self.draws: bool | None = None
+        """Whether the optimizer draws random numbers; None as long as nobody has seen it step."""
+
+    def look(self, sample: Sample) -> None:
+        """Know what the model is called with. Before `place`."""
+        self.sample = sample
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """Keep the tensors of this worker's blocks, equal to the leader's, and the shapes of all others.
+
+        Raises:
+            ConfigError: the model is no chain of blocks, has fewer than there are workers, or the cuts name none.
+        """
+        whole, *loss = model.children() if getattr(model, "is_never_called", False) else [model]
+        if is_meta(model):
+            materialise(model.modules(), places_of(model))
+        _check_called(whole)
+        chain = find_chain(whole)
+        self._check_count(chain)
+        spread([*model.parameters(), *model.buffers()], self.world)
+        seen = self._seen(whole, chain)
+        cuts = self._cuts(chain, seen.seconds)
+        stages = stages_of(seen.uses, cuts)
+        sample = self.sample
+        check_tied(whole, stages, "fp32" if sample is None else sample.precision)
+        if sample is not None and self.world.is_leader:
+            prove(whole, stages, cuts, sample.inputs(), sample.context)
+        self.world.barrier()
+        self._say(chain, cuts, seen.seconds)
+        tied = leave(whole, stages, self.world.rank)
+        self.loss = loss[0] if loss else nn.Module()
+        self.stage = LocalTrialRunner(whole, chain, cuts, tied, self.world)
+        whole.forward = self.stage.evaluate
+        self.parameters = list(model.parameters())
+        return model
+
+    def _check_count(self, chain: Chain) -> None:
+        if len(chain.blocks) < self.world.size:
+            raise ConfigError(
+                f"there are {self.world.size} workers, each of which is a stage, and the model has "
+                f"{len(chain.blocks)} blocks: {', '.join(chain.names)}",
+                where="strategy='pipeline'",
+                fix=f"start at most {len(chain.blocks)} workers, or write the model in more blocks",
+            )
+
+    def _seen(self, model: nn.Module, chain: Chain) -> Seen:
+        """What rank 0 has seen of the model, on every worker."""
+        sample = self.sample
+        if sample is None:
+            if chain.is_trunk:
+                raise ConfigError(
+                    "the training set is a stream, so the model cannot be called before training begins, to see what "
+                    "it does before and behind its blocks",
+                    where="strategy='pipeline'",
+                    fix='write the model as nn.Sequential, or choose strategy="fsdp"',
+                )
+            return Seen(uses_by_blocks(model, [block for _, block in chain.blocks]))
+        reported: dict[str, Any] = {}
+        if self.world.is_leader:
+            timed = self.config.cuts == MEASURED and self.world.size > 1
+            seen = look(model, chain, sample.inputs(), sample.context, timed=timed)
+            reported = {"uses": seen.uses, "seconds": seen.seconds}
+        return Seen(**gather_plain(self.world, reported)[0])
+
+    def _cuts(self, chain: Chain, seconds: list[float]) -> list[int]:
+        """The first block of each stage, and the number of blocks.
+
+        Raises:
+            ConfigError: a cut is none of the blocks', or there are more or fewer than stages need.
+        """
+        count, stages, named = len(chain.blocks), self.world.size, self.config.named
+        if named:
+            for name in named:
+                if name not in chain.names[1:]:
+                    raise ConfigError(
+                        f"{name!r} is no block with which a stage behind the first could begin",
+                        where="Pipeline(cuts=…)",
+                        fix=f"name some of {', '.join(chain.names[1:])}",
+                    )
+            places = [chain.names.index(name) for name in named]
+            if places != sorted(set(places)) or len(places) != stages - 1:
+                raise ConfigError(
+                    f"cuts are {', '.join(named)}, and {stages} workers take {stages - 1}, each once, in the model's "
+                    "order",
+                    where="Pipeline(cuts=…)",
+                    fix=f"name {stages - 1}, or start {len(named) + 1} workers",
+                )
+            return [0, *places, count]
+        return best_cuts(seconds, stages) if seconds else even_cuts(count, stages)
+
+    def _say(self, chain: Chain, cuts: Sequence[int], seconds: list[float]) -> None:
+        begins = [chain.names[place] for place in cuts[:-1]]
+        words = f"pipeline of {self.world.size} stages, which begin with {', '.join(begins)}"
+        if seconds:
+            took = [f"{1e3 * each:.3g}" for each in loads(seconds, list(cuts))]
+            words += f" (cut by measured time: {', '.join(took)} ms for each micro-batch)"
+        elif self.config.cuts == MEASURED and self.sample is None:
+            words += " (cut by layers, for nothing could be measured before training begins)"
+        elif self.config.cuts == BY_LAYERS:
+            words += " (cut by layers)"
+        self.world.notes.append(words)
+        self.world.notes.append(
+            "each tensor is on one worker alone: where one is lost, the run is started again from the newest snapshot"
+        )
+
+    def forward_backward(
+        self, model: nn.Module, pieces: Sequence[Piece], compute: Compute, scale: Scale, control_flags: Sequence[float]
+    ) -> StepOutcome:
+        """Send the micro-batches through, and add up the gradients of this stage's blocks."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        stage, halves = self.stage, cast(InTwo, compute)
+        assert stage is not None, "place() comes before forward_backward()"
+        tally = StepMetrics(control_flags, self.agreed, self.world)
+        losses: list[Tensor] = []
+        begin, waited = time.perf_counter(), stage.channel.waited_s
+        stage.held = {}
+        stage.lend()
+        order = passes(self.config.passes, stage=stage.number, stages=stage.count, micro_batches=len(pieces))
+        for kind, number in order:
+            if kind == "backward":
+                stage.backward(number, losses[number] if stage.is_last else None)
+                continue
+            piece = pieces[number]
+            inputs, targets = halves.inputs_of(piece)
+            with halves.context():
+                outputs = stage.forward(number, inputs)
+                if stage.is_last:
+                    values = halves.values_of(outputs, targets)
+                    losses.append(scale(tally.add(values, piece.weight)))
+        self._share_loss(stage)
+        stage.channel.finish()
+        self.computed_s += time.perf_counter() - begin
+        self.waited_s += stage.channel.waited_s - waited
+        self.theory.append(bubble(stage.count, len(pieces)))
+        self.world.wait(tally.start_sum())
+        return tally.outcome()
+
+    @torch.no_grad()
+    def _share_loss(self, stage: LocalTrialRunner) -> None:
+        """Have on all workers what the last stage has found for the loss's own tensors."""
+        parameters, buffers = list(self.loss.parameters()), list(self.loss.buffers())
+        if not parameters and not buffers:
+            return
+        if stage.is_last:
+            for other in range(stage.number):
+                stage.channel.send([[each.grad for each in parameters], buffers], other, OUTPUTS)
+            return
+        (gradients, changed), _ = stage.channel.receive(stage.count - 1, OUTPUTS)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        for buffer, value in zip(buffers, changed, strict=True):
+            buffer.copy_(value)
+
+    @torch.no_grad()
+    def _norms(self, model: nn.Module) -> list[Tensor]:
+        """The norm of each gradient, in the model's order, on every worker, as the one that holds it has found it."""
+        own = torch.zeros(2, len(self.parameters), dtype=torch.float64)
+        of_loss = set() if self.world.is_leader else {id(each) for each in self.loss.parameters()}
+        held = [(place, each) for place, each in enumerate(self.parameters) if id(each) not in of_loss]
+        here = [(place, each.grad) for place, each in held if each.grad is not None]
+        for (place, _), norm in zip(here, torch._foreach_norm([grad for _, grad in here]) if here else (), strict=True):
+            own[0, place], own[1, place] = norm.double(), 1.0
+        norms, there = self.world.all_reduce(own)
+        return [norm.to(each.dtype) for norm, has, each in zip(norms, there, self.parameters, strict=True) if bool(has)]
+
+    @torch.no_grad()
+    def norm(self, model: nn.Module) -> Tensor:
+        """That of the whole gradient, from the norms of its tensors in the order of one process."""
+        norms = self._norms(model)
+        return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+
+    @torch.no_grad()
+    def clip_gradients(self, model: nn.Module, max_norm: float) -> Tensor:
+        """Scale the gradients of this stage as PyTorch's `clip_grad_norm_` would scale all."""
+        norms = self._norms(model)
+        groups = _group_tensors_by_device_and_dtype([norms]).values() if norms else ()
+        alike = [each for [own], _ in groups for each in own]  # in the order in which PyTorch adds them
+        norm = torch.linalg.vector_norm(torch.stack(alike)) if alike else torch.zeros(())
+        nn.utils.clip_grads_with_norm_([each for each in self.parameters if each.grad is not None], max_norm, norm)
+        return norm
+
+    def update(self, model: nn.Module, optimizer: Steppable) -> None:
+        """Step the optimizer, which sees gradients of this stage's tensors alone.
+
+        Raises:
+            ConfigError: it draws random numbers, of which each stage would draw the same.
+        """
+        before = randomness.states() if self.draws is None else None
+        optimizer.step()
+        if before is not None:
+            self.draws = randomness.drawn_since(before)
+            if self.draws:
+                raise ConfigError(
+                    "the optimizer draws random numbers, one tensor after another, and a stage has not all of them",
+                    where="mh.Trainer(optimizer=…)",
+                    fix='choose one that draws none, such as AdamW, or strategy="ddp"',
+                )
+
+    def about_time(self) -> str:
+        """How long stages have waited, in a sentence; empty where nothing was computed. All workers call this."""
+        if self.stage is None or not self.computed_s:
+            return ""
+        own = self.waited_s / self.computed_s
+        shares = self.world.stack(torch.tensor([own], dtype=torch.float64)).flatten().tolist()
+        expected = sum(self.theory) / len(self.theory)
+        waited = ", ".join(f"{100 * share:.0f} %" for share in shares)
+        return (
+            f"pipeline: the stages waited {waited} of the time of their passes; where all take equally long and "
+            f"messages no time it would be {100 * expected:.0f} %, and less with smaller micro-batches"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: it remembers nothing."""
+        return {}
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Nothing to take up."""
+
+
+def _check_called(model: nn.Module) -> None:
+    """See that nothing hangs on a call of the whole model, which stages never make.
+
+    Raises:
+        ConfigError: hooks do.
+    """
+    if model._forward_hooks or model._forward_pre_hooks or model._backward_hooks or model._backward_pre_hooks:
+        raise ConfigError(
+            "the model has hooks, which a stage would not call, for it computes some of its blocks",
+            where="strategy='pipeline'",
+            fix="put them on a block, or do it in the block's forward",
+        )

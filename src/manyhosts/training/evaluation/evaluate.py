@@ -97,6 +97,11 @@ class Evaluation:
         return self.passes.samples
 
     @property
+    def keeping(self) -> list[str]:
+        """The metrics that keep something from one validation to the next."""
+        return self.metrics.keeping
+
+    @property
     def first(self) -> Evaluation:
         """This one: see `Evaluations`."""
         return self
@@ -222,6 +227,11 @@ class Evaluations:
     def samples(self) -> int:
         """Of all sets."""
         return sum(each.samples for each in self.by_name.values())
+
+    @property
+    def keeping(self) -> list[str]:
+        """The metrics that keep something from one validation to the next, each once."""
+        return list(dict.fromkeys(name for each in self.by_name.values() for name in each.keeping))
 
     @property
     def first(self) -> Evaluation:

@@ -1,5 +1,4 @@
-"""Continuing in one call when workers are lost or come: meet those that are left, and have all be as far as the
-farthest.
+"""Continuing in one call when workers are lost or come: those that are left meet, and all take the most advanced state.
 
 The rule is one for every call: the state of the most advanced worker is taken by all others. A call that is made again
 from its beginning (an evaluation) has nothing but what was there before it, so there all that were there are level.

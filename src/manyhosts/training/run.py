@@ -218,7 +218,7 @@ class Run:
         compare_descriptions(self.world, {"arguments of fit": lengths, "optimizers": optimizer})
         if self.validation is not None and (names := self.validation.look(self.parts.model)):
             self.snapshot_schedule.check_watched(names)
-        if self.validation is not None and (keeping := self.validation.keeping):
+        if self.validation is not None and (keeping := self.validation.stateful_metrics):
             self.world.notes.append(f"{', '.join(keeping)} {KEEPING}")
         self.loop.stand()
         self.loop.flags.start_clock()

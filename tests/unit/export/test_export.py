@@ -84,6 +84,7 @@ def test_export_that_answers_otherwise_leaves_nothing_and_keeps_the_one_before(
 ) -> None:
     request = Request(run_dir=str(run_dir), format="safetensors")
     folder, described = export(request)
+    before = sorted(path.name for path in folder.parent.iterdir())
     write, read = formats.BY_NAME["safetensors"]
 
     def wrong(*words: object) -> formats.Answers:
@@ -93,7 +94,7 @@ def test_export_that_answers_otherwise_leaves_nothing_and_keeps_the_one_before(
     with pytest.raises(NotTheSame, match="difference of"):
         export(request)
     assert Description.read(folder).files == described.files
-    assert [path.name for path in folder.parent.iterdir() if "safetensors" in path.name] == ["safetensors"]
+    assert sorted(path.name for path in folder.parent.iterdir()) == before
 
 
 def test_file_that_was_changed_afterwards_is_found(run_dir: Path, tmp_path: Path) -> None:

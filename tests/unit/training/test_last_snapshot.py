@@ -52,7 +52,7 @@ def stands(run_dir: Path) -> tuple[LastSnapshot, Member]:
     )
     trainer.fit("1 steps")
     run = trainer._run
-    snapshot_schedule, journal = run.snapshot_schedule, run.journal
+    snapshot_schedule, run_log = run.snapshot_schedule, run.run_log
     loop = Loop(
         run.parts,
         settings=run.settings,
@@ -60,8 +60,8 @@ def stands(run_dir: Path) -> tuple[LastSnapshot, Member]:
         validation=None,
         snapshot_schedule=snapshot_schedule,
         stop_signals=StopSignals(),
-        tell=journal.tell,
-        flush=journal.flush,
+        tell=run_log.tell,
+        flush=run_log.flush,
         note_samples=None,
         keep_buffers=True,
     )
@@ -72,8 +72,8 @@ def stands(run_dir: Path) -> tuple[LastSnapshot, Member]:
         loop.at.done_actions = loop.at.all_actions
     member = Member()
     run.world.membership = member
-    journal.led = True
-    return LastSnapshot(snapshot_schedule, journal, loop), member
+    run_log.led = True
+    return LastSnapshot(snapshot_schedule, run_log, loop), member
 
 
 def saved(last: LastSnapshot) -> list[str]:
@@ -113,7 +113,7 @@ def put(path: str, value: Any) -> Callable[[LastSnapshot], None]:
 
 
 def be_beside_the_one_that_records(last: LastSnapshot) -> None:
-    last.snapshot_schedule.store.apart, last.journal.led = True, False
+    last.snapshot_schedule.store.apart, last.run_log.led = True, False
 
 
 def audit(last: LastSnapshot) -> None:

@@ -97,7 +97,7 @@ class Evaluation:
         return self.passes.samples
 
     @property
-    def keeping(self) -> list[str]:
+    def stateful_metrics(self) -> list[str]:
         """The metrics that keep something from one validation to the next."""
         return self.metrics.keeping
 
@@ -229,9 +229,9 @@ class Evaluations:
         return sum(each.samples for each in self.by_name.values())
 
     @property
-    def keeping(self) -> list[str]:
+    def stateful_metrics(self) -> list[str]:
         """The metrics that keep something from one validation to the next, each once."""
-        return list(dict.fromkeys(name for each in self.by_name.values() for name in each.keeping))
+        return list(dict.fromkeys(name for each in self.by_name.values() for name in each.stateful_metrics))
 
     @property
     def first(self) -> Evaluation:

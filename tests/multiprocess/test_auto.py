@@ -170,6 +170,25 @@ def test_what_is_chosen_fits_into_the_addresses_that_a_process_may_have(tmp_path
     assert summary(tmp_path / "fits")["steps"] == 5
 
 
+@pytest.mark.slow  # one worker: the test above; the choice among ways: those before it
+@pytest.mark.skipif(sys.platform != "linux", reason="addresses are counted by Linux")
+def test_several_workers_train_within_the_addresses_that_each_may_have_in_the_way_that_fits(tmp_path: Path) -> None:
+    """Each way with as much as it says that it needs, and less than the one before it; below the last it is refused."""
+    room = 400_000_000
+    refused, other = run_ranks(2, within_addresses, tmp_path / "refused", room)
+    assert refused == other, "both are refused, in the same words"
+    [left] = [float(each) for each in re.findall(r"does not fit into the ([\d.]+) MB", refused)]
+    needed = {way: float(most) for way, most in re.findall(r"(ddp|fsdp zero=\d) needs ([\d.]+) MB", refused)}
+    assert needed["ddp"] > needed["fsdp zero=1"] > needed["fsdp zero=3"] > left
+    for way, strategy in (("ddp", "ddp"), ("fsdp zero=3", "fsdp")):
+        folder = tmp_path / strategy
+        reported = run_ranks(2, within_addresses, folder, room + int((needed[way] - left + 5) * 1e6))
+        assert reported == ["completed"] * 2, reported
+        run = json.loads((folder / "run.json").read_text())
+        assert (run["strategy"], summary(folder)["steps"]) == (strategy, 5)
+        assert sorted(each.name for each in (folder / "snapshots").glob("step-*")), "and its snapshots are there"
+
+
 LIMITED = Path(__file__).with_name("limited_script.py")
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import os
 import re
 import shutil
+import stat
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -16,9 +18,12 @@ from manyhosts.control.job import Job
 from manyhosts.errors import ConfigError
 from manyhosts.launchers import early_variables
 from manyhosts.launchers.script_imports import imports_manyhosts
+from manyhosts.records import run_directory, run_lock
 from manyhosts.records.json_text import parsed
 from manyhosts.records.run_directory import has_content
 
+_READ = ("run.json", "metrics.jsonl", "summary.json", run_directory.HEAD, run_lock.NAME)
+"""What commands read of a run directory, beside the snapshots."""
 Kind = Literal["script", "module", "executable"]
 
 TORCH = ("torch", "torch.distributed", "torch.utils.data", "torch.nn.parallel", "torch.optim", "torch._dynamo")
@@ -65,6 +70,7 @@ def check_run_dir(job: Job) -> None:
     """
     if job.run_dir.exists() and not job.run_dir.is_dir():
         raise ConfigError("the run directory is a file", where=str(job.run_dir), fix="give another --run-dir")
+    _see_files(job.run_dir)
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         try:
             record = parsed((job.run_dir / "run.json").read_bytes())
@@ -81,6 +87,33 @@ def check_run_dir(job: Job) -> None:
                 where=str(job.run_dir),
                 fix="give another --run-dir, or leave it out; a script that was renamed resumes its run before it is "
                 "changed",
+            )
+
+
+def _see_files(run_dir: Path) -> None:
+    """See that what is read of a run is files: whoever reads a pipe that nobody writes to waits for ever.
+
+    Raises:
+        ConfigError: one is none, or what leads to it leads nowhere.
+    """
+    if run_dir.is_symlink() and not run_dir.exists():
+        raise ConfigError(
+            f"the run directory is a link to {os.readlink(run_dir)}, which leads nowhere",
+            where=str(run_dir),
+            fix="make that folder, or give another --run-dir",
+        )
+    for path in (run_dir / name for name in _READ):
+        try:
+            is_file = stat.S_ISREG(path.stat().st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError:  # links in a circle, or a place that nobody lets this user see
+            is_file = False
+        if not is_file:
+            raise ConfigError(
+                f"{path.name} in the run directory is no file",
+                where=str(path),
+                fix="give another --run-dir, or move it away",
             )
 
 

@@ -17,7 +17,7 @@ from manyhosts.control.agent.enrolling import enrol
 from manyhosts.control.enrolment import Enrolment
 from manyhosts.control.head.checks import host_findings
 from manyhosts.control.loop import Channel, Message
-from manyhosts.control.proof import PROTOCOL, Answerer
+from manyhosts.control.proof import PROTOCOL, Answerer, Caller
 from manyhosts.control.protocol import Condition, Output
 
 SECRET = "the-value-of-an-env-option"
@@ -142,6 +142,15 @@ def test_whoever_does_not_prove_it_or_says_nonsense_is_hung_up_on(changed: dict[
     assert say(scene, {"node": 0, **FACTS, **changed}) == ["prove"]
     assert say(scene, {"node": 0, **FACTS}, token="f" * 32) == ["prove"]
     assert scene.admitted == []
+
+
+def test_proof_of_one_conversation_proves_nothing_in_another() -> None:
+    """Whoever has read all of the first, and says it again word for word."""
+    caller, first, second = Caller(TOKEN), Answerer(TOKEN, b"own"), Answerer(TOKEN, b"own")
+    shown = caller.proof_for(first.prove(caller.call()) or {}, b"own")
+    assert first.is_proven_by(shown)
+    assert second.prove(caller.call()) is not None
+    assert not second.is_proven_by(shown)
 
 
 @pytest.mark.parametrize("address", ["\x1b[2J10.0.0.1", "", "a b", "x" * 300])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -98,6 +99,24 @@ def test_run_directory_that_does_not_exist_is_a_new_run(tmp_path: Path) -> None:
 def test_run_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run").touch()
     with pytest.raises(ConfigError, match="is a file"):
+        scripts.check_run_dir(job_in(tmp_path))
+
+
+@pytest.mark.parametrize("name", scripts._READ)
+def test_pipe_or_circle_of_links_in_place_of_a_record_is_named_and_not_waited_for(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "run" / name
+    path.parent.mkdir()
+    for make in (os.mkfifo, os.mkdir, lambda path: path.symlink_to(path)):
+        make(path)
+        with pytest.raises(ConfigError, match=f"{name} in the run directory is no file"):
+            scripts.check_run_dir(job_in(tmp_path))
+        path.rmdir() if path.is_dir() else path.unlink()
+
+
+@pytest.mark.parametrize("target", ["run", "nowhere"])
+def test_run_directory_that_is_a_link_to_nowhere_is_named(tmp_path: Path, target: str) -> None:
+    (tmp_path / "run").symlink_to(tmp_path / target)
+    with pytest.raises(ConfigError, match=f"the run directory is a link to .*{target}, which leads nowhere"):
         scripts.check_run_dir(job_in(tmp_path))
 
 

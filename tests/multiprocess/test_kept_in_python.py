@@ -7,6 +7,7 @@ import json
 from collections import deque
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,10 @@ import torch
 from ranks import run_ranks
 from torch import Tensor, nn
 from unusual import Case, in_plain_pytorch, with_us
+
+from manyhosts.prove import promises
+from manyhosts.training.loss_weights.comparison import Seen
+from manyhosts.training.loss_weights.probe_loss import kept, not_tried
 
 pytestmark = pytest.mark.multiprocess
 
@@ -124,3 +129,11 @@ def test_what_changes_the_loss_is_refused_where_one_worker_has_several_pieces(an
     _, _, ranks = answers
     for name in CASES.keys() - {"later"}:
         assert isinstance(ranks[0][name, "virtual workers"], str), name
+
+
+@pytest.mark.parametrize("promise", ["workers", "micro", "virtual", "resume"])
+def test_prove_judges_no_promise_by_runs_that_keep_something(promise: str) -> None:
+    said: Any = SimpleNamespace(not_tried=not_tried(Seen(because=kept("calls"), keeps="calls")), error=None)
+    silent: Any = SimpleNamespace(not_tried="", error=None)
+    assert promises._holds(promise, "equal", silent, said).status == "not judged"
+    assert promises._holds(promise, "equal", silent, silent).status == "holds"

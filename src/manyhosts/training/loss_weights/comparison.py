@@ -158,6 +158,8 @@ class Comparison:
             pieces = [
                 self._gradient(each, draws) for each in ([shares] if self.accumulates else [[each] for each in shares])
             ]
+        except _WritesGradients:  # by itself: the first step refuses that
+            return
         except Exception as error:
             seen.because = words(error)
             return
@@ -174,12 +176,14 @@ class Comparison:
         chosen: dict[str, nn.Parameter] = {}
         room = _MOST_GRADIENT
         for name, each in self.module.named_parameters():
-            if each.requires_grad and (not chosen or each.numel() <= room):
-                chosen[name] = each
+            if type(each) is nn.Parameter and each.requires_grad and (not chosen or each.numel() <= room):
+                chosen[name], each.grad = each, None
                 room -= each.numel()
-        for batch, share in batches:
+        for number, (batch, share) in enumerate(batches if chosen else ()):
             with torch.enable_grad(), torch.backends.cudnn.flags(enabled=False):  # which takes training mode for that
                 loss = self._values(batch, draws)["loss"] * share
+                if not number and any(each.grad is not None for each in chosen.values()):
+                    raise _WritesGradients
                 with draws:
                     loss.backward(inputs=list(chosen.values()))
         found = {}
@@ -262,6 +266,10 @@ class Comparison:
             draws.left = draws.left or "numpy.random or random"
         draws.ends = drawn[1:]
         return values
+
+
+class _WritesGradients(Exception):
+    """A forward pass has gone backward."""
 
 
 _DRAWS = "the forward pass draws "

@@ -76,7 +76,8 @@ class Data:
         self.weights = None if weights is None else self._drawn_by(weights)
 
     def _drawn_by(self, weights: Any) -> Weights:
-        if not isinstance(self.train, Sized) or isinstance(self.train, IterableDataset) or not self.shuffle:
+        train: object = self.train
+        if isinstance(train, IterableDataset) or not isinstance(train, Sized) or not self.shuffle:
             raise ConfigError(
                 "samples are drawn by weights, and there is no training set whose samples have numbers"
                 if self.shuffle
@@ -84,7 +85,7 @@ class Data:
                 where="mh.Data(weights=…)",
                 fix="leave weights out, or give a map-style dataset and leave shuffle out",
             )
-        return checked(weights, len(self.train))
+        return checked(weights, len(train))
 
     def sets(self) -> dict[str, Dataset[Any]]:
         """Every set that was given, by `train`, `validation` and `test`; one of several as `validation/clean`."""

@@ -76,8 +76,8 @@ class Data:
         self.weights = None if weights is None else self._drawn_by(weights)
 
     def _drawn_by(self, weights: Any) -> Weights:
-        train: Any = self.train
-        if not isinstance(train, Sized) or isinstance(train, IterableDataset) or not self.shuffle:
+        train: object = self.train
+        if isinstance(train, IterableDataset) or not isinstance(train, Sized) or not self.shuffle:
             raise ConfigError(
                 "samples are drawn by weights, and there is no training set whose samples have numbers"
                 if self.shuffle

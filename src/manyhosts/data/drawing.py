@@ -58,8 +58,8 @@ def drawn(weights: Weights, *, seed: int, epoch: int) -> NDArray[np.int64]:
     ends = np.cumsum(weights)
     found = np.searchsorted(ends, generator.random_sample(len(weights)) * ends[-1], side="right")
     last: np.int64 = np.flatnonzero(weights)[-1]
-    order: NDArray[np.int64] = np.minimum(found, last).astype(np.int64)
-    return order
+    drawn_now: NDArray[np.int64] = np.minimum(found, last).astype(np.int64)
+    return drawn_now
 
 
 def fingerprint(weights: Weights) -> str:

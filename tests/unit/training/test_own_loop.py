@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -270,3 +271,36 @@ def test_average_that_begins_late_is_put_back_where_its_step_is_undone(tmp_path:
     assert not torch.equal(kept[3]["average.weight"], kept[4]["average.weight"])
     assert torch.equal(kept[6]["late.weight"], kept[0]["late.weight"])
     assert not torch.equal(run.models["late"].weight, kept[6]["late.weight"])
+
+
+@pytest.mark.parametrize("place", ["nowhere", "number", "scores in an object", "buffer"])
+def test_plain_attribute_that_a_step_changes_is_named(tmp_path: Path, place: str) -> None:
+    class Scores:
+        def __init__(self) -> None:
+            self.by_name: dict[str, Any] = {"first": torch.zeros(2)}
+
+    class LossWeights(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 2)
+            self.calls, self.scores = 0, Scores()
+            self.register_buffer("seen", torch.zeros(()))
+
+    run = made(models={"one": LossWeights, "two": lambda: nn.Linear(2, 1)}, run_dir=tmp_path)
+
+    def step(run: mh.Run) -> None:
+        run.backward(loss(run), "one")
+        run.update("one")
+        one: Any = run.models["one"]
+        if place == "number":
+            one.calls += 1
+        elif place == "scores in an object" and run.steps_done:
+            one.scores.by_name["first"] = one.scores.by_name["first"] + 1
+        elif place == "buffer":
+            one.seen += 1
+
+    run.fit(step, "5 steps")
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    notes = [line["text"] for line in lines if line["event"] == "note" and "a plain attribute" in line["text"]]
+    named = {"number": "one.calls", "scores in an object": "one.scores"}.get(place)
+    assert [named in note for note in notes if named] == ([True] if named else [])
+    assert bool(notes) is bool(named)

@@ -35,8 +35,11 @@ from manyhosts.training.loop.compute import ForwardPass, step_values
 from manyhosts.training.own_loop.copies import ParameterCopies
 from manyhosts.training.own_loop.optimizers import CombinedOptimizer
 from manyhosts.training.own_loop.parts import Part, Parts
+from manyhosts.training.own_loop.plain_values import plain_values, said
 from manyhosts.training.state.buffers import BufferCopies
 
+_LOOKS = 3
+"""Steps behind which plain attributes of models are looked at."""
 Inner = SingleProcess | DataParallel | VirtualWorkers
 LossOf = Callable[[Any], Tensor | Mapping[str, Any]]
 """`loss(batch)`: the mean over the samples of a micro-batch, or a mapping with `loss`, perhaps `count`, and values."""
@@ -94,6 +97,9 @@ class OwnLoop(WholeModel):
         self._undo: list[Callable[[], None]] = []
         self._copied: set[int] = set()
         self._copies = ParameterCopies()
+        self._plain: dict[str, str] | None = None
+        """What models keep in plain attributes, before the first step of this process."""
+        self._looks = _LOOKS
 
     def place(self, model: nn.Module) -> nn.Module:
         """Place all models as `inner` does."""
@@ -143,6 +149,8 @@ class OwnLoop(WholeModel):
         if self.remembers:
             self._undo.append(_restore(self, "state", copy.deepcopy(self.state)))
             self._keep_parameters(model)
+        if self._looks and self._plain is None:
+            self._plain = plain_values(model)
         randomness.seed_compute(self.settings.seed, randomness.OWN_STEP, self.done())
         is_good = True
         try:
@@ -160,7 +168,17 @@ class OwnLoop(WholeModel):
         else:
             self._put_back()
         self.pieces, self._undo = None, []
+        self._see_plain_values(model)
         return StepOutcome(self._values(is_good=is_good), reported[:-1])
+
+    def _see_plain_values(self, model: nn.Module) -> None:
+        """In the first steps: say what a step changes and nobody keeps."""
+        if not self._looks or self._plain is None:
+            return
+        self._looks -= 1
+        if note := said(self._plain, plain_values(model)):
+            self.world.notes.append(note)
+            self._looks = 0
 
     def _keep_parameters(self, model: nn.Module) -> None:
         named = dict(model.named_parameters())

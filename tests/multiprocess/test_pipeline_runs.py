@@ -88,10 +88,10 @@ def script(trouble: str, strategy: str = "pipeline") -> str:
 def test_a_killed_stage_is_replaced_and_the_run_goes_on_to_the_bits_of_one_process(tmp_path: Path) -> None:
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
-    whole = run(tmp_path / "whole", script("pass"), "--workers", "1")
+    whole = run(tmp_path / "whole", script("pass"), "--workers", "1", "--set", "threads=1")
     assert whole.code == 0, whole.err
     once = "if not os.path.exists('killed'): open('killed', 'w').close(); os.kill(os.getpid(), signal.SIGKILL)"
-    killed = run(tmp_path / "killed", script(once), "--workers", "2", "--restarts", "1")
+    killed = run(tmp_path / "killed", script(once), "--workers", "2", "--restarts", "1", "--set", "threads=1")
     assert killed.code == 0, killed.err
     assert summary(killed.run_dir)["restarts"] == 1
     assert summary(killed.run_dir)["weights_sha256"] == summary(whole.run_dir)["weights_sha256"]

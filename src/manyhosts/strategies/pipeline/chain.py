@@ -61,7 +61,7 @@ def find_chain(model: nn.Module) -> Chain:
         f"the model is a {kind}, which is no nn.Sequential and has {has} of its own, so nobody knows its blocks",
         where="strategy='pipeline'",
         fix="write it as nn.Sequential(first, block, …, last), each of which takes what the one before it gives; or "
-        'with one nn.ModuleList whose blocks are called so in turn; or choose strategy="fsdp"',
+        "with one nn.ModuleList whose blocks are called so in turn; or choose another strategy",
     )
 
 
@@ -74,7 +74,7 @@ def _opened(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         inner = f"{path}.{name}" if path else name
         assert child is not None, f"{inner} is in an nn.Sequential that was called"
         hooks = child._forward_hooks or child._forward_pre_hooks or child._backward_hooks
-        if _is_plain_sequence(child) and len(child) and not hooks:
+        if _is_plain_sequence(child) and child._modules and not hooks:
             yield from _opened(inner, child)
         else:
             yield inner, child
@@ -114,7 +114,7 @@ def _calls_of(chain: Chain, begin: int, end: int, received: Any, lent: Lent) -> 
     """Within, blocks before `begin` give what they take, `begin` takes what was received, `end` ends the run."""
     blocks = [block for _, block in chain.blocks]
     replaced = [*range(begin + 1 if begin else 0), *([end] if end < len(blocks) else [])]
-    values = nullcontext()
+    values: AbstractContextManager[Any] = nullcontext()
 
     def passes_on(given: Any, *_: Any, **__: Any) -> Any:
         return given

@@ -1,6 +1,4 @@
-"""A look at a model before it is cut, on one worker and a copy: what its blocks use and take, and that stages compute
-what it computes.
-"""
+"""A look at a model before it is cut, on a copy: what its blocks use and take, and that stages compute its bits."""
 
 from __future__ import annotations
 
@@ -146,7 +144,7 @@ def _no_chain(what: str) -> ConfigError:
         f"{what}, so the model cannot be cut between its blocks",
         where="strategy='pipeline'",
         fix="let each block take one value, just what the one before it gave, and give all that the next ones need "
-        '(a tuple, say, with what is skipped to a later block); or choose strategy="fsdp"',
+        "(a tuple, say, with what is skipped to a later block); or choose another strategy",
     )
 
 
@@ -225,7 +223,7 @@ def _not_alike(what: str) -> ConfigError:
         what,
         where="strategy='pipeline'",
         fix="let each block take just what the one before it gives, use nothing of before the first block behind the "
-        'last one, and keep nothing outside of blocks; or write the model as nn.Sequential; or choose strategy="fsdp"',
+        "last one, and keep nothing outside of blocks; or write the model as nn.Sequential; or choose another strategy",
     )
 
 

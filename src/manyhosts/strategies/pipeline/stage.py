@@ -141,7 +141,8 @@ class LocalTrialRunner:
                 tensors.append(tensor)
                 continue
             starts = torch.empty(0, requires_grad=True)
-            tensors.append(_Received.apply(starts, tensor, held.gradients, number))
+            made: Tensor = _Received.apply(starts, tensor, held.gradients, number)  # type: ignore[no-untyped-call]
+            tensors.append(made)
             number += 1
         return put_together(found.shape, tensors)
 

@@ -50,7 +50,7 @@ class Pipelined(CutModel):
             raise ConfigError(
                 f"this worker computes on {world.device}, and stages send each other messages over Gloo, from the CPU",
                 where="strategy='pipeline'",
-                fix='choose strategy="fsdp", or start on machines without GPUs',
+                fix="choose another strategy, or start on machines without GPUs",
             )
         super().__init__(Mesh(world, pipe=world.size), Stages(world))
         self.config = config
@@ -120,7 +120,7 @@ class Pipelined(CutModel):
                     "the training set is a stream, so the model cannot be called before training begins, to see what "
                     "it does before and behind its blocks",
                     where="strategy='pipeline'",
-                    fix='write the model as nn.Sequential, or choose strategy="fsdp"',
+                    fix="write the model as nn.Sequential, or choose another strategy",
                 )
             return Seen(uses_by_blocks(model, [block for _, block in chain.blocks]))
         reported: dict[str, Any] = {}
@@ -242,8 +242,11 @@ class Pipelined(CutModel):
     def clip_gradients(self, model: nn.Module, max_norm: float) -> Tensor:
         """Scale the gradients of this stage as PyTorch's `clip_grad_norm_` would scale all."""
         norms = self._norms(model)
-        groups = _group_tensors_by_device_and_dtype([norms]).values() if norms else ()
-        alike = [each for [own], _ in groups for each in own]  # in the order in which PyTorch adds them
+        given: list[list[Tensor | None]] = [[*norms]]
+        groups = _group_tensors_by_device_and_dtype(given).values() if norms else ()
+        alike = [
+            each for [own], _ in groups for each in own if each is not None
+        ]  # in the order in which PyTorch adds them
         norm = torch.linalg.vector_norm(torch.stack(alike)) if alike else torch.zeros(())
         nn.utils.clip_grads_with_norm_([each for each in self.parameters if each.grad is not None], max_norm, norm)
         return norm

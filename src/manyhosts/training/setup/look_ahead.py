@@ -7,7 +7,8 @@ from manyhosts.data.data import Data
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.strategy import LooksAhead, Sample
 from manyhosts.training.loop.compute import ForwardPass, pair
-from manyhosts.training.setup.choose_strategy import Unknown, largest_batch
+from manyhosts.training.setup.choose_strategy import largest_batch
+from manyhosts.training.setup.sizing import Unknown
 
 
 def look_ahead(strategy: LooksAhead, compute: ForwardPass, data: Data, settings: Settings) -> None:
@@ -28,13 +29,13 @@ def look_ahead(strategy: LooksAhead, compute: ForwardPass, data: Data, settings:
             raise ConfigError(
                 f"{key} is asked for, and with strategy {name!r} it has not been tried",
                 where=key,
-                fix='leave it out, or choose strategy="fsdp"',
+                fix="leave it out, or choose another strategy",
             )
     if hasattr(data.train, "shard"):
         raise ConfigError(
             f"the train stream offers shard(), and with strategy {name!r} every worker reads the same samples",
             where="mh.Data(train=…)",
-            fix="give a stream without shard(), a map-style dataset, or choose strategy='fsdp'",
+            fix="give a stream without shard(), a map-style dataset, or choose another strategy",
         )
     try:
         batch = largest_batch(data, settings, 1)

@@ -255,7 +255,7 @@ def test_what_cannot_be_read_is_named_with_the_line_and_no_traceback_of_a_loader
 def test_run_directory_of_another_script_is_refused(tmp_path: Path) -> None:
     trainer(tmp_path).fit("1 steps")
     record = json.loads((tmp_path / "run.json").read_text())
-    (tmp_path / "run.json").write_text(json.dumps({**record, "script": "another.py"}))
+    (tmp_path / "run.json").write_text(json.dumps({**record, "script": "another.py", "script_sha256": "0" * 64}))
     with pytest.raises(ConfigError, match="run directory of"):
         trainer(tmp_path).fit("2 steps")
 

@@ -77,14 +77,26 @@ class Comparison:
     """The passes of one look, all through one module."""
 
     def __init__(
-        self, forward: ForwardPass, module: nn.Module, device: torch.device, *, in_halves: bool, gradients: Gradients
+        self,
+        forward: ForwardPass,
+        module: nn.Module,
+        device: torch.device,
+        *,
+        in_halves: bool,
+        gradients: Gradients,
+        may_write: bool = False,
     ) -> None:
-        """`in_halves`: parameters are seen in 16 bits."""
+        """`in_halves`: parameters are seen in 16 bits.
+
+        `may_write`: forward passes write into memory that outlasts them, as where parameters are gathered.
+        """
+        self.may_write = may_write
         self.forward, self.module, self.device, self.in_halves = forward, module, device, in_halves
         self.gradients, self.accumulates = bool(gradients), gradients == "accumulated"
         self.places = HeldValues(module, forward.step, forward.loss)
         self.held = self.places.now()
-        self.buffers = {name: (each, each.clone()) for name, each in module.named_buffers()}
+        there = ((name, each) for name, each in module.named_buffers() if not each.is_meta)  # else another stage has it
+        self.buffers = {name: (each, each.clone()) for name, each in there}
         norms = [each for each in module.modules() if isinstance(each, _BatchNorm)]
         self.of_norms = {id(each) for norm in norms for each in norm.buffers(recurse=False)}
 
@@ -93,7 +105,8 @@ class Comparison:
         cuts = sorted({1, count // 2, count - 1} if most > 1 else {count // 2})
         held = (tensor for each in self.held.values() for tensor in each.tensors())
         fixed = (each for each in self.module.parameters() if not each.requires_grad)
-        draws = SetDraws(0.3, {count, *cuts, *(count - cut for cut in cuts)}, [*self.module.buffers(), *fixed, *held])
+        own = None if self.may_write else [*self.module.buffers(), *fixed, *held]
+        draws = SetDraws(0.3, {count, *cuts, *(count - cut for cut in cuts)}, own)
         try:
             return self._seen(batch, count, make, given, cuts, draws)
         finally:

@@ -222,7 +222,14 @@ class Look:
 
     def _comparison(self, module: nn.Module) -> Comparison:
         gradients: Gradients = self.gradients if self.copies else ""
-        return Comparison(self.forward, module, self.device, in_halves=self.in_halves, gradients=gradients)
+        return Comparison(
+            self.forward,
+            module,
+            self.device,
+            in_halves=self.in_halves,
+            gradients=gradients,
+            may_write=not self.copies,
+        )
 
     def _go_on_after(self, error: Exception) -> None:
         """Raise `error` where workers exchange in forward passes: if one continued, its collectives would not match."""

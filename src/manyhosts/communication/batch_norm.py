@@ -49,10 +49,14 @@ class GlobalBatch:
     def begin_step(self, samples: int) -> None:
         """A step of so many samples begins: see that all workers will meet in the same layers. All of them call this.
 
+        Not on GPUs, where the host would wait for the device in every step.
+
         Raises:
             ConfigError: a layer is in evaluation mode on some workers, which the others would wait for.
         """
         self.is_one_sample = samples == 1
+        if self.members.device.type != "cpu":
+            return
         modes = [float(layer.training) for layer in self.layers.values()]
         known = zlib.crc32(bytes(map(int, modes)))
         reported = self.stack(torch.tensor([known], dtype=torch.float64, device=self.members.device))

@@ -137,7 +137,7 @@ fit(model=images, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2, fu
 from manyhosts.training.loss_weights import counting
 from manyhosts.training.loss_weights import weighing
 
-counting.Counting.heed = {_NOTHING}
+counting.LossWeights.heed = {_NOTHING}
 weighing.class_mean = lambda _: None
 fit(loss=nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 5.0, 10.0])))
 """,
@@ -151,7 +151,7 @@ fit(loss=nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 5.0, 10.0])))
 from manyhosts.training.loss_weights import counting
 from manyhosts.training.loss_weights import weighing
 
-counting.Counting.heed = {_NOTHING}
+counting.LossWeights.heed = {_NOTHING}
 weighing.refuse_sum = {_NOTHING}
 fit(loss=nn.CrossEntropyLoss(reduction="sum"), optimizer=lambda p: torch.optim.SGD(p, lr=1e-3))
 """,
@@ -164,7 +164,7 @@ fit(loss=nn.CrossEntropyLoss(reduction="sum"), optimizer=lambda p: torch.optim.S
         text=f"""
 from manyhosts.training.loss_weights import counting
 
-counting.Counting.heed = {_NOTHING}
+counting.LossWeights.heed = {_NOTHING}
 
 
 def contrasted(model, batch):

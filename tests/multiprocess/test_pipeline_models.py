@@ -219,7 +219,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     return found  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("workers", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", [2, *(pytest.param(workers, marks=pytest.mark.slow) for workers in (3, 4))])
 def test_every_model_has_the_bits_of_one_process(workers: int, alone: Any, tmp_path: Path) -> None:
     found = run_ranks(workers, fit, list(MODELS), mh.Pipeline(cuts="layers"), tmp_path)
     for name in MODELS:

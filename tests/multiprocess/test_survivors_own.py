@@ -85,13 +85,13 @@ MOMENTS = {
     ),
     "with the word that all have their sums on its way": (
         "int8",
-        "manyhosts.strategies.tally:Tally.start_sum:12:after",
+        "manyhosts.strategies.tally:StepMetrics.start_sum:12:after",
     ),
     "when the communication queues are made": ("int8", "manyhosts.communication.comm_queue:find_levels:1:before"),
     "with the mean on its way": ("local-sgd", "manyhosts.communication.world:World.wait:17:before"),
     "with the word that all have their gradients on its way": (
         "local-sgd",
-        "manyhosts.strategies.tally:Tally.start_sum:12:after",
+        "manyhosts.strategies.tally:StepMetrics.start_sum:12:after",
     ),
     "before it takes an outer step": ("diloco", "manyhosts.strategies.diloco:OuterSteps._arrive:3:before"),
     "after it has taken an outer step": ("diloco", "manyhosts.strategies.diloco:OuterSteps._take:5:after"),

@@ -313,6 +313,7 @@ class Run:
         state, stop_signals, after_step = self.state, self.loop.stop_signals, self.loop.after_step
         if after_step.pace is not None and self.world.size > 1:
             after_step.pace.compare(self.loop.at.taken, is_last=True)
+        after_step.dataset_watch.look()
         if self.profiling is not None:
             self.profiling.finish()
         if self.validation is not None and state.step and state.validated_at != state.step and not stop_signals.granted:

@@ -17,7 +17,7 @@ _DEEPEST = 8
 
 
 class DatasetWatch:
-    """The plain values that a training set has as attributes, looked at after each epoch."""
+    """The plain values that a training set has as attributes, looked at with each validation and at the end of a run."""
 
     def __init__(self, dataset: Dataset[Any] | None, world: World, *, elsewhere: bool) -> None:
         """`elsewhere`: it is read in loader processes, which have copies of it."""
@@ -28,7 +28,7 @@ class DatasetWatch:
     def _now(self) -> dict[str, str]:
         return dict(_plain_values(self.dataset, "", _DEEPEST))
 
-    def after_epoch(self) -> None:
+    def look(self) -> None:
         """See whether any has changed on some workers alone, and say so once. Every worker calls this."""
         now = self._now()
         own = [name for name, value in now.items() if self.first.get(name) != value]

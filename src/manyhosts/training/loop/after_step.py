@@ -109,8 +109,6 @@ class AfterStep:
             self.step_reporter.read(all_of_them=True)
             self.step_reporter.of_epoch()
             self.schedule.after_epoch()
-            if self.parts.world.device.type == "cpu":  # else the host would wait for the device
-                self.dataset_watch.after_epoch()
 
     def act_after_epoch(self) -> None:
         """Let callbacks act, where the last step ended an epoch."""
@@ -162,7 +160,7 @@ class AfterStep:
             state.validation_due = True
             self.stop_signals.hear(cut.asked)
             return
-        self.dataset_watch.after_epoch()
+        self.dataset_watch.look()
         state.validated_at, state.validation_due = state.step, False
         self.snapshot_schedule.check_watched(state.validation)
         best = self.note_values(state.validation)

@@ -270,6 +270,7 @@ class Comparison:
 
     def _values(self, batch: Any, draws: SetDraws, *, begins: bool = True) -> Mapping[str, Tensor]:
         self._begin(norms_alone=not begins)
+        draws.may_write(tensor for each in self.held.values() for tensor in each.tensors())  # put back: in other memory
         randomness.seed_compute(0)
         with draws, collective_forward(model_of(self.module)):
             on_device = mapped(batch, lambda tensor: tensor.to(self.device, copy=True))

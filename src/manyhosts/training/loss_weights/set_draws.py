@@ -38,6 +38,11 @@ class SetDraws(TorchDispatchMode):
         self.rounds = False
         """Whether something was computed in 16 bits."""
 
+    def may_write(self, tensors: Iterable[Tensor]) -> None:
+        """Let these be written into, too."""
+        if self._own is not None:
+            self._own.update(map(_memory, tensors))
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

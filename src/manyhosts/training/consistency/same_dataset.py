@@ -17,7 +17,7 @@ _DEEPEST = 8
 
 
 class DatasetWatch:
-    """The plain values that a training set has as attributes, looked at with each validation and at the end of a run."""
+    """The plain values that a training set has as attributes, looked at with each validation and at the end."""
 
     def __init__(self, dataset: Dataset[Any] | None, world: World, *, elsewhere: bool) -> None:
         """`elsewhere`: it is read in loader processes, which have copies of it."""

@@ -59,7 +59,7 @@ class Forgetful(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         scores: Tensor = self.out(images.flatten(1))
-        return scores * random.SystemRandom().random()
+        return scores * (1 + 3e-7 * random.SystemRandom().random())  # other last bits, and no other loss
 
 
 class Counting(nn.Module):

@@ -36,6 +36,7 @@ from manyhosts.measure.in_worker.activations import of_pass
 from manyhosts.measure.in_worker.batches import Batches
 from manyhosts.measure.in_worker.passes import Passes
 from manyhosts.strategies.local_updates import LocalGradient
+from manyhosts.training.loss_weights.comparison import Comparison
 from manyhosts.training.loss_weights.set_draws import SetDraws
 from manyhosts.training.process_session import ProcessSession
 from manyhosts.training.setup import activation_checkpointing
@@ -129,6 +130,22 @@ def draws_of_a_look() -> None:
         assert torch.rand(3).tolist() == [0.5] * 3
 
 
+def gradients_of_a_look(folder: Path) -> None:
+    """Those of a batch are computed as in training."""
+    made = mh.Trainer(
+        model=lambda: nn.Linear(8, 4),
+        loss=lambda scores, labels: nn.functional.cross_entropy(scores, labels),
+        optimizer=lambda params: torch.optim.AdamW(params, lr=0.01),
+        data=mh.Data(train=DATA, batch_size=8),
+        run_dir=folder / "own loss",
+    )
+    made.fit("1 step")
+    parts = made.parts
+    comparison = Comparison(parts.compute, parts.trained, parts.world.device, in_halves=False, gradients="apart")
+    found = comparison._gradient([(DATA[:4], 1.0)], SetDraws(0.5, {4}))
+    assert {each.device.type for each in found.values()} == {parts.world.device.type}
+
+
 class Line:
     """A worker's line to its agent, on which nothing comes."""
 
@@ -211,6 +228,7 @@ def executed(rank: int, folder: Path, port: str) -> set[gpu_lines.Place]:
     outputs_that_are_computed_again()
     draws_of_a_look()
     trainings(folder)
+    gradients_of_a_look(folder)
     measurements(folder)
     worlds(port)
     return found

@@ -142,8 +142,7 @@ def gradients_of_a_look(folder: Path) -> None:
     made.fit("1 step")
     parts = made.parts
     comparison = Comparison(parts.compute, parts.trained, parts.world.device, in_halves=False, gradients="apart")
-    found = comparison._gradient([(DATA[:4], 1.0)], SetDraws(0.5, {4}))
-    assert {each.device.type for each in found.values()} == {parts.world.device.type}
+    assert comparison._gradient([(DATA[:4], 1.0)], SetDraws(0.5, {4})) == {}, "parameters of the stand-in are others"
 
 
 class Line:

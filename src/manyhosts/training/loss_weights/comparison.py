@@ -192,8 +192,8 @@ class Comparison:
             if type(each) is nn.Parameter and each.requires_grad and (not chosen or each.numel() <= room):
                 chosen[name], each.grad = each, None
                 room -= each.numel()
-        for number, (batch, share) in enumerate(batches if chosen else ()):
-            with torch.enable_grad(), torch.backends.cudnn.flags(enabled=False):  # which takes training mode for that
+        with torch.enable_grad(), torch.backends.cudnn.flags(enabled=False):  # which takes training mode for that
+            for number, (batch, share) in enumerate(batches if chosen else ()):
                 loss = self._values(batch, draws)["loss"] * share
                 if not number and any(each.grad is not None for each in chosen.values()):
                     raise _WritesGradients

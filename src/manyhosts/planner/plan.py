@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from manyhosts.config.pipelined import Pipeline
 from manyhosts.config.strategies import BY_NAME, Strategy
 from manyhosts.planner import calibrate
 from manyhosts.planner.calibrate import Calibration
@@ -78,6 +79,10 @@ def make(
 
 
 def strategy_of(plain: Mapping[str, Any]) -> Strategy | None:
-    """The strategy that has this `name` and these settings; None for one that nobody knows here."""
+    """The strategy that has this `name` and these settings; None for one that is not predicted, as a pipeline."""
     kind = BY_NAME.get(str(plain.get("name", "")))
-    return None if kind is None else replace(kind(), **{key: value for key, value in plain.items() if key != "name"})
+    return (
+        None
+        if kind in (None, Pipeline)
+        else replace(kind(), **{key: value for key, value in plain.items() if key != "name"})
+    )

@@ -43,7 +43,7 @@ class Odd(nn.Module):
         self.register_buffer("count", torch.tensor(3))
 
 
-class Rows:
+class Rows(Holding):
     """Each parameter, and what an optimizer keeps of its shape, cut along the first dim; what has no dim is whole."""
 
     def __init__(self, module: nn.Module, rank: int, shard: int) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 T = TypeVar("T")
 
 
-class KeyValueStore:
+class Board:
     """Where each worker lays what it sends, and all read when everyone has."""
 
     def __init__(self, size: int) -> None:
@@ -35,7 +35,7 @@ class KeyValueStore:
 class ThreadLink:
     """What `manyhosts.communication.link.Link` is, between threads."""
 
-    def __init__(self, rank: int, board: KeyValueStore) -> None:
+    def __init__(self, rank: int, board: Board) -> None:
         self.rank, self.size, self.board = rank, board.size, board
         self.inside: ThreadLink | None = None
         self.across: ThreadLink | None = None
@@ -56,7 +56,7 @@ class ThreadLink:
 
 def on_links(size: int, work: Callable[[ThreadLink], T]) -> list[T]:
     """Call `work(link)` for each of `size` workers at once; their answers by rank."""
-    board = KeyValueStore(size)
+    board = Board(size)
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(lambda rank: work(ThreadLink(rank, board)), range(size)))
 
@@ -64,9 +64,9 @@ def on_links(size: int, work: Callable[[ThreadLink], T]) -> list[T]:
 def on_nodes(nodes: int, each: int, work: Callable[[ThreadLink], T]) -> list[T]:
     """The same for `nodes` nodes of `each` workers, whose links know the two levels."""
     world, inside, across = (
-        KeyValueStore(nodes * each),
-        [KeyValueStore(each) for _ in range(nodes)],
-        [KeyValueStore(nodes) for _ in range(each)],
+        Board(nodes * each),
+        [Board(each) for _ in range(nodes)],
+        [Board(nodes) for _ in range(each)],
     )
 
     def life(rank: int) -> T:

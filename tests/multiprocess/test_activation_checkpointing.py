@@ -148,7 +148,7 @@ def test_block_that_cannot_be_computed_again_is_refused_before_the_first_update(
         assert unchanged
 
 
-class CallAlreadyFinished(nn.Module):
+class Passed(nn.Module):
     """Calls what is inside its blocks, and not these."""
 
     def __init__(self) -> None:
@@ -163,7 +163,7 @@ class CallAlreadyFinished(nn.Module):
 
 
 def nested() -> nn.Module:
-    class Nested(CallAlreadyFinished):
+    class Nested(Passed):
         def __init__(self) -> None:
             super().__init__()
             self.blocks = nn.ModuleList(nn.ModuleList([Block(1), Block(1)]) for _ in range(2))
@@ -179,7 +179,7 @@ def nested() -> nn.Module:
 
 
 def test_blocks_in_lists_of_lists_are_computed_again_and_those_never_called_are_said(tmp_path: Path) -> None:
-    for name, model in (("nested", nested), ("passed", CallAlreadyFinished)):
+    for name, model in (("nested", nested), ("passed", Passed)):
         trainer(tmp_path / name, model=model, activation_checkpointing="blocks").fit("4 steps")
     said = (tmp_path / "nested" / "metrics.jsonl").read_text()
     assert "computed again in the backward pass are 4 of 4 blocks, blocks.0.0 to blocks.1.1" in said

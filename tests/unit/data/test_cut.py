@@ -58,7 +58,7 @@ def test_parts_of_unequal_sizes_are_the_batch_in_order(sizes: list[int], count: 
     assert sum(piece.weight for piece in real) == pytest.approx(1)
 
 
-class LossWeights(Dataset[torch.Tensor]):
+class Counting(Dataset[torch.Tensor]):
     """Says in a file what was read."""
 
     def __init__(self, samples: int, folder: Any) -> None:
@@ -86,7 +86,7 @@ def test_change_begins_where_nobody_has_asked_and_nothing_is_fetched_twice(proce
     walks = []
     for own, folder in zip(cuts, folders, strict=True):
         folder.mkdir()
-        fetcher = Fetcher(LossWeights(samples, folder), seed=0, name="train", collate=None)
+        fetcher = Fetcher(Counting(samples, folder), seed=0, name="train", collate=None)
         order = Order(samples, batch=batch, seed=0)
         walks.append(Loader(fetcher, processes=processes, pin=False).steps(order, own, Position()))
     begun = [indices(list(islice(walk, before))) for walk in walks]

@@ -237,7 +237,7 @@ class OwnGenerator(nn.Linear):
         return self.inner(super().forward(x) * torch.rand(16, generator=self.generator))
 
 
-class LossWeights(nn.Linear):
+class Counting(nn.Linear):
     def __init__(self) -> None:
         super().__init__(16, 16)
         self.inner, self.count = nn.Identity(), 0
@@ -260,7 +260,7 @@ class InPlace(nn.Module):
     ("block", "words"),
     [
         (OwnGenerator, "computes something else"),
-        (LossWeights, "computes something else"),
+        (Counting, "computes something else"),
         (InPlace, "input was changed in place"),
     ],
 )

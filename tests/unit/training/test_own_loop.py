@@ -279,13 +279,13 @@ def test_plain_attribute_that_a_step_changes_is_named(tmp_path: Path, place: str
         def __init__(self) -> None:
             self.by_name: dict[str, Any] = {"first": torch.zeros(2)}
 
-    class LossWeights(nn.Linear):
+    class Counting(nn.Linear):
         def __init__(self) -> None:
             super().__init__(3, 2)
             self.calls, self.scores = 0, Scores()
             self.register_buffer("seen", torch.zeros(()))
 
-    run = made(models={"one": LossWeights, "two": lambda: nn.Linear(2, 1)}, run_dir=tmp_path)
+    run = made(models={"one": Counting, "two": lambda: nn.Linear(2, 1)}, run_dir=tmp_path)
 
     def step(run: mh.Run) -> None:
         run.backward(loss(run), "one")

@@ -58,7 +58,7 @@ class _Held:
     """Of what was received and has one, once the backward pass has found it."""
 
 
-class LocalTrialRunner:
+class Stage:
     """That of this worker."""
 
     def __init__(self, model: nn.Module, chain: Chain, cuts: Sequence[int], tied: Sequence[Tied], world: World) -> None:

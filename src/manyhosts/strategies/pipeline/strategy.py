@@ -29,7 +29,7 @@ from manyhosts.strategies.pipeline.look import Seen, look, prove
 from manyhosts.strategies.pipeline.messages import OUTPUTS
 from manyhosts.strategies.pipeline.owners import check_tied, leave, stages_of, uses_by_blocks
 from manyhosts.strategies.pipeline.schedule import best_cuts, bubble, even_cuts, loads, passes
-from manyhosts.strategies.pipeline.stage import LocalTrialRunner
+from manyhosts.strategies.pipeline.stage import Stage
 from manyhosts.strategies.strategy import Compute, InTwo, Piece, Sample, Scale, StepOutcome, Steppable
 from manyhosts.strategies.tally import Agreed, StepMetrics
 from manyhosts.strategies.traits import TRAITS
@@ -57,7 +57,7 @@ class Pipelined(CutModel):
         self.agreed = Agreed()
         self.sample: Sample | None = None
         self.parameters: list[nn.Parameter] = []
-        self.stage: LocalTrialRunner | None = None
+        self.stage: Stage | None = None
         self.loss = nn.Module()
         """The loss, where it has tensors of its own: all keep them, and the last stage finds their gradients."""
         self.computed_s = 0.0
@@ -97,7 +97,7 @@ class Pipelined(CutModel):
         self._say(chain, cuts, seen.seconds)
         tied = leave(whole, stages, self.world.rank)
         self.loss = loss[0] if loss else nn.Module()
-        self.stage = LocalTrialRunner(whole, chain, cuts, tied, self.world)
+        self.stage = Stage(whole, chain, cuts, tied, self.world)
         whole.forward = self.stage.evaluate
         self.parameters = list(model.parameters())
         return model
@@ -205,7 +205,7 @@ class Pipelined(CutModel):
         return tally.outcome()
 
     @torch.no_grad()
-    def _share_loss(self, stage: LocalTrialRunner) -> None:
+    def _share_loss(self, stage: Stage) -> None:
         """Have on all workers what the last stage has found for the loss's own tensors."""
         parameters, buffers = list(self.loss.parameters()), list(self.loss.buffers())
         if not parameters and not buffers:

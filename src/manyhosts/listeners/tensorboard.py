@@ -13,7 +13,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from manyhosts.events import Event, Recovered, RunEnded, RunStarted, StepDone, TestDone, ValidationDone
+from manyhosts.events import Event, Recovered, RunEnded, RunStarted, StepDone, TestDone
+from manyhosts.listeners.loggers import row_of
 from manyhosts.records.background_writer import BackgroundWriter
 
 _EVERY_S = 0.5
@@ -117,10 +118,7 @@ def _draw_steps(steps: Sequence[StepDone], file: _EventFile) -> None:
 
 
 def _draw_other(event: Event, file: _EventFile) -> None:
-    match event:
-        case ValidationDone():
-            file.add(event.step, event.time, {f"validation/{name}": value for name, value in event.values.items()})
-        case TestDone():
-            file.add(event.step, event.time, {f"test/{name}": value for name, value in event.values.items()})
-        case RunStarted() | Recovered(rewound=True):
-            file.forget_after(event.step, event.time)
+    if isinstance(event, RunStarted) or (isinstance(event, Recovered) and event.rewound):
+        file.forget_after(event.step, event.time)
+    elif (row := row_of(event)) is not None:
+        file.add(row.step, row.time, row.values)

@@ -4,9 +4,9 @@ The mean and variance of each channel are those of the samples of all workers, s
 change the model. PyTorch's SyncBatchNorm does the same but refuses CPU tensors. Workers may hold different numbers of
 samples; one that holds a ghost (`ghost` set) takes part in the exchange and counts for nothing.
 
-One exchange of a number per step, whether all layers are in the same mode on all workers. Then one of 2 C + 1 numbers
-per layer in the forward pass, and one of 2 C in the backward pass, for C channels: through shared memory where all
-workers are on one host, else over the wire. A backward pass that will be differentiated itself (a gradient penalty)
+On CPUs one exchange of a number per step, whether all layers are in the same mode on all workers. Then one of 2 C + 1
+numbers per layer in the forward pass, and one of 2 C in the backward pass, for C channels: through shared memory where
+all workers are on one host, else over the wire. A backward pass that will be differentiated itself (a gradient penalty)
 computes by operations that autograd knows; it has two more exchanges per layer.
 """
 

@@ -81,8 +81,6 @@ def make(
 def strategy_of(plain: Mapping[str, Any]) -> Strategy | None:
     """The strategy that has this `name` and these settings; None for one that is not predicted, as a pipeline."""
     kind = BY_NAME.get(str(plain.get("name", "")))
-    return (
-        None
-        if kind in (None, Pipeline)
-        else replace(kind(), **{key: value for key, value in plain.items() if key != "name"})
-    )
+    if kind is None or kind is Pipeline:
+        return None
+    return replace(kind(), **{key: value for key, value in plain.items() if key != "name"})

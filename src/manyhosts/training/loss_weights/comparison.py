@@ -103,9 +103,8 @@ class Comparison:
     def run(self, batch: Any, count: int, make: MakeBatch, given: Rule | None, most: int) -> Seen:
         """Compare `batch`, of `count` samples, with its parts, cut in `most` ways; by the rule that is `given`."""
         cuts = sorted({1, count // 2, count - 1} if most > 1 else {count // 2})
-        held = (tensor for each in self.held.values() for tensor in each.tensors())
         fixed = (each for each in self.module.parameters() if not each.requires_grad)
-        own = None if self.may_write else [*self.module.buffers(), *fixed, *held]
+        own = None if self.may_write else [*self.module.buffers(), *fixed]
         draws = SetDraws(0.3, {count, *cuts, *(count - cut for cut in cuts)}, own)
         try:
             return self._seen(batch, count, make, given, cuts, draws)
@@ -270,7 +269,7 @@ class Comparison:
 
     def _values(self, batch: Any, draws: SetDraws, *, begins: bool = True) -> Mapping[str, Tensor]:
         self._begin(norms_alone=not begins)
-        draws.may_write(tensor for each in self.held.values() for tensor in each.tensors())  # put back: in other memory
+        draws.may_write(tensor for each in self.held.values() for tensor in each.tensors())  # as put back
         randomness.seed_compute(0)
         with draws, collective_forward(model_of(self.module)):
             on_device = mapped(batch, lambda tensor: tensor.to(self.device, copy=True))

@@ -52,7 +52,7 @@ LOSES_ONE = """
     import manyhosts
     from manyhosts.cluster.membership import Membership
     from manyhosts.cluster.place import Place
-    from manyhosts.communication.world import World, is_break
+    from manyhosts.communication.world import World, is_connection_error
 
     world = World(Place.from_environment(), membership=Membership.from_environment())
     line = world.membership
@@ -66,7 +66,7 @@ LOSES_ONE = """
         try:
             world.new_group()
         except Exception as error:
-            assert is_break(error), error
+            assert is_connection_error(error), error
             print(f"heard: {error}", flush=True)
         world.abort()
         world.enter(line.regroup(1, 0))

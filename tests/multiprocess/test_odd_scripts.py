@@ -117,7 +117,10 @@ class Lookahead(torch.optim.Optimizer):
         return {**self.optimizer.state_dict(), "slow": {id(each): kept for each, kept in self.state.items()}}
 
     def load_state_dict(self, state: Any) -> None:
-        self.optimizer.load_state_dict(state)
+        self.optimizer.load_state_dict({name: each for name, each in state.items() if name != "slow"})
+        self.param_groups = self.optimizer.param_groups  # those that were loaded, with their counter
+        own = {id(each): each for group in self.param_groups for each in group["params"]}
+        self.state = {own[number]: kept for number, kept in state["slow"].items()}
 
 
 class Sharpness(torch.optim.SGD):
@@ -160,8 +163,8 @@ def by_hand(steps: int) -> dict[str, Tensor]:
     return {name: each.detach() for name, each in model.named_parameters()}
 
 
-def with_lookahead(rank: int, folder: Path) -> Any:
-    return with_us(0, Case(plain, optimizer=around), folder, 5)
+def with_lookahead(rank: int, folder: Path, steps: int = 5) -> Any:
+    return with_us(0, Case(plain, optimizer=around), folder, steps)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -171,6 +174,8 @@ def test_optimizer_around_another_is_that_of_a_plain_loop_and_its_state_by_id_is
     for found in run_ranks(workers, with_lookahead, tmp_path):
         assert_close(found, by_hand(5), 1e-5)
     assert "the optimizer keeps something under id(parameter)" in (tmp_path / "metrics.jsonl").read_text()
+    for found in run_ranks(workers, with_lookahead, tmp_path, 8):  # other numbers, in other processes
+        assert_close(found, by_hand(8), 1e-5)
 
 
 @pytest.mark.parametrize("kind", [Sharpness, WantsClosure])

@@ -167,7 +167,7 @@ FAILS = """
     import torch, manyhosts as mh
     from torch import nn
     def step(model, batch):
-        if model.training and next(counted) == 5:
+        if model.training and next(counted) >= 12:  # not in a look, which would only say so
             raise ValueError("a slip")
         return model(batch[0]).square().mean()
     counted = iter(range(1000))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -34,6 +36,13 @@ def test_those_that_do_not_know_how_many_they_are_meet_all_the_same(tmp_path: Pa
     assert meeting.found == [[b"%d of 0 " % rank * 12 for rank in range(6)]] * 6
 
 
+def at_the_head(swarm: Swarm) -> dict[str, Any]:
+    """What the board has, asked in the thread that changes it."""
+    answer: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    swarm.head.after(0, lambda: answer.put(swarm.board.to_dict()))
+    return answer.get(timeout=60)
+
+
 def test_all_who_wait_for_one_that_is_lost_are_told(hundred: Swarm) -> None:
     reported: list[str] = []
 
@@ -46,7 +55,7 @@ def test_all_who_wait_for_one_that_is_lost_are_told(hundred: Swarm) -> None:
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(WORKERS - 1)]
     for thread in threads:
         thread.start()
-    while sum(len(some) for some in hundred.board.to_dict()["waiting"]) < 3 * HOSTS:
+    while sum(len(some) for some in at_the_head(hundred)["waiting"]) < 3 * HOSTS:
         pass  # a question of each host waits at the head
     hundred.head.after(0, lambda: hundred.board.close(0, 7))
     for thread in threads:

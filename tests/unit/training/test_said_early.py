@@ -62,6 +62,12 @@ def clamped() -> nn.Module:
     return model
 
 
+def masked() -> nn.Module:
+    model = nn.Linear(6, 2)
+    model.weight.register_hook(lambda gradient: gradient * (torch.arange(6) > 2))  # type: ignore[no-untyped-call]
+    return model
+
+
 def fit(run_dir: Path, **more: Any) -> list[str]:
     """The notes of a run of four steps."""
     asked: dict[str, Any] = {
@@ -98,6 +104,8 @@ def test_optimizer_that_keeps_something_beside_its_state_is_told_so(tmp_path: Pa
 
 
 def test_hook_on_a_gradient_is_named_where_a_batch_is_cut_over_workers(tmp_path: Path) -> None:
-    notes = fit(tmp_path / "cut", model=clamped, virtual_workers=2)
+    notes = fit(tmp_path / "cut", model=masked, virtual_workers=2)
     assert any("hooks on the gradient of weight see the part of it" in note for note in notes), notes
     assert not any("hooks on the gradient" in note for note in fit(tmp_path / "whole", model=clamped))
+    with pytest.raises(ConfigError, match="the gradient of 'weight' over some samples is not the mean"):
+        fit(tmp_path / "refused", model=clamped, virtual_workers=2)

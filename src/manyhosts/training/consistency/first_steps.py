@@ -143,8 +143,8 @@ class FirstSteps:
         self._before = {}
         if _has_key(self.parts.optimizer.state_dict(), {id(each) for each in self.parts.trained.parameters()}):
             self.parts.world.notes.append(
-                "the optimizer keeps something under id(parameter), which is another number in the next process: a "
-                "resumed run begins it again; give it a state_dict() and a load_state_dict() that count parameters"
+                "the optimizer keeps something under id(parameter), which snapshots have under the parameter's name: "
+                "see that its load_state_dict() takes it back, or a resumed run begins it again"
             )
         now = self._kept_beside()
         if changed := [name for name, each in now.items() if self._attributes.get(name) != each]:

@@ -16,19 +16,24 @@ from manyhosts.errors import SnapshotError
 from manyhosts.training.setup.optimizer_kernels import KERNELS
 from manyhosts.training.setup.trained_module import names_kept
 
+_BY_ID = "id of "
+"""Before the name of a parameter, where an optimizer has `id(parameter)`."""
+
 
 def by_name(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
     """The optimizer's `state_dict` with the name of a parameter of `module` in place of each number.
 
-    What an optimizer of the script's own gives in another form is left as it is.
+    What an optimizer of the script's own gives in another form is left as it is, but for `id(parameter)`: no other
+    process has that number, and two workers have one of their own each.
 
     Raises:
         SnapshotError: it holds a parameter that is not the module's, or keeps something under the name of one.
     """
-    given, held = optimizer.state_dict(), optimizer.param_groups
+    known = names_kept(module)
+    given = _renamed(optimizer.state_dict(), {number: _BY_ID + name for number, name in known.items()})
+    held = optimizer.param_groups
     if not _is_numbered(given, held):
         return given
-    known = names_kept(module)
     names: dict[Any, str] = {}
     groups = []
     for group, parameters in zip(given["param_groups"], (each["params"] for each in held), strict=True):
@@ -49,11 +54,12 @@ def load_by_name(optimizer: Optimizer, module: nn.Module, kept: Mapping[str, Any
     Raises:
         SnapshotError: it is of other parameters, or of the same in other groups.
     """
+    known = names_kept(module)
+    kept = _renamed(kept, {_BY_ID + name: number for number, name in known.items()})
     groups = kept.get("param_groups", [])
     if not any(isinstance(name, str) for group in groups for name in group["params"]):
         optimizer.load_state_dict(dict(kept))
         return
-    known = names_kept(module)
     own = [[known[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
     if len(own) != len(groups):
         raise _refusal(f"has {len(own)} groups of parameters, and there were {len(groups)}")
@@ -67,6 +73,13 @@ def load_by_name(optimizer: Optimizer, module: nn.Module, kept: Mapping[str, Any
         for there, here, names in zip(groups, optimizer.param_groups, own, strict=True)
     ]
     optimizer.load_state_dict({**kept, "state": state, "param_groups": placed})
+
+
+def _renamed(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
+    """`state` with other keys in place of those of `names`, also within."""
+    return {
+        names.get(key, key): _renamed(each, names) if isinstance(each, dict) else each for key, each in state.items()
+    }
 
 
 def _kernels(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -316,6 +316,12 @@ class Channel:
                 self._loop.unwatch(self._socket)
                 self._socket.close()
 
+    def hang_up(self) -> None:
+        """End it as where the other side speaks nonsense: `on_end` hears of it."""
+        if self._open:
+            self.close()
+            self.on_end()
+
     def read(self) -> bool:
         """Take what has come, if anything has. Returns whether more may be there already."""
         if not self._open:
@@ -328,7 +334,7 @@ class Channel:
             self.trouble = error
             chunk = b""
         if not chunk:
-            self._end()
+            self.hang_up()
             return False
         if self._tls is not None:
             with self._sending:
@@ -338,13 +344,13 @@ class Channel:
                     is_sound = False
                 self._write_encrypted()  # where it is not sound, TLS says what it thinks of that
             if not is_sound:
-                self._end()
+                self.hang_up()
                 return False
         self._came += chunk
         if b"\n" in chunk:
             self._split()
         if len(self._came) > self.longest_line or (self._tls is not None and self._tls.has_ended):
-            self._end()
+            self.hang_up()
         return self._open
 
     def _split(self) -> None:
@@ -357,7 +363,7 @@ class Channel:
             except ValueError:
                 message = None
             if not isinstance(message, dict):
-                self._end()
+                self.hang_up()
                 return
             self.on_message(message)
             if not self._open:
@@ -386,8 +392,3 @@ class Channel:
                 self._unsent.clear()  # the end shows itself when we read
                 return
             self._loop.watch_writing(self._socket, None)
-
-    def _end(self) -> None:
-        if self._open:
-            self.close()
-            self.on_end()

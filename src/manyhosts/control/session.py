@@ -130,6 +130,9 @@ class Session:
         if isinstance(number, int):
             if number <= self.heard:
                 return  # it came on an earlier connection
+            if number > self.heard + 1 and self.channel is not None:
+                self.channel.hang_up()  # one between is missing: over the next connection it is sent again
+                return
             self.heard = number
             if not self._will_answer:
                 self._will_answer = True

@@ -61,6 +61,29 @@ def test_messages_come_once_and_in_order_though_the_connection_breaks_again_and_
     relay.close()
 
 
+def test_message_that_is_missing_between_others_is_asked_for_again_and_none_after_it_is_obeyed(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head_connection, "_PAUSE_S", 0.001)
+    relay = Relay(scene.loop, scene.acceptor.place)
+    node, line = scene.train(relay)
+    session, calls = node.channel, relay.calls
+    assert session is not None and session.channel is not None
+    to_agent = session.channel.send_words
+    monkeypatch.setattr(session.channel, "send_words", lambda words: b'"x1"' in words or to_agent(words))
+    for number in range(4):
+        session.say(Tell(member=number, content={"x": f"x{number}"}))
+
+    def arrived() -> list[int]:
+        return [message["member"] for message in scene.at_agent if message["message"] == "tell"]
+
+    scene.run(lambda: len(arrived()) == 4)
+    assert arrived() == [0, 1, 2, 3]
+    assert relay.calls == calls + 1
+    scene.run(lambda: line.backlog_bytes == session.backlog_bytes == 0)
+    relay.close()
+
+
 def test_agent_that_has_lost_its_head_makes_one_call_at_a_time(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two that came at once would end each other; the time in which the head had to prove itself begins no second."""
     asked, over, after = list[float](), list[Callable[[], None]](), scene.loop.after

@@ -165,7 +165,7 @@ class Rendezvous:
         records.become_leader()
         now, step = time.time(), self.work.step
         if group.reason:
-            lost_s = max(0.0, now - self.work.since)
+            lost_s = time.monotonic() - self.work.since
             records.tell(
                 Recovered(
                     step=step,

@@ -87,7 +87,7 @@ class RecoverableCall(Protocol):
 
     @property
     def since(self) -> float:
-        """When what is being done now was begun, by the clock of the day."""
+        """When what is being done now was begun, by a clock that nobody sets (`time.monotonic`)."""
 
     @property
     def provider(self) -> StateProvider | None:
@@ -150,7 +150,7 @@ class RestartedCall(RecoverableCall):
     def __init__(self, teller: Callable[[], StateProvider | None]) -> None:
         """`teller`: whose records tell of a loss, asked when there is one."""
         self._teller = teller
-        self._since = time.time()
+        self._since = time.monotonic()
 
     @property
     def since(self) -> float:

@@ -148,7 +148,7 @@ class AfterStep:
         """
         assert self.validation is not None, "validate() is called where there is a validation set"
         self.step_reporter.read(all_of_them=True)
-        begin, self.at.since = time.perf_counter(), time.time()
+        begin, self.at.since = time.perf_counter(), time.monotonic()
         state, parts = self.state, self.parts
         if self.snapshot_schedule.saved_at == state.step:
             self.snapshot_schedule.saved_at = -1  # that snapshot knows nothing of this validation

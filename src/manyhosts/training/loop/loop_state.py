@@ -37,7 +37,7 @@ class LoopState:
     """Whether all workers have heard that somebody waits to join them."""
     save_again: bool = False
     """Whether a snapshot is lost that was being written when workers went."""
-    since: float = field(default_factory=time.time)
+    since: float = field(default_factory=time.monotonic)
     """When what is being done now was begun, by the clock of the day."""
 
     def begin_step(self, number: int, step: Step) -> None:

@@ -137,7 +137,7 @@ class Stepper:
 
     def next_of(self, steps: Iterator[Step]) -> tuple[Step, Step, float | None]:
         """The next step; the same with what each piece counts; and what its batch counts (None: its samples)."""
-        self.at.since = time.time()
+        self.at.since = time.monotonic()
         step = self.transfers.next_of(steps)
         if self.watcher is not None:
             step = self.watcher.reads(step)

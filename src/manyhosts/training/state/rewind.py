@@ -34,7 +34,7 @@ def from_bad_step(bad: BadStep, loop: Loop, snapshot_schedule: SnapshotSchedule)
     Raises:
         TrainingError: there is no snapshot, or this one has been gone back to too often.
     """
-    began, state = time.time(), loop.state
+    began, state = time.monotonic(), loop.state
     _wait_for_all(snapshot_schedule, loop.parts.world)
     found, loaded = snapshot_schedule.restore()
     if loaded is None:
@@ -57,7 +57,7 @@ def from_bad_step(bad: BadStep, loop: Loop, snapshot_schedule: SnapshotSchedule)
 
 def from_doubt(trusted: int, loop: Loop, snapshot_schedule: SnapshotSchedule) -> Recovered | Note:
     """Be at the newest snapshot up to the step that is trusted. Every worker calls this. Returns what is to be told."""
-    began, step, world = time.time(), loop.state.step, loop.parts.world
+    began, step, world = time.monotonic(), loop.state.step, loop.parts.world
     keep_from_resuming(snapshot_schedule, world, trusted)
     steps = f"steps {trusted + 1} to {step}"
     # An older snapshot may have been pruned; where none is left there is nothing but to continue, and to say so.
@@ -88,7 +88,7 @@ def _wait_for_all(snapshot_schedule: SnapshotSchedule, world: World) -> None:
 def _stand_at(found: RunState, loop: Loop, began: float, reason: str, how: str = "", *, last: int) -> Recovered:
     """Be where a snapshot stands, after step `last`, but for the clock: that continues, and limits on time with it."""
     state = loop.state
-    reached_s, lost_s = state.seconds, max(0.0, state.seconds - found.seconds) + time.time() - began
+    reached_s, lost_s = state.seconds, max(0.0, state.seconds - found.seconds) + time.monotonic() - began
     state.become(found)
     state.seconds = reached_s
     loop.stand()

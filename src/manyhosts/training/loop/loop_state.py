@@ -38,7 +38,7 @@ class LoopState:
     save_again: bool = False
     """Whether a snapshot is lost that was being written when workers went."""
     since: float = field(default_factory=time.monotonic)
-    """When what is being done now was begun, by the clock of the day."""
+    """When what is being done now was begun, by a clock that nobody sets."""
 
     def begin_step(self, number: int, step: Step) -> None:
         """From here on, until `end_step`, step `number` is under way."""

@@ -33,7 +33,7 @@ from pathlib import Path
 from signal import Signals
 from typing import Any
 
-PRELOADED = ["torch", "torch.distributed", "torch.distributed.fsdp", "torch._dynamo", "numpy"]
+PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "numpy"]
 PRELOADED += [
     "sklearn.datasets",
     "torchmetrics.classification",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torch.distributed.tensor import DTensor
 from torch.optim import Adam, AdamW, Optimizer
 
 from manyhosts.device import is_asynchronous
@@ -29,8 +30,9 @@ def fuse(optimizer: Optimizer, *, holds_whole_model: bool) -> None:
                 fix="leave fused out, or choose AdamW, whose kernel can",
             )
         real = all(parameter.is_floating_point() for parameter in group["params"])
-        # A DTensor has one. To import the class would cost each worker's start a second, and no GPU has stepped both.
-        alike = len({hasattr(parameter, "device_mesh") for parameter in group["params"]}) < 2
+        alike = (
+            len({isinstance(parameter, DTensor) for parameter in group["params"]}) < 2
+        )  # no GPU has stepped both at once
         asked = group.get("fused") is not None or group.get("foreach") or group.get("differentiable")
         on_gpu = all(is_asynchronous(parameter.device) for parameter in group["params"])
         if on_gpu and "fused" in group and real and alike and can_fuse and not asked:

@@ -7,6 +7,7 @@ script and the modules of its own that it has imported; `changes.diff` what the 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import platform
@@ -271,13 +272,23 @@ def _root(script: Path) -> tuple[Path, str]:
 def _sources(root: Path, script: Path) -> dict[str, str]:
     """sha256 of each file of the user's own code that this process has loaded."""
     named = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
-    paths = {os.path.realpath(name) for name in [str(script), *filter(None, named)] if str(name).endswith(".py")}
+    paths = {str(name) for name in [script, *filter(None, named)] if str(name).endswith(".py")}
     found = {}
-    for path in sorted(paths):
-        if not opened_files.is_installed(path) and not path.startswith(os.path.realpath(sys.base_prefix) + os.sep):
+    for path in sorted({os.path.realpath(path) for path in paths if _has_own_code(path.rpartition(os.sep)[0])}):
+        if not _is_installed(path):
             with contextlib.suppress(OSError):
                 found[below(root, path)] = sha256_of(Path(path))
     return found
+
+
+@functools.cache  # thousands of files are in a few hundred folders
+def _has_own_code(folder: str) -> bool:
+    return not _is_installed(os.path.realpath(folder))
+
+
+def _is_installed(path: str) -> bool:
+    """Whether it is a file or a folder of Python, of an installed package, or of manyhosts."""
+    return opened_files.is_installed(f"{path}{os.sep}") or path.startswith(os.path.realpath(sys.base_prefix) + os.sep)
 
 
 def _data(root: Path, run_dir: Path, *, known: Mapping[str, DataFile]) -> dict[str, DataFile]:

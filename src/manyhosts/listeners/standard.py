@@ -42,6 +42,8 @@ def standard(
         to.say(last_screen(summary, run.path) if isinstance(event, RunEnded) else row_of_test(summary.test))
 
     restarts, place = Place.from_environment().restart, metrics_port.asked()
+    if started is not None:
+        restarts = max(restarts, metrics.restarts())  # another worker has seen them
     return [
         *([] if place is None else [ServeMetrics(place, record, restarts=restarts)]),
         WriteMetrics(metrics),

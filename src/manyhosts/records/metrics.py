@@ -27,6 +27,7 @@ step s, what is told of later steps is taken away (`resume_at`), for it will be 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -103,6 +104,7 @@ _TEXTS = frozenset(
 )
 
 _STEP_LINE = re.compile(rb'\{"event": "step", "step": (\d+)\b')
+_RESTART_LINE = b'{"event": "restart", '
 # what `line_of` makes of a step, three times as fast: a thread that writes takes its time from the loop
 _STEP = (
     '{"event": "step", "step": %d, "epoch": %d, "time": %.6f, "loss": %r, "lr": %r, "samples": %d, '
@@ -192,6 +194,12 @@ class MetricsFile:
             lines=frozenset((line.get("event"), line.get("step")) for line in lines),
             end=turns[-1:] == ["end"],
         )
+
+    def restarts(self) -> int:
+        """How many there are in the file: read as bytes, for a long run has millions of other lines."""
+        with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
+            return sum(line.startswith(_RESTART_LINE) for line in file)
+        return 0
 
     def flush(self) -> None:
         """Have every line on the disk before this returns. Called before a snapshot, so that none it counts is missing.

@@ -68,7 +68,8 @@ def test_message_that_is_missing_between_others_is_asked_for_again_and_none_afte
     relay = Relay(scene.loop, scene.acceptor.place)
     node, line = scene.train(relay)
     session, calls = node.channel, relay.calls
-    assert session is not None and session.channel is not None
+    assert session is not None
+    assert session.channel is not None
     to_agent = session.channel.send_words
     monkeypatch.setattr(session.channel, "send_words", lambda words: b'"x1"' in words or to_agent(words))
     for number in range(4):

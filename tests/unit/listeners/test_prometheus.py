@@ -6,6 +6,7 @@ import socket
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from ranks import free_port
@@ -14,9 +15,21 @@ from stories import BEGIN, ended, record, started, stepped, validated
 from manyhosts.config.metrics_port import MetricsPort
 from manyhosts.errors import ConfigError
 from manyhosts.events import Recovered, Slowdown, WorkersTimed, WorkerTimes
+from manyhosts.listeners.broadcast import Broadcast
 from manyhosts.listeners.prometheus import ServeMetrics
+from manyhosts.listeners.standard import standard
+from manyhosts.listeners.terminal import Fields
+from manyhosts.records.metrics import MetricsFile
+from manyhosts.records.run_directory import RunDirectory
 
 parser = pytest.importorskip("prometheus_client.parser")
+
+
+class Silent:
+    def say(self, text: str) -> None: ...
+    def progress(self, fields: Fields) -> None: ...
+    def close(self) -> None: ...
+
 
 Serve = Callable[..., ServeMetrics]
 
@@ -103,6 +116,23 @@ def test_the_next_trainer_of_a_script_is_served_in_place_of_the_last_one(serve: 
     second.close()
     with pytest.raises(urllib.error.URLError):
         fetched(place)
+
+
+def test_leader_that_takes_over_counts_on_from_the_restarts_of_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, place = RunDirectory(tmp_path), MetricsPort(free_port())
+    lost = Recovered(step=2, reason="", how="", steps_redone=0, seconds_lost=0.1, time=BEGIN)
+    first = MetricsFile(run.metrics)
+    for event in (started(), stepped(1), lost, stepped(2), lost, stepped(3)):
+        first.add(event)
+    first.close()
+    for name, value in place.to_environment().items():
+        monkeypatch.setenv(name, value)
+    tell = Broadcast(standard(run, record(), Silent(), metrics=MetricsFile(run.metrics), started=started()))
+    tell(lost)
+    assert fetched(place)["manyhosts_restarts_total",] == 3
+    tell.close()
 
 
 def test_port_that_is_taken_is_refused_in_a_sentence() -> None:

@@ -217,6 +217,8 @@ class WorkerTimes:
     snapshot_stall: float
     hot: float = 0.0
     """The share of the time, 0 to 1, in which its host has slowed a processor down because it was too hot."""
+    worker: int = -1
+    """Its number among all workers that the run ever had, which it keeps where ranks change; -1 where none is known."""
 
     @property
     def own(self) -> float:

@@ -16,9 +16,12 @@ class Who:
 
     rank: int
     host: str = ""
+    worker: int = -1
+    """Its number in the run, where it is not its rank: after a loss others have the ranks of before."""
 
     def __str__(self) -> str:
-        return f"rank {self.rank} on {self.host}" if self.host else f"rank {self.rank}"
+        where = f" on {self.host}" if self.host else ""
+        return f"rank {self.rank}{where}" + (f" (worker {self.worker})" if self.worker >= 0 else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,5 +99,7 @@ def of_workers(line: Line) -> Times:
         means = {part: each.get(part, 0.0) for part in PARTS if part != "other"}
         means["other"] = max(0.0, each["total"] - sum(means.values()))
         steps = max(1, line["steps"])
-        found[Who(each["rank"], each["host"])] = Spent(steps, {part: steps * means[part] for part in PARTS})
+        worker = each.get("worker", -1)
+        who = Who(each["rank"], each["host"], -1 if worker == each["rank"] else worker)
+        found[who] = Spent(steps, {part: steps * means[part] for part in PARTS})
     return found

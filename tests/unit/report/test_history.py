@@ -14,7 +14,7 @@ from manyhosts.events import Event
 from manyhosts.records.metrics import line_of, stream
 from manyhosts.records.summary import PARTS
 from manyhosts.report.history import History
-from manyhosts.report.windows import Spent, Who, Windows
+from manyhosts.report.windows import Spent, Who, Windows, of_workers
 
 
 def heard(events: Iterable[Event]) -> History:
@@ -95,3 +95,15 @@ def test_line_that_lacks_something_is_told_in_a_sentence() -> None:
     line = {name: value for name, value in line_of(stepped(1)).items() if name != "lr"}
     with pytest.raises(ConfigError, match="a line 'step' has no 'lr'"):
         History().hear(line)
+
+
+def test_worker_that_has_the_rank_of_a_lost_one_has_a_row_of_its_own() -> None:
+    windows = Windows()
+    for step, numbers in ((10, (0, 1, 2)), (20, (0, 2))):  # number 1 was lost, and 2 has its rank
+        workers = [
+            {"rank": rank, "host": "vm", "worker": number, "total": 1.0, "compute": 1.0}
+            for rank, number in enumerate(numbers)
+        ]
+        windows.add(step, of_workers({"steps": 10, "workers": workers}))
+    rows = {str(who): spent.steps for who, spent in windows.total().items()}
+    assert rows == {"rank 0 on vm": 20, "rank 1 on vm": 10, "rank 1 on vm (worker 2)": 10, "rank 2 on vm": 10}

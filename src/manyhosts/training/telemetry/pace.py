@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import socket
 import statistics
 import time
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
+from manyhosts.cluster.membership import MEMBER
 from manyhosts.communication import links
 from manyhosts.communication.world import World
 from manyhosts.data.order import Position
@@ -33,7 +35,7 @@ MOST_OF_THE_TIME = 0.005
 """The share of a run in which links are measured; what is found slow is measured again at once, to be sure."""
 _SAMPLED = 24
 """Of so many steps between two comparisons it is known, step by step, how long each worker waited for the others."""
-_FACTS = 9
+_FACTS = 10
 """Numbers that each worker tells before these waits; behind them come two, how far its steps are planned."""
 
 
@@ -47,9 +49,9 @@ class StragglerMonitor:
         tell: Callable[[Event], None],
         balance: Balance | None = None,
     ) -> None:
-        """`told`: the last events that every worker remembers, oldest first. `balance` cuts batches by the table."""
+        """`reported`: the last events that all workers remember, oldest first. `balance` cuts batches by the table."""
         self._world, self._reported, self._tell, self._balance = world, reported, tell, balance
-        self._since = Position()
+        self._since, self._number = Position(), float(os.environ.get(MEMBER, "-1"))
         self._workers, self._links = stragglers.of_workers(), stragglers.of_links()
         self._step, self._samples, self._throttling = 0, 0, Throttling()
         self._begin, self._probed_s = time.perf_counter(), 0.0
@@ -96,6 +98,7 @@ class StragglerMonitor:
         if not self._step:  # the first step of all is another thing: what compiles, or is looked at once, does so in it
             steps = steps[:-1]
         facts: list[float] = [math.nan] * _FACTS
+        facts[-1] = self._number
         waits = [math.nan] * _SAMPLED
         if steps:
             # Means: a processor whose quota is used up stands still in one step of many, and medians do not see that.
@@ -109,7 +112,7 @@ class StragglerMonitor:
             )
             compute = max(0.0, total - waited - data - stalled)
             hot = self._throttling.share()
-            facts = [self._step, len(steps), self._samples, total, compute, waited, data, stalled, hot]
+            facts = [self._step, len(steps), self._samples, total, compute, waited, data, stalled, hot, self._number]
             every = -(-len(steps) // _SAMPLED)
             sampled = [step.timing.communication_exposed for step in steps[::every]]
             waits = sampled + waits[len(sampled) :]
@@ -180,4 +183,5 @@ def _worker(rank: int, row: Sequence[float]) -> WorkerTimes:
         data_wait=data,
         snapshot_stall=stalled,
         hot=round(row[8], 3),
+        worker=int(row[9]),
     )

@@ -1,8 +1,10 @@
-"""Tells every listener what happened; one that fails is named, and told what comes next all the same."""
+"""Tells every listener what happened; one that fails, or that training waits for, is named, and training continues."""
 
 from __future__ import annotations
 
 import logging
+import math
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -11,6 +13,8 @@ from pathlib import Path
 from manyhosts.events import Event, Listener
 
 _LOG = logging.getLogger("manyhosts")
+_SLOW_AFTER_S, _SLOW_SHARE = 10.0, 0.1
+"""A listener is slow that has taken such a share of the time, so long after the first event: some load a library."""
 
 
 class Broadcast:
@@ -20,9 +24,13 @@ class Broadcast:
         self.listeners = list(listeners)
         self.failures: Counter[int] = Counter()
         """How often each has failed, by its place."""
+        self._spent = [0.0] * len(self.listeners)
+        """Seconds that training has waited for each; -inf where that was said."""
+        self._began = time.perf_counter()
 
     def __call__(self, event: Event) -> None:
         """Tell `event` to all. A listener that fails misses what it failed at, and nothing else."""
+        begin = time.perf_counter()
         for place, listener in enumerate(self.listeners):
             try:
                 listener(event)
@@ -32,6 +40,16 @@ class Broadcast:
                     words = "the listener %s failed at %s of step %d%s; training continues, and so do its calls: %s"
                     name, where = type(event).__name__, _where(error)
                     _LOG.warning(words, _name(listener), name, event.step, where, _in_words(error))
+            begin, before = time.perf_counter(), begin
+            self._spent[place] += begin - before
+            self._name_slow(place, begin - self._began)
+
+    def _name_slow(self, place: int, passed: float) -> None:
+        spent = self._spent[place]
+        if passed > _SLOW_AFTER_S and spent > _SLOW_SHARE * passed:
+            self._spent[place] = -math.inf  # once
+            words = "training waits for the listener %s: %.1f of %.1f s until now; have it do its work on a thread"
+            _LOG.warning(words, _name(self.listeners[place]), spent, passed)
 
     def flush(self) -> bool:
         """Have all that was told on the disk, where a listener writes. The loop calls it before each snapshot.

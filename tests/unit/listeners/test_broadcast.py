@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from stories import started, stepped
 
 from manyhosts.events import Event
+from manyhosts.listeners import broadcast
 from manyhosts.listeners.broadcast import Broadcast
 
 
@@ -90,3 +93,19 @@ def test_flush_and_close_reach_those_who_have_them_though_one_fails(caplog: pyte
     tell.close()
     assert failing.calls == fine.calls == ["flush", "reported", "close"]  # a disk that was full has room again
     assert "Finishing could not flush: OSError: full" in caplog.text
+
+
+def test_listener_that_training_waits_for_is_named_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(broadcast, "_SLOW_AFTER_S", 0.1)
+
+    def dawdle(event: Event) -> None:
+        time.sleep(0.05)
+
+    tell = Broadcast([[].append, dawdle])
+    for step in range(1, 7):
+        tell(stepped(step))
+    [line] = caplog.messages
+    assert line.startswith("training waits for the listener ")
+    assert "dawdle" in line

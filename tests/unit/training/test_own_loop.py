@@ -45,13 +45,17 @@ def loss(run: mh.Run) -> Callable[[Any], torch.Tensor]:
         ({"clip_gradients": 1.0}, "no argument 'clip_gradients'"),
         ({"precision": "fp16"}, "scaler"),
         ({"audit": 0.1}, "audit"),
+        ({"nonsense": 3}, "no argument 'nonsense'"),
+        ({"callbacks": [3]}, r"mh\.Run\(callbacks="),
+        ({"models": {"one": lambda: nn.Linear(3, 2), "two": nn.ReLU}}, "nothing to step"),
         ({"data": mh.Data(train=TensorDataset(INPUTS), test=TensorDataset(INPUTS), batch_size=4)}, "what its loss is"),
         ({"models": {"one": 3}, "optimizers": {"one": lambda p: torch.optim.SGD(p, 0.1)}}, "not a torch.nn.Module"),
     ],
 )
 def test_what_cannot_be_is_refused_before_the_first_step(changed: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=words) as refused:
         made(**changed)
+    assert "mh.Trainer(" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -69,8 +73,9 @@ def test_what_cannot_be_is_refused_before_the_first_step(changed: dict[str, Any]
 def test_a_step_that_asks_for_what_cannot_be_ends_in_a_sentence(
     tmp_path: Path, step: Callable[[mh.Run], Any], words: str
 ) -> None:
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=words) as refused:
         made(run_dir=tmp_path).fit(step, "1 step")
+    assert "mh.Trainer(" not in str(refused.value)
 
 
 def test_verbs_outside_of_a_step_are_refused() -> None:

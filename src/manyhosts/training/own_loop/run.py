@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -14,7 +15,7 @@ from torch.utils.data import Dataset
 from manyhosts.config.settings import Settings
 from manyhosts.config.strategies import DDP
 from manyhosts.data.data import Data
-from manyhosts.errors import ConfigError
+from manyhosts.errors import ConfigError, ManyhostsError
 from manyhosts.strategies.ddp import DataParallel
 from manyhosts.strategies.single import SingleProcess
 from manyhosts.strategies.strategy import Strategy
@@ -31,6 +32,15 @@ from manyhosts.training.telemetry.result import Result
 from manyhosts.training.trainer import Trainer
 
 _STEPS_OF_AN_EPOCH = 1000
+_NAMES = {
+    "mh.Trainer(step=": "mh.Run(evaluate=",
+    "mh.Trainer(loss=…)": "run.fit(step)",
+    "mh.Trainer(": "mh.Run(",
+    "mh.Run(model=": "mh.Run(models=",
+    "mh.Run(optimizer=": "mh.Run(optimizers=",
+    "mh.Run(schedule=": "mh.Run(schedulers=",
+}
+"""What an error of `mh.Trainer` names, and what stands for it here; one after the other."""
 _NOT_TRIED = (
     "whether each loss is a mean over its samples, or over the count that it gives, could not be tried: a step of the "
     "script's own is not called on a trial; `manyhosts prove` compares 1, 2 and 3 workers"
@@ -121,14 +131,15 @@ class Run(Trainer):
                 where="mh.Run(evaluate=…)",
                 fix="give evaluate=function(models, batch) -> loss",
             )
-        super().__init__(
-            model=self._make_models,
-            optimizer=self._make_optimizers,
-            data=data,
-            step=evaluate or _nothing_to_evaluate,
-            weight="samples",
-            **settings,
-        )
+        with _named_as_in_a_loop():
+            super().__init__(
+                model=self._make_models,
+                optimizer=self._make_optimizers,
+                data=data,
+                step=evaluate or _nothing_to_evaluate,
+                weight="samples",
+                **settings,
+            )
 
     def _check_names(self) -> None:
         for name in self._makers:
@@ -177,7 +188,14 @@ class Run(Trainer):
     def _make_optimizers(self, _parameters: Parameters) -> CombinedOptimizer:
         made = {}
         for name, make in self._makers.items():
-            found = make(self._parameters(name.split("+")))
+            parameters = self._parameters(name.split("+"))
+            if not parameters:
+                raise ConfigError(
+                    f"optimizer {name!r} has nothing to step: that model has no parameter",
+                    where="mh.Run(optimizers=…)",
+                    fix="leave the optimizer out; what has no parameter need not be among the models",
+                )
+            found = make(parameters)
             if not isinstance(found, Optimizer) or isinstance(found, torch.optim.LBFGS):
                 what = "cannot be cut into parts: it calls the loss as often as it likes" if found else ""
                 raise ConfigError(
@@ -224,7 +242,8 @@ class Run(Trainer):
                 fix='write run.fit(step, "20 epochs") with def step(run): …',
             )
         self._body = step
-        return super().fit(duration)
+        with _named_as_in_a_loop():
+            return super().fit(duration)
 
     def predict(
         self, dataset: Dataset[Any], *, forward: Forward | None = None, weights: Literal["best", "last"] = "best"
@@ -310,6 +329,17 @@ class Run(Trainer):
         found = self.model
         assert isinstance(found, nn.ModuleDict), "_make_models() makes one"
         return found
+
+
+@contextlib.contextmanager
+def _named_as_in_a_loop() -> Iterator[None]:
+    """Have errors name the argument of `mh.Run` that stands for one of `mh.Trainer`."""
+    try:
+        yield
+    except ManyhostsError as error:
+        for name, own in _NAMES.items():
+            error.where, error.fix = error.where.replace(name, own), error.fix.replace(name, own)
+        raise
 
 
 def refuse(settings: Mapping[str, Any]) -> None:

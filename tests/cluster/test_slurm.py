@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engines import (
@@ -273,3 +274,20 @@ def test_doctor_examines_the_nodes_that_slurm_gives_it(four: Lab, folder: Path) 
     assert [pair["trouble"] for pair in found["pairs"]] == ["", ""]
     assert (found["exit_code"], found["meeting"]["right"]) == (0, True)
     assert not (folder / "runs").exists()
+
+
+def test_study_and_plan_are_made_on_the_nodes_that_slurm_gives(four: Lab) -> None:
+    def made(verb: str, *words: str) -> dict[str, Any]:
+        command = [*MANYHOSTS, verb, "--on", "slurm", "--nodes", "1,2", "--env", recipe(), "--json", *words]
+        done = four[0].run(command, folder=FOLDER, env=environment(), check=False, timeout_s=400)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    study = made("study", "--budget", "12 steps", "--run-dir", f"{FOLDER}/study", "recipe_script.py")
+    found = [(each["nodes"], each["status"], each["steps"]) for each in study["points"]]
+    assert found == [(1, "completed", 12), (2, "completed", 12)]
+    assert study["points"][0]["validation"] == pytest.approx(study["points"][1]["validation"], rel=1e-5)
+    plan = made("plan", "--seconds", "5", "recipe_script.py")
+    assert {each["nodes"] for each in plan["predictions"]} == {1, 2}
+    assert plan["recommendation"]["why"]

@@ -266,7 +266,9 @@ def command(asked: Asked, where: Where, request: Request, nodes: int, workers_pe
 
 @contextlib.contextmanager
 def _by_run(asked: Asked, where: Where, tell: Callable[[str], None]) -> Iterator[Starts]:
-    with tempfile.TemporaryDirectory(prefix="manyhosts-plan-", ignore_cleanup_errors=True) as folder:
+    # What an engine starts must see its run directory: the nodes of Slurm share the folder that one works in, not /tmp.
+    place = None if where.hosts else asked.folder
+    with tempfile.TemporaryDirectory(prefix="manyhosts-plan-", dir=place, ignore_cleanup_errors=True) as folder:
         number = 0
 
         def start(request: Request, nodes: int, workers_per_node: int) -> Told:

@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4)
     parser.add_argument("--port", type=int, default=18765)
     asked = parser.parse_args()
-    rates: dict[tuple[str, int], list[float]] = {(way, clients): [] for way in WAYS for clients in (1, 32)}
+    rates: dict[tuple[str, int], list[float]] = {(way, clients): [] for way in WAYS for clients in (1, 64)}
     late: dict[tuple[str, int], list[float]] = {key: [] for key in rates}
     gains, bare, kept = [], [], []
     with tempfile.TemporaryDirectory() as folder:
@@ -146,13 +146,13 @@ def main() -> None:
             bare.append(bare_gain(program, asked.seconds / 2))
             for way in WAYS[number % len(WAYS) :] + WAYS[: number % len(WAYS)]:
                 with server(way, program, asked.port):
-                    for clients in (1, 32):
+                    for clients in (1, 64):
                         asyncio.run(load(asked.port, clients, 0.5))
                         seconds = sorted(asyncio.run(load(asked.port, clients, asked.seconds)))
                         rates[way, clients].append(len(seconds) / asked.seconds)
                         late[way, clients].append(1000 * seconds[int(0.99 * len(seconds))])
             gains.append(bare[-1][1] / bare[-1][0])
-            kept.append(rates[WAYS[2], 32][-1] / rates[WAYS[1], 32][-1] / gains[-1])
+            kept.append(rates[WAYS[2], 64][-1] / rates[WAYS[1], 64][-1] / gains[-1])
             print(number, {key: round(values[-1], 1) for key, values in rates.items()}, gains[-1], kept[-1], flush=True)
     ANSWER.write_text(page(rates, late, bare, gains, kept, asked.rounds, asked.seconds))
 
@@ -172,7 +172,7 @@ def page(
 ) -> str:
     rows = [
         f"| {way} | {clients} | {spread(rates[way, clients])} | {spread(late[way, clients])} |"
-        for clients in (1, 32)
+        for clients in (1, 64)
         for way in WAYS
     ]
     first, second = ([each[place] for each in bare] for place in (0, 1))
@@ -189,7 +189,7 @@ def page(
             *rows,
             "",
             f"Bare forward pass: {spread(first)} samples per second in batches of 1, {spread(second)} in batches of "
-            f"16: a gain of {spread(gains)}. Of that gain serving keeps {spread(kept)}: requests per second of 32 "
+            f"16: a gain of {spread(gains)}. Of that gain serving keeps {spread(kept)}: requests per second of 64 "
             "clients with batches of 16, over those with batches of 1.",
             "",
             f"Median and range of {rounds} rounds of {seconds:g} s. {machine}",

@@ -17,6 +17,7 @@ import torch
 from safetensors.numpy import load, save
 from served import Serving, serving
 from small_run import make_run
+from wrong_requests import assert_wrong_requests_harm_nothing
 
 from manyhosts.records.chosen_run import run_directory, snapshot_of
 from manyhosts.training.trained_script import open_run
@@ -107,6 +108,10 @@ def test_what_the_model_does_not_take_is_refused_in_a_sentence_and_harms_nobody(
         assert b" 408 " in slow.recv(4096)
     assert served.children() == before
     assert len(served.predict(INPUTS[:2].tolist())) == 2
+
+
+def test_hundreds_of_malformed_requests_give_4xx_and_neither_a_crash_nor_growth(served: Serving) -> None:
+    assert_wrong_requests_harm_nothing(served, 150, 450)
 
 
 def under_load(served: Serving, act: Callable[[], None], *, until: Callable[[], bool]) -> list[tuple[int, int, Any]]:

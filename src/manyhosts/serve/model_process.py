@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import json
 import os
+import runpy
 import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -50,9 +50,8 @@ class OfRun:
     @torch.no_grad()
     def __call__(self, arrays: Arrays) -> Arrays:
         """The outputs of a batch."""
-        inputs = _tensors(arrays, self.described)
-        outputs = self._program(*(each.to(self._device) for each in inputs))
-        return _arrays(outputs, self.described)
+        inputs = (each.to(self._device) for each in _tensors(arrays, self.described))
+        return _arrays(self._program(*inputs), self.described)
 
     def take(self, snapshot: Path) -> int:
         """Answer from now on with the weights of another snapshot."""
@@ -116,14 +115,8 @@ def _loaded(folder: Path, before: Preprocessing | None) -> Callable[[list[Any]],
     """The function of an export that makes the model's inputs of what a client sends."""
     if before is None:
         return None
-    spec = importlib.util.spec_from_file_location("manyhosts_preprocess", folder / before.file)
-    assert spec is not None, "it ends in .py"
-    assert spec.loader is not None, "it ends in .py"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    function: Callable[[list[Any]], Any] = getattr(module, before.function)
-    return function
+    names = runpy.run_path(str(folder / before.file), run_name="manyhosts_preprocess")
+    return cast(Callable[[list[Any]], Any], names[before.function])
 
 
 @contextlib.contextmanager

@@ -80,6 +80,8 @@ def _array(column: list[Any], spec: TensorSpec) -> np.ndarray:
         array = np.array(column)
     except (ValueError, RecursionError, OverflowError) as cause:
         raise Refused(422, f"{spec.name}: the samples differ in shape, and each must be {_sides(spec)}") from cause
+    if dtype.kind == "f" and array.dtype.kind == "O" and all(type(each) in (int, float) for each in array.flat):
+        array = array.astype(np.float64)  # whole numbers of more than 64 bits
     fits = {"b": "b", "i": "iu", "u": "iu", "f": "iuf"}.get(dtype.kind, "")
     if array.dtype.kind not in fits:
         found = {"U": "words", "O": "mixed or too large values", "b": "booleans", "f": "fractions"}

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import sklearn  # noqa: F401  # sets variables when it is first loaded, which the script of the digits does
 import torch
 from held_memory import HeldMemory
 from safetensors.torch import load_file
@@ -76,7 +77,7 @@ def digits(folder: Path) -> Path:
 
 def characters(folder: Path) -> Path:
     script = (ROOT / "examples" / "char_lm.py").read_text()
-    return make_run(folder, "--workers", "2", "--set", "duration=4 steps", script=script, name="char_lm.py")
+    return make_run(folder, "--workers", "2", "--set", "duration=12 steps", script=script, name="char_lm.py")
 
 
 def of_transformers(folder: Path) -> Path:
@@ -122,7 +123,7 @@ def test_model_of_transformers_is_served_with_its_inputs_by_name(tmp_path: Path)
 
 
 WIDE = SCRIPT.replace(
-    "nn.Linear(144, 3)", "nn.Linear(144, 2048), *(nn.Linear(2048, 2048) for _ in range(8)), nn.Linear(2048, 3)"
+    "nn.Linear(144, 3)", "nn.Linear(144, 1024), *(nn.Linear(1024, 1024) for _ in range(64)), nn.Linear(1024, 3)"
 )
 MEASURED = """
 import sys, threading, time

@@ -51,12 +51,15 @@ def narrow(model: nn.Module, precision: str) -> nn.Module:
         kept = shared.setdefault(id(weight), _Narrow(weight, precision))
         del layer._parameters["weight"]
         layer.add_module("narrow_weight", kept)
-        layer.register_forward_pre_hook(_make_weight)
+        kind = type(layer)
+        # A property: models also read the weights of layers that they do not call
+        layer.__class__ = type(kind.__name__, (kind,), {"weight": property(_weight)})
     return model
 
 
-def _make_weight(layer: nn.Module, _: Any) -> None:
-    object.__setattr__(layer, "weight", layer.get_submodule("narrow_weight")())
+def _weight(layer: nn.Module) -> Tensor:
+    made: Tensor = layer.get_submodule("narrow_weight")()
+    return made
 
 
 def quantised_state(model: nn.Module) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from importlib import metadata
 from pathlib import Path
@@ -10,7 +11,6 @@ import manyhosts
 from manyhosts.export.description import Description
 
 PORT = 8080
-IMAGE = "python:{python}-slim"
 USER = 10001
 _PACKAGES = ("torch", "numpy", "safetensors", "torchmetrics", "click", "rich", "cryptography")
 _SERVING = ("starlette", "uvicorn", "prometheus_client")
@@ -19,6 +19,11 @@ _PROBE = (
     "u.urlopen(u.Request('http://127.0.0.1:{port}/readyz', "
     "headers={{'Authorization': 'Bearer ' + os.environ.get('MANYHOSTS_SERVE_TOKEN', '')}}), timeout=5)"
 )
+
+
+def base_image(described: Description) -> str:
+    """The image to build on: of the Python that has verified the export."""
+    return "python:{}.{}-slim".format(*str(described.source["versions"]["python"]).split("."))
 
 
 def probe(port: int = PORT) -> list[str]:
@@ -40,9 +45,9 @@ def requirements(described: Description) -> str:
 
 def write_context(folder: Path, export: Path, described: Description) -> None:
     """Put the model, this manyhosts and the list of packages into `folder`."""
-    shutil.copytree(export, folder / "model", ignore=shutil.ignore_patterns("__pycache__"))
-    package = Path(manyhosts.__file__).parent
-    shutil.copytree(package, folder / "manyhosts", ignore=shutil.ignore_patterns("__pycache__"))
+    own = Path(manyhosts.__file__).parent
+    for source, name in ((export, "model"), (own, "manyhosts")):
+        shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "requirements.txt").write_text(requirements(described))
 
 
@@ -60,8 +65,8 @@ def dockerfile(image: str, words: tuple[str, ...] = ()) -> str:
             f"USER {USER}:{USER}",
             f"EXPOSE {PORT}",
             "# The token is given to the container: docker run -e MANYHOSTS_SERVE_TOKEN -p 8080:8080 IMAGE",
-            f"HEALTHCHECK --start-period=120s --interval=10s CMD {_json(probe())}",
-            f"ENTRYPOINT {_json(command(words))}",
+            f"HEALTHCHECK --start-period=120s --interval=10s CMD {json.dumps(probe())}",
+            f"ENTRYPOINT {json.dumps(command(words))}",
             "",
         ]
     )
@@ -91,8 +96,3 @@ def apptainer(image: str) -> str:
             "",
         ]
     )
-
-
-def _json(words: list[str]) -> str:
-    quoted = ", ".join('"' + word.replace("\\", "\\\\").replace('"', '\\"') + '"' for word in words)
-    return f"[{quoted}]"

@@ -53,13 +53,9 @@ def narrow(model: nn.Module, precision: str) -> nn.Module:
         layer.add_module("narrow_weight", kept)
         kind = type(layer)
         # A property: models also read the weights of layers that they do not call
-        layer.__class__ = type(kind.__name__, (kind,), {"weight": property(_weight)})
+        weight_of = property(lambda self: self.get_submodule("narrow_weight")())
+        layer.__class__ = type(kind.__name__, (kind,), {"weight": weight_of})
     return model
-
-
-def _weight(layer: nn.Module) -> Tensor:
-    made: Tensor = layer.get_submodule("narrow_weight")()
-    return made
 
 
 def quantised_state(model: nn.Module) -> dict[str, Tensor]:

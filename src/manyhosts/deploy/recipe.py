@@ -12,8 +12,10 @@ from manyhosts.export.description import Description
 
 PORT = 8080
 USER = 10001
-_PACKAGES = ("torch", "numpy", "safetensors", "torchmetrics", "click", "rich", "cryptography")
-_SERVING = ("starlette", "uvicorn", "prometheus_client")
+_PACKAGES = (
+    *("torch", "numpy", "safetensors", "torchmetrics", "click", "rich", "cryptography"),
+    *("starlette", "uvicorn", "prometheus_client"),
+)
 _PROBE = (
     "import os, urllib.request as u; "
     "u.urlopen(u.Request('http://127.0.0.1:{port}/readyz', "
@@ -39,14 +41,13 @@ def command(words: tuple[str, ...] = ()) -> list[str]:
 
 def requirements(described: Description) -> str:
     """What is installed in the container: the versions that have verified the export here."""
-    names = [*_PACKAGES, *_SERVING, *(["onnxruntime"] if described.format == "onnx" else [])]
+    names = (*_PACKAGES, *(["onnxruntime"] if described.format == "onnx" else []))
     return "".join(f"{name}=={metadata.version(name).partition('+')[0]}\n" for name in names)
 
 
 def write_context(folder: Path, export: Path, described: Description) -> None:
     """Put the model, this manyhosts and the list of packages into `folder`."""
-    own = Path(manyhosts.__file__).parent
-    for source, name in ((export, "model"), (own, "manyhosts")):
+    for source, name in ((export, "model"), (Path(manyhosts.__file__).parent, "manyhosts")):
         shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "requirements.txt").write_text(requirements(described))
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.applications import Starlette
@@ -156,7 +157,12 @@ class Server:
             guard = Middleware(_Token, token=self.options.token)
         else:  # no page from elsewhere may ask under a name of its own
             guard = Middleware(TrustedHostMiddleware, allowed_hosts=list(_LOOPBACK), www_redirect=False)
-        return Starlette(routes=routes, middleware=[guard], lifespan=self._lifespan)
+        return Starlette(
+            routes=routes,
+            middleware=[guard],
+            exception_handlers={404: _nothing_there, 405: _nothing_there},
+            lifespan=self._lifespan,
+        )
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
@@ -238,9 +244,8 @@ class Server:
             return arrays
         samples = parsed(body)
         self._check_count(len(samples))
-        if self.workers.preprocesses:
-            return await self.workers.preprocess(samples)
-        return from_json(samples, self.workers.described)
+        workers = self.workers
+        return await workers.preprocess(samples) if workers.preprocesses else from_json(samples, workers.described)
 
     def _check_count(self, count: int) -> None:
         if count > self.options.limits.samples:
@@ -305,5 +310,11 @@ class Server:
                     log.warning("now answering with step %d", found[0])
 
 
-def _error(status: int, sentence: str) -> JSONResponse:
-    return JSONResponse({"error": sentence}, status)
+async def _nothing_there(request: Request, error: Any) -> Response:
+    asked = f"{request.method} {request.url.path[:100]}"
+    sentence = f"{asked} is not answered here: ask POST /predict, and /docs says what it takes"
+    return _error(error.status_code, sentence, error.headers)
+
+
+def _error(status: int, sentence: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    return JSONResponse({"error": sentence}, status, headers)

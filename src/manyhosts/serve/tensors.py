@@ -42,7 +42,7 @@ def parsed(body: bytes) -> Any:
     try:
         content = json.loads(body, parse_constant=_no_number)
     except (ValueError, RecursionError) as cause:
-        raise Refused(400, f"the body is not JSON: {str(cause)[:200]}") from cause
+        raise Refused(400, f"the body is not JSON: {str(cause)[:200]}" if body else "the body is empty") from cause
     if not isinstance(content, dict) or not isinstance(content.get("inputs"), list):
         raise Refused(422, 'the body must be {"inputs": [...]}, a list with one entry for each sample')
     if other := sorted(content.keys() - {"inputs"}):

@@ -2,8 +2,11 @@
 
 Both serve one exported program on this machine's loopback, by turns, each in fresh processes of one computing thread:
 `manyhosts serve` with batches of 1 and of 16, and a page of starlette that calls the program in the event loop, one
-request after another. Clients of this process keep so many requests open without a break. Beside it, what the bare
-forward pass gains from batch 1 to batch 16.
+request after another. Clients of this process keep so many requests open without a break.
+
+What batches of 16 give over batches of 1: to the bare forward pass, and to 64 clients of `manyhosts serve`. Once in
+samples per second, where clients, server and model compete for the cores of one machine; once per second that the
+process with the model had a core, which what else runs there changes less.
 
 Run: python benchmarks/serving.py
 """
@@ -20,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -51,7 +54,8 @@ uvicorn.run(app, port=int(sys.argv[2]), log_level="warning", access_log=False)
 
 
 @contextmanager
-def server(way: str, program: Path, port: int) -> Iterator[None]:
+def server(way: str, program: Path, port: int) -> Iterator[int]:
+    """Within, it runs. Gives the id of the process that has the model."""
     words = [sys.executable, "-c", PLAIN, str(program / "model.pt2"), str(port)]
     if way != "plain uvicorn":
         words = [sys.executable, "-m", "manyhosts.cli.main", "serve", str(program), "--port", str(port)]
@@ -65,7 +69,8 @@ def server(way: str, program: Path, port: int) -> Iterator[None]:
                 break
             except OSError:
                 time.sleep(0.2)
-        yield
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        yield int(children[0]) if children else process.pid
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(60)
@@ -107,22 +112,30 @@ async def load(port: int, clients: int, seconds: float) -> list[float]:
     return found
 
 
-def bare_gain(program: Path, seconds: float) -> tuple[float, float]:
-    """Samples per second of the bare forward pass, with batches of 1 and of 16."""
+def computed(pid: int) -> float:
+    """Seconds that the process has had a core."""
+    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def bare(program: Path, seconds: float) -> dict[int, tuple[float, float]]:
+    """Of the bare forward pass with batches of 1 and of 16: samples per second, and per second that it had a core."""
     torch.set_num_threads(1)
     forward = torch.export.load(program / "model.pt2").module()
-    rates = []
+    rates = {}
     for size in (1, 16):
-        inputs, count, begin = torch.full((size, 64), 0.5), 0, time.perf_counter()
+        inputs, count = torch.full((size, 64), 0.5), 0
+        begin, before = time.perf_counter(), time.process_time()
         with torch.no_grad():
             while time.perf_counter() - begin < seconds:
                 forward(inputs)
                 count += size
-        rates.append(count / (time.perf_counter() - begin))
-    return rates[0], rates[1]
+        rates[size] = count / (time.perf_counter() - begin), count / (time.process_time() - before)
+    return rates
 
 
 WAYS = ("plain uvicorn", "manyhosts, batch 1", "manyhosts, batch 16")
+CLIENTS = (1, 64)
 
 
 def main() -> None:
@@ -131,9 +144,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4)
     parser.add_argument("--port", type=int, default=18765)
     asked = parser.parse_args()
-    rates: dict[tuple[str, int], list[float]] = {(way, clients): [] for way in WAYS for clients in (1, 32)}
-    late: dict[tuple[str, int], list[float]] = {key: [] for key in rates}
-    gains, bare, kept = [], [], []
+    served: dict[tuple[str, int], list[tuple[float, float, float]]] = {(w, c): [] for w in WAYS for c in CLIENTS}
+    alone = []
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "manyhosts.cli.main"]
         run = str(Path(folder) / "run")
@@ -143,39 +155,49 @@ def main() -> None:
         words = ["export", run, "--format", "torch-export", "--output", str(program)]
         subprocess.run([*command, *words], **quiet)  # type: ignore[call-overload]
         for number in range(asked.rounds):
-            bare.append(bare_gain(program, asked.seconds / 2))
+            alone.append(bare(program, asked.seconds / 2))
             for way in WAYS[number % len(WAYS) :] + WAYS[: number % len(WAYS)]:
-                with server(way, program, asked.port):
-                    for clients in (1, 32):
+                with server(way, program, asked.port) as model:
+                    for clients in CLIENTS:
                         asyncio.run(load(asked.port, clients, 0.5))
+                        before = computed(model)
                         seconds = sorted(asyncio.run(load(asked.port, clients, asked.seconds)))
-                        rates[way, clients].append(len(seconds) / asked.seconds)
-                        late[way, clients].append(1000 * seconds[int(0.99 * len(seconds))])
-            gains.append(bare[-1][1] / bare[-1][0])
-            kept.append(rates[WAYS[2], 32][-1] / rates[WAYS[1], 32][-1] / gains[-1])
-            print(number, {key: round(values[-1], 1) for key, values in rates.items()}, gains[-1], kept[-1], flush=True)
-    ANSWER.write_text(page(rates, late, bare, gains, kept, asked.rounds, asked.seconds))
+                        served[way, clients].append(
+                            (
+                                len(seconds) / asked.seconds,
+                                1000 * seconds[int(0.99 * len(seconds))],
+                                len(seconds) / (computed(model) - before),
+                            )
+                        )
+            print(number, {key: values[-1] for key, values in served.items()}, alone[-1], flush=True)
+    ANSWER.write_text(page(served, alone, asked.rounds, asked.seconds))
 
 
-def spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
+def spread(values: Iterable[float]) -> str:
+    found = list(values)
+    return f"{statistics.median(found):.3g} ({min(found):.3g} to {max(found):.3g})"
 
 
 def page(
-    rates: dict[tuple[str, int], list[float]],
-    late: dict[tuple[str, int], list[float]],
-    bare: list[tuple[float, float]],
-    gains: list[float],
-    kept: list[float],
+    served: dict[tuple[str, int], list[tuple[float, float, float]]],
+    alone: list[dict[int, tuple[float, float]]],
     rounds: int,
     seconds: float,
 ) -> str:
     rows = [
-        f"| {way} | {clients} | {spread(rates[way, clients])} | {spread(late[way, clients])} |"
-        for clients in (1, 32)
+        f"| {way} | {clients} | {spread(each[0] for each in served[way, clients])} "
+        f"| {spread(each[1] for each in served[way, clients])} "
+        f"| {spread(a[0] / b[0] for a, b in zip(served[way, clients], served[WAYS[0], clients], strict=True))} |"
+        for clients in CLIENTS
         for way in WAYS
     ]
-    first, second = ([each[place] for each in bare] for place in (0, 1))
+    most = CLIENTS[-1]
+    gains = []
+    for title, bare_place, place in (("time", 0, 0), ("time with a core", 1, 2)):
+        own = [each[16][bare_place] / each[1][bare_place] for each in alone]
+        ours = [b[place] / a[place] for a, b in zip(served[WAYS[1], most], served[WAYS[2], most], strict=True)]
+        kept = spread(one / other for one, other in zip(ours, own, strict=True))
+        gains.append(f"| {title} | {spread(own)} | {spread(ours)} | {kept} |")
     machine = describe(Path(sys.executable), ["torch", "uvicorn"])
     lines = (__doc__ or "").strip().split("\n\n")
     return "\n".join(
@@ -184,15 +206,17 @@ def page(
             "",
             lines[1],
             "",
-            "| served by | clients | requests per second | p99, ms |",
-            "|---|---:|---:|---:|",
+            "| served by | clients | requests per second | p99, ms | requests, of plain uvicorn |",
+            "|---|---:|---:|---:|---:|",
             *rows,
             "",
-            f"Bare forward pass: {spread(first)} samples per second in batches of 1, {spread(second)} in batches of "
-            f"16: a gain of {spread(gains)}. Of that gain serving keeps {spread(kept)}: requests per second of 32 "
-            "clients with batches of 16, over those with batches of 1.",
+            lines[2],
             "",
-            f"Median and range of {rounds} rounds of {seconds:g} s. {machine}",
+            "| per second of | gain of the bare forward pass | gain of serving | share that is kept |",
+            "|---|---:|---:|---:|",
+            *gains,
+            "",
+            f"Median and range of {rounds} rounds of {seconds:g} s; shares are of one round. {machine}",
             "",
         ]
     )

@@ -95,3 +95,9 @@ def test_script_that_knows_nothing_of_us_trains_together(tmp_path: Path) -> None
     assert len(losses) == 2
     assert losses[0] == losses[1]
     assert "rank 1 of 2" in said
+
+
+def test_model_of_transformers_learns_on_a_set_of_datasets(tmp_path: Path) -> None:
+    run(tmp_path, MANYHOSTS, "run", "--workers", "2", str(EXAMPLES / "transformers_text.py"))
+    [folder] = (tmp_path / "runs").iterdir()
+    assert summary(folder)["validation"]["accuracy"] > 0.8

@@ -17,6 +17,7 @@ import torch
 from safetensors.numpy import load, save
 from served import Serving, serving
 from small_run import make_run
+from wrong_requests import assert_wrong_requests_harm_nothing
 
 from manyhosts.records.chosen_run import run_directory, snapshot_of
 from manyhosts.training.trained_script import open_run
@@ -76,12 +77,14 @@ def test_answers_are_those_of_the_model_alone_and_together_in_json_and_binary(ru
 
 REFUSED: list[tuple[Any, int, str]] = [
     (b"{", 400, "not JSON"),
+    (b"", 400, "the body is empty"),
     (b"[" * 100_000, 400, "not JSON"),
     (b'{"inputs": [NaN]}', 400, "NaN is not a number"),
     ({"inputs": []}, 422, "empty"),
     ({"input": [1]}, 422, "the body must be"),
     ({"inputs": [[1, 2]]}, 422, "each sample must be [1, 8, 8], and [2] was sent"),
     ({"inputs": [[[1], [1, 2]]]}, 422, "differ in shape"),
+    ({"inputs": [[[[10**400] * 8] * 8]]}, 422, "mixed or too large values"),
     ({"inputs": ["word"]}, 422, "words were sent, and the model takes float32"),
     ({"inputs": [True]}, 422, "booleans"),
     ({"inputs": [None]}, 422, "mixed"),
@@ -98,7 +101,10 @@ def test_what_the_model_does_not_take_is_refused_in_a_sentence_and_harms_nobody(
         assert (found, said in content["error"]) == (status, True), (body if len(str(body)) < 200 else status, content)
     assert served.ask("/predict", b"{}", headers={"Content-Type": "text/plain"})[0] == 415
     assert served.ask("/predict", b"no", headers={"Content-Type": "application/vnd.safetensors"})[0] == 400
-    assert served.ask("/predict")[0] == 405
+    for path, wanted in (("/predict", 405), ("/prdeict", 404)):
+        found, content = served.ask(path)
+        assert (found, f"GET {path} is not answered here" in content["error"]) == (wanted, True)
+    assert served.predict([[[[10**20] * 8] * 8]]) == served.predict([[[[1e20] * 8] * 8]])
     assert served.ask("/healthz", headers={"Host": "elsewhere.example"})[0] == 400
     port = int(served.address.rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port)) as slow:
@@ -107,6 +113,10 @@ def test_what_the_model_does_not_take_is_refused_in_a_sentence_and_harms_nobody(
         assert b" 408 " in slow.recv(4096)
     assert served.children() == before
     assert len(served.predict(INPUTS[:2].tolist())) == 2
+
+
+def test_hundreds_of_malformed_requests_give_4xx_and_neither_a_crash_nor_growth(served: Serving) -> None:
+    assert_wrong_requests_harm_nothing(served, 150, 450)
 
 
 def under_load(served: Serving, act: Callable[[], None], *, until: Callable[[], bool]) -> list[tuple[int, int, Any]]:

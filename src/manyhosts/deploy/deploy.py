@@ -115,21 +115,16 @@ def deploy(request: Request) -> tuple[Path, list[str]]:
     return folder, follows
 
 
-def _base_image(request: Request, described: Description) -> str:
-    python = ".".join(str(described.source["versions"]["python"]).split(".")[:2])
-    return request.options.get("image") or recipe.IMAGE.format(python=python)
-
-
 def _docker(request: Request, described: Description, folder: Path) -> list[str]:
     recipe.write_context(folder, request.export, described)
-    (folder / "Dockerfile").write_text(recipe.dockerfile(_base_image(request, described)))
+    (folder / "Dockerfile").write_text(recipe.dockerfile(request.options.get("image") or recipe.base_image(described)))
     tag = request.options.get("tag", request.name)
     return [f"docker build -t {tag} .", f"docker run -e MANYHOSTS_SERVE_TOKEN -p 8080:{recipe.PORT} {tag}"]
 
 
 def _apptainer(request: Request, described: Description, folder: Path) -> list[str]:
     recipe.write_context(folder, request.export, described)
-    (folder / "model.def").write_text(recipe.apptainer(_base_image(request, described)))
+    (folder / "model.def").write_text(recipe.apptainer(request.options.get("image") or recipe.base_image(described)))
     return ["apptainer build model.sif model.def", "apptainer run model.sif"]
 
 
@@ -147,8 +142,7 @@ def _sagemaker(request: Request, described: Description, folder: Path) -> list[s
     write_json_whole(folder / "requests.json", asked)
     # SageMaker asks /ping and /invocations, and has checked who asks before.
     recipe.write_context(folder, request.export, described)
-    base = recipe.IMAGE.format(python=".".join(str(described.source["versions"]["python"]).split(".")[:2]))
-    (folder / "Dockerfile").write_text(recipe.dockerfile(base, ("--behind-sagemaker",)))
+    (folder / "Dockerfile").write_text(recipe.dockerfile(recipe.base_image(described), ("--behind-sagemaker",)))
     return [f"docker build -t {request.options['image']} . && docker push {request.options['image']}"]
 
 

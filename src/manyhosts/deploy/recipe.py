@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from importlib import metadata
 from pathlib import Path
@@ -10,15 +11,21 @@ import manyhosts
 from manyhosts.export.description import Description
 
 PORT = 8080
-IMAGE = "python:{python}-slim"
 USER = 10001
-_PACKAGES = ("torch", "numpy", "safetensors", "torchmetrics", "click", "rich", "cryptography")
-_SERVING = ("starlette", "uvicorn", "prometheus_client")
+_PACKAGES = (
+    *("torch", "numpy", "safetensors", "torchmetrics", "click", "rich", "cryptography"),
+    *("starlette", "uvicorn", "prometheus_client"),
+)
 _PROBE = (
     "import os, urllib.request as u; "
     "u.urlopen(u.Request('http://127.0.0.1:{port}/readyz', "
     "headers={{'Authorization': 'Bearer ' + os.environ.get('MANYHOSTS_SERVE_TOKEN', '')}}), timeout=5)"
 )
+
+
+def base_image(described: Description) -> str:
+    """The image to build on: of the Python that has verified the export."""
+    return "python:{}.{}-slim".format(*str(described.source["versions"]["python"]).split("."))
 
 
 def probe(port: int = PORT) -> list[str]:
@@ -34,15 +41,14 @@ def command(words: tuple[str, ...] = ()) -> list[str]:
 
 def requirements(described: Description) -> str:
     """What is installed in the container: the versions that have verified the export here."""
-    names = [*_PACKAGES, *_SERVING, *(["onnxruntime"] if described.format == "onnx" else [])]
+    names = (*_PACKAGES, *(["onnxruntime"] if described.format == "onnx" else []))
     return "".join(f"{name}=={metadata.version(name).partition('+')[0]}\n" for name in names)
 
 
 def write_context(folder: Path, export: Path, described: Description) -> None:
     """Put the model, this manyhosts and the list of packages into `folder`."""
-    shutil.copytree(export, folder / "model", ignore=shutil.ignore_patterns("__pycache__"))
-    package = Path(manyhosts.__file__).parent
-    shutil.copytree(package, folder / "manyhosts", ignore=shutil.ignore_patterns("__pycache__"))
+    for source, name in ((export, "model"), (Path(manyhosts.__file__).parent, "manyhosts")):
+        shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "requirements.txt").write_text(requirements(described))
 
 
@@ -60,8 +66,8 @@ def dockerfile(image: str, words: tuple[str, ...] = ()) -> str:
             f"USER {USER}:{USER}",
             f"EXPOSE {PORT}",
             "# The token is given to the container: docker run -e MANYHOSTS_SERVE_TOKEN -p 8080:8080 IMAGE",
-            f"HEALTHCHECK --start-period=120s --interval=10s CMD {_json(probe())}",
-            f"ENTRYPOINT {_json(command(words))}",
+            f"HEALTHCHECK --start-period=120s --interval=10s CMD {json.dumps(probe())}",
+            f"ENTRYPOINT {json.dumps(command(words))}",
             "",
         ]
     )
@@ -91,8 +97,3 @@ def apptainer(image: str) -> str:
             "",
         ]
     )
-
-
-def _json(words: list[str]) -> str:
-    quoted = ", ".join('"' + word.replace("\\", "\\\\").replace('"', '\\"') + '"' for word in words)
-    return f"[{quoted}]"

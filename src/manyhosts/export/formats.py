@@ -139,17 +139,21 @@ def write_onnx(folder: Path, call: ModelCall, precision: str) -> None:
 
 def answer_onnx(folder: Path, call: ModelCall, batches: Batches, precision: str) -> Answers:
     """onnxruntime, on the CPU."""
-    session = needs("onnxruntime", "checking ONNX").InferenceSession(
-        str(folder / ONNX), providers=["CPUExecutionProvider"]
-    )
-    found = []
+    program = onnx_program(folder, [each.name for each in call.inputs], call.kept)
+    return [program(*row) for row in batches]
+
+
+def onnx_program(folder: Path, inputs: Sequence[str], outputs: Sequence[str]) -> Callable[..., tuple[Tensor, ...]]:
+    """What answers as the program in `folder` does: tensors by these names, in and out."""
+    opens = needs("onnxruntime", "running ONNX").InferenceSession
+    session = opens(str(folder / ONNX), providers=["CPUExecutionProvider"])
     known = {each.name for each in session.get_inputs()}
-    for row in batches:
-        given = {
-            spec.name: each.cpu().numpy() for spec, each in zip(call.inputs, row, strict=True) if spec.name in known
-        }
-        found.append(tuple(torch.from_numpy(each) for each in session.run(call.kept, given)))
-    return found
+
+    def answer(*tensors: Tensor) -> tuple[Tensor, ...]:
+        given = {name: each.cpu().numpy() for name, each in zip(inputs, tensors, strict=True) if name in known}
+        return tuple(torch.from_numpy(each) for each in session.run(outputs, given))
+
+    return answer
 
 
 def write_hf(folder: Path, call: ModelCall, precision: str) -> None:

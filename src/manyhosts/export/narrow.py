@@ -51,12 +51,11 @@ def narrow(model: nn.Module, precision: str) -> nn.Module:
         kept = shared.setdefault(id(weight), _Narrow(weight, precision))
         del layer._parameters["weight"]
         layer.add_module("narrow_weight", kept)
-        layer.register_forward_pre_hook(_make_weight)
+        kind = type(layer)
+        # A property: models also read the weights of layers that they do not call
+        weight_of = property(lambda self: self.get_submodule("narrow_weight")())
+        layer.__class__ = type(kind.__name__, (kind,), {"weight": weight_of})
     return model
-
-
-def _make_weight(layer: nn.Module, _: Any) -> None:
-    object.__setattr__(layer, "weight", layer.get_submodule("narrow_weight")())
 
 
 def quantised_state(model: nn.Module) -> dict[str, Tensor]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.applications import Starlette
@@ -42,6 +43,11 @@ from manyhosts.serve.workers import Lost, Served, Workers, log
 _JSON = "application/json"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
 _FOLLOW_S = 1.0
+# Where the bars of the histograms end
+_SECONDS, _SIZES = (
+    (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10),
+    (1, 2, 4, 8, 16, 32, 64, 128, 256),
+)
 # So many times the largest body is read and dropped: a client that is cut off while it sends hears no reason
 _READ_OVER = 4
 
@@ -87,15 +93,17 @@ class _Numbers:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.requests = Counter("manyhosts_requests", "Requests, by status", ["status"], registry=self.registry)
-        buckets = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
-        self.seconds = Histogram("manyhosts_seconds", "Of a prediction", buckets=buckets, registry=self.registry)
-        sizes = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-        self.batch = Histogram("manyhosts_batch_samples", "Of a batch", buckets=sizes, registry=self.registry)
+        self.seconds = Histogram("manyhosts_seconds", "Of a prediction", buckets=_SECONDS, registry=self.registry)
+        self.batch = Histogram("manyhosts_batch_samples", "Of a batch", buckets=_SIZES, registry=self.registry)
         self.waiting = Gauge("manyhosts_waiting", "Requests that wait", registry=self.registry)
         self.restarts = Counter("manyhosts_model_restarts", "Of the processes with the model", registry=self.registry)
         self.step = Gauge("manyhosts_model_step", "Step of the snapshot that answers", registry=self.registry)
-        said = "Mean of what was served, in deviations from that of the training set"
-        self.drift = Gauge("manyhosts_drift", said, ["kind", "tensor"], registry=self.registry)
+        self.drift = Gauge(
+            "manyhosts_drift",
+            "Mean of what was served, in deviations from that of the training set",
+            ["kind", "tensor"],
+            registry=self.registry,
+        )
 
 
 class _Token:
@@ -149,7 +157,12 @@ class Server:
             guard = Middleware(_Token, token=self.options.token)
         else:  # no page from elsewhere may ask under a name of its own
             guard = Middleware(TrustedHostMiddleware, allowed_hosts=list(_LOOPBACK), www_redirect=False)
-        return Starlette(routes=routes, middleware=[guard], lifespan=self._lifespan)
+        return Starlette(
+            routes=routes,
+            middleware=[guard],
+            exception_handlers={404: _nothing_there, 405: _nothing_there},
+            lifespan=self._lifespan,
+        )
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
@@ -174,7 +187,6 @@ class Server:
             ConfigError: it cannot be opened.
         """
         await self.workers.start()
-        assert self.workers.described is not None, "start() has opened it"
         self._drift = Drift(self.workers.described.data)
 
     async def _predict(self, request: Request) -> Response:
@@ -226,15 +238,14 @@ class Server:
         return bytes(body)
 
     async def _inputs(self, kind: str, body: bytes) -> Arrays:
-        described = self.workers.described
-        assert described is not None, "open() comes before the first request"
         if kind == BINARY:
-            arrays = from_binary(body, described)
+            arrays = from_binary(body, self.workers.described)
             self._check_count(samples_of(arrays))
             return arrays
         samples = parsed(body)
         self._check_count(len(samples))
-        return await self.workers.preprocess(samples) if self.workers.preprocesses else from_json(samples, described)
+        workers = self.workers
+        return await workers.preprocess(samples) if workers.preprocesses else from_json(samples, workers.described)
 
     def _check_count(self, count: int) -> None:
         if count > self.options.limits.samples:
@@ -269,11 +280,9 @@ class Server:
         return JSONResponse(self._description())
 
     async def _docs(self, _: Request) -> Response:
-        assert self.workers.described is not None, "open() comes before the first request"
         return HTMLResponse(page(self.workers.described, self._description()))
 
     def _description(self) -> dict[str, object]:
-        assert self.workers.described is not None, "open() comes before the first request"
         return openapi(
             self.workers.described,
             most_samples=self.options.limits.samples,
@@ -301,5 +310,11 @@ class Server:
                     log.warning("now answering with step %d", found[0])
 
 
-def _error(status: int, sentence: str) -> JSONResponse:
-    return JSONResponse({"error": sentence}, status)
+async def _nothing_there(request: Request, error: Any) -> Response:
+    asked = f"{request.method} {request.url.path[:100]}"
+    sentence = f"{asked} is not answered here: ask POST /predict, and /docs says what it takes"
+    return _error(error.status_code, sentence, error.headers)
+
+
+def _error(status: int, sentence: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    return JSONResponse({"error": sentence}, status, headers)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import struct
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from safetensors.numpy import load, save
@@ -37,24 +36,13 @@ async def read(reader: asyncio.StreamReader) -> tuple[dict[str, Any], dict[str, 
     return head, load(await reader.readexactly(body)) if body else {}
 
 
-def read_blocking(line: socket.socket) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
+def read_blocking(line: BinaryIO) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
     """The next message; None where the other side has ended."""
-    sizes = _exactly(line, _SIZES.size)
-    if sizes is None:
+    sizes = line.read(_SIZES.size)
+    if len(sizes) < _SIZES.size:
         return None
     text, body = _SIZES.unpack(sizes)
-    head, tensors = _exactly(line, text), _exactly(line, body) if body else b""
-    if head is None or tensors is None:
+    head, tensors = line.read(text), line.read(body)
+    if len(head) < text or len(tensors) < body:
         return None
     return json.loads(head), load(tensors) if tensors else {}
-
-
-def _exactly(line: socket.socket, size: int) -> bytes | None:
-    data = bytearray(size)
-    view, place = memoryview(data), 0
-    while place < size:
-        count = line.recv_into(view[place:])
-        if not count:
-            return None
-        place += count
-    return bytes(data)

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import json
 import os
+import runpy
 import socket
-import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import torch
@@ -50,9 +49,8 @@ class OfRun:
     @torch.no_grad()
     def __call__(self, arrays: Arrays) -> Arrays:
         """The outputs of a batch."""
-        inputs = _tensors(arrays, self.described)
-        outputs = self._program(*(each.to(self._device) for each in inputs))
-        return _arrays(outputs, self.described)
+        inputs = (each.to(self._device) for each in _tensors(arrays, self.described))
+        return _arrays(self._program(*inputs), self.described)
 
     def take(self, snapshot: Path) -> int:
         """Answer from now on with the weights of another snapshot."""
@@ -66,21 +64,10 @@ class OfExport:
         self.described = Description.read(folder)
         self.preprocess = _loaded(folder, self.described.preprocessing)
         if self.described.format == "torch-export":
-            program = torch.export.load(folder / formats.PROGRAM).module()
-            self._answer: Callable[..., Any] = program
+            self._answer: Callable[..., Any] = torch.export.load(folder / formats.PROGRAM).module()
         elif self.described.format == "onnx":
-            session = formats.needs("onnxruntime", "serving ONNX").InferenceSession(
-                str(folder / formats.ONNX), providers=["CPUExecutionProvider"]
-            )
-            names = [each.name for each in self.described.inputs]
-            kept = {each.name for each in session.get_inputs()}
-
-            def answer(*inputs: torch.Tensor) -> list[torch.Tensor]:
-                given = {name: each.numpy() for name, each in zip(names, inputs, strict=True) if name in kept}
-                found = session.run([each.name for each in self.described.outputs], given)
-                return [torch.from_numpy(each) for each in found]
-
-            self._answer = answer
+            names = [[each.name for each in specs] for specs in (self.described.inputs, self.described.outputs)]
+            self._answer = formats.onnx_program(folder, *names)
         else:
             raise ConfigError(
                 f"a {self.described.format} export holds weights and no program",
@@ -116,14 +103,8 @@ def _loaded(folder: Path, before: Preprocessing | None) -> Callable[[list[Any]],
     """The function of an export that makes the model's inputs of what a client sends."""
     if before is None:
         return None
-    spec = importlib.util.spec_from_file_location("manyhosts_preprocess", folder / before.file)
-    assert spec is not None, "it ends in .py"
-    assert spec.loader is not None, "it ends in .py"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    function: Callable[[list[Any]], Any] = getattr(module, before.function)
-    return function
+    names = runpy.run_path(str(folder / before.file), run_name="manyhosts_preprocess")
+    return cast(Callable[[list[Any]], Any], names[before.function])
 
 
 @contextlib.contextmanager
@@ -153,7 +134,8 @@ def main() -> None:
                     "preprocesses": model.preprocess is not None,
                 }
                 line.sendall(frames.frame(reported))
-            while (asked := _next(line, size)) is not None:
+            asks = line and line.makefile("rb")
+            while (asked := _next(asks, size)) is not None:
                 reply = _answer(model, *asked)
                 if line is not None:
                     line.sendall(reply)
@@ -165,13 +147,11 @@ def main() -> None:
         pass
 
 
-def _next(line: socket.socket | None, size: int) -> tuple[dict[str, Any], Arrays] | None:
+def _next(asks: BinaryIO | None, size: int) -> tuple[dict[str, Any], Arrays] | None:
     """What is asked next, the same on every worker; None at the end."""
-    asked = None if line is None else frames.read_blocking(line)
-    if size == 1:
-        return asked
-    reported = [asked]
-    torch.distributed.broadcast_object_list(reported, src=0)
+    reported = [None if asks is None else frames.read_blocking(asks)]
+    if size > 1:
+        torch.distributed.broadcast_object_list(reported, src=0)
     return reported[0]
 
 

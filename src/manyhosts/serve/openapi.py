@@ -7,6 +7,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from manyhosts.export.description import Description, TensorSpec
 from manyhosts.serve.tensors import BINARY, numpy_dtype
 
@@ -82,8 +84,12 @@ def _samples(key: str, specs: Sequence[TensorSpec], anything: bool) -> dict[str,
 
 
 def _schema(spec: TensorSpec) -> dict[str, Any]:
-    kind = {"b": "boolean", "i": "integer", "u": "integer", "f": "number"}[numpy_dtype(spec).kind]
+    dtype = numpy_dtype(spec)
+    kind = {"b": "boolean", "i": "integer", "u": "integer", "f": "number"}[dtype.kind]
     schema: dict[str, Any] = {"type": kind}
+    if kind != "boolean":
+        limits: Any = np.finfo(dtype) if kind == "number" else np.iinfo(dtype)
+        schema |= {"minimum": dtype.type(limits.min).item(), "maximum": dtype.type(limits.max).item()}
     for side in reversed(spec.shape):
         schema = {"type": "array", "items": schema}
         if side is not None:

@@ -14,6 +14,9 @@ import uvicorn
 from manyhosts.errors import ConfigError
 from manyhosts.serve.app import Options, Server, is_loopback
 
+# So long a connection stays open between two requests
+_KEEP_ALIVE_S = 5
+
 
 def serve(options: Options, tell: Callable[[str], None]) -> None:
     """Serve until SIGTERM or Ctrl-C. `tell` hears where, once the model answers.
@@ -53,7 +56,7 @@ async def _serve(options: Options, tell: Callable[[str], None]) -> None:
             access_log=False,
             limit_concurrency=options.limits.queue * 2,
             timeout_graceful_shutdown=max(1, round(options.grace_s)),
-            timeout_keep_alive=5,
+            timeout_keep_alive=_KEEP_ALIVE_S,
             h11_max_incomplete_event_size=64 << 10,
             server_header=False,
         )
@@ -61,7 +64,26 @@ async def _serve(options: Options, tell: Callable[[str], None]) -> None:
         listening.listen(2048)
         tell(f"http://{host}:{listening.getsockname()[1]}")
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # uvicorn takes it, and raises it once more at its end
-        await uvicorn.Server(config).serve(sockets=[listening])
+        running = uvicorn.Server(config)
+        closing = asyncio.create_task(_close_silent(running, max(options.limits.body_s, _KEEP_ALIVE_S + 1)))
+        await running.serve(sockets=[listening])
+        closing.cancel()
     finally:
         await server.workers.stop()
         listening.close()
+
+
+async def _close_silent(server: uvicorn.Server, seconds: float) -> None:
+    """Close connections on which no request has begun between two looks: uvicorn waits for a head without end."""
+    before: dict[object, object] = {}
+    while True:
+        await asyncio.sleep(seconds)
+        idle = {
+            each: each.cycle
+            for each in server.server_state.connections
+            if each.cycle is None or each.cycle.response_complete
+        }
+        for each in idle.keys() & before.keys():
+            if idle[each] is before[each]:
+                each.transport.close()
+        before = idle

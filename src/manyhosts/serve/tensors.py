@@ -42,7 +42,7 @@ def parsed(body: bytes) -> Any:
     try:
         content = json.loads(body, parse_constant=_no_number)
     except (ValueError, RecursionError) as cause:
-        raise Refused(400, f"the body is not JSON: {str(cause)[:200]}") from cause
+        raise Refused(400, f"the body is not JSON: {str(cause)[:200]}" if body else "the body is empty") from cause
     if not isinstance(content, dict) or not isinstance(content.get("inputs"), list):
         raise Refused(422, 'the body must be {"inputs": [...]}, a list with one entry for each sample')
     if other := sorted(content.keys() - {"inputs"}):
@@ -80,6 +80,8 @@ def _array(column: list[Any], spec: TensorSpec) -> np.ndarray:
         array = np.array(column)
     except (ValueError, RecursionError, OverflowError) as cause:
         raise Refused(422, f"{spec.name}: the samples differ in shape, and each must be {_sides(spec)}") from cause
+    if dtype.kind == "f" and array.dtype.kind == "O" and all(type(each) in (int, float) for each in array.flat):
+        array = array.astype(np.float64)  # whole numbers of more than 64 bits
     fits = {"b": "b", "i": "iu", "u": "iu", "f": "iuf"}.get(dtype.kind, "")
     if array.dtype.kind not in fits:
         found = {"U": "words", "O": "mixed or too large values", "b": "booleans", "f": "fractions"}

@@ -46,11 +46,10 @@ class Workers:
 
     def __init__(self, served: Served, on_restart: Callable[[], None] = lambda: None) -> None:
         self.served, self._on_restart = served, on_restart
-        self.described: Description | None = None  # What the model takes; None before it was first opened
+        self.described = Description(format="run", precision="fp32", inputs=(), outputs=())  # Once it was opened
         self.preprocesses = False  # Whether a function of the script's makes the inputs of what a client sends
         self.step: int | None = None  # The step of the snapshot that answers
         self.ready = asyncio.Event()
-        self.pids: list[int] = []  # Of the processes that run now
         self._processes: list[asyncio.subprocess.Process] = []
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -157,7 +156,6 @@ class Workers:
             )
             self._processes.append(process)
         others.close()
-        self.pids = [process.pid for process in self._processes]
         self._reader, self._writer = await asyncio.open_connection(sock=own)
         try:
             async with asyncio.timeout(self.served.start_s):
@@ -206,7 +204,7 @@ class Workers:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
             await process.wait()
-        self._processes, self.pids, self._reader, self._writer = [], [], None, None
+        self._processes, self._reader, self._writer = [], None, None
 
 
 def _free_port() -> int:

@@ -134,7 +134,7 @@ def main() -> None:
                     "preprocesses": model.preprocess is not None,
                 }
                 line.sendall(frames.frame(reported))
-            asks = line and line.makefile("rb")
+            asks = None if line is None else line.makefile("rb")
             while (asked := _next(asks, size)) is not None:
                 reply = _answer(model, *asked)
                 if line is not None:

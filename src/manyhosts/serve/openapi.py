@@ -7,10 +7,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from manyhosts.export.description import Description, TensorSpec
-from manyhosts.serve.tensors import BINARY, numpy_dtype
+from manyhosts.serve.tensors import BINARY, limits, numpy_dtype
 
 _STATUSES = {
     "400": "the body cannot be read",
@@ -29,13 +27,18 @@ def openapi(described: Description, *, most_samples: int, has_token: bool, prepr
     error = {"type": "object", "properties": {"error": {"type": "string"}}, "required": ["error"]}
     body = _samples("inputs", described.inputs, preprocesses)
     body["properties"]["inputs"] |= {"minItems": 1, "maxItems": most_samples}
-    answer = _samples("outputs", described.outputs, False)
     failures = {code: {"description": said, **_json(error)} for code, said in _STATUSES.items()}
     predict: dict[str, Any] = {
         "operationId": "predict",
         "summary": "What the model answers for each sample",
         "requestBody": {"required": True, **_json(body)},
-        "responses": {"200": {"description": "one output for each sample", **_json(answer)}, **failures},
+        "responses": {
+            "200": {
+                "description": "one output for each sample",
+                **_json(_samples("outputs", described.outputs, False)),
+            },
+            **failures,
+        },
     }
     predict["requestBody"]["content"][BINARY] = {"schema": {"type": "string", "format": "binary"}}
     paths: dict[str, Any] = {"/predict": {"post": predict}}
@@ -88,8 +91,7 @@ def _schema(spec: TensorSpec) -> dict[str, Any]:
     kind = {"b": "boolean", "i": "integer", "u": "integer", "f": "number"}[dtype.kind]
     schema: dict[str, Any] = {"type": kind}
     if kind != "boolean":
-        limits: Any = np.finfo(dtype) if kind == "number" else np.iinfo(dtype)
-        schema |= {"minimum": dtype.type(limits.min).item(), "maximum": dtype.type(limits.max).item()}
+        schema |= dict(zip(("minimum", "maximum"), limits(dtype), strict=True))
     for side in reversed(spec.shape):
         schema = {"type": "array", "items": schema}
         if side is not None:
@@ -104,7 +106,7 @@ def page(described: Description, description: Mapping[str, Any]) -> str:
         for kind, specs in (("in", described.inputs), ("out", described.outputs))
         for spec in specs
     )
-    title = html.escape(f"{description['info']['title']}, step {description['info']['version']}")
+    title = html.escape("{title}, step {version}".format(**description["info"]))
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><h1>{title}</h1>"
         f"<p><code>POST /predict</code> takes <code>{{&quot;inputs&quot;: [...]}}</code>, one entry for each sample, "

@@ -18,6 +18,8 @@ BINARY = "application/vnd.safetensors"
 _BF16 = {"bfloat16": "float32"}
 # By the names of the model's inputs or outputs, each of shape (samples, …)
 Arrays = dict[str, np.ndarray]
+# What was sent, by the kind of dtype that numpy gave it
+_WRONG = {"U": "words", "O": "mixed or too large values", "b": "booleans", "f": "fractions"}
 
 
 class Refused(Exception):
@@ -31,6 +33,12 @@ class Refused(Exception):
 def numpy_dtype(spec: TensorSpec) -> np.dtype[Any]:
     """The dtype in which a tensor travels."""
     return np.dtype(_BF16.get(spec.dtype, spec.dtype))
+
+
+def limits(dtype: np.dtype[Any]) -> tuple[Any, Any]:
+    """The least and the largest number of a dtype of numbers."""
+    found: Any = np.finfo(dtype) if dtype.kind == "f" else np.iinfo(dtype)
+    return dtype.type(found.min).item(), dtype.type(found.max).item()
 
 
 def parsed(body: bytes) -> Any:
@@ -78,15 +86,16 @@ def _array(column: list[Any], spec: TensorSpec) -> np.ndarray:
     dtype = numpy_dtype(spec)
     try:
         array = np.array(column)
-    except (ValueError, RecursionError, OverflowError) as cause:
+        if dtype.kind == "f" and array.dtype.kind == "O" and all(type(each) in (int, float) for each in array.flat):
+            array = array.astype(np.float64)  # whole numbers of more than 64 bits
+    except OverflowError as cause:
+        raise Refused(422, f"{spec.name}: a value does not fit into {spec.dtype}") from cause
+    except (ValueError, RecursionError) as cause:
         raise Refused(422, f"{spec.name}: the samples differ in shape, and each must be {_sides(spec)}") from cause
-    if dtype.kind == "f" and array.dtype.kind == "O" and all(type(each) in (int, float) for each in array.flat):
-        array = array.astype(np.float64)  # whole numbers of more than 64 bits
     fits = {"b": "b", "i": "iu", "u": "iu", "f": "iuf"}.get(dtype.kind, "")
     if array.dtype.kind not in fits:
-        found = {"U": "words", "O": "mixed or too large values", "b": "booleans", "f": "fractions"}
-        said = found.get(array.dtype.kind, array.dtype.name)
-        raise Refused(422, f"{spec.name}: {said} were sent, and the model takes {spec.dtype}")
+        sent = _WRONG.get(array.dtype.kind, array.dtype.name)
+        raise Refused(422, f"{spec.name}: {sent} were sent, and the model takes {spec.dtype}")
     return _checked(array, spec)
 
 
@@ -102,14 +111,13 @@ def _checked(array: np.ndarray, spec: TensorSpec) -> np.ndarray:
     if not array.size:
         raise Refused(422, f"{spec.name}: there are no numbers in it")
     dtype = numpy_dtype(spec)
-    if dtype.kind in "iu" and array.dtype != dtype:
-        limits = np.iinfo(dtype)
-        if int(array.min()) < limits.min or int(array.max()) > limits.max:
+    if array.dtype != dtype:
+        least, most = limits(dtype)
+        if not least <= array.min().item() <= array.max().item() <= most:
             raise Refused(422, f"{spec.name}: a value does not fit into {spec.dtype}")
-    with np.errstate(over="ignore"):
-        array = np.ascontiguousarray(array, dtype)
+    array = np.ascontiguousarray(array, dtype)
     if dtype.kind == "f" and not np.isfinite(array).all():
-        raise Refused(422, f"{spec.name}: a value is infinite, not a number, or too large for {spec.dtype}")
+        raise Refused(422, f"{spec.name}: a value is infinite or not a number")
     return array
 
 

@@ -209,6 +209,5 @@ class Workers:
 
 def _free_port() -> int:
     """One where nobody listens now: the processes meet there."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as free:
         return int(free.getsockname()[1])

@@ -71,11 +71,12 @@ def report(epochs: int) -> None:
         for arm, values in spread.items()
     )
     loads = sorted(line["load"] for line in lines if line["load"] is not None)
+    load = f"load {loads[0]} to {loads[-1]} of 2 cores where it was noted" if loads else "load not noted"
     count = next(iter(both.values()))["tune"]["trials"]
     REPORT.write_text(
         "# What a search finds, against random settings\n\n"
         "Written by `python benchmarks/tuning.py`; its first lines say what is compared, and how.\n\n"
-        f"{origins(lines, 'searches')}, load {loads[0]} to {loads[-1]} of 2 cores where it was noted. "
+        f"{origins(lines, 'searches')}, {load}. "
         f"{describe(Path(sys.executable), ['torch', 'manyhosts', 'optuna']).partition('Recorded')[0].strip()}\n"
         f"{count} trials a search, {epochs} epochs each, n = {len(both)} seeds.\n\n"
         f"**At least as good as random in {wins} of {len(both)} seeds.** Least loss, median (lowest - highest) "

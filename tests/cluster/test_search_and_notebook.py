@@ -1,4 +1,4 @@
-"""Searches and functions of a notebook on hosts that ssh reaches: trials at once on disjoint hosts, results brought back."""
+"""Searches and functions of a notebook on hosts that ssh reaches: trials at once on disjoint hosts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
 from launching import MANYHOSTS, write_script
 
 from manyhosts.lab import Lab
@@ -45,6 +46,7 @@ def test_function_runs_on_the_hosts_that_are_named_and_its_result_comes_back(fou
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("where-")] == []
 
 
+@pytest.mark.slow
 def test_trials_run_at_once_on_disjoint_hosts(four: Lab, tmp_path: Path) -> None:
     write_script(tmp_path, TUNED)
     words = ["--hosts", "lab1,lab2,lab3,lab4", "--nodes", "2", "--search", "lr=0.5,0.1", "--sampler", "grid"]

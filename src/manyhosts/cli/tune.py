@@ -125,6 +125,10 @@ def _asked(script: str, words: dict[str, Any]) -> Asked:
         if words[option] is not None and words[option] < 1:
             name = "--" + option.replace("_", "-")
             raise ConfigError(f"{name} is {words[option]}", where=name, fix="give 1 or more")
+    limits = ("--budget", "--trials")
+    if not any(words[name[2:]] for name in limits) and (behind := set(limits) & set(words["arguments"])):
+        what = f"{min(behind)} is behind {script}, and so is an argument of the script"
+        raise ConfigError(what, where=shlex.join([script, *words["arguments"]]), fix=f"write it before {script}")
     parameters = search.parse(words["searched"])
     settings = overrides.parse(words["settings"])
     for key, value in settings.items():

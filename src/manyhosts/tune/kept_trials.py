@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
+import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,8 @@ class KeptTrials:
             LaunchError: Optuna is not installed.
         """
         self.asked, self.folder = asked, folder
-        self.states = storage.library().trial.TrialState
+        self.optuna = storage.library()
+        self.states = self.optuna.trial.TrialState
         self.study = storage.open_study(
             folder, asked.storage, asked.name, maximise=asked.maximise, sampler=asked.sampler, pruner=asked.pruner,
             seed=asked.seed,
@@ -69,11 +72,39 @@ class KeptTrials:
         sign = 1 if self.asked.maximise else -1
         return max(valued, key=lambda each: sign * each.user_attrs["best"], default=None)
 
+    def importance(self) -> dict[str, float]:
+        """How much the value depends on each parameter, by Optuna's PED-ANOVA; empty where trials do not say it."""
+        evaluator = self.optuna.importance.PedAnovaImportanceEvaluator()
+        # Of too few trials that have a parameter in common it says an error, or warns and calls all of them equal.
+        with contextlib.suppress(RuntimeError, ValueError, UserWarning), warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            return dict(self.optuna.importance.get_param_importances(self.study, evaluator=evaluator))
+        return {}
+
     def seconds(self, *, without: Iterable[int]) -> float:
         """Spent on all but the trials with these numbers, and on a range test."""
         own = set(without)
         spent = sum(float(each.user_attrs.get("seconds", 0.0)) for each in self.all() if each.number not in own)
         return spent + float(self.attribute("range test seconds", 0.0))
+
+    def whole_s(self) -> list[float]:
+        """How long each took that ran to its end, rising."""
+        done = [each.user_attrs for each in self.all() if each.user_attrs.get("status") == "completed"]
+        return sorted(each["seconds"] + each.get("before", 0.0) for each in done)
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """As `tune.json` lists them."""
+        return [
+            {
+                "number": each.number,
+                "settings": dict(each.params),
+                "status": "running" if each.state.name == "RUNNING" else each.user_attrs.get("status", "failed"),
+                "value": each.user_attrs.get("best"),
+                "seconds": each.user_attrs.get("seconds", 0.0),
+            }
+            for each in self.all()
+            if each.state.name != "WAITING"
+        ]
 
     def take_over(self, signals: Signals) -> None:
         """Trials that a search in this folder left: their runs are waited for, and are resumed."""

@@ -23,7 +23,7 @@ from manyhosts.records import metrics, run_lock
 from manyhosts.records.follower import Follower
 from manyhosts.records.whole_file import write_json_whole
 from manyhosts.trials.runs import LOOK_S, Place, Signals, Trial
-from manyhosts.tune import rates, search, storage
+from manyhosts.tune import range_test, search, storage
 from manyhosts.tune.asked import Asked, Slot
 from manyhosts.tune.budget import LEVELS, Alarm, Spent
 from manyhosts.tune.kept_trials import RUNS, KeptTrials
@@ -72,6 +72,7 @@ class Tuner:
         self._sessions = float(self.kept.attribute("seconds", {}).get(str(folder), 0.0))
         self._began = self._beaten = time.monotonic()
         self._stop_s = _STOP_S
+        self.importance: dict[str, float] = {}
         self._others_s = 0.0
         """Spent on trials that are not under way here."""
         self._count()
@@ -89,13 +90,14 @@ class Tuner:
             with Signals() as signals:
                 self.kept.take_over(signals)
                 self._count()
-                self.parameters = rates.with_rates(self.kept, partial(self._test_rates, signals), self.say)
+                self.parameters = range_test.with_rates(self.kept, partial(self._test_rates, signals), self.say)
                 self._count()
                 if self.asked.sampler == "grid":
                     self.kept.enqueue_grid(self.parameters)
                 self._search(signals)
         finally:
             self.alarm.close()
+            self.importance = self.kept.importance()
             self.write()
             if lock is not None:
                 lock.release()
@@ -164,12 +166,7 @@ class Tuner:
 
     def estimate(self) -> float | None:
         """What a trial is reckoned to take that nobody stops, in seconds; None: nothing is known yet."""
-        done = sorted(
-            each.user_attrs["seconds"] + each.user_attrs.get("before", 0.0)
-            for each in self.kept.all()
-            if each.user_attrs.get("status") == "completed"
-        )
-        if done:
+        if done := self.kept.whole_s():
             return float(done[min(len(done) - 1, int(_SAFE * len(done)))])
         running = [
             (each.before + each.run.seconds) * each.steps[1] / each.steps[0] for each in self.under_way if each.steps[0]
@@ -303,9 +300,13 @@ class Tuner:
         self.kept.study.tell(each.trial, best if status == "completed" else None, state=state)
         self._count()
         self.write()
-        shown = ", ".join(f"{key}={_short(value)}" for key, value in each.trial.params.items())
+        shown = ", ".join(
+            f"{key}={value:.3g}" if isinstance(value, float) else f"{key}={value}"
+            for key, value in each.trial.params.items()
+        )
         value = "" if best is None else f", {self.asked.metric} {best:.4g}"
-        self.say(f"trial {each.trial.number}: {shown}: {status}{value}, {each.run.seconds:.0f} s" + _indented(reason))
+        why = "".join(f"\n  {line}" for line in reason.splitlines())
+        self.say(f"trial {each.trial.number}: {shown}: {status}{value}, {each.run.seconds:.0f} s{why}")
         self._see_that_some_succeed()
 
     def _see_that_some_succeed(self) -> None:
@@ -369,6 +370,7 @@ class Tuner:
         asked = {
             "schema_version": SCHEMA_VERSION, **self.asked.in_common(), "maximise": self.asked.maximise,
             "sampler": self.asked.sampler, "pruner": self.asked.pruner, "parameters": names, "reason": self.reason,
+            "importance": self.importance,
         }  # fmt: skip
         write_json_whole(self.folder / ASKED, asked)
 
@@ -377,17 +379,7 @@ class Tuner:
         best = self.kept.best()
         return {
             "schema_version": SCHEMA_VERSION,
-            "trials": [
-                {
-                    "number": each.number,
-                    "settings": dict(each.params),
-                    "status": "running" if each.state.name == "RUNNING" else each.user_attrs.get("status", "failed"),
-                    "value": each.user_attrs.get("best"),
-                    "seconds": each.user_attrs.get("seconds", 0.0),
-                }
-                for each in self.kept.all()
-                if each.state.name != "WAITING"
-            ],
+            "trials": self.kept.to_json(),
             "best": None
             if best is None
             else {
@@ -404,13 +396,5 @@ class Tuner:
     def _line(self) -> str:
         done, best = len(self.kept.ended()), self.kept.best()
         value = "" if best is None else f", best {self.asked.metric} {best.user_attrs['best']:.4g}"
-        share = self.asked.budget.share(self.spent(), done)
-        return f"{done} trials done, {len(self.under_way)} under way{value}, {share:.0%} of the budget"
-
-
-def _short(value: search.Value) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
-def _indented(text: str) -> str:
-    return "".join(f"\n  {line}" for line in text.splitlines())
+        spent = f"{self.asked.budget.share(self.spent(), done):.0%} of the budget"
+        return f"{done} trials done, {len(self.under_way)} under way{value}, {spent}"

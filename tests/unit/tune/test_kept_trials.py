@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import sklearn.ensemble  # noqa: F401  # as Optuna does; it sets variables
 
 from manyhosts.errors import ConfigError
 from manyhosts.tune import search, storage

@@ -71,13 +71,15 @@ def report(epochs: int) -> None:
         for arm, values in spread.items()
     )
     loads = sorted(line["load"] for line in lines if line["load"] is not None)
-    load = f"load {loads[0]} to {loads[-1]} of 2 cores where it was noted" if loads else "load not noted"
+    load = f"load {loads[-1]} of 2 cores at most, where it was noted" if loads else "its load was not noted"
+    versions = describe(Path(sys.executable), ["torch", "manyhosts", "optuna"])
+    versions = versions[versions.index("Python") : versions.index(" Recorded")]
     count = next(iter(both.values()))["tune"]["trials"]
     REPORT.write_text(
         "# What a search finds, against random settings\n\n"
         "Written by `python benchmarks/tuning.py`; its first lines say what is compared, and how.\n\n"
         f"{origins(lines, 'searches')}, {load}. "
-        f"{describe(Path(sys.executable), ['torch', 'manyhosts', 'optuna']).partition('Recorded')[0].strip()}\n"
+        f"Versions: {versions}\n"
         f"{count} trials a search, {epochs} epochs each, n = {len(both)} seeds.\n\n"
         f"**At least as good as random in {wins} of {len(both)} seeds.** Least loss, median (lowest - highest) "
         f"over the seeds: {words}.\n\n"

@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from machine import describe
+from machine import describe, origin, origins
 
 REPORT = Path(__file__).with_suffix(".md")
 LINES = Path(__file__).with_suffix(".jsonl")
@@ -44,7 +44,7 @@ def search(arm: str, seed: int, trials: int, epochs: int) -> dict[str, Any]:
     return {
         "seed": seed, "arm": arm, "best": found["best"]["value"], "settings": found["best"]["settings"],
         "trials": len(statuses), "pruned": statuses.count("pruned"), "failed": statuses.count("failed"),
-        **found["spent"],
+        **found["spent"], "load": round(os.getloadavg()[0], 1), "recorded": origin(),
     }  # fmt: skip
 
 
@@ -70,11 +70,16 @@ def report(epochs: int) -> None:
         f"{arm}: median {statistics.median(values):.4f} ({values[0]:.4f} - {values[-1]:.4f})"
         for arm, values in spread.items()
     )
+    loads = sorted(line["load"] for line in lines if line["load"] is not None)
+    load = f"load {loads[-1]} of 2 cores at most, where it was noted" if loads else "its load was not noted"
+    versions = describe(Path(sys.executable), ["torch", "manyhosts", "optuna"])
+    versions = versions[versions.index("Python") : versions.index(" Recorded")]
     count = next(iter(both.values()))["tune"]["trials"]
     REPORT.write_text(
         "# What a search finds, against random settings\n\n"
         "Written by `python benchmarks/tuning.py`; its first lines say what is compared, and how.\n\n"
-        f"{describe(Path(sys.executable), ['torch', 'manyhosts', 'optuna'])}\n"
+        f"{origins(lines, 'searches')}, {load}. "
+        f"Versions: {versions}\n"
         f"{count} trials a search, {epochs} epochs each, n = {len(both)} seeds.\n\n"
         f"**At least as good as random in {wins} of {len(both)} seeds.** Least loss, median (lowest - highest) "
         f"over the seeds: {words}.\n\n"

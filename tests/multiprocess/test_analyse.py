@@ -150,6 +150,15 @@ def test_no_difference_is_found_between_two_seeds_and_one_to_a_crippled_model(ru
     assert other["verdict"].startswith("crippled is worse: accuracy departs by -0.")
 
 
+def test_folder_that_is_not_there_or_holds_no_run_is_refused_before_any_worker_starts(tmp_path: Path) -> None:
+    (tmp_path / "search").mkdir()
+    for words, said in ((["none"], "there is no such folder"), (["search"], "there is no run.json in this folder")):
+        done = manyhosts(tmp_path, "analyse", *words)
+        assert done.returncode == 2
+        assert said in done.stderr
+        assert "workers" not in done.stderr
+
+
 def test_data_that_the_script_does_not_have_is_refused(runs: Path) -> None:
     done = manyhosts(runs, "analyse", "--data", "validation", "good")
     assert done.returncode == 2

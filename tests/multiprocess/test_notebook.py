@@ -105,9 +105,10 @@ def test_cells_train_on_two_workers_fail_once_and_end_cleanly_when_interrupted(n
     with pytest.raises(CellExecutionError):
         notebook(FAIL)
     outputs = list(notebook.book.cells[-1].outputs)
-    assert text_of(outputs).count("no such thing") == 1, text_of(outputs)
+    assert text_of(outputs).count("ValueError: no such thing") == 1, text_of(outputs)
     [error] = [each for each in outputs if each.output_type == "error"]
     assert "rank 1" in "".join(error.traceback)
+    assert '    raise ValueError("no such thing")' in error.traceback, "the line of the cell is shown"
     assert "/manyhosts/" not in "".join(error.traceback), "our own stack helps nobody"
 
     pids: list[int] = []

@@ -15,6 +15,7 @@ import numpy as np
 
 from manyhosts.analysis import statistics
 from manyhosts.errors import ConfigError
+from manyhosts.launchers import extras
 from manyhosts.records import provenance
 from manyhosts.records.numbers import to_words
 from manyhosts.records.whole_file import read_json, write_json_whole
@@ -51,8 +52,9 @@ def analyse(run_dir: Path, request: Request, *, to: Path, command: Sequence[str]
 
     Raises:
         Failed: the workers have said why.
+        LaunchError: scikit-learn is not installed.
     """
-    statistics.see_that_installed()
+    extras.load("sklearn", what="scikit-learn, which does the statistics,", package="scikit-learn")
     asked = {**asdict(request), "slices": list(request.slices), "run": str(run_dir), "to": str(to)}
     with tempfile.TemporaryDirectory(prefix="manyhosts-") as scratch:
         file = Path(scratch, "request.json")

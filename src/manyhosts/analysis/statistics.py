@@ -5,14 +5,11 @@ Arrays have a row for each sample, in the dataset's order. Intervals hold 95 %: 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-
-from manyhosts.errors import ConfigError
 
 Array = NDArray[Any]
 Kind = Literal["classes", "numbers", "other"]
@@ -20,19 +17,6 @@ LEVEL = 0.05
 _BINS = 10
 _FEWEST_RESAMPLES, _MOST_DRAWS = 200, 50_000_000
 _PERCENT = (100 * LEVEL / 2, 100 - 100 * LEVEL / 2)
-
-
-def see_that_installed() -> None:
-    """See that scikit-learn is here, which brings SciPy.
-
-    Raises:
-        ConfigError: it is not.
-    """
-    try:
-        import sklearn  # noqa: F401
-    except ImportError as cause:
-        fix = f"{sys.executable} -m pip install scikit-learn"
-        raise ConfigError("scikit-learn is not installed here", where=sys.executable, fix=fix) from cause
 
 
 def kind_of(outputs: Array, targets: Array) -> Kind:

@@ -15,6 +15,7 @@ import click
 from manyhosts.cli.columns import print_columns
 from manyhosts.errors import ConfigError
 from manyhosts.launchers.named_runs import directory_of
+from manyhosts.records.chosen_run import run_directory
 
 _MANYHOSTS = (sys.executable, "-P", "-m", "manyhosts.cli.main")
 
@@ -47,6 +48,8 @@ def analyse(runs: tuple[str, ...], as_json: bool, trace: bool, workers: int, **a
     if len(runs) > 2:
         raise ConfigError(f"{len(runs)} runs are named", where="RUN", fix="name one, or two to compare")
     (folder, snapshot), *others = [_named(word, asked["snapshot"]) for word in runs]
+    for directory in (folder, *(other for other, _ in others)):
+        run_directory(directory)
     request = analysing.Request(**{**asked, "snapshot": snapshot})
     try:
         found = analysing.analyse(folder, request, to=folder, command=_MANYHOSTS, workers=workers)

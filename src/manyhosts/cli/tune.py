@@ -20,7 +20,8 @@ from manyhosts.launchers.launcher import LAUNCHERS
 from manyhosts.records.run_directory import check_is_folder
 
 if TYPE_CHECKING:
-    from manyhosts.tune.tuner import Asked, Slot, Tuner
+    from manyhosts.tune.asked import Asked, Slot
+    from manyhosts.tune.tuner import Tuner
 
 _INTERRUPTED = 130
 _PROGRAM = (sys.executable, "-m", "manyhosts.cli.main")
@@ -92,7 +93,7 @@ def tune(script: str, as_json: bool, dry_run: bool, **words: Any) -> int:
         print((folder / NAME).read_text(), end="")
     else:
         _print(tuner)
-    return 0 if tuner.best() is not None else 1
+    return 0 if tuner.kept.best() is not None else 1
 
 
 def _print(tuner: Tuner) -> None:
@@ -114,7 +115,7 @@ def _asked(script: str, words: dict[str, Any]) -> Asked:
         ConfigError: they contradict each other, or cannot be read.
     """
     from manyhosts.tune import budget, search, storage
-    from manyhosts.tune.tuner import Asked
+    from manyhosts.tune.asked import Asked
 
     for option, known in (("sampler", storage.SAMPLERS), ("pruner", storage.PRUNERS)):
         if words[option] not in known:
@@ -124,6 +125,10 @@ def _asked(script: str, words: dict[str, Any]) -> Asked:
         if words[option] is not None and words[option] < 1:
             name = "--" + option.replace("_", "-")
             raise ConfigError(f"{name} is {words[option]}", where=name, fix="give 1 or more")
+    limits = ("--budget", "--trials")
+    if not any(words[name[2:]] for name in limits) and (behind := set(limits) & set(words["arguments"])):
+        what = f"{min(behind)} is behind {script}, and so is an argument of the script"
+        raise ConfigError(what, where=shlex.join([script, *words["arguments"]]), fix=f"write it before {script}")
     parameters = search.parse(words["searched"])
     settings = overrides.parse(words["settings"])
     for key, value in settings.items():
@@ -164,7 +169,7 @@ def _asked(script: str, words: dict[str, Any]) -> Asked:
 def _slots(words: dict[str, Any], hosts: tuple[str, ...]) -> tuple[tuple[Slot, ...], int, bool]:
     """Where trials run at once, on disjoint hosts or workers; workers on each host; whether that is this machine."""
     from manyhosts.control.agent import host_state
-    from manyhosts.tune.tuner import Slot
+    from manyhosts.tune.asked import Slot
 
     nodes, each, at_once = words["nodes"] or 1, words["workers_per_node"], words["at_once"]
     variables_of(words["env"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import linecache
+import re
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -82,4 +84,17 @@ def _own_frames(lines: list[str]) -> list[str]:
     if not ours:
         return lines
     following = [number for number in frames if number > ours[-1]]
-    return [lines[0], *lines[following[0] :]] if following else lines
+    shown: list[str] = []
+    for line in [lines[0], *lines[following[0] :]] if following else lines:
+        if shown:
+            shown += _source(shown[-1], line)
+        shown.append(line)
+    return shown
+
+
+def _source(frame: str, following: str) -> list[str]:
+    """The line that `frame` names, where the worker could not show it: the text of a cell is known here alone."""
+    found = re.match(r'  File "(.*)", line (\d+)', frame)
+    if found is None or following.startswith("    "):
+        return []
+    return [f"    {line}" for line in [linecache.getline(found[1], int(found[2])).strip()] if line]

@@ -65,7 +65,8 @@ class Budget:
         if "money" in limits and not priced:
             fix = "say what a worker costs: --price 0.53/worker-hour, or --price CATALOG:NAME"
             raise ConfigError("the budget is in money, and no price is given", where="--budget", fix=fix)
-        return cls(text=text or f"{trials} trials", **limits)
+        said = [*([text] if text else []), *([] if trials is None else [f"{trials} trials"])]
+        return cls(text=" or ".join(said), **limits)
 
     def share(self, spent: Spent, trials: int) -> float:
         """How much of it is gone, of the limit that is nearest: 1 is all."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from typing import Any
 
+from manyhosts.training.telemetry import watching
 from manyhosts.tune.range_test import rate_of
 
 
@@ -12,19 +13,14 @@ def begin() -> None:
     """Have every step seen."""
     if multiprocessing.parent_process() is not None:
         return  # a process that the script has started
-    from manyhosts.training.telemetry import watching
-
     watching.watcher = Rising()
 
 
-class Rising:
+class Rising(watching.Watcher):
     """A watcher: of several groups of parameters each has the same rate, whatever the script's schedule says."""
 
     parts: Any = None
     step = 0
-
-    def made(self, model: Any) -> None:
-        """Nothing to do."""
 
     def fits(self, validation: Any, listeners: Any) -> Any:
         """The run is recorded like others."""
@@ -39,9 +35,6 @@ class Rising:
         for group in self.parts.optimizer.param_groups:
             group["lr"] = rate_of(self.step)
         return step
-
-    def differentiates(self, outcome: Any) -> None:
-        """Nothing to do."""
 
     def steps(self, step: int) -> None:
         """The next one is another."""

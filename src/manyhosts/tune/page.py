@@ -8,18 +8,14 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from manyhosts.errors import LaunchError
 from manyhosts.records.whole_file import read_json
 from manyhosts.report import curves
 from manyhosts.report.page import Section, as_typed, page, pairs, paragraphs, table
-from manyhosts.tune import storage
 from manyhosts.tune.budget import Spent, in_words
 from manyhosts.tune.search import Parameter
 from manyhosts.tune.tuner import ASKED, NAME, SCHEMA_VERSION
 
 _WIDTH, _HEIGHT, _TOP, _SIDE = 900, 320, 40, 70
-_FEWEST = 4
-"""Trials without which nothing can be said about what mattered."""
 
 
 def search_page(folder: Path) -> str:
@@ -45,7 +41,7 @@ def search_page(folder: Path) -> str:
     if valued:
         sections += [
             Section("History", curves.grid([_history(valued, metric, maximise=maximise)])),
-            Section("What mattered", _importance(valued, parameters, maximise=maximise)),
+            Section("What mattered", _importance(asked.get("importance", {}))),
             Section("Parallel coordinates", _parallel(valued, parameters, metric, maximise=maximise)),
         ]
     sections += [
@@ -65,20 +61,10 @@ def _history(trials: Sequence[Mapping[str, Any]], metric: str, *, maximise: bool
     return curves.figure(f"{metric} by trial", drawn, x="trial", y=metric, whole_x=True)
 
 
-def _importance(trials: list[dict[str, Any]], parameters: tuple[Parameter, ...], *, maximise: bool) -> str:
-    """Which parameters the value depends on, by Optuna's analysis (PED-ANOVA)."""
-    if len(trials) < _FEWEST:
-        return paragraphs([f"It takes {_FEWEST} trials with a value to say it."])
-    try:
-        optuna = storage.library()
-        study = storage.in_memory(trials, parameters, maximise=maximise)
-        found = optuna.importance.get_param_importances(
-            study, evaluator=optuna.importance.PedAnovaImportanceEvaluator()
-        )
-    except LaunchError as error:
-        return paragraphs([f"{error.what}: {error.fix}"])
-    except (RuntimeError, ValueError) as error:  # too few trials have a parameter in common
-        return paragraphs([f"It cannot be said: {error}"])
+def _importance(found: Mapping[str, float]) -> str:
+    """Which parameters the value depends on."""
+    if not found:
+        return paragraphs(["It is said when a search has ended, of enough completed trials."])
     return table([["parameter", "share"], *([name, f"{share:.0%}"] for name, share in found.items())], kind="named")
 
 

@@ -57,7 +57,11 @@ class Parameter:
         if not sign or not name or not spec or (condition and not all(condition)):
             raise ConfigError(f"cannot read {text!r}", where="--search", fix=_FORMS)
         if not name.startswith("--"):
-            overrides.check_keys([name])
+            try:
+                overrides.check_keys([name])
+            except ConfigError as error:
+                fix = f"a flag of the script is written with its dashes: --search --{name}=…; {error.fix}"
+                raise ConfigError(error.what, where=f"--search {name}", fix=fix) from error
         kind, colon, numbers = spec.partition(":")
         if spec == "auto" and name == "lr":
             return cls(name=name, kind="auto", condition=condition)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 import warnings
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 from manyhosts.errors import ConfigError
 from manyhosts.launchers import extras
-from manyhosts.tune.search import Parameter
 
 SAMPLERS = ("tpe", "cmaes", "random", "grid")
 PRUNERS = ("median", "hyperband", "none")
@@ -79,29 +77,6 @@ def _sampler(optuna: Any, name: str, seed: int) -> Any:
         extras.load("cmaes", what="cmaes, which the sampler CMA-ES needs,", package="cmaes")
         return optuna.samplers.CmaEsSampler(seed=seed, warn_independent_sampling=False)
     return optuna.samplers.RandomSampler(seed=seed)
-
-
-def in_memory(lines: list[dict[str, Any]], parameters: tuple[Parameter, ...], *, maximise: bool) -> Any:
-    """A study that holds the trials of `tune.json` which have a value: for what Optuna reckons from them."""
-    optuna = library()
-    kinds = optuna.distributions
-    study = optuna.create_study(direction="maximize" if maximise else "minimize")
-    ranges = {
-        each.name: kinds.CategoricalDistribution(each.choices)
-        if each.kind == "choice"
-        else kinds.IntDistribution(int(each.low), int(each.high), log=each.kind == "intlog")
-        if each.kind.startswith("int")
-        else kinds.FloatDistribution(each.low, each.high, log=each.kind == "log")
-        for each in parameters
-    }
-    for line in lines:
-        if line["value"] is None:
-            continue
-        used = {name: ranges[name] for name in line["settings"] if name in ranges}
-        params = {name: line["settings"][name] for name in used}
-        with contextlib.suppress(ValueError):  # a range was other before
-            study.add_trial(optuna.trial.create_trial(params=params, distributions=used, value=line["value"]))
-    return study
 
 
 class Heartbeats:

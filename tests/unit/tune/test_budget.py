@@ -38,6 +38,11 @@ def test_what_is_no_budget_is_refused(text: str | None, said: str) -> None:
         Budget.parse(text, None, priced=False)
 
 
+def test_a_limit_of_trials_is_named_beside_the_others() -> None:
+    assert Budget.parse("1h or $5", 5, priced=True).text == "1h or $5 or 5 trials"
+    assert Budget.parse(None, 5, priced=False).text == "5 trials"
+
+
 def test_the_nearest_limit_counts() -> None:
     found = Budget.parse("100 s or 60 worker-s or $1", None, priced=True)
     spent = Spent(seconds=20, worker_seconds=30, money=0.1)

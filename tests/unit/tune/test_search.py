@@ -35,6 +35,7 @@ def test_every_kind_of_range_is_read() -> None:
         (["lr=log:a:1"], "cannot read"),
         (["--width=int:1.5:4"], "whole numbers"),
         (["lr=0.1"], "nothing to choose"),
+        (["width=3,4"], "a flag of the script is written with its dashes: --search --width=…"),
         (["lrr=log:1:2"], "no setting named 'lrr'"),
         (["batch_size=float:1:2"], "not a whole number"),
         (["lr=0.1,0.2", "lr=0.3,0.4"], "twice"),

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from manyhosts.config.pipelined import Pipeline
-from manyhosts.config.tensor_cut import Tensor
 from manyhosts.config.strategies import BY_NAME, Strategy
+from manyhosts.config.tensor_cut import Tensor
 from manyhosts.planner import calibrate
 from manyhosts.planner.calibrate import Calibration
 from manyhosts.planner.catalog import Machines

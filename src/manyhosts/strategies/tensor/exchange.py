@@ -43,8 +43,9 @@ class Exchange:
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over the workers, in new memory. Numbers of 16 bits are added in fp32."""
         self.check()
-        wide = tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.clone()
-        return self.workers.all_reduce(wide.contiguous()).to(tensor.dtype)
+        wide = torch.float32 if tensor.dtype.itemsize == 2 else tensor.dtype
+        own = tensor.to(wide, copy=True, memory_format=torch.contiguous_format)
+        return self.workers.all_reduce(own).to(tensor.dtype)
 
     def put_together(self, part: Tensor, total: int) -> Tensor:
         """Parts of the last dim, of all workers, as one tensor whose last dim is `total`."""
@@ -52,12 +53,12 @@ class Exchange:
         longest = math.ceil(total / self.workers.size)
         padded = part.new_zeros((*part.shape[:-1], longest))
         padded[..., : part.shape[-1]] = part
-        rows = self.workers.stack(padded)
-        return torch.cat([*rows], dim=-1)[..., :total].contiguous()  # only the last parts may be shorter
+        whole = torch.cat([*self.workers.stack(padded)], dim=-1)
+        return whole if whole.shape[-1] == total else whole[..., :total].clone()  # only the last parts are shorter
 
     def take(self, whole: Tensor) -> Tensor:
         """This worker's part of the last dim."""
-        return whole.narrow(-1, *self.bounds(whole.shape[-1])).contiguous()
+        return whole.narrow(-1, *self.bounds(whole.shape[-1])).clone(memory_format=torch.contiguous_format)
 
 
 def part_of(total: int, workers: int, rank: int) -> tuple[int, int]:

@@ -74,43 +74,43 @@ def _local(parameter: Any) -> Any:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def _column(module: nn.Linear, exchange: Exchange, given: Tensor, *, is_gathered: bool) -> Tensor:
-    part = functional.linear(shared(given, exchange), _local(module.weight), _local(module.bias))
+def _column(module: nn.Linear, exchange: Exchange, input: Tensor, *, is_gathered: bool) -> Tensor:
+    part = functional.linear(shared(input, exchange), _local(module.weight), _local(module.bias))
     return gathered(part, exchange, module.out_features) if is_gathered else part
 
 
-def _row(module: nn.Linear, exchange: Exchange, given: Tensor) -> Tensor:
-    if given.shape[-1] == module.in_features:
-        given = taken(given, exchange)
-    out = summed(functional.linear(given, _local(module.weight)), exchange)
+def _row(module: nn.Linear, exchange: Exchange, input: Tensor) -> Tensor:
+    if input.shape[-1] == module.in_features:
+        input = taken(input, exchange)
+    out = summed(functional.linear(input, _local(module.weight)), exchange)
     return out if module.bias is None else out + module.bias.to(out.dtype)
 
 
-def _vocabulary(module: nn.Embedding, exchange: Exchange, given: Tensor) -> Tensor:
-    if bool(((given < 0) | (given >= module.num_embeddings)).any()):
+def _vocabulary(module: nn.Embedding, exchange: Exchange, input: Tensor) -> Tensor:
+    if bool(((input < 0) | (input >= module.num_embeddings)).any()):
         raise IndexError(f"index out of range: the embedding has {module.num_embeddings} rows")
     begin, length = exchange.bounds(module.num_embeddings)
-    is_elsewhere = (given < begin) | (given >= begin + length)
+    is_elsewhere = (input < begin) | (input >= begin + length)
     padding = None if module.padding_idx is None else module.padding_idx - begin
     own = functional.embedding(
-        (given - begin).masked_fill(is_elsewhere, 0),
+        (input - begin).masked_fill(is_elsewhere, 0),
         _local(module.weight),
         padding if padding is not None and 0 <= padding < length else None,
     )
     return summed(own.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), exchange)
 
 
-def _dropout(module: nn.Dropout, exchange: Exchange, shape: tuple[int, ...], dims: list[int], given: Tensor) -> Tensor:
+def _dropout(module: nn.Dropout, exchange: Exchange, shape: tuple[int, ...], dims: list[int], input: Tensor) -> Tensor:
     """Draw for the whole tensor, as one process does, and take this worker's part of the mask.
 
     `shape`: of the input in the look, of which a trial sees a part and so learns in `dims` which dim is cut.
     """
     if not dims:
-        dims += [dim for dim, size in enumerate(shape) if given.shape[dim] != size]
+        dims += [dim for dim, size in enumerate(shape) if input.shape[dim] != size]
     [dim] = dims
     if not module.training:
-        return given
-    whole = [*given.shape]
+        return input
+    whole = [*input.shape]
     whole[dim] = shape[dim]
-    mask = functional.dropout(given.new_ones(whole), module.p, True)
-    return given * mask.narrow(dim, *exchange.bounds(shape[dim]))
+    mask = functional.dropout(input.new_ones(whole), module.p, True)
+    return input * mask.narrow(dim, *exchange.bounds(shape[dim]))

@@ -6,7 +6,6 @@ first ones give and on no other. Autograd says so: of the gradient of one part, 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,9 +29,11 @@ class _Call:
 
     name: str
     given: Tensor
+    before: Tensor
+    """The state of torch's generator before it."""
     made: Tensor | None = None
-    draws: tuple[Any, ...] | None = None
-    """The state of the generator before it, or, of a dropout, behind it."""
+    draws: Tensor | None = None
+    """The same behind it."""
     used: dict[str, None] = field(default_factory=dict)
     """Parameters that were used since, outside of layers."""
 
@@ -67,27 +68,21 @@ class _Look(TorchFunctionMode):
         hooks = []
         for name, module in self.layers.items():
 
-            def before(module: nn.Module, args: Any, name: str = name) -> None:
+            def before(module: nn.Module, args: Any, named: Any, name: str = name) -> None:
                 self.own = {id(each) for each in module.parameters()}
-                self.calls.append(_Call(name, args[0], draws=_generators()))
+                self.calls.append(_Call(name, next(iter((*args, *named.values()))), torch.get_rng_state()))
 
             def after(module: nn.Module, args: Any, made: Tensor) -> None:
                 self.own = set()
-                self.calls[-1].made = made
-                if type(module) is nn.Dropout:
-                    self.calls[-1].draws = _generators()
+                self.calls[-1].made, self.calls[-1].draws = made, torch.get_rng_state()
 
-            hooks += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+            hooks += [module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after)]
         try:
             with self:
                 yield
         finally:
             for hook in hooks:
                 hook.remove()
-
-
-def _generators() -> tuple[Any, ...]:
-    return (torch.get_rng_state().clone(),)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -119,8 +114,9 @@ def look(model: nn.Module, inputs: Any, workers: int) -> tuple[Plan, tuple[Group
 def _by_layers(model: nn.Module, seen: _Look, direct: set[str], workers: int) -> Plan:
     """Each layer that was called, has a part for each worker, and whose tensors nobody else uses."""
     called = dict.fromkeys(call.name for call in seen.calls)
-    ways, at = {}, {}
-    for name, module in model.named_modules(remove_duplicate=False):
+    ways: dict[str, str] = {}
+    at: dict[int, set[int]] = {}
+    for module in model.modules():
         for each in module._parameters.values():
             if each is not None:
                 at.setdefault(id(each), set()).add(id(module))
@@ -196,16 +192,22 @@ def _group(model: nn.Module, between: list[_Call], columns: list[_Call], row: _C
     """The group of these; None where random numbers are drawn between them otherwise than by an `nn.Dropout`."""
     dropouts = {}
     for call, following in zip(between, [*between[1:], row], strict=True):
-        is_dropout = type(model.get_submodule(call.name)) is nn.Dropout
-        if is_dropout:
+        if type(model.get_submodule(call.name)) is nn.Dropout:
             if counts.count(call.name) > 1:
                 return None
             dropouts[call.name] = tuple(call.given.shape)
-        assert call.draws is not None and following.draws is not None, "noted with each call"
-        before = following.draws if type(model.get_submodule(following.name)) is not nn.Dropout else None
-        if before is not None and not torch.equal(call.draws[0], before[0]):
+        assert call.draws is not None, "noted with each call"
+        if not torch.equal(call.draws, following.before):
             return None
     names = [call.name for call in columns]
-    owner = os.path.commonprefix([name.split(".")[:-1] for name in (*names, row.name)])
+    owner = _around([*names, row.name])
     inner = dict.fromkeys(name for call in between for name in call.used)
-    return Group(tuple(names), row.name, ".".join(owner), tuple(inner), dropouts)
+    return Group(tuple(names), row.name, owner, tuple(inner), dropouts)
+
+
+def _around(names: list[str]) -> str:
+    """The innermost module that holds all of `names`."""
+    owner = names[0].rpartition(".")[0]
+    while owner and not all(name.startswith(f"{owner}.") for name in names):
+        owner = owner.rpartition(".")[0]
+    return owner

@@ -91,6 +91,28 @@ def users_plan(model: nn.Module, ways: Mapping[str, str], workers: int) -> Plan:
     return Plan(found)
 
 
+_WORDS = {
+    "colwise": "column",
+    "rowwise": "row",
+    "colwise_gather_output": "gathered",
+    "colwise_rep": "gathered",
+    "embedding_rowwise": "vocabulary",
+}
+"""What `transformers` calls these ways."""
+
+
+def models_plan(model: nn.Module, plan: Plan) -> Plan | None:
+    """`plan` with what a model of `transformers` says itself of its layers; None where it says nothing."""
+    given = getattr(model, "tp_plan", None) or {}
+    own = {}
+    for name, way in plan.ways.items():
+        said = next((given[each] for each in given if fnmatchcase(name, each)), None)
+        fits = (_WORDS.get(str(said)) == "vocabulary") is (way == "vocabulary")
+        if said in _WORDS and fits:
+            own[name] = _WORDS[str(said)]
+    return Plan({**plan.ways, **own}) if own else None
+
+
 def check_cut(name: str, module: nn.Module, way: str, workers: int) -> None:
     """See that a layer can be cut in this way.
 

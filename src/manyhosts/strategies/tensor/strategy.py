@@ -28,7 +28,7 @@ from manyhosts.strategies.tally import Agreed, StepMetrics
 from manyhosts.strategies.tensor.exchange import Exchange
 from manyhosts.strategies.tensor.layers import cut
 from manyhosts.strategies.tensor.look import look
-from manyhosts.strategies.tensor.plan import Group, Plan, users_plan
+from manyhosts.strategies.tensor.plan import Group, Plan, models_plan, users_plan
 from manyhosts.strategies.tensor.proof import Passes, copied, tried, whole_passes
 from manyhosts.strategies.traits import TRAITS
 
@@ -126,6 +126,13 @@ class TensorParallel(CutModel):
 
         if ways:
             return self._users(plan, groups, model, wrong_with)
+        own = models_plan(model, plan)
+        for each in (
+            _variants(tuple(each for each in groups if _is_asked(each, own)), model, self.world.size) if own else ()
+        ):
+            if not wrong_with(candidate := own.with_groups(each)):
+                self.world.notes.append("layers are cut as the model says itself (tp_plan)")
+                return candidate
         if wrong := wrong_with(plan):
             raise _refusal(f"the model cannot be cut: {wrong}", fix=_NAME_SOME)
         for alike in _by_kind(groups, model):
@@ -147,8 +154,8 @@ class TensorParallel(CutModel):
         raise _refusal(
             f"cut by this plan the model does not compute what it does whole: {wrong}",
             where="Tensor(plan=…)",
-            fix="a layer cut as 'column' gives parts, which only one cut as 'row' takes, with nothing between them that "
-            "mixes features: set others to 'gathered'; or leave plan out",
+            fix="a layer cut as 'column' gives parts, which one cut as 'row' takes, with nothing between that mixes "
+            "them: set others to 'gathered'; or leave plan out",
         )
 
     def _tried(self, trial: nn.Module, plan: Plan, inputs: Any, wanted: Passes) -> str:
@@ -206,10 +213,11 @@ def _by_kind(groups: Sequence[Group], model: nn.Module) -> Iterator[tuple[Group,
 
 def _variants(groups: tuple[Group, ...], model: nn.Module, workers: int) -> Iterator[tuple[Group, ...]]:
     """The groups as they are; with numbers of heads divided by the workers; with those of features divided, too."""
-    yield groups
+    yield tuple(replace(group, dims={}) for group in groups)
     for names in (_HEADS, (*_HEADS, *_FEATURES)):
         found = tuple(
-            replace(group, divided=_dividable(model.get_submodule(group.owner), names, workers)) for group in groups
+            replace(group, dims={}, divided=_dividable(model.get_submodule(group.owner), names, workers))
+            for group in groups
         )
         if any(group.divided for group in found):
             yield found

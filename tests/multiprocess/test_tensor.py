@@ -37,4 +37,4 @@ def test_cut_layers_give_what_one_process_does(workers: int, alone: Any, tmp_pat
     cases = {name: replace(case, strategy="tensor") for name, case in {**CASES, **ROUNDED}.items()}
     for name, found in trained(workers, cases, tmp_path).items():
         assert len(found.norms) >= 3, name
-        assert_same(alone[name], found, relative=1e-5 if name in CASES else 2e-2)
+        assert_same(alone[name], found, relative=1e-5 if name in CASES else 5e-2)

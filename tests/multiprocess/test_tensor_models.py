@@ -28,7 +28,7 @@ class Attention(nn.Module):
         self.split, self.heads, self.of_head = split, heads, WIDTH // heads
         self.query, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.key, self.value = (nn.Linear(WIDTH, self.of_head * own_heads) for _ in range(2))
-        self.norm = nn.LayerNorm(self.of_head)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, self.of_head))
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ class Attention(nn.Module):
             layer(hidden).view(shape if layer is self.query or self.split == "number" else (*shape[:2], -1, shape[3]))
             for layer in (self.query, self.key, self.value)
         )
-        query, key, value = (each.transpose(1, 2) for each in (self.norm(query), key, value))
+        query, key, value = (each.transpose(1, 2) for each in (query * self.scale, key, value))
         key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
         shares = self.dropout((query @ key.transpose(2, 3) / self.of_head**0.5).softmax(-1))
         if self.split == "functional":
@@ -153,7 +153,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "heads by number": (lambda: Text(Attention("number")), "1 vocabulary, 3 column, 1 row, 1 gathered"),
     "grouped heads": (lambda: Text(Attention("rest", own_heads=2)), "1 vocabulary, 3 column, 1 row, 1 gathered"),
     "one head for keys": (lambda: Text(Attention("rest", own_heads=1)), "1 vocabulary, 5 gathered"),
-    "three heads": (lambda: Text(Attention("functional")), "1 vocabulary, 5 gathered"),
+    "drawn between": (lambda: Text(Attention("functional")), "1 vocabulary, 5 gathered"),
     "fused": (lambda: Text(Fused(), tied=True), "1 vocabulary, 3 gathered"),
     "gated": (lambda: Text(Gated(), Gated()), "1 vocabulary, 4 column, 2 row, 1 gathered"),
     "mixed": (lambda: Text(Mixed(), Gated()), "1 vocabulary, 2 column, 1 row, 5 gathered"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,16 +100,36 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 def look(model: nn.Module, inputs: Any, workers: int) -> tuple[Plan, tuple[Group, ...]]:
     """What can be cut layer by layer, and which groups may be used beside it; `model` is a copy that may be changed."""
-    seen, evaluated = _Look(model), _Look(model)
+    seen = _Look(model)
     for each in model.parameters():
         each.requires_grad_(each.is_floating_point())
     randomness.seed_compute(0, randomness.COMPUTE)
     with seen.watching(), torch.enable_grad():
         model.train()(inputs)
-    with evaluated.watching(), torch.no_grad():
-        model.eval()(inputs)  # other kernels may take a layer's weight then, and pass by the layer
-    plan = _by_layers(model, seen, seen.direct | evaluated.direct, workers)
+    # Other kernels may take a layer's weight then, and pass by the layer: nn.TransformerEncoderLayer has one.
+    passed = {call.name for call in seen.calls} - _called_in_evaluation(model, seen.layers, inputs)
+    direct = seen.direct | {seen.names[id(each)] for name in passed for each in model.get_submodule(name).parameters()}
+    plan = _by_layers(model, seen, direct, workers)
     return plan, tuple(_groups(model, seen, plan, workers))
+
+
+def _called_in_evaluation(model: nn.Module, layers: Mapping[str, nn.Module], inputs: Any) -> set[str]:
+    """Which of `layers` an evaluation calls. Hooks and modes would turn off the kernels in question."""
+    called = set[str]()
+
+    def noting(name: str, forward: Any, *args: Any, **named: Any) -> Any:
+        called.add(name)
+        return forward(*args, **named)
+
+    for name, module in layers.items():
+        module.__dict__["forward"] = partial(noting, name, module.forward)
+    try:
+        with torch.no_grad():
+            model.eval()(inputs)
+    finally:
+        for module in layers.values():
+            module.__dict__.pop("forward", None)
+    return called
 
 
 def _by_layers(model: nn.Module, seen: _Look, direct: set[str], workers: int) -> Plan:
@@ -126,11 +147,16 @@ def _by_layers(model: nn.Module, seen: _Look, direct: set[str], workers: int) ->
             continue
         names = {seen.names[id(each)] for each in module.parameters()}
         total = module.num_embeddings if isinstance(module, nn.Embedding) else module.out_features
-        holders = {each for parameter in module.parameters() for each in at[id(parameter)]}
-        known = all(is_cuttable(each) for each in model.modules() if id(each) in holders)
-        if not names & direct and known and has_parts(int(total), workers):  # type: ignore[arg-type]
+        if not names & direct and has_parts(int(total), workers):  # type: ignore[arg-type]
             ways[name] = "vocabulary" if isinstance(module, nn.Embedding) else "gathered"
-    return Plan(ways)
+    while True:  # a tensor that stands in several modules is cut where all of them are
+        cut = {id(model.get_submodule(name)) for name in ways}
+        held = {name: [at[id(each)] for each in model.get_submodule(name).parameters()] for name in ways}
+        apart = [name for name, holders in held.items() if not all(each <= cut for each in holders)]
+        if not apart:
+            return Plan(ways)
+        for name in apart:
+            del ways[name]
 
 
 def _groups(model: nn.Module, seen: _Look, plan: Plan, workers: int) -> Iterator[Group]:

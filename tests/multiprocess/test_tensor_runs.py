@@ -11,8 +11,7 @@ import torch
 from commands import summary
 from launching import run
 from ranks import run_ranks
-from sharded import Case, make_trainer, samples, trained
-from test_pipeline_runs import both, script
+from sharded import Case, both, make_trainer, samples, script, trained
 from torch import nn
 from torch.utils.data import TensorDataset
 

@@ -96,8 +96,14 @@ def use(rank: int, folder: Path) -> dict[str, Any]:
         except ConfigError as error:
             said[name] = str(error)
     for name, kind in (("own", Own), ("rank", Rank)):
-        trainer = make_trainer(CASE, folder / name)
-        trainer.model = kind()
+        trainer = mh.Trainer(
+            model=kind,
+            loss=nn.CrossEntropyLoss(),
+            optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+            data=mh.Data(train=samples(12, 1), batch_size=6),
+            strategy="tensor",
+            run_dir=folder / name,
+        )
         try:
             trainer.fit("1 step")
         except ConfigError as error:
@@ -110,6 +116,7 @@ def use(rank: int, folder: Path) -> dict[str, Any]:
     with torch.no_grad():
         said["called"] = trainer.model(samples(7, 3).tensors[0]).tolist()
     said["notes"] = (folder / "pairs" / "metrics.jsonl").read_text()
+    said["parts"] = (folder / "rank" / "metrics.jsonl").read_text()
     return said
 
 
@@ -121,7 +128,7 @@ def test_plans_are_kept_or_refused_in_a_sentence_and_a_model_can_be_used(tmp_pat
         assert "'unused' is to be cut as 'vocabulary', and is a Linear" in said["no features"]
         assert "'words' is to be cut as 'column', and is a Embedding" in said["kind"]
         assert "has no nn.Linear or nn.Embedding that could be cut" in said["own"]
-        assert "rank" not in said  # what parts change is not cut into parts: all is gathered
+        assert "1 vocabulary, 2 gathered" in said["parts"], "a pair was used that a trial shows to be wrong"
         assert "3 column, 3 row" in said["notes"]
         torch.testing.assert_close(torch.tensor(said["predicted"]), torch.tensor(alone), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(torch.tensor(said["called"]), torch.tensor(alone), rtol=1e-4, atol=1e-5)

@@ -96,15 +96,15 @@ def use(rank: int, folder: Path) -> dict[str, Any]:
         except ConfigError as error:
             said[name] = str(error)
     for name, kind in (("own", Own), ("rank", Rank)):
-        trainer = mh.Trainer(
-            model=kind,
-            loss=nn.CrossEntropyLoss(),
-            optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
-            data=mh.Data(train=samples(12, 1), batch_size=6),
-            strategy="tensor",
-            run_dir=folder / name,
-        )
         try:
+            trainer = mh.Trainer(
+                model=kind,
+                loss=nn.CrossEntropyLoss(),
+                optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+                data=mh.Data(train=samples(12, 1), batch_size=6),
+                strategy="tensor",
+                run_dir=folder / name,
+            )
             trainer.fit("1 step")
         except ConfigError as error:
             said[name] = str(error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ def cut(model: nn.Module, plan: Plan, exchange: Exchange, mesh: DeviceMesh) -> N
         for name in group.inner:
             _sum_gradient(model.get_parameter(name), exchange)
         for name, shape in group.dropouts.items():
-            module = model.get_submodule(name)
+            module = cast(nn.Dropout, model.get_submodule(name))
             module.__dict__["forward"] = partial(_dropout, module, exchange, shape, group.dims.setdefault(name, []))
         owner = model.get_submodule(group.owner)
         for key in group.divided:

@@ -49,7 +49,7 @@ def passes(model: nn.Module, inputs: Any) -> Passes:
         outputs = list(_differentiable(model.train()(inputs)))
         generator = torch.Generator().manual_seed(0)
         probe = [(each.float() * torch.randn(each.shape, generator=generator)).sum() / each.numel() for each in outputs]
-        torch.stack(probe).sum().backward()  # type: ignore[no-untyped-call]
+        torch.stack(probe).sum().backward()
     with torch.no_grad():
         evaluated = list(_floating(model.eval()(inputs)))
     gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
@@ -132,4 +132,4 @@ def _away(one: Tensor, other: Tensor, size: float) -> float:
     if one.shape != other.shape:
         return float("inf")
     away = (one.double() - other.double()).nan_to_num(nan=float("inf") if one.isfinite().all() else 0.0).norm().item()
-    return away / (_tolerance(one) * size + 1e-30)
+    return float(away) / (_tolerance(one) * size + 1e-30)

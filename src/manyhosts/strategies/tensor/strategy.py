@@ -126,13 +126,12 @@ class TensorParallel(CutModel):
 
         if ways:
             return self._users(plan, groups, model, wrong_with)
-        own = models_plan(model, plan)
-        for each in (
-            _variants(tuple(each for each in groups if _is_asked(each, own)), model, self.world.size) if own else ()
-        ):
-            if not wrong_with(candidate := own.with_groups(each)):
-                self.world.notes.append("layers are cut as the model says itself (tp_plan)")
-                return candidate
+        if (own := models_plan(model, plan)) is not None:
+            asked = tuple(each for each in groups if _is_asked(each, own))
+            for variant in _variants(asked, model, self.world.size):
+                if not wrong_with(candidate := own.with_groups(variant)):
+                    self.world.notes.append("layers are cut as the model says itself (tp_plan)")
+                    return candidate
         if wrong := wrong_with(plan):
             raise _refusal(f"the model cannot be cut: {wrong}", fix=_NAME_SOME)
         for alike in _by_kind(groups, model):
@@ -174,7 +173,7 @@ class TensorParallel(CutModel):
             values = compute(model, piece)
             # All workers have the same values; they count once.
             loss = tally.add(values, piece.weight) if self.world.is_leader else values["loss"] * piece.weight
-            scale(loss).backward()  # type: ignore[no-untyped-call]
+            scale(loss).backward()
         self.world.wait(tally.start_sum())
         return tally.outcome()
 

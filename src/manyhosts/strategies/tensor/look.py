@@ -202,7 +202,9 @@ def _belong(columns: list[_Call], row: _Call, workers: int) -> bool:
         begin, length = part_of(total, workers, rank)
         part = row.given.narrow(-1, begin, length)
         weight = torch.linspace(0.5, 1.5, part.numel(), dtype=part.dtype).view(part.shape)
-        found = torch.autograd.grad((part * weight).sum(), made, retain_graph=True, allow_unused=True)
+        found: tuple[Tensor | None, ...] = torch.autograd.grad(
+            (part * weight).sum(), made, retain_graph=True, allow_unused=True
+        )
         for each in found:
             if each is None:
                 return False

@@ -126,6 +126,14 @@ class TensorParallel(CutModel):
 
         if ways:
             return self._users(plan, groups, model, wrong_with)
+        return self._found(plan, groups, model, wrong_with)
+
+    def _found(self, plan: Plan, groups: tuple[Group, ...], model: nn.Module, wrong_with: Any) -> Plan:
+        """The model's own plan, or layer by layer, with each kind of group that a trial shows to be right.
+
+        Raises:
+            ConfigError: the layers alone do not give what the whole model does.
+        """
         if (own := models_plan(model, plan)) is not None:
             asked = tuple(each for each in groups if _is_asked(each, own))
             for variant in _variants(asked, model, self.world.size):

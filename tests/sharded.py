@@ -110,7 +110,7 @@ def samples(count: int, seed: int) -> TensorDataset:
 
 
 def make_trainer(case: Case, folder: Path) -> mh.Trainer:
-    strategies = {"fsdp": mh.FSDP, "ddp": mh.DDP, "pipeline": mh.Pipeline}
+    strategies = {"fsdp": mh.FSDP, "ddp": mh.DDP, "pipeline": mh.Pipeline, "tensor": mh.Tensor}
     kind = getattr(torch.optim, case.optimizer)
     further = {"momentum": 0.9} if case.optimizer == "SGD" else {}
     return mh.Trainer(
@@ -181,3 +181,39 @@ def said(run_dir: Path) -> str:
     """All notes of a run."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return "\n".join(line["text"] for line in lines if line["event"] == "note")
+
+
+def both(rank: int, case: Case, stood: int, folder: Path) -> list[str]:
+    """The hash of the weights where a run is taken up, and after it has continued."""
+    first = make_trainer(case, folder).fit(f"{stood} steps").weights_sha256 if stood else ""
+    return [first, make_trainer(case, folder).fit(f"{stood + 2} steps").weights_sha256]
+
+
+SCRIPT = """
+    import os, signal, sys
+    sys.path.insert(0, {tests!r})
+    import manyhosts as mh
+    import torch
+    from sharded import Case, make_trainer
+
+    class Trouble(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.seen = 0
+
+        def forward(self, given):
+            self.seen += self.training
+            if os.environ.get("RANK") == "1" and self.seen == 9:
+                {trouble}
+            return given
+
+    case = Case(strategy={strategy!r}, optimizer="AdamW", block={{"dropout": 0.1}}, trainer={{
+        "snapshots": mh.Snapshots(every="2 steps"), "micro_batch_size": 6}})
+    trainer = make_trainer(case, None)
+    trainer.model.blocks[3].dropout = torch.nn.Sequential(torch.nn.Dropout(0.1), Trouble())
+    trainer.fit("9 steps")
+"""
+
+
+def script(trouble: str, strategy: str = "pipeline") -> str:
+    return SCRIPT.format(tests=str(Path(__file__).parent), trouble=trouble, strategy=strategy)

@@ -12,7 +12,7 @@ import torch
 from commands import summary
 from launching import run
 from ranks import run_ranks
-from sharded import Case, Model, make_trainer, samples, trained
+from sharded import Case, Model, both, make_trainer, samples, script, trained
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -47,42 +47,6 @@ def test_one_run_passes_through_strategies_and_numbers_of_workers(tmp_path: Path
         before = found[0][1]
         if number == EQUAL:
             assert before == whole.sha
-
-
-def both(rank: int, case: Case, stood: int, folder: Path) -> list[str]:
-    """The hash of the weights where a run is taken up, and after it has continued."""
-    first = make_trainer(case, folder).fit(f"{stood} steps").weights_sha256 if stood else ""
-    return [first, make_trainer(case, folder).fit(f"{stood + 2} steps").weights_sha256]
-
-
-SCRIPT = """
-    import os, signal, sys
-    sys.path.insert(0, {tests!r})
-    import manyhosts as mh
-    import torch
-    from sharded import Case, make_trainer
-
-    class Trouble(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.seen = 0
-
-        def forward(self, given):
-            self.seen += self.training
-            if os.environ.get("RANK") == "1" and self.seen == 9:
-                {trouble}
-            return given
-
-    case = Case(strategy={strategy!r}, optimizer="AdamW", block={{"dropout": 0.1}}, trainer={{
-        "snapshots": mh.Snapshots(every="2 steps"), "micro_batch_size": 6}})
-    trainer = make_trainer(case, None)
-    trainer.model.blocks[3].dropout = torch.nn.Sequential(torch.nn.Dropout(0.1), Trouble())
-    trainer.fit("9 steps")
-"""
-
-
-def script(trouble: str, strategy: str = "pipeline") -> str:
-    return SCRIPT.format(tests=str(Path(__file__).parents[1]), trouble=trouble, strategy=strategy)
 
 
 def test_a_killed_stage_is_replaced_and_the_run_goes_on_to_the_bits_of_one_process(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from manyhosts.config.fully_sharded import FSDP
 from manyhosts.config.kinds import check_kinds
 from manyhosts.config.local_steps import DiLoCo, LocalSGD, check_inside_node
 from manyhosts.config.pipelined import Pipeline
+from manyhosts.config.tensor_cut import Tensor
 from manyhosts.errors import ConfigError
 from manyhosts.table import nearest
 
@@ -83,8 +84,10 @@ class Auto:
     name: ClassVar[str] = "auto"
 
 
-Strategy = Single | DDP | FSDP | Pipeline | LocalSGD | DiLoCo | Auto
-BY_NAME: dict[str, type[Strategy]] = {kind.name: kind for kind in (Single, DDP, FSDP, Pipeline, LocalSGD, DiLoCo, Auto)}
+Strategy = Single | DDP | FSDP | Pipeline | Tensor | LocalSGD | DiLoCo | Auto
+BY_NAME: dict[str, type[Strategy]] = {
+    kind.name: kind for kind in (Single, DDP, FSDP, Pipeline, Tensor, LocalSGD, DiLoCo, Auto)
+}
 
 
 CUTS = (FSDP.name,)
@@ -123,7 +126,7 @@ def check_planned(strategy: Strategy) -> None:
     Raises:
         ConfigError: it does not.
     """
-    if isinstance(strategy, FSDP | Pipeline):
+    if isinstance(strategy, FSDP | Pipeline | Tensor):
         strategy.check_planned()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from manyhosts.config.pipelined import Pipeline
 from manyhosts.config.strategies import BY_NAME, Strategy
+from manyhosts.config.tensor_cut import Tensor
 from manyhosts.planner import calibrate
 from manyhosts.planner.calibrate import Calibration
 from manyhosts.planner.catalog import Machines
@@ -81,6 +82,6 @@ def make(
 def strategy_of(plain: Mapping[str, Any]) -> Strategy | None:
     """The strategy that has this `name` and these settings; None for one that is not predicted, as a pipeline."""
     kind = BY_NAME.get(str(plain.get("name", "")))
-    if kind is None or kind is Pipeline:
+    if kind is None or kind in (Pipeline, Tensor):
         return None
     return replace(kind(), **{key: value for key, value in plain.items() if key != "name"})

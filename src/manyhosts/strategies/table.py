@@ -31,6 +31,7 @@ STRATEGIES: Table[Maker] = Table(
         "local-sgd": "manyhosts.strategies.local_sgd:LocalSteps",
         "fsdp": "manyhosts.strategies.fsdp.strategy:FullySharded",
         "pipeline": "manyhosts.strategies.pipeline.strategy:Pipelined",
+        "tensor": "manyhosts.strategies.tensor.strategy:TensorParallel",
         "diloco": "manyhosts.strategies.diloco:OuterSteps",
     },
 )

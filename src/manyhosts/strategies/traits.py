@@ -31,6 +31,7 @@ TRAITS = {
     "ddp": Traits(),
     "fsdp": Traits(communicates_in_forward=True, holds_whole_model=False, survives_loss=False),
     "pipeline": Traits(communicates_in_forward=True, holds_whole_model=False, survives_loss=False),
+    "tensor": Traits(communicates_in_forward=True, holds_whole_model=False, survives_loss=False),
     "virtual": Traits(computes_fixed_parts=True),
     "local-sgd": Traits(synchronous=False),
     "diloco": Traits(synchronous=False),

@@ -85,6 +85,7 @@ def test_the_scripts_own_strategy_is_predicted_with_its_settings() -> None:
     config = strategy_of({"name": "ddp", "bucket_mb": 3.0, "compression": "bf16", "powersgd_rank": 2})
     assert config == DDP(bucket_mb=3.0, compression="bf16", powersgd_rank=2)
     assert strategy_of({"name": "pipeline"}) is None
+    assert strategy_of({"name": "tensor"}) is None
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,61 @@
+"""Layers cut over workers, as a plain value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from manyhosts.config.kinds import check_kinds
+from manyhosts.errors import ConfigError
+
+FOUND = "found"
+WAYS = ("column", "row", "gathered", "vocabulary", "whole")
+"""How a layer may be cut: `nn.Linear` by outputs, by inputs, by outputs that are put together again; `nn.Embedding` by
+rows; not at all."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tensor:
+    """Each worker computes a part of every large layer, of the same samples as all others."""
+
+    name: ClassVar[str] = "tensor"
+
+    plan: str | Mapping[str, str] = FOUND
+    """How layers are cut. `found`: from a forward pass; or names of layers, which may hold `*`, with `column`, `row`,
+    `gathered`, `vocabulary` or `whole`: `{"*.up": "column", "*.down": "row"}` (`*.up=column,*.down=row` in `--set`).
+    The first name that fits counts; what none fits is whole."""
+
+    def __post_init__(self) -> None:
+        check_kinds(self, prefix="Tensor.")
+        given: Any = self.plan
+        if isinstance(given, Mapping):
+            object.__setattr__(self, "plan", ",".join(f"{name}={way}" for name, way in given.items()))
+        for name, way in self.ways.items():
+            if not name or way not in WAYS:
+                raise ConfigError(
+                    f"the plan has {name!r} cut as {way!r}",
+                    where="Tensor(plan=…)",
+                    fix=f"give each name one of {', '.join(WAYS)}, as in *.up=column,*.down=row; or plan='found'",
+                )
+
+    @property
+    def ways(self) -> dict[str, str]:
+        """The way of each pattern of the user's; empty where it is found."""
+        assert isinstance(self.plan, str), "a mapping was written as words"
+        if self.plan == FOUND:
+            return {}
+        pairs = [each.partition("=") for each in self.plan.split(",")]
+        return {name.strip(): way.strip() for name, _, way in pairs}
+
+    def check_planned(self) -> None:
+        """Refuse what no plan knows the time and memory of.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "a plan does not know yet what layers cut over workers take",
+            where="strategy='tensor'",
+            fix="run some steps of it: their times and bytes are in the run's summary",
+        )

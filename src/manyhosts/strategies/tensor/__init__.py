@@ -1,0 +1,1 @@
+"""Layers cut over workers: each computes its part of every layer, of the same samples."""

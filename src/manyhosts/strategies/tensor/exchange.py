@@ -1,0 +1,136 @@
+"""What workers exchange within a forward and a backward pass, as functions that autograd knows.
+
+Each is the counterpart of another: what is the same everywhere (`shared`) has a gradient that is summed; what is summed
+(`summed`) a gradient that is the same everywhere; what is put together (`gathered`) one of which each takes its part,
+and what each takes its part of (`taken`) one that is put together.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manyhosts.communication.collectives import Collectives
+
+
+class OtherFailed(Exception):
+    """Another worker has failed in a trial, and says so."""
+
+
+class Exchange:
+    """The workers that compute parts of each layer. In a trial each says before it sends anything that it is well."""
+
+    def __init__(self, workers: Collectives) -> None:
+        self.workers = workers
+        self.is_trial = False
+
+    def bounds(self, total: int) -> tuple[int, int]:
+        """Where this worker's part of a dim of `total` begins, and how long it is, as PyTorch cuts a DTensor."""
+        return part_of(total, self.workers.size, self.workers.rank)
+
+    def check(self, failed: bool = False) -> None:
+        """In a trial: see that no worker has failed. `failed`: this one has.
+
+        Raises:
+            OtherFailed: another one has.
+        """
+        if self.is_trial and self.workers.any(failed) and not failed:
+            raise OtherFailed
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over the workers, in new memory. Numbers of 16 bits are added in fp32."""
+        self.check()
+        wide = torch.float32 if tensor.dtype.itemsize == 2 else tensor.dtype
+        own = tensor.to(wide, copy=True, memory_format=torch.contiguous_format)
+        return self.workers.all_reduce(own).to(tensor.dtype)
+
+    def put_together(self, part: Tensor, total: int) -> Tensor:
+        """Parts of the last dim, of all workers, as one tensor whose last dim is `total`."""
+        self.check()
+        longest = math.ceil(total / self.workers.size)
+        padded = part.new_zeros((*part.shape[:-1], longest))
+        padded[..., : part.shape[-1]] = part
+        whole = torch.cat([*self.workers.stack(padded)], dim=-1)
+        return whole if whole.shape[-1] == total else whole[..., :total].clone()  # only the last parts are shorter
+
+    def take(self, whole: Tensor) -> Tensor:
+        """This worker's part of the last dim."""
+        return whole.narrow(-1, *self.bounds(whole.shape[-1])).clone(memory_format=torch.contiguous_format)
+
+
+def part_of(total: int, workers: int, rank: int) -> tuple[int, int]:
+    """Where the part of worker `rank` begins, and how long it is."""
+    longest = math.ceil(total / workers)
+    begin = min(total, longest * rank)
+    return begin, min(total, begin + longest) - begin
+
+
+def has_parts(total: int, workers: int) -> bool:
+    """Whether each worker has something of a dim of `total`."""
+    return part_of(total, workers, workers - 1)[1] > 0
+
+
+class _Shared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return given.view_as(given)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.exchange.sum(gradient), None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, exchange: Exchange) -> Tensor:
+        return exchange.sum(given)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, exchange: Exchange, total: int) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.put_together(given, total)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.exchange.take(gradient), None, None
+
+
+class _Taken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange, ctx.total = exchange, given.shape[-1]
+        return exchange.take(given)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.exchange.put_together(gradient, ctx.total), None
+
+
+def shared(given: Tensor, exchange: Exchange) -> Tensor:
+    """`given`, which all workers have alike; its gradient is the sum of theirs."""
+    return _Shared.apply(given, exchange)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def summed(given: Tensor, exchange: Exchange) -> Tensor:
+    """The sum over the workers, which all then have alike."""
+    return _Summed.apply(given, exchange)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def gathered(given: Tensor, exchange: Exchange, total: int) -> Tensor:
+    """Parts of a last dim of `total`, put together, which all then have alike."""
+    return _Gathered.apply(given, exchange, total)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def taken(given: Tensor, exchange: Exchange) -> Tensor:
+    """This worker's part of the last dim of what all have alike."""
+    return _Taken.apply(given, exchange)  # type: ignore[no-any-return,no-untyped-call]

@@ -1,0 +1,241 @@
+"""A look at a forward pass of the whole model: which layers can be cut, and between which nothing must be put together.
+
+Two sets of layers belong together where each part of what the second one takes depends on the same part of what the
+first ones give and on no other. Autograd says so: of the gradient of one part, the others are zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from manyhosts.data import randomness
+from manyhosts.strategies.tensor.exchange import has_parts, part_of
+from manyhosts.strategies.tensor.plan import Group, Plan, is_cuttable
+
+_LOOKS = {Tensor.requires_grad.__get__, Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__}  # type: ignore[attr-defined]
+"""What needs no values."""
+
+
+@dataclass(slots=True)
+class _Call:
+    """Of a layer."""
+
+    name: str
+    given: Tensor
+    before: Tensor
+    """The state of torch's generator before it."""
+    made: Tensor | None = None
+    draws: Tensor | None = None
+    """The same behind it."""
+    used: dict[str, None] = field(default_factory=dict)
+    """Parameters that were used since, outside of layers."""
+
+
+class _Look(TorchFunctionMode):
+    """Notes the calls of layers and dropouts, and which parameters are used by others than the layer that has them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.calls: list[_Call] = []
+        self.names = {id(each): name for name, each in model.named_parameters()}
+        self.layers = {
+            name: module for name, module in model.named_modules() if is_cuttable(module) or type(module) is nn.Dropout
+        }
+        self.own: set[int] = set()
+        """Parameters of the layer that computes."""
+        self.direct: set[str] = set()
+        """Those that were used by others."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for each in tensors_in((args, kwargs)):
+            name = self.names.get(id(each))
+            if name is not None and id(each) not in self.own and function not in _LOOKS:
+                self.direct.add(name)
+                if self.calls:
+                    self.calls[-1].used[name] = None
+        return function(*args, **(kwargs or {}))
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within, calls are noted."""
+        hooks = []
+        for name, module in self.layers.items():
+
+            def before(module: nn.Module, args: Any, named: Any, name: str = name) -> None:
+                self.own = {id(each) for each in module.parameters()}
+                self.calls.append(_Call(name, next(iter((*args, *named.values()))), torch.get_rng_state()))
+
+            def after(module: nn.Module, args: Any, made: Tensor) -> None:
+                self.own = set()
+                self.calls[-1].made, self.calls[-1].draws = made, torch.get_rng_state()
+
+            hooks += [module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after)]
+        try:
+            with self:
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Those in `value`, a nest of containers."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from tensors_in(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from tensors_in(each)
+
+
+def look(model: nn.Module, inputs: Any, workers: int) -> tuple[Plan, tuple[Group, ...]]:
+    """What can be cut layer by layer, and which groups may be used beside it; `model` is a copy that may be changed."""
+    seen = _Look(model)
+    for each in model.parameters():
+        each.requires_grad_(each.is_floating_point())
+    randomness.seed_compute(0, randomness.COMPUTE)
+    with seen.watching(), torch.enable_grad():
+        model.train()(inputs)
+    # Other kernels may take a layer's weight then, and pass by the layer: nn.TransformerEncoderLayer has one.
+    passed = {call.name for call in seen.calls} - _called_in_evaluation(model, seen.layers, inputs)
+    direct = seen.direct | {seen.names[id(each)] for name in passed for each in model.get_submodule(name).parameters()}
+    plan = _by_layers(model, seen, direct, workers)
+    return plan, tuple(_groups(model, seen, plan, workers))
+
+
+def _called_in_evaluation(model: nn.Module, layers: Mapping[str, nn.Module], inputs: Any) -> set[str]:
+    """Which of `layers` an evaluation calls. Hooks and modes would turn off the kernels in question."""
+    called = set[str]()
+
+    def noting(name: str, forward: Any, *args: Any, **named: Any) -> Any:
+        called.add(name)
+        return forward(*args, **named)
+
+    for name, module in layers.items():
+        module.__dict__["forward"] = partial(noting, name, module.forward)
+    try:
+        with torch.no_grad():
+            model.eval()(inputs)
+    finally:
+        for module in layers.values():
+            module.__dict__.pop("forward", None)
+    return called
+
+
+def _by_layers(model: nn.Module, seen: _Look, direct: set[str], workers: int) -> Plan:
+    """Each layer that was called, has a part for each worker, and whose tensors nobody else uses."""
+    called = dict.fromkeys(call.name for call in seen.calls)
+    ways: dict[str, str] = {}
+    at: dict[int, set[int]] = {}
+    for module in model.modules():
+        for each in module._parameters.values():
+            if each is not None:
+                at.setdefault(id(each), set()).add(id(module))
+    for name in called:
+        module = model.get_submodule(name)
+        if type(module) is nn.Dropout:
+            continue
+        names = {seen.names[id(each)] for each in module.parameters()}
+        total = module.num_embeddings if isinstance(module, nn.Embedding) else module.out_features
+        if not names & direct and has_parts(int(total), workers):  # type: ignore[arg-type]
+            ways[name] = "vocabulary" if isinstance(module, nn.Embedding) else "gathered"
+    while True:  # a tensor that stands in several modules is cut where all of them are
+        cut = {id(model.get_submodule(name)) for name in ways}
+        held = {name: [at[id(each)] for each in model.get_submodule(name).parameters()] for name in ways}
+        apart = [name for name, holders in held.items() if not all(each <= cut for each in holders)]
+        if not apart:
+            return Plan(ways)
+        for name in apart:
+            del ways[name]
+
+
+def _groups(model: nn.Module, seen: _Look, plan: Plan, workers: int) -> Iterator[Group]:
+    """Layers that were called one after the other and belong together, each layer in one group at most."""
+    counts = [call.name for call in seen.calls]
+    weights: dict[int, int] = {}
+    for name in plan.ways:
+        key = id(model.get_submodule(name)._parameters["weight"])
+        weights[key] = weights.get(key, 0) + 1
+    once = {
+        name
+        for name, way in plan.ways.items()
+        if way == "gathered"
+        and counts.count(name) == 1
+        and weights[id(model.get_submodule(name)._parameters["weight"])] == 1
+    }
+    taken: set[str] = set()
+    layers = [place for place, call in enumerate(seen.calls) if type(model.get_submodule(call.name)) is nn.Linear]
+    for number, place in enumerate(layers):
+        row = seen.calls[place]
+        if number == 0 or row.name not in once:
+            continue
+        first = number - 1
+        while first > 0 and seen.calls[layers[first - 1]].given is seen.calls[layers[number - 1]].given:
+            first -= 1
+        columns = [seen.calls[each] for each in layers[first:number]]
+        names = [call.name for call in columns]
+        if not {*names} <= once - taken or not _belong(columns, row, workers):
+            continue
+        between = seen.calls[layers[first] : place]
+        if (found := _group(model, between, columns, row, counts)) is not None:
+            taken |= {*names, row.name}
+            yield found
+
+
+def _belong(columns: list[_Call], row: _Call, workers: int) -> bool:
+    """Whether each part of what `row` takes depends on the same part of what `columns` give alone."""
+    made = [call.made for call in columns if call.made is not None]
+    total = row.given.shape[-1]
+    if not row.given.requires_grad or not has_parts(total, workers):
+        return False
+    for rank in range(workers):
+        begin, length = part_of(total, workers, rank)
+        part = row.given.narrow(-1, begin, length)
+        weight = torch.linspace(0.5, 1.5, part.numel(), dtype=part.dtype).view(part.shape)
+        found: tuple[Tensor | None, ...] = torch.autograd.grad(
+            (part * weight).sum(), made, retain_graph=True, allow_unused=True
+        )
+        for each in found:
+            if each is None:
+                return False
+            begin, length = part_of(each.shape[-1], workers, rank)
+            outside = each.clone()
+            outside.narrow(-1, begin, length).zero_()
+            if bool(outside.any()) or not bool(each.any()):
+                return False
+    return True
+
+
+def _group(model: nn.Module, between: list[_Call], columns: list[_Call], row: _Call, counts: list[str]) -> Group | None:
+    """The group of these; None where random numbers are drawn between them otherwise than by an `nn.Dropout`."""
+    dropouts = {}
+    for call, following in zip(between, [*between[1:], row], strict=True):
+        if type(model.get_submodule(call.name)) is nn.Dropout:
+            if counts.count(call.name) > 1:
+                return None
+            dropouts[call.name] = tuple(call.given.shape)
+        assert call.draws is not None, "noted with each call"
+        if not torch.equal(call.draws, following.before):
+            return None
+    names = [call.name for call in columns]
+    owner = _around([*names, row.name])
+    inner = dict.fromkeys(name for call in between for name in call.used)
+    return Group(tuple(names), row.name, owner, tuple(inner), dropouts)
+
+
+def _around(names: list[str]) -> str:
+    """The innermost module that holds all of `names`."""
+    owner = names[0].rpartition(".")[0]
+    while owner and not all(name.startswith(f"{owner}.") for name in names):
+        owner = owner.rpartition(".")[0]
+    return owner

@@ -1,0 +1,235 @@
+"""Tensor parallelism: all workers compute the same samples, and each its part of the large layers.
+
+What is not cut is computed by all alike. A layer is cut only where a trial has shown, on a batch of the training set
+and before the first step, that outputs, gradients and evaluation are those of the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from manyhosts.communication.dtensors import DTensors
+from manyhosts.communication.gathering import gather_plain
+from manyhosts.communication.layout import spread
+from manyhosts.communication.mesh import Mesh
+from manyhosts.communication.world import World
+from manyhosts.config.tensor_cut import Tensor
+from manyhosts.data import randomness
+from manyhosts.errors import ConfigError
+from manyhosts.strategies.cut_model import CutModel
+from manyhosts.strategies.fsdp.optimizer_step import stepping
+from manyhosts.strategies.materialise import is_meta, materialise, places_of
+from manyhosts.strategies.strategy import Compute, Piece, Sample, Scale, StepOutcome, Steppable
+from manyhosts.strategies.tally import Agreed, StepMetrics
+from manyhosts.strategies.tensor.exchange import Exchange
+from manyhosts.strategies.tensor.layers import cut
+from manyhosts.strategies.tensor.look import look
+from manyhosts.strategies.tensor.plan import Group, Plan, models_plan, users_plan
+from manyhosts.strategies.tensor.proof import Passes, copied, tried, whole_passes
+from manyhosts.strategies.traits import TRAITS
+
+_HEADS = (
+    "num_heads",
+    "n_heads",
+    "n_head",
+    "nhead",
+    "heads",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "n_kv_heads",
+)
+_FEATURES = ("embed_dim", "d_model", "hidden_size", "all_head_size", "n_embd", "width", "dim", "inner_dim")
+"""Attributes by which modules shape what stands between their layers; whether they do, a trial shows."""
+
+
+class TensorParallel(CutModel):
+    """Parameters, gradients and optimizer state of a part of each layer that is cut, and all of every other."""
+
+    traits = TRAITS["tensor"]
+
+    def __init__(self, config: Tensor, world: World) -> None:
+        """A strategy for several workers.
+
+        Raises:
+            ConfigError: they compute on GPUs.
+        """
+        if world.device.type != "cpu":
+            raise ConfigError(
+                f"this worker computes on {world.device}, and layers cut over workers have been tried on CPUs alone",
+                where="strategy='tensor'",
+                fix="choose another strategy, or start on machines without GPUs",
+            )
+        mesh = Mesh(world, tensor=world.size)
+        super().__init__(mesh, DTensors(mesh))
+        self.config = config
+        self.exchange = Exchange(mesh.along("tensor"))
+        self.agreed = Agreed()
+        self.sample: Sample | None = None
+        self.parameters: list[nn.Parameter] = []
+
+    def look(self, sample: Sample) -> None:
+        """Know what the model is called with. Before `place`."""
+        self.sample = sample
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """Keep this worker's part of the layers that are cut, equal to the leader's, and all of the rest.
+
+        Raises:
+            ConfigError: nothing can be cut, a trial of the plan does not give what the whole model does, or there is
+                no batch to try it on.
+        """
+        whole = next(model.children()) if getattr(model, "is_never_called", False) else model
+        if is_meta(model):
+            materialise(model.modules(), places_of(model))
+        spread([*model.parameters(), *model.buffers()], self.world)
+        if self.sample is None:
+            raise _refusal(
+                "the training set is a stream, so no batch can be had before training begins, on which to see that a "
+                "cut model computes what the whole one does",
+                fix="give a map-style dataset, or choose another strategy",
+            )
+        with randomness.undisturbed():
+            plan = self._proved(whole, self.sample.inputs())
+        cut(whole, plan, self.exchange, self.device_mesh)
+        self.world.notes.append(f"tensor parallel over {self.world.size} workers: {plan.in_words()} (by layers)")
+        self.world.notes.append(
+            "parts of a layer are on one worker alone: where one is lost, the run is started again from the newest "
+            "snapshot"
+        )
+        self.parameters = list(model.parameters())
+        return model
+
+    def _proved(self, model: nn.Module, inputs: Any) -> Plan:
+        """The plan by which the model is cut; each step of it was tried."""
+        self.device_mesh = self.mesh.device_mesh("tensor")
+        plan, groups = look(copied(model), inputs, self.world.size)
+        ways = self.config.ways
+        if ways:
+            plan = users_plan(model, ways, self.world.size)
+            groups = tuple(each for each in groups if _is_asked(each, plan))
+        if len({*gather_plain(self.world, repr((plan.ways, groups)))}) > 1:
+            raise _refusal("workers have seen different layers of the model in a forward pass", fix=_DRAWS)
+        if not plan.ways:
+            raise _refusal(
+                "the model has no nn.Linear or nn.Embedding that could be cut: one that it calls, with features for "
+                "each worker, whose weight nothing else uses",
+                fix="choose another strategy, such as fsdp, which cuts every tensor",
+            )
+        wanted, inputs, is_double = whole_passes(model, inputs)
+
+        def wrong_with(candidate: Plan) -> str:
+            return self._tried(copied(model, is_double=is_double), candidate, inputs, wanted)
+
+        if ways:
+            return self._users(plan, groups, model, wrong_with)
+        return self._found(plan, groups, model, wrong_with)
+
+    def _found(self, plan: Plan, groups: tuple[Group, ...], model: nn.Module, wrong_with: Any) -> Plan:
+        """The model's own plan, or layer by layer, with each kind of group that a trial shows to be right.
+
+        Raises:
+            ConfigError: the layers alone do not give what the whole model does.
+        """
+        if (own := models_plan(model, plan)) is not None:
+            asked = tuple(each for each in groups if _is_asked(each, own))
+            for variant in _variants(asked, model, self.world.size):
+                if not wrong_with(candidate := own.with_groups(variant)):
+                    self.world.notes.append("layers are cut as the model says itself (tp_plan)")
+                    return candidate
+        if wrong := wrong_with(plan):
+            raise _refusal(f"the model cannot be cut: {wrong}", fix=_NAME_SOME)
+        for alike in _by_kind(groups, model):
+            candidates = (plan.with_groups(each) for each in _variants(alike, model, self.world.size))
+            plan = next((each for each in candidates if not wrong_with(each)), plan)
+        return plan
+
+    def _users(self, plan: Plan, groups: tuple[Group, ...], model: nn.Module, wrong_with: Any) -> Plan:
+        """The user's plan.
+
+        Raises:
+            ConfigError: it does not give what the whole model does.
+        """
+        wrong = ""
+        for each in _variants(groups, model, self.world.size):
+            candidate = plan.with_groups(each)
+            if not (wrong := wrong_with(candidate)):
+                return candidate
+        raise _refusal(
+            f"cut by this plan the model does not compute what it does whole: {wrong}",
+            where="Tensor(plan=…)",
+            fix="a layer cut as 'column' gives parts, which one cut as 'row' takes, with nothing between that mixes "
+            "them: set others to 'gathered'; or leave plan out",
+        )
+
+    def _tried(self, trial: nn.Module, plan: Plan, inputs: Any, wanted: Passes) -> str:
+        """What is wrong with `plan`, on any worker; empty where nothing is. All workers call this."""
+        own = tried(trial, plan, self.exchange, self.device_mesh, inputs, wanted)
+        return next(filter(None, gather_plain(self.world, own)), "")
+
+    def forward_backward(
+        self, model: nn.Module, pieces: Sequence[Piece], compute: Compute, scale: Scale, control_flags: Sequence[float]
+    ) -> StepOutcome:
+        """Accumulate the gradients of all pieces, of each part on the worker that keeps it."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        tally = StepMetrics(control_flags, self.agreed, self.world)
+        for piece in pieces:
+            values = compute(model, piece)
+            # All workers have the same values; they count once.
+            loss = tally.add(values, piece.weight) if self.world.is_leader else values["loss"] * piece.weight
+            scale(loss).backward()
+        self.world.wait(tally.start_sum())
+        return tally.outcome()
+
+    def update(self, model: nn.Module, optimizer: Steppable) -> None:
+        """Step the optimizer, which knows of this worker's parts alone."""
+        with stepping(optimizer):
+            optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: it remembers nothing."""
+        return {}
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Nothing to take up."""
+
+
+_DRAWS = "let the forward pass of a model depend on nothing but its inputs and torch's generator"
+_NAME_SOME = "name the layers that can be cut: mh.Tensor(plan={'blocks.*.up': 'column', 'blocks.*.down': 'row'})"
+
+
+def _refusal(what: str, *, fix: str, where: str = "strategy='tensor'") -> ConfigError:
+    return ConfigError(what, where=where, fix=fix)
+
+
+def _is_asked(group: Group, plan: Plan) -> bool:
+    return plan.ways.get(group.row) == "row" and all(plan.ways.get(name) == "column" for name in group.columns)
+
+
+def _by_kind(groups: Sequence[Group], model: nn.Module) -> Iterator[tuple[Group, ...]]:
+    """Groups of one kind together: what holds for one block of a model holds for the others."""
+    kinds: dict[Any, list[Group]] = {}
+    for group in groups:
+        kinds.setdefault(group.kind(model), []).append(group)
+    return (tuple(each) for each in kinds.values())
+
+
+def _variants(groups: tuple[Group, ...], model: nn.Module, workers: int) -> Iterator[tuple[Group, ...]]:
+    """The groups as they are; with numbers of heads divided by the workers; with those of features divided, too."""
+    yield tuple(replace(group, dims={}) for group in groups)
+    for names in (_HEADS, (*_HEADS, *_FEATURES)):
+        found = tuple(
+            replace(group, dims={}, divided=_dividable(model.get_submodule(group.owner), names, workers))
+            for group in groups
+        )
+        if any(group.divided for group in found):
+            yield found
+
+
+def _dividable(owner: nn.Module, names: Sequence[str], workers: int) -> tuple[str, ...]:
+    held = {name: owner.__dict__.get(name) for name in names}
+    return tuple(name for name, value in held.items() if type(value) is int and value % workers == 0)

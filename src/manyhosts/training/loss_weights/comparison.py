@@ -127,7 +127,7 @@ class Comparison:
         made = make(0, count)
         self._keeps(seen, whole, made, draws)
         if draws.left:
-            return Seen(because=f"{_DRAWS}{draws.left}, for which no value stands that goes for all samples")
+            return Seen(because=f"{_DRAWS}{draws.left}, and no one value of it goes for all samples")
         if not _near(whole, self._loss(made, draws)):
             return Seen(because="it has another value when it is computed again")
         parts = [[make(0, cut), make(cut, count)] for cut in cuts]

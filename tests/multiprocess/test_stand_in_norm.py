@@ -15,6 +15,7 @@ from manyhosts.cluster.place import Place
 from manyhosts.communication.batch_norm import make_global
 from manyhosts.communication.shared_norm import acting
 from manyhosts.communication.world import World
+from manyhosts.errors import ConfigError
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.xdist_group("stand-in")]
 
@@ -101,3 +102,33 @@ def test_workers_with_parts_of_a_batch_and_one_with_none_give_what_one_process_g
             few = 1e-6 * float(expected.abs().max())
             for each in found:
                 torch.testing.assert_close(each, expected, rtol=0, atol=few, msg=f"{name}, {key}")
+
+
+def of_modes(rank: int) -> list[str]:
+    """What a step begins with where all layers are in one mode, and where one is in evaluation on one worker."""
+    tensor.install()
+    world = World(Place.from_environment())
+    layers = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4)).to(world.device)
+    batch, found = make_global(layers, world), []
+    assert batch is not None
+    batch.begin_step(8)  # the memory is made
+    with streams.no_synchronisation():
+        layers[0].eval()
+        batch.begin_step(8)
+        layers.train()
+        batch.begin_step(8)
+    if rank == 1:
+        layers[2].eval()
+    try:
+        batch.begin_step(8)
+    except ConfigError as error:
+        found.append(str(error.what))
+    found.append(str(batch.exchanges))
+    world.leave()
+    return found
+
+
+def test_layer_that_is_evaluated_on_one_gpu_of_a_host_is_named_and_no_host_waits_for_its_device() -> None:
+    for what, exchanges in run_ranks(2, of_modes):
+        assert what.startswith("the BatchNorm '2' is in evaluation mode on rank 1 and in training mode on the others")
+        assert exchanges == "0", "statistics are not among them"

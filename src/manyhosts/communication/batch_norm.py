@@ -4,7 +4,7 @@ The mean and variance of each channel are those of the samples of all workers, s
 change the model. PyTorch's SyncBatchNorm does the same but refuses CPU tensors. Workers may hold different numbers of
 samples; one that holds a ghost (`ghost` set) takes part in the exchange and counts for nothing.
 
-On CPUs one exchange of a number per step, whether all layers are in the same mode on all workers. Then one of 2 C + 1
+On CPUs, and on GPUs of one host, one exchange of a number per step, in which mode each layer is. Then one of 2 C + 1
 numbers per layer in the forward pass, and one of 2 C in the backward pass, for C channels: through shared memory where
 all workers are on one host, else over the wire. A backward pass that will be differentiated itself (a gradient penalty)
 computes by operations that autograd knows; it has two more exchanges per layer.
@@ -49,17 +49,19 @@ class GlobalBatch:
     def begin_step(self, samples: int) -> None:
         """A step of so many samples begins: see that all workers will meet in the same layers. All of them call this.
 
-        Not on GPUs, where the host would wait for the device in every step.
+        Modes are the host's, so GPUs of one host compare them in its memory. Not those of several: what travels over
+        the wire comes by way of a device, for which the host would wait in every step.
 
         Raises:
             ConfigError: a layer is in evaluation mode on some workers, which the others would wait for.
         """
         self.is_one_sample = samples == 1
-        if self.members.device.type != "cpu":
+        memory, is_on_device = self._shared(), self.members.device.type != "cpu"
+        if is_on_device and memory is None:
             return
         modes = [float(layer.training) for layer in self.layers.values()]
-        known = zlib.crc32(bytes(map(int, modes)))
-        reported = self.stack(torch.tensor([known], dtype=torch.float64, device=self.members.device))
+        known = torch.tensor([zlib.crc32(bytes(map(int, modes)))], dtype=torch.float64)
+        reported = memory.stack(known) if is_on_device and memory is not None else self.stack(known)
         if bool((reported == known).all()):
             return
         rows = self.members.stack(torch.tensor(modes, dtype=torch.float64, device=self.members.device)).tolist()
@@ -77,7 +79,7 @@ class GlobalBatch:
         """The rows of all workers, by rank; through shared memory where that can be."""
         begin = time.perf_counter()
         try:
-            rows = self._shared()
+            rows = self._shared() if row.device.type == "cpu" else None
             if rows is None or row.numel() > self.length:
                 return self.members.stack(row, confirmed=False)
             found = rows.stack(row)
@@ -96,7 +98,7 @@ class GlobalBatch:
     def _shared(self) -> SharedRows | None:
         """What these workers share; made again, by all of them together, where they have changed."""
         members = self.members
-        if members.size == 1 or members.device.type != "cpu":
+        if members.size == 1:
             return None
         if self._made_for is not members.group:
             if self._rows is not None:
@@ -109,7 +111,7 @@ class GlobalBatch:
     @property
     def is_shared_memory(self) -> bool:
         """Whether the last exchange went through memory."""
-        return self._rows is not None
+        return self._rows is not None and self.members.device.type == "cpu"
 
     def normalise(self, layer: nn.modules.batchnorm._BatchNorm, input: Tensor, *, track: bool) -> Tensor:
         """See `shared_norm.Batch`.

@@ -143,7 +143,7 @@ def among(members: Collectives, length: int, *, same_host: bool, timeout_s: floa
 
     None on all of them where some cannot: they are on several hosts, or in containers that share no memory.
     """
-    able = same_host and is_possible() and members.device.type == "cpu"
+    able = same_host and is_possible()
     own, reported = _make(bytes_for(members.size, length)) if members.rank == 0 and able else (-1, b"")
     made: SharedRows | None = None
     try:

@@ -300,7 +300,8 @@ def _not_comparable(*pair: Trial) -> str:
         if not trial.trace.steps:
             return "it does not run with set random numbers" + (f" ({trial.error.what})" if trial.error else "")
         if trial.trace.left:
-            return f"something is drawn {trial.trace.left} for which no value stands that goes for all samples"
+            how = trial.trace.left if trial.trace.left.startswith("by ") else f"by {trial.trace.left}"
+            return f"what is drawn {how} has no value that goes for all samples"
     if len(set.union(*(trial.trace.ends for trial in pair))) > 1:
         return "NumPy or random draws as many numbers as there are samples"
     return ""

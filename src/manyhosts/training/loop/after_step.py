@@ -10,7 +10,7 @@ from manyhosts.config.settings import Settings
 from manyhosts.data import randomness
 from manyhosts.events import ValidationDone
 from manyhosts.strategies.local_updates import LocalUpdates, averaged_parameters
-from manyhosts.training.consistency.same_dataset import DatasetWatch
+from manyhosts.training.consistency.held_values import DatasetWatch
 from manyhosts.training.consistency.same_weights import compare_weights
 from manyhosts.training.evaluation.evaluate import CutOff, OfAllSets
 from manyhosts.training.loop.deferred_metrics import DeferredMetrics

@@ -7,7 +7,7 @@ more does not, so that it shows whether anything is kept that way.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -18,8 +18,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from manyhosts.data import randomness
 from manyhosts.data.steps import mapped
+from manyhosts.training.consistency.held_values import HeldValues, differing
 from manyhosts.training.loop.compute import ForwardPass, terms_of
-from manyhosts.training.loss_weights.held_values import HeldValues, differing
 from manyhosts.training.loss_weights.means import Rule, has_ignored, rules_for
 from manyhosts.training.loss_weights.set_draws import SetDraws, WouldWrite
 from manyhosts.training.setup.collective_forward import collective_forward
@@ -124,18 +124,17 @@ class Comparison:
         )
         parted = [name for name, calls in rows.items() if len(calls) > 1 and any(each % count for each in calls)]
         seen.in_chunks = next(iter(parted), "")
-        self._keeps(seen, whole, make(0, count), draws)
+        made = make(0, count)
+        self._keeps(seen, whole, made, draws)
         if draws.left:
-            return Seen(because=f"{_DRAWS}{draws.left}, for which no value stands that goes for all samples")
-        if not _near(whole, self._loss(make(0, count), draws)):
+            return Seen(because=f"{_DRAWS}{draws.left}, and no one value of it goes for all samples")
+        if not _near(whole, self._loss(made, draws)):
             return Seen(because="it has another value when it is computed again")
         parts = [[make(0, cut), make(cut, count)] for cut in cuts]
         losses, failed = self._losses_of(parts, draws, seen)
         if draws.left or not any(losses):
             return Seen(because=f"{_DRAWS}{draws.left}" if draws.left else failed, keeps=seen.keeps)
-        rules: dict[str, Rule | None] = (
-            {"weight": given} if given is not None else {"samples": None, **rules_for(batch)}
-        )
+        rules: dict[str, Rule | None] = {"weight": given} if given else {"samples": None, **rules_for(batch)}
         off = {}
         for name, rule in rules.items():
             found = [
@@ -146,20 +145,14 @@ class Comparison:
             off[name], all_of_it, by_parts = max(found)
             if name in ("samples", "weight"):
                 seen.whole, seen.by_parts = all_of_it, by_parts
-        if not all(map(_is_number, whole.values())) and given is None:
-            return Seen(because=f"the loss of a piece is {sum(whole.values())}")
         rounding = self._rounding(draws.rounds)
         seen.holds = [name for name, share in off.items() if share <= rounding]
         seen.off = min(off.values()) if seen.holds == list(off) else max(off.values())
         if self.gradients and seen.holds and list(whole) == [""]:
-            rule = rules[seen.holds[0]]
-            halves = [(part, _counts(rule, part, size)[""]) for part, size in self._halves(make, count)]
-            self._compare_gradients(seen, make(0, count), halves, draws)
+            rule, half = rules[seen.holds[0]], count // 2
+            sizes = zip(parts[cuts.index(half)], (half, count - half), strict=True)
+            self._compare_gradients(seen, made, [(part, _counts(rule, part, size)[""]) for part, size in sizes], draws)
         return seen
-
-    def _halves(self, make: MakeBatch, count: int) -> list[tuple[Any, int]]:
-        half = count // 2
-        return [(make(0, half), half), (make(half, count), count - half)]
 
     def _compare_gradients(self, seen: Seen, batch: Any, parts: Sequence[tuple[Any, float]], draws: SetDraws) -> None:
         """See whether hooks, or backward passes of the script's own, do to a batch what they do to its parts."""
@@ -167,15 +160,14 @@ class Comparison:
         try:
             whole = self._gradient([(batch, 1.0)], draws)
             shares = [(part, count / total) for part, count in parts if count]
-            pieces = [
-                self._gradient(each, draws) for each in ([shares] if self.accumulates else [[each] for each in shares])
-            ]
+            together = [shares] if self.accumulates else [[each] for each in shares]
+            pieces = [self._gradient(each, draws) for each in together]
         except _WritesGradients:  # by itself: the first step refuses that
             return
         except Exception as error:
             seen.because = words(error)
             return
-        size = max(_norm(each.values()) for each in (whole, *pieces))
+        size = max(math.hypot(*(float(each.norm()) for each in given.values())) for given in (whole, *pieces))
         for name, each in whole.items():
             off = float((sum(piece[name] for piece in pieces) - each).norm()) / size if size else 0.0
             if off > seen.gradient_off:
@@ -297,10 +289,6 @@ def words(error: Exception) -> str:
     return f"a part of a batch raises {type(error).__name__}: {text[:160]}"
 
 
-def _is_number(value: float) -> bool:
-    return abs(value) < float("inf")
-
-
 def _near(one: Mapping[str, float], other: Mapping[str, float]) -> bool:
     pairs = [(each, other.get(name, 0.0)) for name, each in one.items()]
     return all(a == b or a != a or abs(a - b) <= SURE * max(abs(a), abs(b)) for a, b in pairs)
@@ -330,10 +318,6 @@ def _difference(
     if difference <= 1e-12 or difference <= 1e-7 * min(1.0, size):
         return 0.0, all_of_it, by_parts
     return (difference / size if difference == difference else float("inf")), all_of_it, by_parts
-
-
-def _norm(gradients: Iterable[Tensor]) -> float:
-    return math.sqrt(sum(float(each.norm()) ** 2 for each in gradients))
 
 
 def _differ(before: Tensor | None, now: Tensor) -> bool:

@@ -86,7 +86,7 @@ class LossWeights:
         if first and weighing.said is None and weighing.classes is None and not weighing.knows:
             weighing.use(state.counts_by)
         if not self.cuts:
-            weighing.guard, weighing.labels_guarded = None, False
+            weighing.guard = None
         elif weighing.said is None and not self.parts.strategy.traits.communicates_in_forward:
             weighing.looks = partial(_why_no_mean, look)
         return step
@@ -121,11 +121,11 @@ class LossWeights:
         parts, state = self.parts, self.state
         given, is_mean = callable(parts.weighing.said), bool(seen.holds) or not seen.could_look
         if seen.in_chunks and isinstance(parts.batch_norm, GlobalBatch):
-            raise probe_loss.in_chunks(seen.in_chunks)
+            raise probe_loss.refused("is called in chunks", seen.in_chunks)
         if seen.gradient and self.cuts:
-            raise probe_loss.changes_gradients(seen.gradient)
+            raise probe_loss.refused("changes gradients", seen.gradient)
         if seen.keeps and self.cuts and seen.kept_matters and (seen.kept_differs or self.cuts_in_worker):
-            raise probe_loss.keeps_state(seen.keeps)
+            raise probe_loss.refused("keeps state", seen.keeps)
         if seen.keeps and self.cuts:
             seen.because = seen.because or probe_loss.kept(seen.keeps)
         elif seen.keeps:
@@ -155,10 +155,10 @@ class LossWeights:
             )
             parts.world.notes.append(what)
         elif known and not is_mean and not seen.writes and self.cuts:
-            raise probe_loss.mixing(what)
+            raise probe_loss.refused("mixes samples", what)
         elif not known and not given and (not is_mean or found == probe_loss.NO_MEAN):
             if self.cuts:
-                raise probe_loss.refused(what, by_step=parts.compute.step is not None)
+                raise probe_loss.refused("is no mean", what, "loss" if parts.compute.step is None else "step")
             if many:
                 parts.world.notes.append(f"{what}; on several workers, or with micro_batch_size, it would be refused")
         elif many and found in LOOKED_FOR and not given:

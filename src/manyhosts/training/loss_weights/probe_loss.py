@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -27,16 +27,18 @@ from manyhosts.data import randomness
 from manyhosts.data.fetch import Fetcher
 from manyhosts.data.steps import LoadedPiece, mapped
 from manyhosts.errors import ConfigError
+from manyhosts.training.consistency.held_values import asks_for_training
 from manyhosts.training.evaluation.dataset_forward import in_evaluation
 from manyhosts.training.loop.compute import ForwardPass
 from manyhosts.training.loss_weights.comparison import SURE, WRITES, Comparison, Gradients, MakeBatch, Seen, words
-from manyhosts.training.loss_weights.held_values import asks_for_training
 from manyhosts.training.loss_weights.means import Rule
 from manyhosts.training.setup.trained_module import model_of
 
 ALL_SAMPLES = "all samples"
 NO_MEAN = "no mean"
 """What is known of a loss that follows no rule."""
+_OF_ANY = ("ignores", "writes", "kept_matters", "kept_differs", "gradient", "in_chunks")
+"""What is so of a loss where one piece shows it."""
 MOST_PIECES = 8
 """Of one worker, that are looked at."""
 _MOST_COPIED = 1 << 28
@@ -66,14 +68,9 @@ def find_mean(
     if not seen:
         return Seen(because=because or "no forward pass has two samples, or they come once, from a stream", keeps=keeps)
     shown = max(seen, key=lambda each: each.off)
-    shown.holds = [name for name in shown.holds if all(name in each.holds for each in seen)]
-    shown.ignores = any(each.ignores for each in seen)
-    shown.writes, shown.because = any(each.writes for each in seen), because
-    shown.keeps, shown.kept_matters = keeps, any(each.kept_matters for each in seen)
-    shown.kept_differs = any(each.kept_differs for each in seen)
-    shown.gradient = next((each.gradient for each in seen if each.gradient), "")
-    shown.in_chunks = next((each.in_chunks for each in seen if each.in_chunks), "")
-    return shown
+    holds = [name for name in shown.holds if all(name in each.holds for each in seen)]
+    first = {name: next(filter(None, (getattr(each, name) for each in seen)), getattr(shown, name)) for name in _OF_ANY}
+    return replace(shown, **{**first, "holds": holds, "because": because, "keeps": keeps})
 
 
 def _is_trouble(seen: Seen) -> bool:
@@ -110,49 +107,6 @@ def not_tried(seen: Seen) -> str:
     )
 
 
-def refused(what: str, *, by_step: bool) -> ConfigError:
-    """The error of such a loss where a batch is cut."""
-    return ConfigError(
-        what,
-        where="mh.Trainer(step=…)" if by_step else "mh.Trainer(loss=…)",
-        fix="give weight=function(batch) -> what a piece counts in the mean (tokens, class weights; for several losses "
-        "a number for each, by name); or train in one piece (one worker, no micro_batch_size); or say that samples are "
-        'to be counted all the same: weight="samples"',
-    )
-
-
-def mixing(what: str) -> ConfigError:
-    """The error of a model that mixes samples, with a loss that is known to be a mean, where a batch is cut."""
-    return ConfigError(
-        f"{what}; PyTorch's own losses are means, so the model looks at the other samples of a batch",
-        where="mh.Trainer(model=…)",
-        fix="use nn.BatchNorm in place of a normalisation of your own, or sum over the workers what it is made of; "
-        'train in one piece (one worker, no micro_batch_size); or say that it is meant so: weight="samples"',
-    )
-
-
-def changes_gradients(name: str) -> ConfigError:
-    """The error of hooks that see the gradient of a piece, where a batch is cut."""
-    return ConfigError(
-        f"the gradient of {name!r} over some samples is not the mean of those over two parts of them, though the loss "
-        "is: a hook, or a backward pass of the script's own, changes it by what it sees, which is a piece of a batch",
-        where="mh.Trainer(model=…)",
-        fix="leave it to clip_gradients, or to a hook of the optimizer (register_step_pre_hook): these see the sum "
-        'over all pieces; or train in one piece; or say that it is meant so: weight="samples"',
-    )
-
-
-def in_chunks(name: str) -> ConfigError:
-    """The error of a BatchNorm that sees its samples in several calls, where it is to see those of all workers."""
-    return ConfigError(
-        f"the BatchNorm {name!r} is called several times in a forward pass, with a part of the samples each time: over "
-        "several workers others would meet in a call, and a worker with fewer calls would leave the others waiting",
-        where="mh.Trainer(model=…)",
-        fix="call it once, with all samples; or set batch_norm='local', or virtual_workers, with which each part of a "
-        "batch is normalised by itself; or train on one worker",
-    )
-
-
 KEEPS = "{!r} is kept from one batch to the next, and is neither a parameter nor a buffer"
 
 
@@ -161,15 +115,42 @@ def kept(name: str) -> str:
     return f"{KEEPS.format(name)}, and what it changes later is not known"
 
 
-def keeps_state(name: str) -> ConfigError:
-    """The error of what is kept from batch to batch and changes the loss, where a batch is cut."""
-    return ConfigError(
-        f"{KEEPS.format(name)}: each worker keeps its own, it changes once for each piece of a batch, and no snapshot "
-        "has it",
-        where="mh.Trainer(model=…)",
-        fix="set it in each forward pass; or change it once per step, in a callback (after_step); or register it as a "
+_FIXES = {
+    "is no mean": (
+        "{}",
+        "give weight=function(batch) -> what a piece counts in the mean (tokens, class weights; for several losses "
+        "a number for each, by name); or train in one piece (one worker, no micro_batch_size); or say that samples are "
+        'to be counted all the same: weight="samples"',
+    ),
+    "mixes samples": (
+        "{}; PyTorch's own losses are means, so the model looks at the other samples of a batch",
+        "use nn.BatchNorm in place of a normalisation of your own, or sum over the workers what it is made of; "
+        'train in one piece (one worker, no micro_batch_size); or say that it is meant so: weight="samples"',
+    ),
+    "changes gradients": (
+        "the gradient of {!r} over some samples is not the mean of those over two parts of them, though the loss "
+        "is: a hook, or a backward pass of the script's own, changes it by what it sees, which is a piece of a batch",
+        "leave it to clip_gradients, or to a hook of the optimizer (register_step_pre_hook): these see the sum "
+        'over all pieces; or train in one piece; or say that it is meant so: weight="samples"',
+    ),
+    "is called in chunks": (
+        "the BatchNorm {!r} is called several times in a forward pass, with a part of the samples each time: over "
+        "several workers others would meet in a call, and a worker with fewer calls would leave the others waiting",
+        "call it once, with all samples; or set batch_norm='local', or virtual_workers, with which each part of a "
+        "batch is normalised by itself; or train on one worker",
+    ),
+    "keeps state": (
+        KEEPS + ": each worker keeps its own, it changes once for each piece of a batch, and no snapshot has it",
+        "set it in each forward pass; or change it once per step, in a callback (after_step); or register it as a "
         "buffer, and sum over the workers what goes into it; or train in one piece (one worker, no micro_batch_size)",
-    )
+    ),
+}
+
+
+def refused(kind: str, name: str, where: str = "model") -> ConfigError:
+    """The error of a loss or model that is wrong in this way, of `name` or in these words, where a batch is cut."""
+    what, fix = _FIXES[kind]
+    return ConfigError(what.format(name), where=f"mh.Trainer({where}=…)", fix=fix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,31 +171,28 @@ class Look:
 
     def at(self, piece: LoadedPiece, rule: Rule | None, *, cuts: int = 3) -> Seen:
         """What one piece shows, cut in `cuts` ways. Errors of the model show in the first step, and better."""
-        if len(piece.plan.indices) < 2:
+        count, why = len(piece.plan.indices), ""
+        if count < 2:
             return Seen(because="a forward pass has one sample")
-        found = Seen()
         with randomness.undisturbed():
             try:
                 make = self._parts_of(piece)
             except Exception as error:
-                self._go_on_after(error)
-                make = words(error)
+                return Seen(because=self._words(error))
             if isinstance(make, str):
                 return Seen(because=make)
-            why = ""
             # What differentiates within the loss needs the graph; what writes in training mode alone may be seen
             # in evaluation mode, which is said.
             for training, graph in ((True, False), (True, True), (False, False), (False, True)):
                 try:
-                    how = self._copied(self.module, training=training) if self.copies else _in_evaluation(self.module)
-                    with how as module, torch.set_grad_enabled(graph):
-                        found = self._comparison(module).run(piece.batch, len(piece.plan.indices), make, rule, cuts)
+                    with self._shown(training=training) as module, torch.set_grad_enabled(graph):
+                        found = self._comparison(module).run(piece.batch, count, make, rule, cuts)
                 except Exception as error:
-                    self._go_on_after(error)
-                    found = Seen(because=words(error))
+                    found = Seen(because=self._words(error))
                 if found.could_look:
                     found.because = found.because or self._not_in_training(why)
-                    return self._surely(found, piece, make, rule, cuts, graph=graph, training=training)
+                    with torch.set_grad_enabled(graph):
+                        return self._surely(found, count, make, rule, cuts, training=training)
                 why = why or found.because
                 if training and graph and not why.startswith(WRITES):
                     break
@@ -231,10 +209,11 @@ class Look:
             may_write=not self.copies,
         )
 
-    def _go_on_after(self, error: Exception) -> None:
-        """Raise `error` where workers exchange in forward passes: if one continued, its collectives would not match."""
+    def _words(self, error: Exception) -> str:
+        """Those of `error`; it is raised where workers exchange in forward passes: collectives would not match."""
         if not self.copies:
             raise error
+        return words(error)
 
     def _not_in_training(self, why: str) -> str:
         """Why what the script has written was looked at in evaluation mode, and might do something else in training."""
@@ -244,51 +223,39 @@ class Look:
         asks = not self.copies and any(asks_for_training(type(each).forward) for each in own)
         return "the model asks for it, and its workers exchange something in each forward pass" if asks else ""
 
-    def _surely(
-        self,
-        seen: Seen,
-        piece: LoadedPiece,
-        make: MakeBatch,
-        rule: Rule | None,
-        cuts: int,
-        *,
-        graph: bool,
-        training: bool,
-    ) -> Seen:
+    def _surely(self, seen: Seen, count: int, make: MakeBatch, rule: Rule | None, cuts: int, *, training: bool) -> Seen:
         """The same in float64, where there were differences that may or may not be rounding."""
-        if (
-            max(seen.off, seen.gradient_off) <= SURE
-            or not self.copies
-            or sum(map(Tensor.numel, self.module.parameters())) > _MOST_COPIED
-        ):
+        is_large = sum(map(Tensor.numel, self.module.parameters())) > _MOST_COPIED
+        if max(seen.off, seen.gradient_off) <= SURE or not self.copies or is_large:
             return seen
+
+        def doubled(begin: int, end: int) -> Any:
+            return mapped(make(begin, end), lambda each: each.double() if each.is_floating_point() else each)
+
         default = torch.get_default_dtype()
         try:
             torch.set_default_dtype(torch.float64)
-            copied = self._copied(self.module, training=training, shares=False)
-            with copied as module, torch.set_grad_enabled(graph):
+            with self._shown(training=training, shares=False) as module:
                 module.to(torch.float64)
-                count = len(piece.plan.indices)
-
-                def doubled(begin: int, end: int) -> Any:
-                    return mapped(make(begin, end), _doubled)
-
                 exact = self._comparison(module).run(doubled(0, count), count, doubled, rule, cuts)
         except Exception:  # something is made in float32, and does not go with float64
             return seen
         finally:
             torch.set_default_dtype(default)
-        if not exact.could_look:
-            return seen
         names = ("because", "keeps", "kept_matters", "kept_differs", "writes", "in_chunks")
-        return replace(exact, **{name: getattr(seen, name) for name in names})
+        return replace(exact, **{name: getattr(seen, name) for name in names}) if exact.could_look else seen
 
     @contextmanager
-    def _copied(self, module: nn.Module, *, training: bool, shares: bool = True) -> Iterator[nn.Module]:
+    def _shown(self, *, training: bool, shares: bool = True) -> Iterator[nn.Module]:
         """A copy whose modules are in training mode where the script has written them. It `shares` what is trained.
 
-        `training`: whether a user's step sees a model in that mode, too.
+        `training`: whether a user's step sees a model in that mode, too. Without copies the model, in evaluation mode.
         """
+        module = self.module
+        if not self.copies:
+            with in_evaluation(module):
+                yield module
+            return
         if sum(each.numel() for each in module.parameters() if not each.requires_grad) > _MOST_COPIED:
             raise ValueError("its frozen parameters are too large for a copy")
         # Others that share their memory: gradients and hooks stay with those that are trained.
@@ -305,7 +272,7 @@ class Look:
         for part in copied.modules():
             part.training = any(part.children()) or not type(part).__module__.startswith("torch.")
         model_of(copied).training = training or self.forward.step is None
-        with acting(_AsEvaluated()), _in_evaluation(module, within=copied):
+        with acting(_AsEvaluated()):
             yield copied
 
     def _parts_of(self, piece: LoadedPiece) -> MakeBatch | str:
@@ -340,10 +307,6 @@ def _members(held: Any) -> list[Any]:
     return [held, *(held.values() if isinstance(held, dict) else held if isinstance(held, list | tuple) else ())]
 
 
-def _doubled(tensor: Tensor) -> Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor
-
-
 def _is_cuttable(batch: Any, count: int) -> bool:
     """Whether `batch` is made of nothing but tensors with `count` rows each, and lists of as many texts or the like."""
     if isinstance(batch, Tensor):
@@ -361,11 +324,9 @@ def _is_column(values: Sequence[Any], count: int) -> bool:
 
 
 def _rows(batch: Any, begin: int, end: int) -> Any:
-    if isinstance(batch, Tensor):
-        return batch[begin:end]
     if isinstance(batch, Mapping):
         return {key: _rows(value, begin, end) for key, value in batch.items()}
-    if not any(isinstance(each, Tensor | Mapping | list | tuple) for each in batch):
+    if isinstance(batch, Tensor) or _is_column(batch, len(batch)):
         return batch[begin:end]
     rows = [_rows(value, begin, end) for value in batch]
     return type(batch)(*rows) if hasattr(batch, "_fields") else type(batch)(rows)
@@ -376,24 +337,7 @@ class _AsEvaluated:
 
     def normalise(self, layer: _BatchNorm, input: Tensor, *, track: bool) -> Tensor:
         """See `shared_norm.Batch`."""
-        mean, variance = layer.running_mean, layer.running_var
+        mean, variance, eps = layer.running_mean, layer.running_var, layer.eps
         if mean is None or variance is None:
-            return nn.functional.batch_norm(
-                input, input.new_zeros(input.shape[1]), input.new_ones(input.shape[1]), layer.weight, layer.bias
-            )
-        return nn.functional.batch_norm(input, mean, variance, layer.weight, layer.bias, eps=layer.eps)
-
-
-@contextmanager
-def _in_evaluation(module: nn.Module, within: nn.Module | None = None) -> Iterator[nn.Module]:
-    """Within, evaluation mode; afterwards every buffer is as before. Gives `module`, or `within`."""
-    buffers = [each for each in module.buffers() if not each.is_meta]  # those are another stage's
-    kept = [buffer.clone() for buffer in buffers]
-    with in_evaluation(module) if within is None else nullcontext():
-        try:
-            yield module if within is None else within
-        finally:
-            for buffer, before in zip(buffers, kept, strict=True):
-                if not torch.equal(buffer, before):  # an expanded one cannot be written to
-                    with torch.no_grad():
-                        buffer.copy_(before)
+            mean, variance, eps = input.new_zeros(input.shape[1]), input.new_ones(input.shape[1]), 1e-5
+        return nn.functional.batch_norm(input, mean, variance, layer.weight, layer.bias, eps=eps)

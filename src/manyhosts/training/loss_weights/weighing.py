@@ -71,9 +71,8 @@ class Weighing:
         """What a piece counts; None: its samples."""
         self.evaluation: Rule | None = self.rule or self.classes
         """The same in an evaluation, where to count costs no exchange."""
-        self.guard: ClassMean | None = None
+        self.guard: Callable[[Any], bool] | None = None
         """Where pieces count by their samples because no target was left out so far: what would change that."""
-        self.labels_guarded = False
         self.names: tuple[str, ...] = ("",)
         """Of the losses that `weight` gives a number each for; one without a name where it gives one number."""
         self.looks: Callable[[LoadedPiece], str] | None = None
@@ -86,7 +85,7 @@ class Weighing:
     def use(self, name: str) -> None:
         """Count by the rule of this name from now on, which was found by trial."""
         self.rule = self.evaluation = LOOKED_FOR.get(name)
-        self.labels_guarded = name == "samples"
+        self.guard = has_ignored if name == "samples" else None
 
     def look_at_targets(self, pieces: Sequence[LoadedPiece]) -> None:
         """Where a loss by class may or may not leave targets out: see whether this step's do. All workers call this."""
@@ -95,12 +94,12 @@ class Weighing:
             self.rule = self.classes
             return
         differs = self.world.any(any(self.classes.differs(piece.batch) for piece in pieces))
-        self.rule, self.guard = (self.classes, None) if differs else (None, self.classes)
+        self.rule, self.guard = (self.classes, None) if differs else (None, self.classes.leaves_out)
 
     @property
     def counts_samples(self) -> bool:
         """Whether no piece need be looked at."""
-        return self.rule is None and self.guard is None and not self.labels_guarded and self.looks is None
+        return self.rule is None and self.guard is None and self.looks is None
 
     def of(self, step: Step, number: int) -> tuple[Step, float]:
         """A step whose pieces have their weights in the mean, and what all of the batch counts.
@@ -194,18 +193,14 @@ class Weighing:
         """The batch of a piece, of which every target counts."""
         batch = piece.batch
         if piece.plan.weight:
-            left_out = self.guard is not None and self.guard.leaves_out(batch)
-            if (
-                self._has_other_rows(piece.plan, batch)
-                and self.looks
-                and (what := self.looks(LoadedPiece(piece.plan, batch)))
-            ):
+            has_others = self.looks is not None and self._has_other_rows(piece.plan, batch)
+            if has_others and self.looks and (what := self.looks(LoadedPiece(piece.plan, batch))):
                 raise ConfigError(
                     f"the batch of a piece of {len(piece.plan.indices)} samples has {rows_of(batch)} rows, and {what}",
                     where=f"mh.Data(collate=…), step {number}",
                     fix="leave no sample out in collate or __getitem__, or give weight=function(batch) -> what is left",
                 )
-            if left_out or (self.labels_guarded and has_ignored(batch)):
+            if self.guard is not None and self.guard(batch):
                 raise ConfigError(
                     f"a target of step {number} does not count in the loss (it is the ignored class), and at the start "
                     "all did, so pieces were taken to count by their samples",

@@ -31,11 +31,11 @@ from manyhosts.strategies.strategy import Elastic, Piece, Scale, StepOutcome, St
 from manyhosts.strategies.tally import Agreed
 from manyhosts.strategies.virtual import VirtualWorkers
 from manyhosts.strategies.whole_model import WholeModel, norm_of
+from manyhosts.training.consistency.held_values import Held, HeldValues, changed_attributes
 from manyhosts.training.loop.compute import ForwardPass, step_values
 from manyhosts.training.own_loop.copies import ParameterCopies
 from manyhosts.training.own_loop.optimizers import CombinedOptimizer
 from manyhosts.training.own_loop.parts import Part, Parts
-from manyhosts.training.own_loop.plain_values import plain_values, said
 from manyhosts.training.state.buffers import BufferCopies
 
 _LOOKS = 3
@@ -97,7 +97,7 @@ class OwnLoop(WholeModel):
         self._undo: list[Callable[[], None]] = []
         self._copied: set[int] = set()
         self._copies = ParameterCopies()
-        self._plain: dict[str, str] | None = None
+        self._plain: Held | None = None
         """What models keep in plain attributes, before the first step of this process."""
         self._looks = _LOOKS
 
@@ -150,7 +150,7 @@ class OwnLoop(WholeModel):
             self._undo.append(_restore(self, "state", copy.deepcopy(self.state)))
             self._keep_parameters(model)
         if self._looks and self._plain is None:
-            self._plain = plain_values(model)
+            self._plain = HeldValues(model).now()
         randomness.seed_compute(self.settings.seed, randomness.OWN_STEP, self.done())
         is_good = True
         try:
@@ -176,7 +176,7 @@ class OwnLoop(WholeModel):
         if not self._looks or self._plain is None:
             return
         self._looks -= 1
-        if note := said(self._plain, plain_values(model)):
+        if note := changed_attributes(self._plain, HeldValues(model).now()):
             self.world.notes.append(note)
             self._looks = 0
 

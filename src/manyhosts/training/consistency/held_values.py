@@ -1,7 +1,7 @@
-"""What a model, a loss or a step holds in plain Python from one batch to the next: counters, lists, dicts, deques.
+"""What a model, a loss, a step or a dataset holds in plain Python: counters, lists, dicts, deques.
 
-Nobody sums it over the workers and no snapshot has it, so a look sees whether it changes, and puts it back. Of a
-function it is what its code names: its closure, globals, and those of the script's functions that it calls.
+Nobody sums it over the workers and no snapshot has it, so looks and the first steps see whether it changes, and a look
+puts it back. Of a function it is what its code names: its closure, globals, and those of functions that it calls.
 """
 
 from __future__ import annotations
@@ -10,17 +10,47 @@ import functools
 import random
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from manyhosts.communication.gathering import gather_plain
+from manyhosts.communication.world import World
+from manyhosts.events import LossLooked
 
 _INTERNAL = frozenset(vars(nn.Module()))
 _DEPTH, _MOST_ITEMS, _MOST_NUMBERS, _MOST_FUNCTIONS = 5, 1000, 1 << 22, 50
 """How deep is looked, and how much: of longer lists only the length is seen, of larger tensors nothing."""
+_PLAIN = bool | int | float | complex | str | bytes | None
+
+
+def _cloned(tensor: Tensor) -> Tensor | None:
+    is_large = isinstance(tensor, nn.Parameter) or tensor.numel() > _MOST_NUMBERS
+    return None if is_large else tensor.detach().clone()
+
+
+def _set(tensor: Tensor, before: Tensor | None) -> None:
+    if before is not None and not _same(tensor, before):
+        tensor.data = before.clone()
+
+
+_KINDS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+    Tensor: (_cloned, _set),
+    np.ndarray: (np.copy, np.copyto),
+    torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
+    random.Random: (lambda value: value.getstate(), lambda value, before: value.setstate(before)),
+    np.random.Generator: (
+        lambda value: value.bit_generator.state,
+        lambda value, before: setattr(value.bit_generator, "state", before),
+    ),
+    set: (set, lambda value, before: (value.clear(), value.update(before))),
+}
+"""What holds numbers of its own: how they are copied, and how a copy is put back in place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,32 +60,26 @@ class Saved:
     value: Any
     inside: Any = None
 
-    def put_back(self) -> Any:  # noqa: C901 - one line for each kind
+    def put_back(self) -> Any:
         """Have the value as it was, in place. Returns it."""
         value, inside = self.value, self.inside
-        if isinstance(value, Tensor):
-            if inside is not None and not _same(value, inside):
-                value.data = inside.clone()
-        elif isinstance(value, list | deque) and isinstance(inside, int):
-            while len(value) > inside:
+        if (kind := _kind(value)) is not None:
+            kind[1](value, inside)
+        elif isinstance(inside, int):
+            while isinstance(value, list | deque) and len(value) > inside:
                 value.pop()
-        elif isinstance(value, list | deque) and inside is not None:
-            value.clear() if isinstance(value, deque) else value.__delitem__(slice(None))
-            value.extend([each.put_back() for each in inside])
-        elif isinstance(value, dict) and inside is not None:
+        elif isinstance(inside, list):
+            each_of_them = [each.put_back() for each in inside]
+            if isinstance(value, list | deque):
+                value.clear()
+                value.extend(each_of_them)
+        elif isinstance(inside, dict):
             for key in value.keys() - inside.keys():
                 del value[key]
-            value.update({key: each.put_back() for key, each in inside.items()})
-        elif isinstance(value, set):
-            value.clear()
-            value.update(inside)
-        elif isinstance(value, tuple) and isinstance(inside, list):
-            for each in inside:
-                each.put_back()
+            for key, each in inside.items():  # a Counter would add up what it is updated with
+                value[key] = each.put_back()
         elif isinstance(inside, Saved):
             inside.put_back()
-        else:
-            _put_back_numbers(value, inside)
         return value
 
     def tensors(self) -> Iterator[Tensor]:
@@ -68,33 +92,15 @@ class Saved:
                 yield from each.tensors()
 
 
-def _put_back_numbers(value: Any, inside: Any) -> None:
-    if isinstance(value, np.ndarray):
-        value[...] = inside
-    elif isinstance(value, torch.Generator):
-        value.set_state(inside)
-    elif isinstance(value, random.Random):
-        value.setstate(inside)
-    elif isinstance(value, np.random.Generator):
-        value.bit_generator.state = inside
+def _kind(value: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]] | None:
+    return next((how for kind, how in _KINDS.items() if isinstance(value, kind)), None)
 
 
-def saved(value: Any, depth: int = _DEPTH) -> Saved:  # noqa: C901 - one line for each kind
+def saved(value: Any, depth: int = _DEPTH) -> Saved:
     """`value` as it is now."""
     inside: Any = None
-    if isinstance(value, Tensor):
-        if not isinstance(value, nn.Parameter) and value.numel() <= _MOST_NUMBERS:
-            inside = value.detach().clone()
-    elif isinstance(value, np.ndarray):
-        inside = value.copy()
-    elif isinstance(value, torch.Generator):
-        inside = value.get_state()
-    elif isinstance(value, random.Random):
-        inside = value.getstate()
-    elif isinstance(value, np.random.Generator):
-        inside = value.bit_generator.state
-    elif isinstance(value, set):
-        inside = set(value)
+    if (kind := _kind(value)) is not None:
+        inside = kind[0](value)
     elif depth and isinstance(value, list | tuple | deque):
         inside = [saved(each, depth - 1) for each in value] if len(value) <= _MOST_ITEMS else len(value)
     elif depth and isinstance(value, dict) and len(value) <= _MOST_ITEMS:
@@ -107,9 +113,9 @@ def saved(value: Any, depth: int = _DEPTH) -> Saved:  # noqa: C901 - one line fo
 def _same(one: Any, other: Any) -> bool:
     """Whether both hold the same, as far as that can be seen of values."""
     if isinstance(one, Saved) and isinstance(other, Saved):
-        if one.inside is not None or not isinstance(one.value, bool | int | float | complex | str | bytes | None):
-            return type(one.value) is type(other.value) and _same(one.inside, other.inside)
-        return _same(one.value, other.value)
+        if one.inside is None and isinstance(one.value, _PLAIN):
+            return _same(one.value, other.value)
+        return type(one.value) is type(other.value) and _same(one.inside, other.inside)
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor):
@@ -199,9 +205,8 @@ class HeldValues:
         self._add_names(function.__name__, vars(function), vars(function))
         self._add_names("", variables, names)
         self.places.update({name: (cell, "") for name, cell in cells.items()})
-        held = {name: variables[name] for name in names} | {
-            name: each for name, cell in cells.items() for each in _cell(cell)
-        }
+        held = {name: variables[name] for name in names}
+        held |= {name: each for name, cell in cells.items() for each in _cell(cell)}
         for name, each in held.items():
             if isinstance(each, nn.Module):
                 self._add_modules(name, each)
@@ -221,9 +226,8 @@ def _cell(cell: types.CellType) -> list[Any]:
 
 def asks_for_training(function: Any) -> bool:
     """Whether the code of a function looks at `training`."""
-    return isinstance(function, types.FunctionType) and any(
-        "training" in c.co_names for c in all_code(function.__code__)
-    )
+    codes = all_code(function.__code__) if isinstance(function, types.FunctionType) else ()
+    return any("training" in code.co_names for code in codes)
 
 
 def all_code(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -232,3 +236,52 @@ def all_code(code: types.CodeType) -> Iterator[types.CodeType]:
     for each in code.co_consts:
         if isinstance(each, types.CodeType):
             yield from all_code(each)
+
+
+def changed_attributes(before: Held, after: Held) -> str:
+    """What is to be said of attributes of a model that a step changes; empty where there are none."""
+    if not (changed := differing(before, after)):
+        return ""
+    more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+    return (
+        f"the step changes {changed[0]}{more}, a plain attribute of a model: snapshots do not have it, and it is not "
+        "put back where a step is made again; keep it in a buffer or in run.state, or a resumed run departs"
+    )
+
+
+class DatasetWatch:
+    """The plain values that a training set has as attributes, looked at with each validation and at the end."""
+
+    def __init__(self, dataset: Dataset[Any] | None, world: World, *, elsewhere: bool) -> None:
+        """`elsewhere`: it is read in loader processes, which have copies of it."""
+        self.dataset, self.world, self.elsewhere = dataset, world, elsewhere
+        self.first = dict(_numbers(dataset))
+        self.is_told = False
+
+    def look(self) -> None:
+        """See whether any has changed on some workers alone, and say so once. Every worker calls this."""
+        now = dict(_numbers(self.dataset))
+        own = [name for name, value in now.items() if self.first.get(name) != value]
+        if self.is_told or not self.world.any(bool(own)):
+            return
+        reported = gather_plain(self.world, now)
+        others = [name for name in reported[0] if any(each.get(name) != reported[0][name] for each in reported)]
+        if not others and not (self.elsewhere and own):
+            return
+        self.is_told = True
+        where = "on other workers it is another" if others else "loader processes read copies made before"
+        text = (
+            f"the training set's {(others or own)[0]} was changed while it was trained on, and {where}: change it on "
+            "every worker alike, in a callback (listeners are called on the leader alone), with loader_workers=0"
+        )
+        self.world.notes.append(text)
+        self.world.news.append(functools.partial(LossLooked, outcome="not tried", text=text))
+
+
+def _numbers(dataset: object, path: str = "", depth: int = 8) -> Iterator[tuple[str, str]]:
+    """Of a dataset, those within and their transforms, each plain attribute, by its path."""
+    for name, value in vars(dataset).items() if depth and hasattr(dataset, "__dict__") else ():
+        if isinstance(value, _PLAIN):
+            yield f"{path}{name}", repr(value)
+        elif isinstance(value, Dataset) or name in ("transform", "target_transform", "transforms"):
+            yield from _numbers(value, f"{path}{name}.", depth - 1)

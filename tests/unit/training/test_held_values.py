@@ -1,0 +1,67 @@
+"""What is kept in plain Python is seen to change, and is put back in place, with what was in it."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from manyhosts.training.consistency.held_values import HeldValues, changed_attributes, differing
+
+KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "list": (lambda: [1, [2]], lambda value: value[1].append(3)),
+    "long list": (lambda: list(range(2000)), lambda value: value.append(1)),
+    "deque": (lambda: deque([1, 2], maxlen=2), lambda value: value.append(3)),
+    "dict": (lambda: {"a": 1, "b": 2}, lambda value: (value.pop("a"), value.update(b=3, c=4))),
+    "ordered": (lambda: OrderedDict(a=1), lambda value: value.update(b=2)),
+    "counter": (lambda: Counter(a=2), lambda value: value.update(a=1)),
+    "set": (lambda: {1, 2}, lambda value: value.add(3)),
+    "tuple of lists": (lambda: ([1], 2), lambda value: value[0].append(2)),
+    "object": (lambda: SimpleNamespace(number=1, inner=[1]), lambda value: value.inner.append(2)),
+    "tensor": (lambda: torch.zeros(3), lambda value: value.add_(1)),
+    "array": (lambda: np.zeros(3), lambda value: value.__iadd__(1)),
+    "torch's generator": (torch.Generator, lambda value: torch.rand(1, generator=value)),
+    "NumPy's generator": (lambda: np.random.default_rng(0), lambda value: value.random()),
+    "NumPy's old generator": (lambda: np.random.Generator(np.random.MT19937(0)), lambda value: value.random()),
+    "Python's generator": (lambda: random.Random(0), lambda value: value.random()),
+}
+
+
+class Keeps(nn.Module):
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_change_is_seen_and_put_back_in_place(name: str) -> None:
+    make, change = KEPT[name]
+    model = Keeps(make())
+    places, value = HeldValues(model), model.value
+    before = places.now()
+    assert not differing(before, places.now())
+    change(model.value)
+    assert differing(before, places.now()) == ["value"]
+    assert "value, a plain attribute" in changed_attributes(before, places.now())
+    places.put_back(before)
+    assert model.value is value
+    assert not differing(before, places.now())
+    if name not in ("tensor", "array") and "generator" not in name:
+        assert model.value == make()
+
+
+def test_number_that_is_set_again_is_put_back() -> None:
+    model = Keeps(1)
+    places = HeldValues(model)
+    before = places.now()
+    model.value = 2
+    places.put_back(before)
+    assert model.value == 1
+    assert not changed_attributes(before, places.now())

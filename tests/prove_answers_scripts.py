@@ -618,7 +618,7 @@ ANSWERS = {
 }
 
 
-def trained(rank: int, folder: Path, names: list[str], forced: bool = False, steps: int = 6) -> dict[str, Any]:
+def trained(rank: int, folder: Path, names: list[str], forced: bool = False, steps: int = 12) -> dict[str, Any]:
     """By name the weights after some steps, or the words of the refusal. `forced`: no look is asked.
 
     It is called on each of one or two ranks.

@@ -78,6 +78,12 @@ def searched() -> tuple[str, ...]:
     return found.groups()
 
 
+def share_of_looks() -> tuple[str, ...]:
+    found = re.search(r"The looks take at most ([\d.]+) % of a run of 10 minutes", words("benchmarks/guards.md"))
+    assert found is not None
+    return found.groups()
+
+
 CLAIMS: dict[tuple[str, str], Callable[[], tuple[float | str, ...]]] = {
     ("docs/slow-networks.md", "kept {:.2f}, {:.2f} and {:.2f} of the ideal speed on 2, 4 and 8 nodes"): published,
     ("docs/slow-networks.md", "plain data parallelism kept {:.2f}, {:.2f} and {:.2f}"): lambda: nodes("ddp"),
@@ -85,6 +91,7 @@ CLAIMS: dict[tuple[str, str], Callable[[], tuple[float | str, ...]]] = {
     ("docs/tune.md", "as the best of 20 random ones in {} of {} seeds"): searched,
     ("docs/bits.md", "{:.0f} % more memory where every worker has one part"): more_memory,
     ("docs/bits.md", "a step that is {:.0f} % to {:.0f} % longer"): lambda: (longer("virtual 4"), longer("virtual 8")),
+    ("docs/data.md", "In 10 minutes of small models looks take at most {} % of the time"): share_of_looks,
     ("docs/growing-batches.md", "by {:.0f} and {:.0f} points at two workers"): lambda: grown(2),
     ("docs/growing-batches.md", "by {:.0f} and {:.0f} at sixteen"): lambda: grown(16),
     ("docs/growing-batches.md", "on text {:.1f} points behind, {:.1f} at rank 4"): lambda: (

@@ -29,6 +29,8 @@ MakeBatch = Callable[[int, int], Any]
 """Of the samples of a piece from one number to another."""
 Gradients = Literal["", "apart", "accumulated"]
 """Whether these are compared, too: those of two parts that two workers compute, or one after the other."""
+OTHER_AGAIN = "it has another value when it is computed again"
+"""A pass moves something that cannot be put back."""
 SURE = 1e-6
 """What differs by a smaller share is equal; what differs by more is looked at in float64, where that can be."""
 _MOST_GRADIENT = 1 << 22
@@ -129,7 +131,7 @@ class Comparison:
         if draws.left:
             return Seen(because=f"{_DRAWS}{draws.left}, and no one value of it goes for all samples")
         if not _near(whole, self._loss(made, draws)):
-            return Seen(because="it has another value when it is computed again")
+            return Seen(because=OTHER_AGAIN)
         parts = [[make(0, cut), make(cut, count)] for cut in cuts]
         losses, failed = self._losses_of(parts, draws, seen)
         if draws.left or not any(losses):

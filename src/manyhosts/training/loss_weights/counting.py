@@ -15,7 +15,7 @@ from manyhosts.data.steps import DuePiece, LoadedPiece, PiecePlan, Step
 from manyhosts.events import LossLooked
 from manyhosts.training.loop.source import IndexedSource
 from manyhosts.training.loss_weights import probe_loss
-from manyhosts.training.loss_weights.comparison import Seen
+from manyhosts.training.loss_weights.comparison import OTHER_AGAIN, Seen
 from manyhosts.training.loss_weights.means import LOOKED_FOR
 from manyhosts.training.setup.build import Parts
 from manyhosts.training.state.run_state import RunState
@@ -38,6 +38,8 @@ class LossWeights:
         self.settled = False
         """Whether the rule is known for the workers of now."""
         self.noted = False
+        self.moves = False
+        """Whether a look moves what cannot be put back (an iterator, a file): it does not come again."""
         self.said = ""
         """What was said last of the look."""
 
@@ -52,7 +54,12 @@ class LossWeights:
         if not self.settled:
             step = self.looked_at(step, first=True)
             self.settled = True
-        elif (every := self.settings.look_every) and self.cuts and (number % every == 0 or number in _SOON):
+        elif (
+            (every := self.settings.look_every)
+            and self.cuts
+            and not self.moves
+            and (number % every == 0 or number in _SOON)
+        ):
             step = self.looked_at(step, first=False)
         if weighing.counts_samples:
             return step, None
@@ -120,6 +127,7 @@ class LossWeights:
         """
         parts, state = self.parts, self.state
         given, is_mean = callable(parts.weighing.said), bool(seen.holds) or not seen.could_look
+        self.moves = seen.because == OTHER_AGAIN
         if seen.in_chunks and isinstance(parts.batch_norm, GlobalBatch):
             raise probe_loss.refused("is called in chunks", seen.in_chunks)
         if seen.gradient and self.cuts:

@@ -16,11 +16,14 @@ def begin() -> None:
     watching.watcher = Rising()
 
 
-class Rising(watching.Watcher):
+class Rising:
     """A watcher: of several groups of parameters each has the same rate, whatever the script's schedule says."""
 
     parts: Any = None
     step = 0
+
+    def made(self, model: Any) -> None:
+        """Nothing to do."""
 
     def fits(self, validation: Any, listeners: Any) -> Any:
         """The run is recorded like others."""
@@ -35,6 +38,9 @@ class Rising(watching.Watcher):
         for group in self.parts.optimizer.param_groups:
             group["lr"] = rate_of(self.step)
         return step
+
+    def differentiates(self, outcome: Any) -> None:
+        """Nothing to do."""
 
     def steps(self, step: int) -> None:
         """The next one is another."""

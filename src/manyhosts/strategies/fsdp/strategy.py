@@ -26,10 +26,10 @@ from manyhosts.errors import ConfigError
 from manyhosts.strategies.cut_model import CutModel
 from manyhosts.strategies.fsdp import rounded
 from manyhosts.strategies.fsdp.exchange import StepDigest, check_alike
-from manyhosts.strategies.fsdp.optimizer_step import stepping
 from manyhosts.strategies.fsdp.place import place_root
 from manyhosts.strategies.fsdp.refused import Replaced, Written, misuse_told
 from manyhosts.strategies.materialise import materialise, places_of
+from manyhosts.strategies.optimizer_step import stepping
 from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome, Steppable
 from manyhosts.strategies.tally import Agreed, StepMetrics
 from manyhosts.strategies.traits import TRAITS

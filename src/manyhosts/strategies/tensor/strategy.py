@@ -21,8 +21,8 @@ from manyhosts.config.tensor_cut import Tensor
 from manyhosts.data import randomness
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.cut_model import CutModel
-from manyhosts.strategies.fsdp.optimizer_step import stepping
 from manyhosts.strategies.materialise import is_meta, materialise, places_of
+from manyhosts.strategies.optimizer_step import stepping
 from manyhosts.strategies.strategy import Compute, Piece, Sample, Scale, StepOutcome, Steppable
 from manyhosts.strategies.tally import Agreed, StepMetrics
 from manyhosts.strategies.tensor.exchange import Exchange
@@ -117,7 +117,7 @@ class TensorParallel(CutModel):
             raise _refusal(
                 "the model has no nn.Linear or nn.Embedding that could be cut: one that it calls, with features for "
                 "each worker, whose weight nothing else uses",
-                fix="choose another strategy, such as fsdp, which cuts every tensor",
+                fix="choose another strategy",
             )
         wanted, inputs, is_double = whole_passes(model, inputs)
 

@@ -114,10 +114,10 @@ def _asked(script: str, words: dict[str, Any]) -> Asked:
     Raises:
         ConfigError: they contradict each other, or cannot be read.
     """
-    from manyhosts.tune import budget, search, storage
+    from manyhosts.tune import budget, kept_trials, search
     from manyhosts.tune.asked import Asked
 
-    for option, known in (("sampler", storage.SAMPLERS), ("pruner", storage.PRUNERS)):
+    for option, known in (("sampler", kept_trials.SAMPLERS), ("pruner", kept_trials.PRUNERS)):
         if words[option] not in known:
             what = f"there is no {option} {words[option]!r}"
             raise ConfigError(what, where=f"--{option}", fix=f"known: {', '.join(known)}")

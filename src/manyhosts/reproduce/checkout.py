@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from manyhosts.errors import ConfigError
@@ -43,31 +43,25 @@ def make(run_dir: Path, found: Provenance, place: Path) -> None:
 
 
 def _clone(root: Path, commit: str, place: Path) -> None:
-    words = ["clone", "--quiet", "--shared", "--no-checkout", str(root), str(place)]
-    try:
-        git(root.parent, *words)
-        git(place, "-c", "advice.detachedHead=false", "checkout", "--quiet", commit)
-    except FileNotFoundError as cause:
-        raise ConfigError("there is no git on this machine", where="PATH", fix="install git") from cause
-    except subprocess.SubprocessError as cause:
-        said = (getattr(cause, "stderr", b"") or b"").decode(errors="replace").strip()
-        raise ConfigError(
-            f"commit {commit[:12]} cannot be had: {said or cause}",
-            where=str(root),
-            fix="bring the repository of the run back to that path, or fetch the commit",
-        ) from cause
+    what, fix = f"commit {commit[:12]} cannot be had", "bring the repository of the run back to that path, or fetch it"
+    _asked(root.parent, ["clone", "--quiet", "--shared", "--no-checkout", str(root), str(place)], root, what, fix)
+    _asked(place, ["-c", "advice.detachedHead=false", "checkout", "--quiet", commit], root, what, fix)
 
 
 def _apply(diff: Path, place: Path) -> None:
+    what, fix = "the changes that were not committed cannot be applied", "restore that file of the run directory"
+    _asked(place, ["apply", "--binary", "--whitespace=nowarn", str(diff)], diff, what, fix)
+
+
+def _asked(folder: Path, words: Sequence[str], where: Path, what: str, fix: str) -> None:
+    """Have git do it in `folder`; what it says where it cannot is told of `where`."""
     try:
-        git(place, "apply", "--binary", "--whitespace=nowarn", str(diff))
+        git(folder, *words)
+    except FileNotFoundError as cause:
+        raise ConfigError("there is no git on this machine", where="PATH", fix="install git") from cause
     except (OSError, subprocess.SubprocessError) as cause:
         said = (getattr(cause, "stderr", b"") or b"").decode(errors="replace").strip()
-        raise ConfigError(
-            f"the changes that were not committed cannot be applied: {said or cause}",
-            where=str(diff),
-            fix="restore that file of the run directory",
-        ) from cause
+        raise ConfigError(f"{what}: {said or cause}", where=str(where), fix=fix) from cause
 
 
 def _not_kept(root: Path, run_dir: Path, *, git_knows: bool) -> Iterator[Path]:

@@ -16,18 +16,11 @@ def begin() -> None:
     watching.watcher = Rising()
 
 
-class Rising:
-    """A watcher: of several groups of parameters each has the same rate, whatever the script's schedule says."""
+class Rising(watching.Watcher):
+    """Of several groups of parameters each has the same rate, whatever the script's schedule says."""
 
     parts: Any = None
     step = 0
-
-    def made(self, model: Any) -> None:
-        """Nothing to do."""
-
-    def fits(self, validation: Any, listeners: Any) -> Any:
-        """The run is recorded like others."""
-        return listeners
 
     def begins(self, parts: Any, settings: Any, state: Any) -> None:
         """Keep what has the optimizer."""
@@ -38,9 +31,6 @@ class Rising:
         for group in self.parts.optimizer.param_groups:
             group["lr"] = rate_of(self.step)
         return step
-
-    def differentiates(self, outcome: Any) -> None:
-        """Nothing to do."""
 
     def steps(self, step: int) -> None:
         """The next one is another."""

@@ -23,11 +23,10 @@ from manyhosts.records import metrics, run_lock
 from manyhosts.records.follower import Follower
 from manyhosts.records.whole_file import write_json_whole
 from manyhosts.trials.runs import LOOK_S, Place, Signals, Trial
-from manyhosts.tune import range_test, search, storage
+from manyhosts.tune import range_test, search
 from manyhosts.tune.asked import Asked, Slot
 from manyhosts.tune.budget import LEVELS, Alarm, Spent
-from manyhosts.tune.kept_trials import RUNS, KeptTrials
-from manyhosts.tune.under_way import UnderWay
+from manyhosts.tune.kept_trials import RUNS, Heartbeats, KeptTrials, UnderWay
 
 NAME, ASKED = "tune.json", "asked.json"
 SCHEMA_VERSION = 1
@@ -65,7 +64,7 @@ class Tuner:
         self.kept = KeptTrials(asked, folder)
         self.alarm = Alarm(asked.warn, folder / "tune.log", say)
         self.under_way: list[UnderWay] = []
-        self.beats = storage.Heartbeats()
+        self.beats = Heartbeats()
         self.number_of_beat = 0
         self.reason = ""
         """Why no more trials are begun."""

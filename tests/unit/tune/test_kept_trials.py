@@ -8,7 +8,7 @@ import pytest
 import sklearn.ensemble  # noqa: F401  # as Optuna does; it sets variables
 
 from manyhosts.errors import ConfigError
-from manyhosts.tune import search, storage
+from manyhosts.tune import kept_trials, search
 from manyhosts.tune.asked import Asked, Slot
 from manyhosts.tune.budget import Budget
 from manyhosts.tune.kept_trials import KeptTrials
@@ -48,8 +48,8 @@ def test_trials_are_there_again_in_each_storage(where: str | None, tmp_path: Pat
     assert again.whole_s() == [2.0] * 3
 
 
-@pytest.mark.parametrize("sampler", storage.SAMPLERS)
-@pytest.mark.parametrize("pruner", storage.PRUNERS)
+@pytest.mark.parametrize("sampler", kept_trials.SAMPLERS)
+@pytest.mark.parametrize("pruner", kept_trials.PRUNERS)
 def test_each_sampler_goes_with_each_pruner(sampler: str, pruner: str, tmp_path: Path) -> None:
     found = kept(tmp_path, where=f"journal:{tmp_path / 'J'}", sampler=sampler, pruner=pruner)
     tried(found, 6)

@@ -39,6 +39,7 @@ from manyhosts.strategies.units import tail_bytes, unit_bytes
 from manyhosts.training.evaluation.evaluate import OfAllSets
 from manyhosts.training.setup.build import Parts
 from manyhosts.training.state.run_state import RunState
+from manyhosts.training.telemetry.watching import Watcher
 from manyhosts.units import Duration
 
 _SHARES = {
@@ -52,7 +53,7 @@ _STREAM_STEPS = 1000
 """Steps that an epoch of a stream is taken to have: nobody knows before its end."""
 
 
-class Measurer:
+class Measurer(Watcher):
     """Measures once, at the first `fit` of the script."""
 
     def __init__(self, request: Request, guard: Guard) -> None:

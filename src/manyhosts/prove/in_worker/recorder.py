@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch.utils.data import default_collate
 from manyhosts.config.settings import Settings
 from manyhosts.data import randomness
 from manyhosts.data.steps import LoadedPiece, Step
-from manyhosts.events import Listener
 from manyhosts.prove.conduct import TrialConfig
 from manyhosts.prove.in_worker import plain
 from manyhosts.prove.in_worker.calm import RemoveNondeterminism
@@ -24,9 +23,10 @@ from manyhosts.records.run_record import plain_settings
 from manyhosts.strategies.strategy import StepOutcome
 from manyhosts.training.own_loop.strategy import OwnLoop
 from manyhosts.training.state.run_state import RunState
+from manyhosts.training.telemetry.watching import Watcher
 
 
-class Recorder:
+class Recorder(Watcher):
     """Writes one line when training begins and one per step."""
 
     def __init__(self, conduct: TrialConfig, writer: Writer, calm: RemoveNondeterminism) -> None:
@@ -43,10 +43,6 @@ class Recorder:
         """Take out of the model what this trial leaves out."""
         plain.count_no_more()
         self.calm.change(model)
-
-    def fits(self, validation: Any, listeners: Sequence[Listener]) -> Sequence[Listener]:
-        """All of them: a trial is a run like others."""
-        return listeners
 
     def begins(self, parts: Any, settings: Settings, state: RunState) -> None:
         """Write where training begins, and what it is asked for."""

@@ -6,7 +6,7 @@ every worker, and may change what goes into a step to find out what depends on i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,20 +21,22 @@ if TYPE_CHECKING:
     from manyhosts.training.state.run_state import RunState
 
 
-class Watcher(Protocol):
-    """Called by `build` and by the loop, in this order."""
+class Watcher:
+    """Called by `build` and by the loop, in this order; what it does not say itself changes nothing."""
 
     def made(self, model: nn.Module) -> None:
         """The model is there, with a loss that has a state, and neither placed nor in an optimizer."""
 
     def fits(self, validation: OfAllSets | None, listeners: Sequence[Listener]) -> Sequence[Listener]:
         """A run is about to be begun that would evaluate `validation`. Returns the listeners that are to hear of it."""
+        return listeners
 
     def begins(self, parts: Any, settings: Settings, state: RunState) -> None:
         """Training begins from where `state` stands, with `build.Parts`; once more where workers went or came."""
 
     def reads(self, step: Step) -> Step:
         """The samples of a step are there, and nothing is computed of them yet. Returns the step to take."""
+        return step
 
     def differentiates(self, outcome: StepOutcome) -> None:
         """The gradients of the step are in `grad`, neither clipped nor used."""
